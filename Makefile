@@ -1,0 +1,45 @@
+# Two commands matter: `make train` and `make test`. Each sets up .venv by itself.
+
+.DEFAULT_GOAL := help
+.PHONY: help train test clean
+
+# Only used to make .venv; the constraints hold for Python 3.11.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+RUN_DIR := runs/stereo_depth
+TRAIN := train examples/stereo_depth/recipe.py --processes 2 --width 2 --run-dir $(RUN_DIR)
+COMPARE := examples/stereo_depth/compare.py
+PYTEST_ARGS ?=
+
+# These reach every pip call below and, through the environment, the isolated one that installs the build backend;
+# an older pip takes the first for both, a newer one wants the second for the backend.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+
+help:
+	@echo "make train   train the stereo example on 2 ranks, then compare its losses with those of 1 process"
+	@echo "make test    ruff, mypy and pytest (PYTEST_ARGS=... goes to pytest)"
+	@echo "make clean   remove .venv, caches and runs/stereo_depth"
+
+# The stamp is written last, so an interrupted set-up is taken up again.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+# A run starts from nothing: what an earlier `make train` left is removed first.
+train: .venv/.installed
+	rm -rf $(RUN_DIR)
+	.venv/bin/fullframe $(TRAIN)
+	.venv/bin/python $(COMPARE)
+
+# One thread a process: the tests start many ranks on few cores. The models are built from configurations, offline.
+test: export OMP_NUM_THREADS := 1
+test: export HF_HUB_OFFLINE := 1
+test: .venv/.installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy --strict src
+	.venv/bin/pytest -q $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis $(RUN_DIR)

@@ -1,0 +1,217 @@
+"""The part that runs on the 2 ranks: the variants of one step, timed in turn, and single operators on tiny tensors.
+
+The bound is what no split can beat: each rank trains on its half image as if it were the whole, and only the
+gradients are exchanged. A split that borrows rows, and still gets the numbers of the whole image, comes after it.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+import fullframe as ff
+
+RANKS = 2
+SHAPES = ((1, 3, 256, 1024), (2, 3, 128, 256))
+AXES = ("height", "width")
+
+
+class Timed(NamedTuple):
+    """A thing to time; `run` is None on a rank that stands by."""
+
+    name: str
+    run: Callable[[], object] | None
+
+
+def convnext_tiny() -> nn.Module:
+    """`transformers` ConvNextModel at the published tiny size, random weights, no stochastic depth."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.ConvNextConfig(
+        hidden_sizes=[96, 192, 384, 768], depths=[3, 3, 9, 3], layer_scale_init_value=0.1, drop_path_rate=0.0
+    )
+    return transformers.ConvNextModel(config)
+
+
+def training_step(model: nn.Module, image: Tensor) -> None:
+    """Forward and backward; the loss reads the pooled output too, so that every parameter has a gradient."""
+    output = model(pixel_values=image)
+    loss = output.last_hidden_state.square().mean() + output.pooler_output.tanh().mean()
+    loss.backward()
+
+
+def slowest(seconds: float) -> float:
+    """The largest over the ranks. A rank that waits here is blocked in the kernel; it does not spin."""
+    value = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+def interleaved(variants: Sequence[Timed], rounds: int, before: Callable[[], None]) -> dict[str, list[float]]:
+    """Seconds of each variant, by round; every round times all of them, each time beginning with another one."""
+    for variant in variants:  # warm-up
+        before()
+        dist.barrier()
+        if variant.run is not None:
+            variant.run()
+    seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    for number in range(rounds):
+        first = number % len(variants)
+        for variant in [*variants[first:], *variants[:first]]:
+            before()
+            dist.barrier()
+            begin = time.perf_counter()
+            if variant.run is not None:
+                variant.run()
+            seconds[variant.name].append(slowest(time.perf_counter() - begin))
+    return seconds
+
+
+def ratio(over: list[float], under: list[float]) -> dict[str, float]:
+    """Median over median, and the quartiles of the ratio within a round."""
+    low, _, high = statistics.quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
+    return {"median": statistics.median(over) / statistics.median(under), "low": low, "high": high}
+
+
+class Models:
+    """The same network four times: alone, under DDP for the bound, and split along each axis."""
+
+    def __init__(self, meshes: dict[str, DeviceMesh]):
+        self.meshes = meshes
+        self.alone = convnext_tiny()
+        self.bound = DistributedDataParallel(convnext_tiny())
+        self.split = {axis: ff.parallelize(convnext_tiny(), mesh) for axis, mesh in meshes.items()}
+
+    def zero_grad(self) -> None:
+        """Drops all gradients: outside the timed part, and so that one variant's do not stay for the next."""
+        for model in (self.alone, self.bound, *self.split.values()):
+            model.zero_grad(set_to_none=True)
+
+    def variants(self, image: Tensor) -> list[Timed]:
+        """One step of each kind on (N, 3, H, W)."""
+        rank = dist.get_rank()
+        timed = [Timed("one process", (lambda: training_step(self.alone, image)) if rank == 0 else None)]
+        for axis, dim in zip(AXES, (2, 3), strict=True):
+            half = image.chunk(RANKS, dim)[rank].contiguous()
+            shard = ff.shard(image, self.meshes[axis])
+            timed.append(Timed(f"bound {axis}", lambda half=half: training_step(self.bound, half)))
+            timed.append(Timed(f"split {axis}", lambda axis=axis, shard=shard: training_step(self.split[axis], shard)))
+        return timed
+
+
+def step_table(meshes: dict[str, DeviceMesh], rounds: Sequence[int]) -> list[dict[str, Any]]:
+    """One row for a shape and an axis."""
+    models, rows = Models(meshes), []
+    for shape, count in zip(SHAPES, rounds, strict=True):
+        torch.manual_seed(1)
+        seconds = interleaved(models.variants(torch.randn(shape)), count, models.zero_grad)
+        for axis in AXES:
+            bound, split, alone = seconds[f"bound {axis}"], seconds[f"split {axis}"], seconds["one process"]
+            rows.append(
+                {
+                    "shape": list(shape),
+                    "axis": axis,
+                    "rounds": count,
+                    "one_process_seconds": statistics.median(alone),
+                    "bound_seconds": statistics.median(bound),
+                    "split_seconds": statistics.median(split),
+                    "share_of_bound": ratio(bound, split),
+                    "speedup": ratio(alone, split),
+                    "bound_speedup": ratio(alone, bound),
+                }
+            )
+    return rows
+
+
+def operators() -> dict[str, tuple[Callable[[Tensor], Tensor], tuple[Tensor, ...]]]:
+    """What is timed, as (function of the feature map, its parameters)."""
+    torch.manual_seed(2)
+    bias, small, large = (nn.Parameter(torch.randn(shape)) for shape in ((8,), (8, 8, 1, 1), (8, 8, 3, 3)))
+    return {
+        "relu": (F.relu, ()),
+        "add": (lambda x: x + x, ()),
+        "conv 1x1": (lambda x: F.conv2d(x, small, bias), (small, bias)),
+        "conv 3x3, with its exchange": (lambda x: F.conv2d(x, large, bias, padding=1), (large, bias)),
+    }
+
+
+def calls(function: Callable[[Tensor], Tensor], x: Tensor, count: int) -> Callable[[], None]:
+    """`count` forward calls that build their autograd graph and drop it."""
+
+    def run() -> None:
+        for _ in range(count):
+            function(x)
+
+    return run
+
+
+def backward_calls(
+    function: Callable[[Tensor], Tensor], x: Tensor, parameters: tuple[Tensor, ...], count: int
+) -> Callable[[], None]:
+    """`count` forward and backward calls; a split tensor is differentiated at its local part."""
+
+    def local(value: Tensor) -> Tensor:
+        return value.local if isinstance(value, ff.SpatialTensor) else value
+
+    leaves = (local(x), *parameters)
+    gradient = torch.ones_like(local(function(x)))
+
+    def run() -> None:
+        for _ in range(count):
+            torch.autograd.grad(local(function(x)), leaves, gradient)
+
+    return run
+
+
+def operator_table(mesh: DeviceMesh, batches: int, count: int = 100) -> list[dict[str, Any]]:
+    """Microseconds a call on (1, 8, 8, 16) split into halves, and on such a half in plain torch."""
+    torch.manual_seed(3)
+    full = torch.randn(1, 8, 8, 16, requires_grad=True)
+    split = ff.shard(full, mesh)
+    half = full.detach().chunk(RANKS, -1)[dist.get_rank()].clone().requires_grad_()
+    rows = []
+    for name, (function, parameters) in operators().items():
+        variants = [
+            Timed("plain", calls(function, half, count)),
+            Timed("split", calls(function, split, count)),
+            Timed("plain backward", backward_calls(function, half, parameters, count)),
+            Timed("split backward", backward_calls(function, split, parameters, count)),
+        ]
+        seconds = interleaved(variants, batches, lambda: None)
+        micros = {key: statistics.median(values) / count * 1e6 for key, values in seconds.items()}
+        rows.append(
+            {
+                "name": name,
+                "plain_microseconds": micros["plain"],
+                "split_microseconds": micros["split"],
+                "overhead_microseconds": micros["split"] - micros["plain"],
+                "overhead_with_backward_microseconds": micros["split backward"] - micros["plain backward"],
+            }
+        )
+    return rows
+
+
+def on_rank(rank: int, store: str, result: str, quick: bool) -> None:
+    """Everything, on one of the ranks; rank 0 leaves its findings as JSON in the file `result`."""
+    import json
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    meshes = {"height": ff.init_mesh(height=RANKS), "width": ff.init_mesh(width=RANKS)}
+    found = {
+        "operators": operator_table(meshes["width"], batches=9 if quick else 41),
+        "steps": step_table(meshes, rounds=(3, 5) if quick else (15, 31)),
+    }
+    if rank == 0:
+        Path(result).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()

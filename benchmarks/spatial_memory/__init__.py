@@ -1,0 +1,1 @@
+"""What splitting saves in memory: a forward and backward on one process and on a rank of 2."""

@@ -1,0 +1,62 @@
+"""Train perception models on the full frame: split the image plane over ranks, keep the numbers of one process.
+
+The public names are resolved on first use, so that `import fullframe` (and with it `fullframe --help`) loads no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FullframeError",
+    "Recipe",
+    "ShardedLoader",
+    "SpatialTensor",
+    "Strategy",
+    "TrainStep",
+    "UnsupportedOp",
+    "fit",
+    "init_mesh",
+    "parallelize",
+    "rule",
+    "shard",
+]
+
+if TYPE_CHECKING:
+    from fullframe.errors import FullframeError, UnsupportedOp
+    from fullframe.spatial.mesh import init_mesh
+    from fullframe.spatial.parallelize import parallelize
+    from fullframe.spatial.rules.registry import rule
+    from fullframe.spatial.shard import shard
+    from fullframe.spatial.tensor import SpatialTensor
+    from fullframe.strategy import Recipe, Strategy
+    from fullframe.training.loader import ShardedLoader
+    from fullframe.training.loop import fit
+    from fullframe.training.step import TrainStep
+else:
+    # The same table as above, for the run; a test holds the two together.
+    _HOMES = {
+        "FullframeError": "fullframe.errors",
+        "Recipe": "fullframe.strategy",
+        "ShardedLoader": "fullframe.training.loader",
+        "SpatialTensor": "fullframe.spatial.tensor",
+        "Strategy": "fullframe.strategy",
+        "TrainStep": "fullframe.training.step",
+        "UnsupportedOp": "fullframe.errors",
+        "fit": "fullframe.training.loop",
+        "init_mesh": "fullframe.spatial.mesh",
+        "parallelize": "fullframe.spatial.parallelize",
+        "rule": "fullframe.spatial.rules.registry",
+        "shard": "fullframe.spatial.shard",
+    }
+
+    def __getattr__(name):
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'fullframe' has no attribute {name!r}; it has {', '.join(__all__)}")
+        value = globals()[name] = getattr(import_module(home), name)
+        return value
+
+    def __dir__():
+        return [*__all__, "__version__"]

@@ -1,0 +1,5 @@
+"""`python -m fullframe.cli`: how local ranks are started."""
+
+from fullframe.cli import main
+
+main()

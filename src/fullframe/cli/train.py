@@ -1,0 +1,168 @@
+"""`fullframe train`: start the local ranks, or join those that torchrun started, and show how the run goes."""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from fullframe.errors import MeshError, RecipeError, RunError
+from fullframe.strategy import Strategy
+
+if TYPE_CHECKING:
+    from fullframe.cli.display import Display
+
+Count = Annotated[int | None, arg(metavar="N")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a recipe; the image plane is split over height x width ranks, the samples over data replicas."""
+
+    recipe: Positional[Path]
+    """Python file with a function recipe() -> fullframe.Recipe."""
+    processes: Count = None
+    """Ranks to start on this machine: data x height x width unless given; without any of these, all GPUs."""
+    data: Count = None
+    """Replicas that read different samples: processes / (height x width) unless given."""
+    height: Count = None
+    """Ranks that share a sample's rows."""
+    width: Count = None
+    """Ranks that share a sample's columns."""
+    microbatches: Annotated[int, arg(metavar="N")] = 1
+    """Slices in which a step goes through its batch: less memory, the same numbers."""
+    steps: Count = None
+    """Optimizer steps of the whole run: the recipe's unless given."""
+    run_dir: Annotated[Path | None, arg(metavar="PATH")] = None
+    """Where metrics, log and checkpoints go: a new folder in runs/ unless given."""
+    resume: bool = False
+    """Go on from the newest readable checkpoint in --run-dir."""
+    checkpoint_every: Annotated[int, arg(metavar="K")] = 100
+    """Steps between two checkpoints; one more is written after the last step."""
+    keep_checkpoints: Annotated[int, arg(metavar="K")] = 3
+    """How many of the newest checkpoints stay on the disk."""
+    json: bool = False
+    """Print one JSON object with the last step's record on stdout; everything else goes to stderr."""
+
+    def run(self) -> int:
+        """Train here as one rank, or start the ranks and wait for them."""
+        self._check_counts()
+        joins = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        ranks = int(os.environ["WORLD_SIZE"]) if joins else self._ranks_to_start()
+        strategy = self._strategy(ranks)
+        run_dir = self._run_dir(joins)
+        if joins or ranks == 1:
+            return self._train(strategy, run_dir, rank=int(os.environ.get("RANK", "0")))
+        return self._launch(strategy, run_dir)
+
+    def _check_counts(self) -> None:
+        names = ("processes", "data", "height", "width", "microbatches", "steps", "checkpoint_every")
+        for name in (*names, "keep_checkpoints"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise MeshError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if not self.recipe.is_file():
+            raise RecipeError(f"there is no recipe file {self.recipe}; check the path")
+
+    def _ranks_to_start(self) -> int:
+        if self.processes is not None:
+            return self.processes
+        if self.data or self.height or self.width:
+            return (self.data or 1) * (self.height or 1) * (self.width or 1)
+        import torch
+
+        return max(torch.cuda.device_count(), 1)
+
+    def _strategy(self, ranks: int) -> Strategy:
+        height, width = self.height or 1, self.width or 1
+        if ranks % (height * width):
+            below = ranks // (height * width) * height * width
+            fitting = f"{below} or {below + height * width}" if below else str(height * width)
+            raise MeshError(
+                f"{ranks} processes are no multiple of height {height} x width {width} = {height * width}; "
+                f"use {fitting} processes"
+            )
+        data = self.data or ranks // (height * width)
+        if data * height * width != ranks:
+            raise MeshError(
+                f"data {data} x height {height} x width {width} = {data * height * width} is not the number of "
+                f"processes, {ranks}; leave out --data or --processes"
+            )
+        return Strategy(data=data, height=height, width=width, microbatches=self.microbatches)
+
+    def _run_dir(self, joins: bool) -> Path:
+        if self.run_dir is not None:
+            return self.run_dir
+        if self.resume:
+            raise RunError("--resume needs --run-dir, the directory of the run to go on with")
+        if joins:
+            raise RunError("ranks that were started by torchrun need --run-dir, so that all of them name the same one")
+        recipe = self.recipe.resolve()
+        name = recipe.parent.name if recipe.stem == "recipe" else recipe.stem
+        return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+    def _launch(self, strategy: Strategy, run_dir: Path) -> int:
+        from fullframe.launching.local import launch
+        from fullframe.training.run_directory import check_run_directory
+
+        check_run_directory(run_dir, self.resume)
+        options: dict[str, Any] = {
+            "data": strategy.data,
+            "height": strategy.height,
+            "width": strategy.width,
+            "microbatches": strategy.microbatches,
+            "steps": self.steps,
+            "run-dir": run_dir,
+            "checkpoint-every": self.checkpoint_every,
+            "keep-checkpoints": self.keep_checkpoints,
+        }
+        command = ["-m", "fullframe.cli", "train", str(self.recipe)]
+        command += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+        command += [f"--{flag}" for flag in ("resume", "json") if getattr(self, flag)]
+        return launch(strategy.ranks, command)
+
+    def _train(self, strategy: Strategy, run_dir: Path, rank: int) -> int:
+        from fullframe.cli.display import display
+        from fullframe.strategy import load_recipe
+        from fullframe.training.loop import fit
+
+        recipe = load_recipe(self.recipe)
+        steps = self.steps or recipe.steps
+        last: dict[str, Any] = {}
+        show = display(steps, sys.stderr if self.json else sys.stdout) if rank == 0 else None
+        mesh = f"data {strategy.data} x height {strategy.height} x width {strategy.width}"
+
+        def on_record(record: Mapping[str, Any]) -> None:
+            last.update(record)
+            if show is not None:
+                show.record(record)
+
+        with _shown(show):
+            if show is not None:
+                show.message(f"{self.recipe}: {steps} steps on {strategy.ranks} ranks ({mesh}), writing {run_dir}")
+            fit(
+                recipe,
+                strategy,
+                run_dir,
+                steps=steps,
+                resume=self.resume,
+                checkpoint_every=self.checkpoint_every,
+                keep_checkpoints=self.keep_checkpoints,
+                on_record=on_record,
+                on_message=show.message if show is not None else lambda message: None,
+            )
+        if self.json and rank == 0:
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in last.items()}
+            print(json.dumps({"run_dir": str(run_dir), "ranks": strategy.ranks, **finite}))
+        return 0
+
+
+def _shown(show: "Display | None") -> contextlib.AbstractContextManager[object]:
+    return show if show is not None else contextlib.nullcontext()

@@ -1,0 +1,53 @@
+"""The exceptions a user can meet.
+
+FullframeError
+├── MeshError         the mesh does not fit the ranks that are there
+├── ShapeError        a size, a boundary or an agreement between ranks does not hold
+├── UnsupportedOp     a torch function has no exact rule for the placements it got
+├── StrategyError     a strategy's field is unknown, out of range, or contradicts another
+├── RecipeError       a recipe file cannot be read or lacks what it must give
+├── RunError          a run directory cannot be used as asked
+└── CheckpointError   a checkpoint is missing, unreadable or of another model
+"""
+
+
+class FullframeError(Exception):
+    """Anything fullframe refuses to do; the message says what, with values, and the remedy."""
+
+
+class MeshError(FullframeError, ValueError):
+    """The mesh does not fit the ranks that are there."""
+
+
+class ShapeError(FullframeError, ValueError):
+    """A size, a boundary or an agreement between ranks does not hold."""
+
+
+class UnsupportedOp(FullframeError, NotImplementedError):
+    """A torch function has no exact rule for what it got; raised on every rank of a replica alike.
+
+    `function` names the torch function, `placements` the split operands it got, `module` the path of the module
+    whose forward was running ("" outside a module), `fix` the remedy.
+    """
+
+    def __init__(self, function: str, placements: tuple[str, ...], module: str, reason: str, fix: str):
+        self.function, self.placements, self.module, self.reason, self.fix = function, placements, module, reason, fix
+        where = f" in module '{module}'" if module else ""
+        operands = "; ".join(placements) or "no split operand"
+        super().__init__(f"{function}{where}: {reason}. Split operands: {operands}. {fix}")
+
+
+class StrategyError(FullframeError, ValueError):
+    """A strategy's field is unknown, out of range, or contradicts another."""
+
+
+class RecipeError(FullframeError):
+    """A recipe file cannot be read or lacks what it must give."""
+
+
+class RunError(FullframeError):
+    """A run directory cannot be used as asked."""
+
+
+class CheckpointError(FullframeError):
+    """A checkpoint is missing, unreadable or of another model."""

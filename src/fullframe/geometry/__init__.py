@@ -1,0 +1,1 @@
+"""Who owns which rows, what an op reads, who sends what to whom: integers only, no torch."""

@@ -1,0 +1,206 @@
+"""A rank's part and the strips it borrowed, addressed by global rows and never joined unless a region is asked for.
+
+So a halo costs its own bytes, not a second feature map: ops keep the local tensor that others keep too, and the strips.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fullframe.geometry.extents import Extents, overlap
+from fullframe.geometry.route import Route, Wanted, borrows, route
+from fullframe.spatial.exchange import InFlight, post_borrow, post_return
+from fullframe.spatial.mesh import Axis
+
+Ranges = tuple[range, ...]  # global rows, one range a cut
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """One split dim of an op's input: who owns which rows, and which each rank wants."""
+
+    dim: int
+    extents: Extents
+    wanted: Wanted
+    axis: Axis
+
+    @property
+    def own(self) -> range:
+        return self.extents.ranges[self.axis.part]
+
+    @property
+    def rows(self) -> range:
+        return self.wanted[self.axis.part]
+
+    @property
+    def route(self) -> Route:
+        return route(self.extents, self.wanted, self.axis.part)
+
+    @property
+    def borrows(self) -> bool:
+        return borrows(self.extents, self.wanted)
+
+
+class Piece(NamedTuple):
+    """A tensor and the global rows it holds along each cut."""
+
+    tensor: Tensor
+    ranges: Ranges
+
+
+class Halo:
+    """`local` with what its neighbours lend; posted by the constructor, there after `wait`.
+
+    Cuts are served in order, so the strips of a later one include the corners.
+    """
+
+    def __init__(self, local: Tensor, cuts: tuple[Cut, ...]):
+        self.cuts = cuts
+        self.pieces = [Piece(local, tuple(cut.own for cut in cuts))]
+        self._posted = 0
+        self._flight: InFlight | None = None
+        self._post_next()
+
+    @classmethod
+    def of(cls, pieces: list[Piece], cuts: tuple[Cut, ...]) -> "Halo":
+        """A halo whose strips are there already (saved by a forward pass)."""
+        halo = cls.__new__(cls)
+        halo.cuts, halo.pieces, halo._posted, halo._flight = cuts, pieces, len(cuts), None
+        return halo
+
+    def wait(self) -> "Halo":
+        """Block until every strip is there."""
+        while self._flight is not None:
+            strips = self._flight.wait()
+            cut = self._posted - 1
+            for transfer, strip in zip(self.cuts[cut].route.receives, strips, strict=True):
+                self.pieces.append(Piece(strip, self._ranges(cut, transfer.rows)))
+            self._flight = None
+            self._post_next()
+        return self
+
+    def _post_next(self) -> None:
+        while self._posted < len(self.cuts) and self._flight is None:
+            number, self._posted = self._posted, self._posted + 1
+            cut = self.cuts[number]
+            if cut.borrows:
+                self._flight = post_borrow(
+                    cut.axis,
+                    cut.route,
+                    lambda rows: self.region(self._ranges(number, rows)),
+                    lambda rows: self.shape(self._ranges(number, rows)),
+                    self.pieces[0].tensor,
+                )
+
+    def _ranges(self, number: int, rows: range) -> Ranges:
+        """Where a message of cut `number` lies: earlier cuts are extended already, later ones not yet."""
+        earlier = tuple(cut.rows for cut in self.cuts[:number])
+        return (*earlier, rows, *(cut.own for cut in self.cuts[number + 1 :]))
+
+    def shape(self, ranges: Ranges) -> list[int]:
+        """The shape of a region."""
+        shape = list(self.pieces[0].tensor.shape)
+        for cut, rows in zip(self.cuts, ranges, strict=True):
+            shape[cut.dim] = len(rows)
+        return shape
+
+    def region(self, ranges: Ranges, fill: float = 0.0) -> Tensor:
+        """The rows `ranges` of the virtual whole, `fill` where nothing is held; a view if one piece covers it."""
+        return assembled(self.pieces, self.cuts, ranges, self.shape(ranges), fill)
+
+    def start_return(self, gradients: list[Tensor]) -> "Return":
+        """Send the strips' gradients home; `gradients` are those of `pieces`, the local one not needed yet."""
+        return Return(self, gradients)
+
+
+class Return:
+    """The adjoint of a `Halo` on its way: later cuts first, as their strips hold corners of earlier ones."""
+
+    def __init__(self, halo: Halo, gradients: list[Tensor]):
+        self._halo, self._gradients = halo, gradients
+        self._remaining = len(halo.cuts)
+        self._kept: list[tuple[Ranges, Tensor]] = []  # what belongs to the local part, added at the end
+        self._flight: InFlight | None = None
+        self._post_next()
+
+    def add_to(self, local_gradient: Tensor) -> Tensor:
+        """Wait, and add what came back to the gradient of the local part, in place."""
+        while self._flight is not None:
+            returned = self._flight.wait()
+            number = self._remaining
+            for transfer, gradient in zip(self._halo.cuts[number].route.sends, returned, strict=True):
+                self._distribute(self._halo._ranges(number, transfer.rows), gradient)
+            self._flight = None
+            self._post_next()
+        own = self._halo.pieces[0].ranges
+        for ranges, gradient in self._kept:
+            part_of(local_gradient, own, ranges, self._halo.cuts).add_(gradient)
+        return local_gradient
+
+    def _post_next(self) -> None:
+        while self._remaining and self._flight is None:
+            self._remaining -= 1
+            number = self._remaining
+            cut, halo = self._halo.cuts[number], self._halo
+            if not cut.borrows:
+                continue
+            strips = [halo._ranges(number, transfer.rows) for transfer in cut.route.receives]
+            by_ranges = {piece.ranges: g for piece, g in zip(halo.pieces, self._gradients, strict=True)}
+            like = halo.pieces[0].tensor
+            self._flight = post_return(
+                cut.axis,
+                cut.route,
+                [by_ranges[ranges] for ranges in strips],
+                lambda rows, number=number: halo.shape(halo._ranges(number, rows)),  # type: ignore[misc]
+                like,
+            )
+
+    def _distribute(self, ranges: Ranges, gradient: Tensor) -> None:
+        for index, piece in enumerate(self._halo.pieces):
+            shared = tuple(overlap(a, b) for a, b in zip(piece.ranges, ranges, strict=True))
+            if not all(shared):
+                continue
+            part = part_of(gradient, ranges, shared, self._halo.cuts)
+            if index == 0:
+                self._kept.append((shared, part))
+            else:
+                part_of(self._gradients[index], piece.ranges, shared, self._halo.cuts).add_(part)
+
+
+def assembled(
+    pieces: Sequence[Piece], cuts: tuple[Cut, ...], ranges: Ranges, shape: list[int], fill: float = 0.0
+) -> Tensor:
+    """The rows `ranges` copied together from those `pieces` that hold them; a view if one piece covers all."""
+    shared = [
+        (piece, tuple(overlap(a, b) for a, b in zip(piece.ranges, ranges, strict=True)))
+        for piece in pieces
+    ]
+    shared = [(piece, part) for piece, part in shared if all(part)]
+    if len(shared) == 1 and shared[0][1] == ranges:
+        return part_of(shared[0][0].tensor, shared[0][0].ranges, ranges, cuts)
+    volume = sum(prod(map(len, part)) for _, part in shared)
+    like = pieces[0].tensor
+    result = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=_format(like))
+    if volume < prod(map(len, ranges)):
+        result.fill_(fill)
+    for piece, part in shared:
+        part_of(result, ranges, part, cuts).copy_(part_of(piece.tensor, piece.ranges, part, cuts))
+    return result
+
+
+def part_of(tensor: Tensor, held: Ranges, wanted: Ranges, cuts: tuple[Cut, ...]) -> Tensor:
+    """The view of the rows `wanted` in a tensor that holds the rows `held`."""
+    for cut, have, want in zip(cuts, held, wanted, strict=True):
+        if have != want:
+            tensor = tensor.narrow(cut.dim, want.start - have.start, len(want))
+    return tensor
+
+
+def _format(tensor: Tensor) -> torch.memory_format:
+    if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format

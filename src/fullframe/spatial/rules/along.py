@@ -1,0 +1,116 @@
+"""Functions that mix elements along one dim: local when that dim is whole; softmax also when it is split."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fullframe.spatial.rules.reduction import dims_of, without
+from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+
+
+def _whole(x: SpatialTensor, dim: int) -> None:
+    if x._layout.is_split(dim):
+        raise Refused(f"it works along dim {dim}, which is split")
+
+
+@rule(F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
+def _softmax(func: Any, x: SpatialTensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    return _soft(func, x, dim, args, kwargs, lambda shifted, total: torch.exp(shifted) / total)
+
+
+@rule(F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax)
+def _log_softmax(func: Any, x: SpatialTensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    return _soft(func, x, dim, args, kwargs, lambda shifted, total: shifted - torch.log(total))
+
+
+def _soft(func: Any, x: SpatialTensor, dim: int | None, args: Any, kwargs: Any, finish: Any) -> Tensor:
+    if dim is None:
+        raise Refused("the dim is not given", "Name the dim.")
+    if not x._layout.is_split(dim):
+        return wrap(func(local_of(x), dim, *args, **kwargs), x._layout)
+    dtype = kwargs.get("dtype") or next((a for a in args if isinstance(a, torch.dtype)), None)
+    values = x if dtype is None else x.to(dtype)
+    shifted = values - torch.amax(values.detach(), (dim,), True)
+    return finish(shifted, torch.sum(torch.exp(shifted), (dim,), True))  # type: ignore[no-any-return]
+
+
+@rule(F.softmin)
+def _softmin(func: Any, x: SpatialTensor, dim: int, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
+    return F.softmax(-x, dim, dtype=dtype)
+
+
+@rule(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.logcumsumexp, Tensor.logcumsumexp)
+def _cumulative(func: Any, x: SpatialTensor, dim: int, *args: Any, **kwargs: Any) -> Tensor:
+    _whole(x, dim)
+    return wrap(func(local_of(x), dim, *args, **kwargs), x._layout)
+
+
+@rule(F.glu)
+def _glu(func: Any, x: SpatialTensor, dim: int = -1) -> Tensor:
+    _whole(x, dim)
+    shape = list(x._layout.shape)
+    shape[dim] //= 2
+    return wrap(func(local_of(x), dim), x._layout.with_(shape, x._layout.placements))
+
+
+@rule(F.normalize)
+def _normalize(func: Any, x: SpatialTensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
+    if out is not None:
+        raise Refused("out= is not split")
+    return x / torch.linalg.vector_norm(x, p, dim, True).clamp_min(eps)
+
+
+@rule(F.prelu, torch.prelu, Tensor.prelu)
+def _prelu(func: Any, x: SpatialTensor, weight: Tensor) -> Tensor:
+    if weight.numel() > 1:
+        _whole(x, 1)
+    return wrap(func(local_of(x), weight), x._layout)
+
+
+@rule(F.local_response_norm)
+def _local_response_norm(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    _whole(x, 1)
+    return wrap(func(local_of(x), *args, **kwargs), x._layout)
+
+
+@rule(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin)
+def _index(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    if dim is None:
+        raise Refused("the index over all dims is not local")
+    _whole(x, dim)
+    return wrap(func(local_of(x), dim, keepdim), without(x._layout, dims_of(x._layout, dim), keepdim))
+
+
+@rule(torch.topk, Tensor.topk)
+def _topk(func: Any, x: SpatialTensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
+    _whole(x, dim)
+    shape = list(x._layout.shape)
+    shape[dim] = k
+    layout = x._layout.with_(shape, x._layout.placements)
+    found = func(local_of(x), k, dim, *args, **kwargs)
+    return type(found)([wrap(part, layout) for part in found])
+
+
+@rule(torch.sort, Tensor.sort)
+def _sort(func: Any, x: SpatialTensor, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
+    _whole(x, dim)
+    found = func(local_of(x), dim, *args, **kwargs)
+    return type(found)([wrap(part, x._layout) for part in found])
+
+
+@rule(F.one_hot)
+def _one_hot(func: Any, x: SpatialTensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 0:
+        raise Refused("the number of classes would be read from one rank's part", "Give num_classes.")
+    layout = x._layout
+    return wrap(func(local_of(x), num_classes), layout.with_((*layout.shape, num_classes), layout.placements))
+
+
+@rule(F.embedding)
+def _embedding(func: Any, x: SpatialTensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    layout = x._layout
+    found = func(local_of(x), weight, *args, **kwargs)
+    return wrap(found, layout.with_((*layout.shape, weight.shape[1]), layout.placements))

@@ -1,0 +1,287 @@
+"""Convolutions: the local part is convolved as it is, and only the few rows that see a neighbour's are done again.
+
+So a rank does its share of the arithmetic with the kernel's own zero padding, the exchange runs meanwhile, and
+backward keeps the local input and the borrowed strips, never a joined copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fullframe.geometry.extents import overlap
+from fullframe.geometry.window import TransposedWindow, Window
+from fullframe.spatial.halo import Halo, Piece, Ranges, assembled, part_of
+from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.rules.windowed import WindowPlan, embedded, plan_windows, region
+from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
+
+Ints = tuple[int, ...]
+Border = tuple[Ranges, Ranges]  # output rows that see a strip, and the input rows they read
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """A convolution on this rank. `padding` is torch's for whole dims and 0 for split ones."""
+
+    window: WindowPlan
+    stride: Ints
+    padding: Ints
+    dilation: Ints
+    groups: int
+    lead: Ints | None  # padding with which the local part alone gives all output rows; None where there is none
+    skips: tuple[tuple[int, int], ...]  # (dim, rows at its start) that no output row reads
+    borders: tuple[Border, ...]  # done again with the strips; none when `lead` is None
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Ints) -> Tensor:
+        return torch.ops.aten.convolution(  # type: ignore[no-any-return]
+            x, weight, bias, self.stride, padding, self.dilation, False, (0,) * len(padding), self.groups
+        )
+
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, padding: Ints, mask: list[bool]) -> list[Any]:
+        """(input, weight, bias) gradients of `convolve`, None where `mask` is False."""
+        none = (0,) * len(padding)
+        bias_sizes = [weight.shape[0]]
+        return list(
+            torch.ops.aten.convolution_backward(
+                grad, x, weight, bias_sizes, self.stride, padding, self.dilation, False, none, self.groups, mask
+            )
+        )
+
+    def unskipped(self, local: Tensor) -> Tensor:
+        """`local` without the rows that no output row reads."""
+        for dim, rows in self.skips:
+            local = local.narrow(dim, rows, local.shape[dim] - rows)
+        return local
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    layout: Layout, weight: Ints, stride: Ints, padding: Ints, dilation: Ints, groups: int
+) -> _Plan:
+    count = len(stride)
+    dims = range(len(layout.shape) - count, len(layout.shape))
+    if layout.is_split(dims[0] - 1):
+        raise Refused("the channels are split")
+    windows = [
+        Window(k, s, d, p) for k, s, d, p in zip(weight[2:], stride, dilation, padding, strict=True)
+    ]
+    sizes = [w.output_size(layout.shape[dim]) for w, dim in zip(windows, dims, strict=True)]
+    shape = (*layout.shape[: dims[0] - 1], weight[0], *sizes)
+    plan = plan_windows(layout, dims, windows, sizes, shape)
+    split = {cut.dim for cut in plan.cuts}
+    inner = tuple(0 if dim in split else p for dim, p in zip(dims, padding, strict=True))
+    lead, skips = _lead(plan, dims, inner)
+    borders = _borders(plan) if lead is not None else None
+    if borders is None:
+        lead, borders = None, ()
+    return _Plan(plan, stride, inner, dilation, groups, lead, skips, borders)
+
+
+def _lead(plan: WindowPlan, dims: range, inner: Ints) -> tuple[Ints | None, tuple[tuple[int, int], ...]]:
+    """The symmetric padding with which the local rows give exactly this rank's output rows, and the rows to skip."""
+    lead, skips = list(inner), []
+    for cut, window, need, out in zip(plan.cuts, plan.windows, plan.needs, plan.outs, strict=True):
+        skip = max(0, need.start - cut.own.start)
+        pad = max(0, cut.own.start - need.start)
+        rows = len(cut.own) - skip
+        if rows <= 0 or rows + 2 * pad < window.span or (rows + 2 * pad - window.span) // window.stride + 1 != len(out):
+            return None, ()
+        lead[cut.dim - dims[0]] = pad
+        if skip:
+            skips.append((cut.dim, skip))
+    return tuple(lead), tuple(skips)
+
+
+def _borders(plan: WindowPlan) -> tuple[Border, ...] | None:
+    """Output rows that read a borrowed row; None when they are so many that one joined convolution is cheaper."""
+    borders: list[Border] = []
+    for number, (cut, window, out) in enumerate(zip(plan.cuts, plan.windows, plan.outs, strict=True)):
+        here = []
+        if cut.rows.start < cut.own.start:
+            here.append(overlap(out, window.touched_by(range(cut.rows.start, cut.own.start))))
+        if cut.rows.stop > cut.own.stop:
+            here.append(overlap(out, window.touched_by(range(cut.own.stop, cut.rows.stop))))
+        if sum(map(len, here)) * 2 > len(out):
+            return None
+        for rows in here:
+            outs = (*plan.outs[:number], rows, *plan.outs[number + 1 :])
+            borders.append((outs, _reads(plan, outs)))
+    return tuple(borders)
+
+
+def _reads(plan: WindowPlan, outs: Ranges) -> Ranges:
+    return tuple(window.reads(rows) for window, rows in zip(plan.windows, outs, strict=True))
+
+
+@rule(F.conv1d, F.conv2d, F.conv3d)
+def _convolution(
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Ints = 1,
+    padding: int | str | Ints = 0,
+    dilation: int | Ints = 1,
+    groups: int = 1,
+) -> Tensor:
+    if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
+        raise Refused("the weight is split, not the input")
+    count = weight.dim() - 2
+    if input.dim() == count + 1:  # no batch dim
+        batch = func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
+        return batch.squeeze(0)  # type: ignore[no-any-return]
+    stride, dilation = _ints(stride, count), _ints(dilation, count)
+    if isinstance(padding, str):
+        total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        if any(t % 2 for t in total):  # torch pads the odd row behind
+            input = F.pad(input, [after for t in reversed(total) for after in (0, t % 2)])  # type: ignore[assignment]
+        padding = tuple(t // 2 for t in total)
+    plan = _plan(input._layout, tuple(weight.shape), stride, _ints(padding, count), dilation, groups)
+    local, window = local_of(input), plan.window
+    if window.too_small:
+        local, layout = gather_axes(local, input._layout, window.too_small)
+        return func(wrap(local, layout), weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+    if not window.borrows and plan.lead is not None:
+        out = func(plan.unskipped(local), weight, bias, stride, plan.lead, dilation, groups)
+    else:
+        local, weight, bias = autocast_inputs(local, weight, bias)
+        out = _HaloConvolution.apply(local, weight, bias, plan)  # type: ignore[no-untyped-call]
+    return wrap(out, window.layout)
+
+
+class _HaloConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+        halo = Halo(local, plan.window.cuts)
+        if plan.lead is None:
+            joined = halo.wait().region(plan.window.needs)
+            out = plan.convolve(joined, weight, bias, plan.padding)
+        else:
+            out = plan.convolve(plan.unskipped(local), weight, bias, plan.lead)  # the exchange runs meanwhile
+            halo.wait()
+            for outs, reads in plan.borders:
+                border = plan.convolve(halo.region(reads), weight, bias, plan.padding)
+                part_of(out, plan.window.outs, outs, plan.window.cuts).copy_(border)
+        ctx.save_for_backward(weight, *(piece.tensor for piece in halo.pieces))
+        ctx.ranges = [piece.ranges for piece in halo.pieces]
+        ctx.plan = plan
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        weight, *tensors = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        halo = Halo.of([Piece(t, r) for t, r in zip(tensors, ctx.ranges, strict=True)], plan.window.cuts)
+        backward = _joined_backward if plan.lead is None else _strips_first_backward
+        return *backward(plan, halo, grad, weight, list(ctx.needs_input_grad[:3])), None
+
+
+def _joined_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:
+    needs, cuts = plan.window.needs, plan.window.cuts
+    gradients = plan.gradients(grad, halo.region(needs), weight, plan.padding, mask)
+    if mask[0]:
+        own, *strips = (embedded(gradients[0], needs, piece.ranges, halo, cuts) for piece in halo.pieces)
+        gradients[0] = halo.start_return([own, *strips]).add_to(own)
+    return gradients
+
+
+def _strips_first_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:
+    """A convolution is linear in its input: the strips' share first, on its way home while the local share is done."""
+    local, *strips = halo.pieces
+    cuts, outs = plan.window.cuts, plan.window.outs
+    thin = [mask[0], mask[1], False]
+    strip_gradients, weight_gradients = [], []
+    for strip in strips:
+        touched = tuple(
+            overlap(window.touched_by(rows), out)
+            for window, rows, out in zip(plan.window.windows, strip.ranges, outs, strict=True)
+        )
+        if not all(touched) or not any(thin):
+            strip_gradients.append(torch.zeros_like(strip.tensor))
+            continue
+        reads = _reads(plan.window, touched)
+        block = assembled([strip], cuts, reads, halo.shape(reads))
+        seen = part_of(grad, outs, touched, cuts)
+        of_block, of_weight, _ = plan.gradients(seen, block, weight, plan.padding, thin)
+        weight_gradients.append(of_weight)
+        strip_gradients.append(embedded(of_block, reads, strip.ranges, halo, cuts) if mask[0] else strip.tensor)
+    flight = halo.start_return([local.tensor, *strip_gradients]) if mask[0] else None
+    assert plan.lead is not None
+    gradients = plan.gradients(grad, plan.unskipped(local.tensor), weight, plan.lead, mask)
+    if mask[1]:
+        for of_weight in weight_gradients:
+            gradients[1] += of_weight
+    if flight is not None:
+        for dim, rows in plan.skips:
+            behind = grad.dim() - dim - 1
+            gradients[0] = F.pad(gradients[0], (0, 0) * behind + (rows, 0))
+        gradients[0] = flight.add_to(gradients[0])
+    return gradients
+
+
+@rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def _transposed_convolution(
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Ints = 1,
+    padding: int | Ints = 0,
+    output_padding: int | Ints = 0,
+    groups: int = 1,
+    dilation: int | Ints = 1,
+) -> Tensor:
+    if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
+        raise Refused("the weight is split, not the input")
+    count = weight.dim() - 2
+    stride, padding, dilation = _ints(stride, count), _ints(padding, count), _ints(dilation, count)
+    output_padding = _ints(output_padding, count)
+    layout, dims = input._layout, range(input.dim() - count, input.dim())
+    if layout.is_split(dims[0] - 1):
+        raise Refused("the channels are split")
+    windows = [
+        TransposedWindow(k, s, d, p) for k, s, d, p in zip(weight.shape[2:], stride, dilation, padding, strict=True)
+    ]
+    sizes = [
+        w.output_size(layout.shape[dim], extra) for w, dim, extra in zip(windows, dims, output_padding, strict=True)
+    ]
+    plan = plan_windows(layout, dims, windows, sizes, (*layout.shape[: dims[0] - 1], weight.shape[1] * groups, *sizes))
+    if plan.too_small:
+        local, layout = gather_axes(local_of(input), layout, plan.too_small)
+        return func(  # type: ignore[no-any-return]
+            wrap(local, layout), weight, bias, stride, padding, output_padding, groups, dilation
+        )
+    inner, extra = list(padding), list(output_padding)
+    trims = []
+    for cut, window, need, out in zip(plan.cuts, plan.windows, plan.needs, plan.outs, strict=True):
+        at = cut.dim - dims[0]
+        first = out.start + window.padding - need.start * window.stride  # of our rows, in the rows made here
+        made = (len(need) - 1) * window.stride + window.span
+        inner[at], extra[at] = 0, max(0, first + len(out) - made)
+        trims.append((cut.dim, first, len(out)))
+    made_here = func(region(local_of(input), plan), weight, bias, stride, tuple(inner), tuple(extra), groups, dilation)
+    for dim, first, rows in trims:
+        made_here = made_here.narrow(dim, first, rows)
+    return wrap(made_here, plan.layout)
+
+
+def autocast_inputs(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What autocast would cast a convolution's inputs to, where an autograd.Function hides it from autocast."""
+    device = next(t for t in tensors if t is not None).device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
+
+
+def _ints(value: int | Sequence[int], count: int) -> Ints:
+    if isinstance(value, int):
+        return (value,) * count
+    return tuple(value) if len(value) == count else tuple(value) * count

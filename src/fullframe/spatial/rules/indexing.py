@@ -1,0 +1,201 @@
+"""Slices, selects, chunks, flips: a slice of a split dim keeps its rows where they are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullframe.geometry.extents import Extents
+from fullframe.geometry.window import Slice
+from fullframe.spatial.rules.reduction import without
+from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.rules.windowed import plan_windows, region
+from fullframe.spatial.tensor import SpatialTensor, local_of, refetched, wrap
+
+
+def sliced_rows(x: Tensor, dim: int, start: int, stop: int, step: int = 1) -> Tensor:
+    """Rows `start:stop:step` of a dim, all inside the tensor."""
+    if not isinstance(x, SpatialTensor):
+        return x[(slice(None),) * dim + (slice(start, stop, step),)]
+    layout = x._layout
+    size = max(0, -(-(stop - start) // step))
+    shape = (*layout.shape[:dim], size, *layout.shape[dim + 1 :])
+    if not layout.is_split(dim):
+        local = local_of(x)[(slice(None),) * dim + (slice(start, stop, step),)]
+        return wrap(local, layout.with_(shape, layout.placements))
+    if (start, stop, step) == (0, layout.shape[dim], 1):
+        return x
+    plan = plan_windows(layout, [dim], [Slice(start, step)], [size], shape)
+    if plan.too_small:
+        return _few_rows(x, dim, range(start, stop, step))
+    local = region(local_of(x), plan)
+    return wrap(local[(slice(None),) * dim + (slice(None, None, step),)] if step > 1 else local, plan.layout)
+
+
+def _few_rows(x: SpatialTensor, dim: int, rows: range) -> Tensor:
+    """Rows of a split dim, whole on every rank of its axis; only these rows travel."""
+    layout = x._layout
+    placement = layout.of(dim)
+    assert placement is not None
+    wanted = range(rows.start, rows.stop if rows else rows.start)
+    local = refetched(local_of(x), layout, placement, layout.placements, (wanted,) * placement.extents.parts)
+    local = local[(slice(None),) * dim + (slice(None, None, rows.step),)]
+    shape = (*layout.shape[:dim], len(rows), *layout.shape[dim + 1 :])
+    return wrap(local, layout.with_(shape, tuple(p for p in layout.placements if p.axis != placement.axis)))
+
+
+@rule(torch.select, Tensor.select)
+def select(func: Any, x: Tensor, dim: int, index: int) -> Tensor:
+    """Row `index` of a dim, which is removed."""
+    dim %= x.dim()
+    size = x.shape[dim]
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of range for dim {dim} of size {size}")
+    index %= size
+    if isinstance(x, SpatialTensor) and x._layout.is_split(dim):
+        x = _few_rows(x, dim, range(index, index + 1))
+        index = 0
+    if not isinstance(x, SpatialTensor):
+        return x.select(dim, index)
+    return wrap(local_of(x).select(dim, index), without(x._layout, (dim,), False))
+
+
+@rule(Tensor.__getitem__)
+def _getitem(func: Any, x: Tensor, index: Any) -> Tensor:
+    if not isinstance(x, SpatialTensor):
+        raise Refused("a whole tensor is indexed by a split one", "Gather the index with .full().")
+    items = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in [i for i in items if not isinstance(i, Tensor)]:
+        at = next(n for n, i in enumerate(items) if i is Ellipsis)
+        used = sum(_dims_used(i) for i in items if i is not Ellipsis)
+        items[at : at + 1] = [slice(None)] * (x.dim() - used)
+    if any(isinstance(i, (Tensor, list)) or hasattr(i, "__array__") for i in items):
+        return _indexed_by_tensors(x, items)
+    dim, result = 0, x
+    for item in items:
+        if item is None:
+            result = result.unsqueeze(dim)  # type: ignore[assignment]
+            dim += 1
+        elif isinstance(item, slice):
+            rows = range(*item.indices(result.shape[dim]))
+            if rows.step < 0:
+                raise ValueError("step must be greater than zero")
+            result = sliced_rows(result, dim, rows.start, max(rows.stop, rows.start), rows.step)  # type: ignore[assignment]
+            dim += 1
+        elif isinstance(item, bool):
+            raise Refused("indexing with a bool is not split")
+        else:
+            result = torch.select(result, dim, int(item))  # type: ignore[assignment]
+    return result
+
+
+def _dims_used(item: Any) -> int:
+    if item is None:
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+
+
+def _indexed_by_tensors(x: SpatialTensor, items: list[Any]) -> Tensor:
+    """One plain index tensor on a whole dim; the dims before it taken whole."""
+    layout = x._layout
+    at = next(n for n, i in enumerate(items) if not isinstance(i, slice) or i != slice(None))
+    rest = [i for n, i in enumerate(items) if n != at]
+    index = items[at]
+    index = torch.as_tensor(index, device=x.device) if not isinstance(index, Tensor) else index
+    simple = all(isinstance(i, slice) and i == slice(None) for i in rest)
+    if not simple or isinstance(index, SpatialTensor) or index.dtype == torch.bool or layout.is_split(at):
+        raise Refused("index tensors are split only on whole dims, one at a time", "Use torch.where, or gather first.")
+    local = local_of(x)[(slice(None),) * at + (index,)]
+    shape = (*layout.shape[:at], *index.shape, *layout.shape[at + 1 :])
+    moved = tuple(p if p.dim < at else p.at(p.dim + index.dim() - 1) for p in layout.placements)
+    return wrap(local, layout.with_(shape, moved))
+
+
+@rule(torch.narrow, Tensor.narrow)
+def _narrow(func: Any, x: SpatialTensor, dim: int, start: Any, length: int) -> Tensor:
+    dim %= x.dim()
+    start = int(start) % x.shape[dim] if start < 0 else int(start)
+    if start + length > x.shape[dim]:
+        raise RuntimeError(f"rows {start} to {start + length} exceed dim {dim} of size {x.shape[dim]}")
+    return sliced_rows(x, dim, start, start + length)
+
+
+@rule(torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes)
+def _split(func: Any, x: SpatialTensor, split_size_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
+    sizes = kwargs.get("split_size", split_size_or_sections)
+    size = x.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, size - start) for start in range(0, size, sizes)]
+    return _pieces(x, sizes, dim)
+
+
+def _pieces(x: SpatialTensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
+    dim %= x.dim()
+    if sum(sizes) != x.shape[dim]:
+        raise RuntimeError(f"sizes {list(sizes)} do not add up to dim {dim} of size {x.shape[dim]}")
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    return tuple(sliced_rows(x, dim, start, start + n) for start, n in zip(starts, sizes, strict=True))
+
+
+@rule(torch.chunk, Tensor.chunk)
+def _chunk(func: Any, x: SpatialTensor, chunks: int, dim: int = 0) -> Any:
+    size = x.shape[dim]
+    rows = -(-size // chunks)
+    return _pieces(x, [min(rows, size - start) for start in range(0, size, rows)], dim)
+
+
+@rule(torch.tensor_split, Tensor.tensor_split)
+def _tensor_split(func: Any, x: SpatialTensor, indices_or_sections: Any, dim: int = 0) -> Any:
+    size = x.shape[dim]
+    if isinstance(indices_or_sections, int):
+        return _pieces(x, Extents.even(size, indices_or_sections).sizes, dim)
+    stops = [min(max(i, 0), size) for i in (*indices_or_sections, size)]
+    starts = [0, *stops[:-1]]
+    return tuple(sliced_rows(x, dim % x.dim(), a, max(a, b)) for a, b in zip(starts, stops, strict=True))
+
+
+@rule(torch.unbind, Tensor.unbind)
+def _unbind(func: Any, x: SpatialTensor, dim: int = 0) -> Any:
+    return tuple(torch.select(x, dim, index) for index in range(x.shape[dim]))
+
+
+@rule(Tensor.__iter__)
+def _iter(func: Any, x: SpatialTensor) -> Any:
+    return iter(torch.unbind(x, 0))
+
+
+@rule(torch.flip, Tensor.flip, torch.fliplr, torch.flipud)
+def _flip(func: Any, x: SpatialTensor, *dims: Any) -> Tensor:
+    if func in (torch.fliplr, torch.flipud):
+        dims = (1,) if func is torch.fliplr else (0,)
+    flat = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    local, layout = local_of(x), x._layout
+    for dim in (d % x.dim() for d in flat):
+        placement = layout.of(dim)
+        if placement is not None:
+            extents = placement.extents
+            wanted = tuple(range(extents.size - r.stop, extents.size - r.start) for r in extents.ranges)
+            local = refetched(local, layout, placement, layout.placements, wanted)
+        local = local.flip(dim)
+    return wrap(local, layout)
+
+
+@rule(torch.index_select, Tensor.index_select)
+def _index_select(func: Any, x: SpatialTensor, dim: int, index: Tensor) -> Tensor:
+    layout = x._layout
+    if layout.is_split(dim) or isinstance(index, SpatialTensor):
+        raise Refused(f"it selects along dim {dim}, which is split")
+    shape = list(layout.shape)
+    shape[dim] = index.numel()
+    return wrap(func(local_of(x), dim, index), layout.with_(shape, layout.placements))
+
+
+@rule(torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim)
+def _gather(func: Any, x: SpatialTensor, first: Any, second: Any, **kwargs: Any) -> Tensor:
+    dim, index = (first, second) if isinstance(first, int) else (second, first)
+    layout = x._layout
+    if not isinstance(index, SpatialTensor) or layout.is_split(dim) or index._layout.placements != layout.placements:
+        raise Refused("it gathers across ranks", "Gather along a whole dim, with an index cut like the tensor.")
+    return wrap(func(local_of(x), first if isinstance(first, int) else local_of(index), 
+                     local_of(index) if isinstance(first, int) else second, **kwargs), index._layout)

@@ -1,0 +1,129 @@
+"""Linear, matmul, einsum: one contraction with named dims.
+
+Where a contracted dim is split, each rank contributes a partial sum. Where one mesh axis splits different dims of two
+operands, the second is gathered: queries stay split, keys and values come whole.
+"""
+
+import string
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fullframe.geometry.placement import Placement
+from fullframe.spatial.exchange import sum_over_ranks
+from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, gather_axes, local_of, wrap
+
+
+def contract(operands: list[Tensor], terms: list[str], result: str, call: Any) -> Tensor:
+    """`call` on the local operands, whose dims are named by the letters of `terms`, the result's by `result`.
+
+    A letter has one size, or 1 where it broadcasts. The exchange and the sums over ranks follow from the letters.
+    """
+    sizes: dict[str, int] = {}
+    for operand, term in zip(operands, terms, strict=True):
+        for letter, size in zip(term, operand.shape, strict=True):
+            sizes[letter] = max(sizes.get(letter, 1), size)
+    chosen: dict[str, tuple[str, Placement]] = {}  # mesh axis -> letter and its placement
+    ready: list[Tensor] = []
+    for operand, term in zip(operands, terms, strict=True):
+        clashing = [
+            p.axis for p in _placements(operand)
+            if p.axis in chosen and not _same(chosen[p.axis], term[p.dim], p)
+        ]  # fmt: skip
+        if clashing:
+            assert isinstance(operand, SpatialTensor)
+            operand = wrap(*gather_axes(local_of(operand), operand._layout, clashing))
+        for p in _placements(operand):
+            chosen.setdefault(p.axis, (term[p.dim], p))
+        ready.append(operand)
+    layout = next(o._layout for o in operands if isinstance(o, SpatialTensor))
+    locals_ = [aligned(o, _cut_like(o, term, chosen, layout)) for o, term in zip(ready, terms, strict=True)]
+    out = call(*locals_)
+    summed = [axis for axis, (letter, _) in chosen.items() if letter not in result]
+    if summed:
+        out = sum_over_ranks(out, layout.spatial.group(summed))
+    kept = tuple(p.at(result.index(letter)) for letter, p in chosen.values() if letter in result)
+    return wrap(out, layout.with_([sizes[letter] for letter in result], kept))
+
+
+def _placements(operand: Tensor) -> tuple[Placement, ...]:
+    return operand._layout.placements if isinstance(operand, SpatialTensor) else ()
+
+
+def _same(chosen: tuple[str, Placement], letter: str, p: Placement) -> bool:
+    return chosen[0] == letter and (chosen[1].outer, chosen[1].inner, chosen[1].extents.size) == (
+        p.outer, p.inner, p.extents.size,
+    )  # fmt: skip
+
+
+def _cut_like(operand: Tensor, term: str, chosen: dict[str, tuple[str, Placement]], layout: Layout) -> Layout:
+    """The layout an operand must have: cut in every dim whose letter is cut somewhere."""
+    placements = tuple(
+        p.at(term.index(letter))
+        for letter, p in chosen.values()
+        if letter in term and operand.shape[term.index(letter)] != 1
+    )
+    return layout.with_(tuple(operand.shape), placements)
+
+
+@rule(F.linear)
+def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
+        raise Refused("the weight is split, not the input")
+    layout = input._layout
+    last = len(layout.shape) - 1
+    if not layout.is_split(last):
+        result = layout.with_((*layout.shape[:-1], weight.shape[0]), layout.placements)
+        return wrap(F.linear(local_of(input), weight, bias), result)
+    letters = string.ascii_lowercase[: last + 1]
+    out = contract([input, weight], [letters, "z" + letters[-1]], letters[:-1] + "z", lambda x, w: F.linear(x, w))
+    return out if bias is None else out + bias
+
+
+@rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
+def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    if func is Tensor.__rmatmul__:
+        a, b = b, a
+    if a.dim() == 0 or b.dim() == 0:
+        raise RuntimeError("both arguments to matmul need to be at least 1D")
+    batch = max(a.dim(), b.dim(), 2) - 2
+    letters = string.ascii_lowercase[:batch]
+    a_term = (letters[batch - max(a.dim() - 2, 0) :] if batch else "") + ("mk" if a.dim() > 1 else "k")
+    b_term = (letters[batch - max(b.dim() - 2, 0) :] if batch else "") + ("kn" if b.dim() > 1 else "k")
+    result = letters + ("m" if a.dim() > 1 else "") + ("n" if b.dim() > 1 else "")
+    return contract([a, b], [a_term, b_term], result, torch.matmul)
+
+
+@rule(torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm)
+def _add_matmul(func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = torch.matmul(a, b)
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (input if beta == 1 else input * beta)
+
+
+@rule(torch.einsum)
+def _einsum(func: Any, equation: Any, *operands: Any) -> Tensor:
+    if not isinstance(equation, str):
+        raise Refused("the form with sublists is not split", "Write the equation as a string.")
+    tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    left, _, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    dots = max((t.dim() - len(term.replace("...", "")) for t, term in zip(tensors, terms, strict=True)
+                if "..." in term), default=0)  # fmt: skip
+    unused = [c for c in string.ascii_letters if c not in equation][:dots]
+    if "->" not in equation:
+        names = sorted(set(left) - set(".,"))
+        right = ("..." if dots else "") + "".join(n for n in names if left.count(n) == 1)
+    full = []
+    for tensor, term in zip(tensors, terms, strict=True):
+        own = tensor.dim() - len(term.replace("...", ""))
+        full.append(term.replace("...", "".join(unused[dots - own :])))
+    result = right.replace("...", "".join(unused))
+    for term in full:
+        if len(set(term)) != len(term):
+            raise Refused(f"einsum term '{term}' repeats a letter")
+    written = ",".join(full) + "->" + result
+    return contract(tensors, full, result, lambda *parts: torch.einsum(written, *parts))

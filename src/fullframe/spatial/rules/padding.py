@@ -1,0 +1,76 @@
+"""F.pad, every mode: only the ranks at the edge of the image pad; reflected and circular rows are fetched."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fullframe.geometry.window import Slice
+from fullframe.spatial.rules.indexing import sliced_rows
+from fullframe.spatial.rules.registry import rule
+from fullframe.spatial.rules.windowed import plan_windows, region
+from fullframe.spatial.tensor import SpatialTensor, gather_axes, local_of, wrap
+
+
+@rule(F.pad)
+def _pad(func: Any, x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    count = x.dim()
+    for number in range(len(pad) // 2):
+        dim, before, after = count - 1 - number, int(pad[2 * number]), int(pad[2 * number + 1])
+        if before == 0 and after == 0:
+            continue
+        if mode == "constant":
+            x = _constant(x, dim, before, after, value or 0.0)
+        else:
+            x = _copied(x, dim, before, after, mode)
+    return x
+
+
+def _constant(x: Tensor, dim: int, before: int, after: int, value: float) -> Tensor:
+    whole_dims = (0, 0) * (x.dim() - dim - 1)
+    if not isinstance(x, SpatialTensor):
+        return F.pad(x, (*whole_dims, before, after), value=value)
+    layout = x._layout
+    size = layout.shape[dim] + before + after
+    shape = (*layout.shape[:dim], size, *layout.shape[dim + 1 :])
+    if not layout.is_split(dim):
+        local = F.pad(local_of(x), (*whole_dims, before, after), value=value)
+        return wrap(local, layout.with_(shape, layout.placements))
+    plan = plan_windows(layout, [dim], [Slice(-before)], [size], shape)
+    if plan.too_small:
+        return _constant(wrap(*gather_axes(local_of(x), layout, plan.too_small)), dim, before, after, value)
+    return wrap(region(local_of(x), plan, value), plan.layout)
+
+
+def _copied(x: Tensor, dim: int, before: int, after: int, mode: str) -> Tensor:
+    """Padding made of the tensor's own rows; negative padding crops first, as torch does."""
+    size = x.shape[dim]
+    if before < 0 or after < 0:
+        x = sliced_rows(x, dim, max(0, -before), size - max(0, -after))
+        before, after, size = max(0, before), max(0, after), x.shape[dim]
+    most = {"reflect": size - 1, "circular": size, "replicate": before + after}[mode]
+    if max(before, after) > most:
+        raise RuntimeError(f"{mode} padding {before, after} is too large for dim {dim} of size {size}")
+    parts = [x]
+    if before:
+        parts.insert(0, _edge(x, dim, before, mode, first=True))
+    if after:
+        parts.append(_edge(x, dim, after, mode, first=False))
+    return torch.cat(parts, dim) if len(parts) > 1 else x
+
+
+def _edge(x: Tensor, dim: int, rows: int, mode: str, first: bool) -> Tensor:
+    size = x.shape[dim]
+    if mode == "reflect":
+        start = 1 if first else size - 1 - rows
+        return sliced_rows(x, dim, start, start + rows).flip(dim)
+    if mode == "circular":
+        start = size - rows if first else 0
+        return sliced_rows(x, dim, start, start + rows)
+    start = 0 if first else size - 1
+    edge = sliced_rows(x, dim, start, start + 1)
+    shape = list(edge.shape)
+    shape[dim] = rows
+    return edge.expand(shape)

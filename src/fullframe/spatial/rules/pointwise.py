@@ -1,0 +1,132 @@
+"""Functions that treat every element alike: local parts in, local part out, nothing is sent.
+
+Operands that are cut elsewhere (a slice, a shifted or upsampled map) are brought to the same boundaries by one fetch.
+Facts about the shell (shape, dtype, ...) are answered here too.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.tensor import SpatialTensor, aligned, local_of, merged, wrap
+
+_UNARY = """
+    abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil cos cosh
+    deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 isfinite isinf isnan isneginf isposinf isreal
+    lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num neg negative positive rad2deg reciprocal relu round
+    rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc real imag angle conj resolve_conj
+    resolve_neg conj_physical
+"""
+_BINARY = """
+    add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power atan2 arctan2
+    maximum minimum fmax fmin hypot logaddexp logaddexp2 copysign nextafter ldexp xlogy heaviside
+    eq ne lt le gt ge greater greater_equal less less_equal not_equal isclose
+    logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
+    where lerp addcmul addcdiv clamp clip clamp_min clamp_max masked_fill rsub
+"""
+_IN_PLACE_DUNDERS = frozenset(
+    "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
+    "__ilshift__ __irshift__".split()
+)
+_METHODS = """
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__
+    __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__
+    __rlshift__ __rshift__ __rrshift__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+    to type_as float double half bfloat16 int long short byte char bool contiguous clone detach cpu cuda pin_memory
+    zero_ fill_ copy_ requires_grad_ detach_
+"""
+_FUNCTIONAL = """
+    celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu sigmoid silu
+    softplus softshrink softsign tanh tanhshrink threshold elu_ celu_ hardtanh_ leaky_relu_ relu_ selu_ threshold_
+"""
+_TORCH = "zeros_like ones_like full_like empty_like clone detach threshold threshold_ celu selu celu_ selu_ relu_"
+_METADATA = """
+    shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_quantized itemsize nbytes requires_grad is_leaf
+    names is_mkldnn is_xpu is_mps is_nested
+"""
+_METADATA_METHODS = """
+    size dim ndimension numel nelement is_floating_point is_complex is_signed is_contiguous element_size get_device
+    __len__ is_same_size dense_dim is_inference is_conj is_neg
+"""
+
+
+def _named(owner: Any, names: str) -> set[Any]:
+    return {getattr(owner, name) for name in names.split() if hasattr(owner, name)}
+
+
+def _functions() -> set[Any]:
+    maths = " ".join(f"{name} {name}_" for name in (_UNARY + _BINARY).split())
+    owned = [(torch, maths), (Tensor, maths), (torch.special, maths), (Tensor, _METHODS), (F, _FUNCTIONAL)]
+    owned += [(torch, _TORCH), (torch.special, "expit"), (Tensor, " ".join(_IN_PLACE_DUNDERS))]
+    found = set().union(*(_named(owner, names) for owner, names in owned))
+    return {f for f in found if callable(f)} | {Tensor.data.__get__, Tensor.real.__get__, Tensor.imag.__get__}
+
+
+@rule(*_functions())
+def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply `func` to the local parts; an in-place function returns the operand it changed."""
+    first, second = args[0], args[1] if len(args) > 1 else None
+    if type(first) is SpatialTensor and len(args) <= 2 and not any(isinstance(v, Tensor) for v in kwargs.values()):
+        # The common case, kept short: a few microseconds an op.
+        layout = first._layout
+        if type(second) is SpatialTensor and second._layout is layout:
+            return _result(func(local_of(first), local_of(second), **kwargs), first)
+        if not isinstance(second, Tensor) or not second.dim():
+            return _result(func(local_of(first), *args[1:], **kwargs), first)
+    layout = merged([leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)])
+    target = kwargs.get("out")
+    if target is None and _in_place(func, kwargs):
+        target = first
+    if target is not None and (not isinstance(target, SpatialTensor) or target._layout.shape != layout.shape):
+        raise Refused("it would write a split result into a smaller or whole tensor", "Write x = x + y, not in place.")
+    if target is not None:
+        layout = target._layout
+    args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, layout), (args, kwargs))
+    result = func(*args, **kwargs)
+    return _result(result, target) if target is not None else wrap(result, layout)
+
+
+def _result(result: Tensor, operand: SpatialTensor) -> Tensor:
+    """The shell around `result`; `operand` itself where the function worked in place on it."""
+    if result is not operand._local:
+        return wrap(result, operand._layout)
+    with torch._C.DisableTorchFunctionSubclass():
+        if operand.requires_grad != result.requires_grad:  # keep the mirror by which lost gradients are found
+            operand.requires_grad_(result.requires_grad)
+    return operand
+
+
+def _in_place(func: Any, kwargs: dict[str, Any]) -> bool:
+    name: str = func.__name__
+    return bool(kwargs.get("inplace")) or (name.endswith("_") and name[0] != "_") or name in _IN_PLACE_DUNDERS
+
+
+@rule(
+    *(getattr(Tensor, name).__get__ for name in _METADATA.split() if hasattr(Tensor, name)),
+    *_named(Tensor, _METADATA_METHODS),
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    torch.is_same_size,
+    torch.result_type,
+)
+def _of_the_shell(func: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+@rule(Tensor.grad_fn.__get__, Tensor.grad.__get__, Tensor.retain_grad, Tensor.type)  # type: ignore[attr-defined]
+def _of_the_local(func: Any, x: SpatialTensor, *args: Any) -> Any:
+    result = func(local_of(x), *args)
+    return wrap(result, x._layout) if isinstance(result, Tensor) else result
+
+
+@rule(Tensor.backward)
+def _backward(func: Any, x: SpatialTensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    if gradient is None:
+        raise Refused("backward needs a scalar or a gradient", "Reduce the loss with .mean() or .sum() first.")
+    func(local_of(x), aligned(gradient, x._layout), *args, **kwargs)

@@ -1,0 +1,227 @@
+"""Pooling: each rank pools the rows it needs; max pooling keeps only the indices for backward."""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fullframe.geometry.window import AdaptiveWindow, Window, proportional_extents
+from fullframe.spatial.halo import Halo, Piece
+from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.rules.resampling import resampled, taps
+from fullframe.spatial.rules.windowed import WindowPlan, nonempty, plan_windows, region, return_gradient
+from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, refetched, wrap
+
+Ints = tuple[int, ...]
+_MAX = {torch.max_pool1d: 1, torch.max_pool2d: 2, torch.max_pool3d: 3}
+_MAX |= {F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3}
+_WITH_INDICES = {F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices}
+_AVERAGE = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}
+_ADAPTIVE = {F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3}
+_ADAPTIVE |= {torch.adaptive_avg_pool1d: 1}
+_ADAPTIVE_MAX = {F.adaptive_max_pool1d: 1, F.adaptive_max_pool2d: 2, F.adaptive_max_pool3d: 3}
+_ADAPTIVE_MAX |= {torch.adaptive_max_pool1d: 1}
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    layout: Layout, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool
+) -> tuple[WindowPlan, tuple[Window, ...], Ints]:
+    dims = range(len(layout.shape) - len(kernel), len(layout.shape))
+    windows = tuple(Window(k, s, d, p) for k, s, d, p in zip(kernel, stride, dilation, padding, strict=True))
+    for k, p in zip(kernel, padding, strict=True):
+        if p > k // 2:
+            raise RuntimeError(f"padding {p} must be at most half of the kernel {k}")
+    sizes = tuple(w.output_size(layout.shape[d], ceil_mode=ceil_mode) for w, d in zip(windows, dims, strict=True))
+    if min(sizes) < 1:
+        raise RuntimeError(f"pooling {tuple(layout.shape[d] for d in dims)} by {kernel} leaves size {sizes}")
+    return plan_windows(layout, dims, windows, sizes, (*layout.shape[: dims[0]], *sizes)), windows, sizes
+
+
+@rule(*_MAX)
+def _max_pool(
+    func: Any,
+    input: SpatialTensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor:
+    if return_indices:
+        raise Refused("the indices would count within one rank's part", "Pool without return_indices.")
+    count = _MAX[func]
+    kernel, padding, dilation = _ints(kernel_size, count), _ints(padding, count), _ints(dilation, count)
+    stride = _ints(stride, count) if stride not in (None, [], ()) else kernel
+    if count == 1:
+        flat = F.max_pool2d(input.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding), (1, *dilation), ceil_mode)
+        return flat.squeeze(-2)
+    plan, _, _ = _plan(input._layout, kernel, stride, padding, dilation, ceil_mode)
+    local, layout = local_of(input), input._layout
+    if plan.too_small:
+        whole = wrap(*gather_axes(local, layout, plan.too_small))
+        return func(whole, kernel, stride, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
+    first = local.dim() - count
+    inner = tuple(0 if layout.is_split(first + n) else p for n, p in enumerate(padding))
+    options = (kernel, stride, inner, dilation, ceil_mode)
+    if plan.borrows:
+        return wrap(_MaxPool.apply(local, plan, options), plan.layout)  # type: ignore[no-untyped-call]
+    return wrap(func(region(local, plan, -math.inf), *options), plan.layout)
+
+
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, plan: WindowPlan, options: Any) -> Tensor:
+        halo = Halo(local, plan.cuts).wait()
+        joined = halo.region(plan.needs, -math.inf)
+        pool = torch.ops.aten.max_pool2d_with_indices if len(options[0]) == 2 else torch.ops.aten.max_pool3d_with_indices
+        out, indices = pool(joined, *options)
+        ctx.save_for_backward(indices)
+        ctx.plan, ctx.options, ctx.shape, ctx.joined = plan, options, local.shape, joined.shape
+        ctx.ranges = [piece.ranges for piece in halo.pieces]
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (indices,) = ctx.saved_tensors
+        plan: WindowPlan = ctx.plan
+        aten = torch.ops.aten
+        two = len(ctx.options[0]) == 2
+        pool = aten.max_pool2d_with_indices_backward if two else aten.max_pool3d_with_indices_backward
+        of_joined = pool(gradient, gradient.new_empty(ctx.joined), *ctx.options, indices)
+        like = gradient.new_empty(1).expand(ctx.shape)
+        halo = Halo.of([Piece(like, ranges) for ranges in ctx.ranges], plan.cuts)
+        return return_gradient(halo, of_joined, plan.needs, plan.cuts), None, None
+
+
+@rule(*_AVERAGE)
+def _average_pool(
+    func: Any,
+    input: SpatialTensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    count = _AVERAGE[func]
+    kernel, padding = _ints(kernel_size, count), _ints(padding, count)
+    stride = _ints(stride, count) if stride not in (None, [], ()) else kernel
+    plan, windows, sizes = _plan(input._layout, kernel, stride, padding, (1,) * count, ceil_mode)
+    local, layout = local_of(input), input._layout
+    if plan.too_small:
+        whole = wrap(*gather_axes(local, layout, plan.too_small))
+        extra = {} if divisor_override is None else {"divisor_override": divisor_override}
+        return func(whole, kernel, stride, padding, ceil_mode, count_include_pad, **extra)  # type: ignore[no-any-return]
+    local = region(local, plan)
+    outs = {cut.dim: rows for cut, rows in zip(plan.cuts, plan.outs, strict=True)}
+    first = local.dim() - count
+    counted = not divisor_override and (ceil_mode or (not count_include_pad and any(padding)))
+    factors = []
+    for n, window in enumerate(windows):
+        dim = first + n
+        rows = outs.get(dim, range(sizes[n]))
+        if dim not in outs:
+            reads = window.reads(rows)
+            behind = (0, 0) * (local.dim() - dim - 1)
+            local = F.pad(local, (*behind, -reads.start, reads.stop - layout.shape[dim]))
+        if counted:
+            seen = [_seen(window, row, layout.shape[dim], padding[n] if count_include_pad else 0) for row in rows]
+            view = [1] * local.dim()
+            view[dim] = len(rows)
+            factors.append(torch.tensor([kernel[n] / s for s in seen], dtype=local.dtype, device=local.device).view(view))
+    out = func(local, kernel, stride)
+    for factor in factors:
+        out = out * factor
+    if divisor_override:
+        out = out * (math.prod(kernel) / divisor_override)
+    return wrap(out, plan.layout)
+
+
+def _seen(window: Window, row: int, size: int, padding: int) -> int:
+    """Input rows, with `padding` counted as rows, under the window of one output row."""
+    reads = window.reads(range(row, row + 1))
+    return min(reads.stop, size + padding) - max(reads.start, -padding)
+
+
+@rule(*_ADAPTIVE)
+def _adaptive_average_pool(func: Any, input: SpatialTensor, output_size: Any) -> Tensor:
+    count = _ADAPTIVE[func]
+    sizes = _targets(input, output_size, count)
+    result: Tensor = input
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    for dim, size in zip(range(input.dim() - count, input.dim()), sizes, strict=True):
+        if size == 1:
+            result = result.mean(dim, keepdim=True)
+        elif isinstance(result, SpatialTensor) and result._layout.is_split(dim):
+            result = resampled(result, dim, taps(result.shape[dim], size, "area", None, None, False, dtype))
+    if not isinstance(result, SpatialTensor):
+        return func(result, sizes)  # type: ignore[no-any-return]
+    layout, local = result._layout, local_of(result)
+    dims = range(local.dim() - count, local.dim())
+    targets = [local.shape[d] if layout.is_split(d) else n for d, n in zip(dims, sizes, strict=True)]
+    if targets != list(local.shape[-count:]):
+        local = func(local, targets)
+    return wrap(local, layout.with_((*layout.shape[:-count], *sizes), layout.placements))
+
+
+@rule(*_ADAPTIVE_MAX)
+def _adaptive_max_pool(func: Any, input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Tensor:
+    if return_indices:
+        raise Refused("the indices would count within one rank's part", "Pool without return_indices.")
+    count = _ADAPTIVE_MAX[func]
+    sizes = _targets(input, output_size, count)
+    result: Tensor = input
+    first = input.dim() - count
+    for n in reversed(range(count)):  # the last dim first, so that among equals torch's choice is taken
+        result = _adaptive_max_rows(result, first + n, sizes[n])
+    return result
+
+
+def _adaptive_max_rows(x: Tensor, dim: int, size: int) -> Tensor:
+    if not isinstance(x, SpatialTensor):
+        return _max_windows(x, dim, AdaptiveWindow(x.shape[dim], size), range(size), 0)
+    layout = x._layout
+    window = AdaptiveWindow(layout.shape[dim], size)
+    shape = (*layout.shape[:dim], size, *layout.shape[dim + 1 :])
+    placement = layout.of(dim)
+    if placement is None:
+        return wrap(_max_windows(local_of(x), dim, window, range(size), 0), layout.with_(shape, layout.placements))
+    extents = nonempty(proportional_extents(placement.extents, size))
+    if extents is None:
+        return _adaptive_max_rows(wrap(*gather_axes(local_of(x), layout, [placement.axis])), dim, size)
+    wanted = tuple(window.reads(rows) for rows in extents.ranges)
+    local = refetched(local_of(x), layout, placement, layout.placements, wanted)
+    part = layout.spatial.axis(placement.axis).part
+    local = _max_windows(local, dim, window, extents.ranges[part], wanted[part].start)
+    moved = tuple(type(p)(p.axis, dim, extents) if p is placement else p for p in layout.placements)
+    return wrap(local, layout.with_(shape, moved))
+
+
+def _max_windows(x: Tensor, dim: int, window: AdaptiveWindow, rows: range, offset: int) -> Tensor:
+    """The largest of each window along one dim; `x` starts at input row `offset`."""
+    best = []
+    for row in rows:
+        reads = window.reads(range(row, row + 1))
+        best.append(x.narrow(dim, reads.start - offset, len(reads)).max(dim, keepdim=True).values)
+    return torch.cat(best, dim)
+
+
+def _targets(x: SpatialTensor, output_size: Any, count: int) -> list[int]:
+    given: Sequence[int | None] = [output_size] * count if isinstance(output_size, int) else list(output_size)
+    given = list(given) * (count // len(given))
+    return [x.shape[x.dim() - count + n] if size is None else int(size) for n, size in enumerate(given)]
+
+
+def _ints(value: int | Sequence[int], count: int) -> Ints:
+    if isinstance(value, int):
+        return (value,) * count
+    return tuple(value) if len(value) == count else tuple(value) * count

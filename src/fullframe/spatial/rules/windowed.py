@@ -1,0 +1,124 @@
+"""What convolution and pooling share: cuts, needed rows and output boundaries of an op that slides a window."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fullframe.geometry.extents import Extents, overlap
+from fullframe.geometry.window import Slice, TransposedWindow, Window
+from fullframe.spatial.halo import Cut, Halo, Piece, Ranges, part_of
+from fullframe.spatial.tensor import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class WindowPlan:
+    """How a window op runs on this rank; `too_small` names the mesh axes to gather first, then the rest is empty."""
+
+    cuts: tuple[Cut, ...]
+    windows: tuple[Any, ...]  # one a cut
+    needs: Ranges  # input rows read, one range a cut, not clipped to the image
+    outs: Ranges  # output rows of this rank, one range a cut
+    layout: Layout  # of the result
+    too_small: tuple[str, ...] = ()
+
+    @cached_property
+    def borrows(self) -> bool:
+        """Whether any rank along any cut borrows a row."""
+        return any(cut.borrows for cut in self.cuts)
+
+
+def plan_windows(
+    layout: Layout,
+    dims: Sequence[int],
+    windows: Sequence[Window | TransposedWindow | Slice],
+    sizes: Sequence[int],
+    shape: Sequence[int],
+) -> WindowPlan:
+    """Plan a window op over tensor dims `dims` with output `sizes` there; `shape` is that of the whole result."""
+    cuts, used, needs, outs, small = [], [], [], [], []
+    placements = {p.axis: p for p in layout.placements}
+    for dim, window, size in zip(dims, windows, sizes, strict=True):
+        placement = layout.of(dim)
+        if placement is None:
+            continue
+        extents = placement.extents
+        out = nonempty(window.output_extents(extents, size))
+        if out is None:
+            small.append(placement.axis)
+            continue
+        axis = layout.spatial.axis(placement.axis)
+        wanted = tuple(extents.clipped(window.reads(rows)) for rows in out.ranges)
+        cuts.append(Cut(dim, extents, wanted, axis))
+        used.append(window)
+        needs.append(window.reads(out.ranges[axis.part]))
+        outs.append(out.ranges[axis.part])
+        placements[placement.axis] = type(placement)(placement.axis, dim, out)
+    result = layout.with_(shape, tuple(placements.values()))
+    return WindowPlan(tuple(cuts), tuple(used), tuple(needs), tuple(outs), result, tuple(small))
+
+
+def nonempty(natural: Extents) -> Extents | None:
+    """`natural` boundaries, or even ones where a part would be empty, or None where there are too few rows."""
+    if not natural.has_empty and natural.size > 1:
+        return natural
+    return Extents.even(natural.size, natural.parts) if natural.size >= max(2, natural.parts) else None
+
+
+def region(local: Tensor, plan: WindowPlan, fill: float = 0.0) -> Tensor:
+    """The rows this rank's outputs read, joined, `fill` outside the image; differentiable."""
+    if plan.borrows:
+        return _Region.apply(local, plan, fill)  # type: ignore[no-any-return, no-untyped-call]
+    for cut, need in zip(plan.cuts, plan.needs, strict=True):
+        rows = cut.rows
+        if rows != cut.own:
+            local = local.narrow(cut.dim, rows.start - cut.own.start if rows else 0, len(rows))
+        before, after = (rows.start - need.start, need.stop - rows.stop) if rows else (len(need), 0)
+        if before or after:
+            behind = local.dim() - cut.dim - 1
+            local = F.pad(local, (0, 0) * behind + (before, after), value=fill)
+    return local
+
+
+class _Region(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, plan: WindowPlan, fill: float) -> Tensor:
+        halo = Halo(local, plan.cuts).wait()
+        ctx.plan = plan
+        ctx.pieces = [Piece(piece.tensor.new_empty(0), piece.ranges) for piece in halo.pieces]
+        ctx.shape = local.shape
+        joined = halo.region(plan.needs, fill)
+        return joined.clone() if joined._base is not None or joined is local else joined
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        plan: WindowPlan = ctx.plan
+        like = gradient.new_empty(1).expand(ctx.shape)
+        halo = Halo.of([Piece(like, ctx.pieces[0].ranges), *ctx.pieces[1:]], plan.cuts)
+        return return_gradient(halo, gradient, plan.needs, plan.cuts), None, None
+
+
+def return_gradient(halo: Halo, gradient: Tensor, ranges: Ranges, cuts: tuple[Cut, ...]) -> Tensor:
+    """The local part's gradient, from the gradient of the joined `ranges`; the strips' go home."""
+    own, *strips = (embedded(gradient, ranges, piece.ranges, halo, cuts) for piece in halo.pieces)
+    return halo.start_return([own, *strips]).add_to(own)
+
+
+def embedded(gradient: Tensor, held: Ranges, wanted: Ranges, halo: Halo, cuts: tuple[Cut, ...]) -> Tensor:
+    """A new tensor over rows `wanted`: `gradient`, which lies over rows `held`, and zero elsewhere."""
+    shared = tuple(overlap(a, b) for a, b in zip(held, wanted, strict=True))
+    shape = list(gradient.shape)
+    for cut, rows in zip(cuts, wanted, strict=True):
+        shape[cut.dim] = len(rows)
+    if shared == wanted:
+        return part_of(gradient, held, wanted, cuts).clone()
+    result = gradient.new_zeros(shape)
+    if all(shared):
+        part_of(result, wanted, shared, cuts).copy_(part_of(gradient, held, shared, cuts))
+    return result

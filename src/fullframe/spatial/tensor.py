@@ -1,0 +1,336 @@
+"""SpatialTensor: a shell with the global shape around the part of the tensor that this rank holds.
+
+The data and the autograd graph live on the local tensor; the shell has neither. Every torch function on a shell goes
+to its rule. A value that is not split is an ordinary tensor, equal on all ranks of a replica.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from fullframe.errors import UnsupportedOp
+from fullframe.geometry.extents import Extents
+from fullframe.geometry.placement import Placement, Placements, local_factors
+from fullframe.spatial.exchange import fetch
+from fullframe.spatial.mesh import Spatial
+from fullframe.spatial.rules.registry import RULES, Refused
+
+_no_torch_function = torch._C.DisableTorchFunctionSubclass
+_shell_grad_fn = torch._C.TensorBase.grad_fn.__get__  # type: ignore[attr-defined]
+_make_shell = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What all ranks know of a split tensor: its global shape and where it is cut. Compare with `is`."""
+
+    spatial: Spatial
+    shape: tuple[int, ...]
+    placements: Placements
+    gather: bool  # what has no rule is gathered rather than refused
+
+    def of(self, dim: int) -> Placement | None:
+        """The placement of a dim that is nothing but one split factor; None when the dim is whole.
+
+        Refuses a dim that is merged from several factors.
+        """
+        here = [p for p in self.placements if p.dim == dim % len(self.shape)]
+        if not here:
+            return None
+        if len(here) > 1 or not here[0].is_plain:
+            raise Refused(f"dim {dim} is merged from split and other dims", "Undo the flatten before this op.")
+        return here[0]
+
+    def is_split(self, dim: int) -> bool:
+        """Whether any part of the dim is split."""
+        return any(p.dim == dim % len(self.shape) for p in self.placements)
+
+    def with_(self, shape: Sequence[int], placements: Placements) -> "Layout":
+        """The layout of a result with this shape and these placements."""
+        return layout_of(self.spatial, tuple(shape), placements, self.gather)
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's part along each spatial axis."""
+        return {"height": self.spatial.height.part, "width": self.spatial.width.part}
+
+
+@lru_cache(maxsize=16384)
+def layout_of(spatial: Spatial, shape: tuple[int, ...], placements: Placements, gather: bool = False) -> Layout:
+    """The one `Layout` object for these facts."""
+    return Layout(spatial, shape, placements, gather)
+
+
+class SpatialTensor(Tensor):
+    """A tensor of which this rank holds a part: `.shape` is global, `.local` is here.
+
+    Made by `fullframe.shard`. Torch functions with an exact rule give the numbers of the whole tensor; any other
+    raises `UnsupportedOp` on all ranks alike.
+    """
+
+    __slots__ = ("_layout", "_local")
+    _local: Tensor
+    _layout: Layout
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = RULES.get(func)
+        try:
+            if rule is None:
+                raise Refused("there is no exact rule for it on split tensors")
+            return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
+        except Refused as refused:
+            reason, fix = refused.reason, refused.fix
+        return _unsupported(func, args, kwargs or {}, reason, fix)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        shells = [a for a in tree_iter((args, kwargs)) if isinstance(a, SpatialTensor)]
+        raise UnsupportedOp(
+            str(func),
+            _described(shells),
+            module_path(),
+            "it bypasses torch functions (a C++ kernel or a custom op called directly), so no rule can see it",
+            "Call it on the .local tensor if it is pointwise, or on .full(); or register a rule with fullframe.rule.",
+        )
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, a plain tensor that carries the autograd graph."""
+        return local_of(self)
+
+    @property
+    def placements(self) -> Placements:
+        """Where the tensor is cut, one entry a split."""
+        return self._layout.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh it is split over."""
+        return self._layout.spatial.mesh
+
+    def full(self) -> Tensor:
+        """The whole tensor, plain, on every rank of the replica; differentiable. All ranks must call it."""
+        local, placements = local_of(self), self._layout.placements
+        for placement in placements:
+            local = _gather_axis(local, self._layout, placement, placements)
+            placements = tuple(p for p in placements if p.axis != placement.axis)
+        return local
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        cuts = "; ".join(map(str, self._layout.placements))
+        return f"SpatialTensor(shape={self._layout.shape}, dtype={self._local.dtype}, cut at [{cuts}])"
+
+    def __deepcopy__(self, memo: Any) -> "Tensor":
+        return wrap(local_of(self).__deepcopy__(memo), self._layout)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedOp(
+            "pickle", _described([self]), "", "a split tensor lives on a mesh of ranks", "Save x.full() or x.local."
+        )
+
+
+def wrap(local: Tensor, layout: Layout) -> Tensor:
+    """The shell around `local`; a layout without splits gives `local` itself, as what is whole is a plain tensor."""
+    if not layout.placements:
+        return local
+    shell: SpatialTensor = _make_shell(
+        SpatialTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+    )
+    shell._local = local
+    shell._layout = layout
+    return shell
+
+
+def local_of(shell: SpatialTensor) -> Tensor:
+    """The local tensor of a shell that has no graph of its own.
+
+    A shell that went through `autograd.Function.apply` has one: its gradient would bypass the local tensor and be lost.
+    """
+    with _no_torch_function():
+        own_graph = _shell_grad_fn(shell)
+    if own_graph is not None:
+        raise UnsupportedOp(
+            type(own_graph).__name__,
+            _described([shell]),
+            module_path(),
+            "an autograd.Function was applied to a split tensor and would lose its gradient",
+            "Apply it to x.local if it is pointwise, or to x.full(); or write it with torch functions.",
+        )
+    return shell._local
+
+
+def gather_axes(local: Tensor, layout: Layout, axes: Sequence[str]) -> tuple[Tensor, Layout]:
+    """Make `local` whole along the named mesh axes."""
+    placements = layout.placements
+    for placement in layout.placements:
+        if placement.axis in axes:
+            local = _gather_axis(local, layout, placement, placements)
+            placements = tuple(p for p in placements if p.axis != placement.axis)
+    return local, layout.with_(layout.shape, placements)
+
+
+def _gather_axis(local: Tensor, layout: Layout, placement: Placement, placements: Placements) -> Tensor:
+    whole = (range(placement.extents.size),) * placement.extents.parts
+    return refetched(local, layout, placement, placements, whole)
+
+
+def refetched(
+    local: Tensor, layout: Layout, placement: Placement, placements: Placements, wanted: tuple[range, ...]
+) -> Tensor:
+    """Exchange rows of one placement of a tensor that is cut by `placements`, so that this rank holds `wanted`."""
+    axis = layout.spatial.axis(placement.axis)
+    if placement.is_plain:
+        return fetch(local, placement.dim, placement.extents, wanted, axis)
+    outer, rows, inner = local_factors(placement, placements, layout.coordinates)
+    split = local.unflatten(placement.dim, (outer, rows, inner))
+    return fetch(split, placement.dim + 1, placement.extents, wanted, axis).flatten(placement.dim, placement.dim + 2)
+
+
+def resplit(local: Tensor, layout: Layout, axis: str, extents: Extents) -> tuple[Tensor, Layout]:
+    """The same tensor with other boundaries along one mesh axis."""
+    placement = next(p for p in layout.placements if p.axis == axis)
+    if placement.extents == extents:
+        return local, layout
+    local = refetched(local, layout, placement, layout.placements, extents.ranges)
+    moved = Placement(axis, placement.dim, extents, placement.outer, placement.inner)
+    return local, layout.with_(layout.shape, tuple(moved if p is placement else p for p in layout.placements))
+
+
+def sliced(whole: Tensor, layout: Layout, cut: Placements = ()) -> Tensor:
+    """This rank's part of an operand that broadcasts against `layout`, sends nothing.
+
+    `cut` are the placements (in dims of `layout`) by which the operand is split already.
+    """
+    offset = len(layout.shape) - whole.dim()
+    for p in layout.placements:
+        dim = p.dim - offset
+        if dim < 0 or whole.shape[dim] == 1 or any(q.axis == p.axis for q in cut):
+            continue
+        rows = p.extents.ranges[layout.spatial.axis(p.axis).part]
+        if p.is_plain:
+            whole = whole.narrow(dim, rows.start, len(rows))
+        else:
+            parts = whole.unflatten(dim, local_factors(p, cut, layout.coordinates))
+            whole = parts.narrow(dim + 1, rows.start, len(rows)).flatten(dim, dim + 2)
+        cut = (*cut, p)
+    return whole
+
+
+def aligned(value: Tensor, layout: Layout) -> Tensor:
+    """The local part of an operand that broadcasts against `layout`, cut where `layout` is cut."""
+    if not isinstance(value, SpatialTensor):
+        return sliced(value, layout) if value.dim() else value
+    local, own = local_of(value), value._layout
+    if own is layout:
+        return local
+    offset = len(layout.shape) - len(own.shape)
+    target = {p.axis: p for p in layout.placements}
+    for p in own.placements:
+        wanted = target.get(p.axis)
+        if wanted is None or (p.dim + offset, p.outer, p.inner) != (wanted.dim, wanted.outer, wanted.inner):
+            raise Refused(
+                f"operands are split over mesh axis '{p.axis}' in different dims: {p} and {wanted or 'not at all'}",
+                "Gather the smaller operand with .full().",
+            )
+        local, own = resplit(local, own, p.axis, wanted.extents)
+    return sliced(local, layout, tuple(p.at(p.dim + offset) for p in own.placements))
+
+
+def merged(values: Sequence[Tensor]) -> Layout:
+    """The layout of what `values` broadcast to: cut as the largest operands are."""
+    shells = sorted((v for v in values if isinstance(v, SpatialTensor)), key=lambda s: -_numel(s._layout.shape))
+    first = shells[0]._layout
+    shapes = [v._layout.shape if isinstance(v, SpatialTensor) else tuple(v.shape) for v in values]
+    if all(s._layout is first for s in shells) and all(_fits(shape, first.shape) for shape in shapes):
+        return first
+    shape = tuple(torch.broadcast_shapes(*shapes))
+    placements: dict[str, Placement] = {}
+    for shell in shells:
+        offset = len(shape) - len(shell._layout.shape)
+        for p in shell._layout.placements:
+            placements.setdefault(p.axis, p.at(p.dim + offset))
+    return first.with_(shape, tuple(placements[name] for name in ("height", "width") if name in placements))
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
+    """Whether `shape` broadcasts to `into` without making it larger."""
+    return len(shape) <= len(into) and all(
+        a in (1, b) for a, b in zip(reversed(shape), reversed(into), strict=False)
+    )
+
+
+def shells_in(*trees: Any) -> Iterator[SpatialTensor]:
+    """The split tensors in nested arguments."""
+    return (leaf for leaf in tree_iter(trees) if isinstance(leaf, SpatialTensor))
+
+
+def _described(shells: Sequence[SpatialTensor]) -> tuple[str, ...]:
+    return tuple(repr(shell) for shell in shells)
+
+
+_said: set[tuple[str, str]] = set()
+
+
+def _unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, fix: str) -> Any:
+    shells = list(shells_in(args, kwargs))
+    name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
+    writes = name.endswith("_") and not name.endswith("__") or kwargs.get("inplace") or kwargs.get("out") is not None
+    gather = any(shell._layout.gather for shell in shells)
+    where = module_path()
+    if not gather or writes:
+        raise UnsupportedOp(name, _described(shells), where, reason, fix)
+    _say_gathered(name, where, reason, shells[0])
+    return gathered_call(func, args, kwargs, shells[0]._layout)
+
+
+def _say_gathered(name: str, where: str, reason: str, shell: SpatialTensor) -> None:
+    if (name, where) in _said:
+        return
+    _said.add((name, where))
+    if torch.distributed.get_rank() == 0:
+        where = where or "outside a module"
+        warnings.warn(f"{name} ({where}) runs on the gathered {shell!r}: {reason}", stacklevel=5)
+
+
+def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, layout: Layout) -> Any:
+    """Run `func` whole on every rank; results of the shape of `layout` are cut like it, others stay whole."""
+    args, kwargs = tree_map_only(SpatialTensor, lambda shell: shell.full(), (args, kwargs))
+    result = func(*args, **kwargs)
+    return tree_map_only(
+        Tensor, lambda out: wrap(sliced(out, layout), layout) if tuple(out.shape) == layout.shape else out, result
+    )
+
+
+def module_path() -> str:
+    """Path and class of the user's module whose forward is running, from the stack; "" outside a module."""
+    modules: list[nn.Module] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "forward" and isinstance(owner, nn.Module):
+            modules.append(owner)
+        frame = frame.f_back  # type: ignore[assignment]
+    users = [m for m in modules if not type(m).__module__.startswith(("fullframe.", "torch.nn.parallel"))]
+    if not users:
+        return ""
+    innermost, root = users[0], users[-1]
+    name = next((name for name, module in root.named_modules() if module is innermost), "")
+    return f"{name} ({type(innermost).__name__})" if name else type(innermost).__name__

@@ -1,0 +1,152 @@
+"""One exact optimizer step: accumulate microbatches, divide by the true count of the whole job's batch, update.
+
+Gradients of sums are accumulated and averaged over all ranks by `parallelize`; what turns that average into the
+gradient of the mean loss is one factor, ranks / (count added over all ranks), because the height x width ranks of a
+replica each hold their replica's full count.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullframe.errors import RecipeError, ShapeError, StrategyError
+from fullframe.strategy import Strategy
+
+Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What one step did; equal on all ranks but for `seconds`."""
+
+    loss: float  # mean over the whole job's batch; NaN when nothing was counted
+    grad_norm: float  # 2-norm of the gradient of `loss`
+    skipped: bool  # the loss or a gradient was not finite, or nothing was counted: no parameter changed
+    seconds: float
+
+
+class TrainStep:
+    """`record = step(batch)`: one update from this rank's batch, split over `strategy.microbatches` slices.
+
+    `model` is what `parallelize` returned (in one process a plain module will do). `loss(model, batch)` returns a
+    scalar mean, or (sum, count). Gradients are sent on the last microbatch only. Afterwards `parameter.grad` holds
+    the gradient of the whole batch's mean loss.
+
+    Raises StrategyError when the strategy does not match the ranks or the model is not parallelized; calling it
+    raises ShapeError when the batch cannot be cut into the microbatches, RecipeError when the loss is no scalar.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy):
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if strategy.ranks != self._ranks:
+            raise StrategyError(
+                f"the strategy needs data {strategy.data} x height {strategy.height} x width {strategy.width} = "
+                f"{strategy.ranks} ranks, this job has {self._ranks}; start {strategy.ranks} ranks or change it"
+            )
+        if self._ranks > 1 and not hasattr(model, "no_sync"):
+            raise StrategyError(
+                f"{type(model).__name__} averages no gradients over the {self._ranks} ranks; "
+                "pass fullframe.parallelize(model, mesh)"
+            )
+        self._model, self._loss, self._optimizer = model, loss, optimizer
+        self._microbatches = strategy.microbatches
+
+    def __call__(self, batch: Any) -> StepRecord:
+        started = time.perf_counter()
+        self._model.zero_grad(set_to_none=True)
+        loss_sum, count = self._accumulate(batch)
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        broken = ~(torch.isfinite(norm) & torch.isfinite(loss_sum))
+        totals = torch.stack([loss_sum, count, broken.to(loss_sum)])
+        if self._ranks > 1:
+            dist.all_reduce(totals)
+        loss_sum_of_all, count_of_all, broken_ranks = totals.tolist()
+        skipped = broken_ranks > 0 or count_of_all <= 0
+        factor = self._ranks / count_of_all if count_of_all > 0 else math.nan
+        if not skipped:
+            torch._foreach_mul_(gradients, factor)
+            self._optimizer.step()
+        return StepRecord(
+            loss=loss_sum_of_all / count_of_all if count_of_all > 0 else math.nan,
+            grad_norm=norm.item() * factor,
+            skipped=skipped,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _accumulate(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Backward through every microbatch; this rank's loss sum and count, float64."""
+        totals = []
+        for number, microbatch in enumerate(microbatches(batch, self._microbatches), start=1):
+            last = number == self._microbatches
+            no_sync = getattr(self._model, "no_sync", nullcontext)
+            with nullcontext() if last else no_sync():
+                loss_sum, count = _sum_and_count(self._loss(self._model, microbatch))
+                loss_sum.backward()  # type: ignore[no-untyped-call]
+            totals.append(torch.stack([loss_sum.detach().double(), count]))
+        loss_sum, count = torch.stack(totals).sum(0).unbind()
+        return loss_sum, count
+
+
+def _sum_and_count(output: Any) -> tuple[Tensor, Tensor]:
+    """A mean counts as the sum over one element, so that microbatches and replicas weigh alike."""
+    value, count = output if isinstance(output, tuple) and len(output) == 2 else (output, 1)
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise RecipeError(f"the loss must be a scalar tensor or a pair (sum, count), got {got}; reduce it with .sum()")
+    if isinstance(count, Tensor) and count.dim() != 0:
+        raise RecipeError(f"the loss's count must be one number, got shape {tuple(count.shape)}; reduce it with .sum()")
+    return value, torch.as_tensor(count, dtype=torch.float64, device=value.device).detach()
+
+
+def microbatches(batch: Any, count: int) -> Iterator[Any]:
+    """`count` equal slices of a nested batch along its first dim; scalars and strings go to every slice.
+
+    Raises ShapeError when the tensors' first dims differ or are no multiple of `count`.
+    """
+    if count == 1:
+        yield batch
+        return
+    sizes = {name: length for name, length in _lengths(batch, "batch")}
+    if len(set(sizes.values())) != 1:
+        found = ", ".join(f"{name}: {length}" for name, length in sizes.items()) or "no tensor"
+        raise ShapeError(f"microbatches need one common first dim, got {found}; use microbatches=1")
+    samples = next(iter(sizes.values()))
+    if samples % count:
+        raise ShapeError(f"{samples} samples a replica cannot be cut into {count} equal microbatches")
+    size = samples // count
+    for start in range(0, samples, size):
+        yield _cut(batch, start, start + size, samples)
+
+
+def _lengths(value: Any, name: str) -> Iterator[tuple[str, int]]:
+    if isinstance(value, Tensor):
+        if value.dim():
+            yield name, value.shape[0]
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _lengths(item, str(key))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _lengths(item, f"{name}[{number}]")
+
+
+def _cut(value: Any, start: int, stop: int, samples: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[start:stop] if value.dim() else value
+    if isinstance(value, Mapping):
+        return {key: _cut(item, start, stop, samples) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        # A list without tensors, one entry a sample (names, paths), is cut as the tensors are.
+        if len(value) == samples and not any(_lengths(value, "")):
+            return value[start:stop]
+        items = [_cut(item, start, stop, samples) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

@@ -1,0 +1,46 @@
+"""One seed for everything drawn: hypothesis repeats the same examples in every run unless `--seed` asks for others."""
+
+import random
+import sys
+
+import numpy
+import pytest
+from hypothesis import HealthCheck, settings
+
+DEFAULT_SEED = 0
+
+# Ranks share few cores, so an example's time says nothing: no deadline, no complaint about slow drawing.
+_SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, **_SLOW)
+settings.register_profile("seeded", derandomize=False, **_SLOW)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seed",
+        type=int,
+        default=None,
+        help=f"draw other examples and random numbers than those every run repeats (seed {DEFAULT_SEED})",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = config.getoption("--seed")  # hypothesis's own plugin reads it after this hook
+    settings.load_profile("repeatable" if config.option.hypothesis_seed is None else "seeded")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The seed of this run, for tests that draw their own data on other ranks."""
+    chosen = request.config.getoption("--seed")
+    return DEFAULT_SEED if chosen is None else chosen
+
+
+@pytest.fixture(autouse=True)
+def _seeded(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    if "torch" in sys.modules:  # a test that needs no torch does not wait for it
+        sys.modules["torch"].manual_seed(seed)

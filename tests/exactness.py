@@ -1,0 +1,70 @@
+"""The question every op and model is asked: are the split numbers those of one process?"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+import fullframe as ff
+
+Op = Callable[..., Any]
+
+
+@lru_cache
+def mesh(height: int, width: int) -> DeviceMesh:
+    return ff.init_mesh(height=height, width=width)
+
+
+def differences(
+    op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], height: int, width: int
+) -> dict[str, float]:
+    """Largest relative difference of outputs and gradients of `op(*split, *whole)` on the mesh and in one process.
+
+    `split` are cut over the mesh, `whole` are not; gradients are taken of all that are floating point.
+    """
+    here = _answers(op, split, whole, None)
+    there = _answers(op, split, whole, mesh(height, width))
+    assert here.keys() == there.keys(), (here.keys(), there.keys())
+    return {name: relative(here[name], there[name]) for name in here}
+
+
+def relative(expected: Tensor, got: Tensor) -> float:
+    """Largest difference over the largest value; infinite for another shape, dtype, or a NaN in one alone."""
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return float("inf")
+    if expected.numel() == 0:
+        return 0.0
+    expected, got = expected.double(), got.double()
+    if not torch.equal(expected.isnan(), got.isnan()):
+        return float("inf")
+    expected, got = expected.nan_to_num(), got.nan_to_num()
+    return float((expected - got).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+def _answers(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], on: DeviceMesh | None) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in (*split, *whole)]
+    given = [ff.shard(t, on) if on is not None else t for t in leaves[: len(split)]]
+    outputs = [t for t in tree_leaves(op(*given, *leaves[len(split) :])) if isinstance(t, Tensor)]
+    outputs = [t.full() if isinstance(t, ff.SpatialTensor) else t for t in outputs]
+    answers = {f"output {n}": t.detach() for n, t in enumerate(outputs)}
+    loss = sum(
+        (t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).cos().view_as(t)).sum()
+        for t in outputs
+        if t.requires_grad
+    )
+    if isinstance(loss, Tensor):
+        loss.backward()
+    for n, leaf in enumerate(leaves):
+        if leaf.grad is not None:
+            gradient = leaf.grad
+            if on is not None:
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+            answers[f"gradient {n}"] = gradient
+    return answers
