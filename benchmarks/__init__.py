@@ -5,6 +5,14 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
+from rich.console import Console
+
+
+def reader() -> Console:
+    """The terminal, or 120 columns where the output goes to a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
 
 def machine() -> str:
     """Processor, cores and memory of this machine, and the versions that matter."""

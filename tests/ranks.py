@@ -8,11 +8,14 @@ import atexit
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from typing import Any
 
 TIMEOUT_SECONDS = 120.0
+GRACE_SECONDS = 3.0  # for the other ranks, once one has failed
 
 
 class RankFailure(AssertionError):
@@ -37,28 +40,37 @@ class RankGroup:
             context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
-        for process in self._processes:
+        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
             process.start()
+            theirs.close()  # so that the end of the process is the end of the pipe
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
         """Call `function(*args)` on every rank; the results, by rank."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        results, errors = [], []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(timeout_seconds):
-                self.close()
-                others = [(r, *error) for r, *error in errors]
-                raise RankFailure(
-                    [(rank, "TimeoutError", "", f"no answer within {timeout_seconds} s"), *others]  # type: ignore[list-item]
-                )
-            failed, value = pipe.recv()
-            if failed:
-                errors.append((rank, *value))
-            results.append(value)
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout_seconds
+        while len(answers) < self.size:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = True, ("EOFError", "the process died", "the process died")
+                if answers[rank][0]:  # the others may wait for this rank for ever
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            if not ready:
+                break
+        errors = [(rank, *value) for rank, (failed, value) in sorted(answers.items()) if failed]
+        silent = [rank for rank in range(self.size) if rank not in answers]
+        if silent:
+            self.close()
+            errors += [(rank, "TimeoutError", "", f"no answer within {timeout_seconds} s") for rank in silent]
         if errors:
             raise RankFailure(errors)
-        return results
+        return [answers[rank][1] for rank in range(self.size)]
 
     @property
     def alive(self) -> bool:

@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine
+from benchmarks import machine, reader
 from benchmarks.spatial_efficiency.measure import RANKS, SHAPES, on_rank
 
 STEP_TARGETS = dict(zip(SHAPES, (0.88, 0.80), strict=True))  # share of the bound, at least
@@ -50,7 +50,7 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
     console.print(found["machine"], highlight=False)
     steps = Table(title="ConvNeXt-tiny, forward and backward with DDP, 2 ranks of one thread", box=SIMPLE)
     for heading in ("input", "split", "1 process", "bound", "split", "speedup", "share of bound", "reached"):
-        steps.add_column(heading, no_wrap=True)
+        steps.add_column(heading)
     for row in found["steps"]:
         steps.add_row(
             "x".join(map(str, row["shape"])),
@@ -63,7 +63,7 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
     console.print(steps)
     table = Table(title="One operator on a tiny tensor, microseconds a call", box=SIMPLE)
     for heading in ("operator", "plain", "split", "over plain", "reached", "with backward"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading)
     for row in found["operators"]:
         target = row["target_microseconds"]
         table.add_row(
@@ -88,7 +88,7 @@ def main(json: bool = False, quick: bool = False) -> None:
     if json:
         print(json_text.dumps(found))
     else:
-        print_tables(found, Console())
+        print_tables(found, reader())
 
 
 if __name__ == "__main__":

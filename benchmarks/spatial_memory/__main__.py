@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine
+from benchmarks import machine, reader
 from benchmarks.spatial_memory.measure import RANKS
 from benchmarks.spatial_memory.models import CASES
 
@@ -78,7 +78,7 @@ def print_table(found: dict[str, Any], console: Console) -> None:
     console.print(found["machine"], highlight=False)
     table = Table(title="Peak memory of a forward and backward beyond the baseline, GiB", box=SIMPLE)
     for heading in ("model", "image", "split", "1 process", "rank 0", "rank 1", "ratio", "reached"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading)
     for row in found["rows"]:
         reached = "[green]yes[/]" if row["reached"] else "[red]no[/]"
         table.add_row(
@@ -102,7 +102,7 @@ def main(json: bool = False) -> None:
     if json:
         print(json_text.dumps(found))
     else:
-        print_table(found, Console())
+        print_table(found, reader())
 
 
 if __name__ == "__main__":

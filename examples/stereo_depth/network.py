@@ -43,7 +43,7 @@ class StereoNetwork(nn.Module):
             nn.Conv2d(channels, channels, 1),
         )
         self.aggregate = nn.Sequential(
-            volume_block(groups, groups), volume_block(groups, groups), nn.Conv3d(groups, 1, 1)
+            volume_block(groups, groups), volume_block(groups, groups), nn.Conv3d(groups, 1, 1, bias=False)
         )
         self.refine = nn.Sequential(
             conv_block(16 + 1, 16),

@@ -30,6 +30,9 @@ Batch = Mapping[str, Any]  # what a dataset of dicts gives after collation
 class Strategy:
     """How one batch is spread: `data` replicas of `height` x `width` ranks, each in `microbatches` slices.
 
+    The update is that of the whole batch for any of these, but for batch norm, whose statistics in training are of
+    one replica's slice, as in plain DDP.
+
     Raises StrategyError when a field is not a whole number >= 1.
     """
 

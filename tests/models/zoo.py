@@ -26,6 +26,7 @@ class Entry(NamedTuple):
     loss: Callable[[Any, Inputs], Tensor]
     split: tuple[str, ...]  # the inputs whose last two dims are the image's
     unsupported: str = "error"
+    find_unused_parameters: bool = False
 
 
 def resnet(layer_type: str) -> nn.Module:
@@ -72,6 +73,26 @@ def segformer() -> nn.Module:
     return transformers.SegformerForSemanticSegmentation(config)
 
 
+def mobilenet() -> nn.Module:
+    config = transformers.MobileNetV2Config(
+        depth_multiplier=0.25, classifier_dropout_prob=0.0, semantic_loss_ignore_index=255, num_labels=5
+    )
+    return transformers.MobileNetV2ForSemanticSegmentation(config)
+
+
+def upernet() -> nn.Module:
+    backbone = transformers.ConvNextConfig(
+        hidden_sizes=[8, 8, 12, 16],
+        depths=[1, 1, 1, 1],
+        layer_scale_init_value=0.5,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )
+    config = transformers.UperNetConfig(
+        backbone_config=backbone, hidden_size=8, auxiliary_in_channels=12, auxiliary_channels=8, num_labels=5
+    )
+    return transformers.UperNetForSemanticSegmentation(config)
+
+
 def images(batch: int, height: int, width: int, *middle: int) -> Tensor:
     generator = torch.Generator().manual_seed(height * 10_000 + width)
     return torch.randn(batch, *middle, 3, height, width, generator=generator, dtype=torch.float64)
@@ -96,7 +117,8 @@ def segmented(classes: int, batch: int = 2) -> Callable[[int, int], Inputs]:
     return inputs
 
 
-def segformer_inputs(height: int, width: int) -> Inputs:
+def labelled(height: int, width: int) -> Inputs:
+    """As `segmented`, under the names of `transformers`."""
     return {"pixel_values": images(2, height, width), "labels": class_maps(2, height, width, 5)}
 
 
@@ -171,7 +193,16 @@ ZOO = {
         Entry("resnet_bottleneck", lambda: resnet("bottleneck"), classified, model_loss, ("pixel_values",)),
         Entry("regnet", regnet, classified, model_loss, ("pixel_values",)),
         Entry("convnext", convnext, classified, model_loss, ("pixel_values",)),
-        Entry("segformer", segformer, segformer_inputs, model_loss, ("pixel_values", "labels")),
+        Entry("segformer", segformer, labelled, model_loss, ("pixel_values", "labels")),
+        Entry(
+            "mobilenet_v2",
+            mobilenet,
+            labelled,
+            model_loss,
+            ("pixel_values", "labels"),
+            find_unused_parameters=True,  # its last convolution serves classification only
+        ),
+        Entry("upernet", upernet, labelled, model_loss, ("pixel_values", "labels")),
         Entry("unet", UNet, segmented(5), segmentation_loss, ("image", "labels")),
         Entry("fpn", FPN, detected, detection_loss, ("image", "objects", "boxes")),
         Entry("aspp", ASPP, segmented(4, batch=3), weighted_segmentation_loss, ("image", "labels")),

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import tyro
 
-import fullframe
+from fullframe import __version__
 from fullframe.cli.train import Train
 from fullframe.errors import FullframeError
 
@@ -30,7 +30,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {"train": Train}
 def run(arguments: Sequence[str]) -> int:
     """Run one command line."""
     if list(arguments) == ["--version"]:
-        print(f"fullframe {fullframe.__version__}")
+        print(f"fullframe {__version__}")
         return 0
     command: Command = tyro.extras.subcommand_cli_from_dict(
         COMMANDS,

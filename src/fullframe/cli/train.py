@@ -37,7 +37,7 @@ class Train:
     width: Count = None
     """Ranks that share a sample's columns."""
     microbatches: Annotated[int, arg(metavar="N")] = 1
-    """Slices in which a step goes through its batch: less memory, the same numbers."""
+    """Slices in which a step goes through its batch: less memory; batch norm sees one slice at a time."""
     steps: Count = None
     """Optimizer steps of the whole run: the recipe's unless given."""
     run_dir: Annotated[Path | None, arg(metavar="PATH")] = None
@@ -158,6 +158,7 @@ class Train:
                 on_record=on_record,
                 on_message=show.message if show is not None else lambda message: None,
             )
+        _leave()
         if self.json and rank == 0:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in last.items()}
             print(json.dumps({"run_dir": str(run_dir), "ranks": strategy.ranks, **finite}))
@@ -166,3 +167,11 @@ class Train:
 
 def _shown(show: "Display | None") -> contextlib.AbstractContextManager[object]:
     return show if show is not None else contextlib.nullcontext()
+
+
+def _leave() -> None:
+    """End this process's part in the job; NCCL complains of a rank that just goes."""
+    import torch.distributed as dist
+
+    if dist.get_world_size() > 1:
+        dist.destroy_process_group()

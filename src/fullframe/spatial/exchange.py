@@ -35,8 +35,9 @@ class InFlight:
             self._buffers = [Message(peer, torch.empty_like(tensor, device="cpu")) for peer, tensor in receives]
         else:
             self._buffers = receives
-        ops = [dist.P2POp(dist.isend, t, axis.ranks[peer], axis.group) for peer, t in self._keep]
-        ops += [dist.P2POp(dist.irecv, t, axis.ranks[peer], axis.group) for peer, t in self._buffers]
+        # Both sides know the shapes, so a message without elements is sent by neither; gloo would wait for it for ever.
+        ops = [dist.P2POp(dist.isend, t, axis.ranks[peer], axis.group) for peer, t in self._keep if t.numel()]
+        ops += [dist.P2POp(dist.irecv, t, axis.ranks[peer], axis.group) for peer, t in self._buffers if t.numel()]
         if ops:
             self._works = dist.batch_isend_irecv(ops)
 

@@ -196,7 +196,7 @@ def part_of(tensor: Tensor, held: Ranges, wanted: Ranges, cuts: tuple[Cut, ...])
     """The view of the rows `wanted` in a tensor that holds the rows `held`."""
     for cut, have, want in zip(cuts, held, wanted, strict=True):
         if have != want:
-            tensor = tensor.narrow(cut.dim, want.start - have.start, len(want))
+            tensor = tensor.narrow(cut.dim, want.start - have.start if want else 0, len(want))
     return tensor
 
 

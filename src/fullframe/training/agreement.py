@@ -12,17 +12,16 @@ T = TypeVar("T")
 
 def on_first_rank(action: Callable[[], T]) -> T:
     """Rank 0 runs `action`; every rank returns its result or raises its FullframeError or OSError."""
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]  # the result, the error
     if dist.get_rank() == 0:
         try:
             outcome[0] = action()
         except (FullframeError, OSError) as error:
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
-    result, error = outcome
-    if error is not None:
-        raise error
-    return result  # type: ignore[no-any-return]
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]  # type: ignore[no-any-return]
 
 
 def from_all_ranks(value: T) -> list[T]:

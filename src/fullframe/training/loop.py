@@ -57,6 +57,10 @@ def fit(
         on_message(message)
 
     if resume:
+        if dist.get_world_size() > 2:
+            # DDP orders its buckets anew after its first backward, and the order in which more than two ranks are
+            # added up depends on it; the run that is resumed has had its first backward.
+            step.rehearse(next(iter(state.loader)))
         _go_on(state, run, recipe.seed, mesh, say)
     for number, batch in zip(range(state.step + 1, steps + 1), _endless(state.loader), strict=False):
         record = step(batch)
@@ -100,15 +104,14 @@ def evaluate(recipe: Recipe, model: nn.Module, mesh: DeviceMesh) -> dict[str, fl
     # The ranks of a replica all hold their replica's sum and count, so their number cancels out.
     totals: dict[str, list[float]] = {}
     for measured in from_all_ranks(mine):
-        for name, (value, count) in measured.items():
-            _add(totals, name, value, count)
-    return {name: value / count if count else float("nan") for name, (value, count) in totals.items()}
+        for name, total in measured.items():
+            _add(totals, name, *total)
+    return {name: total / count if count else float("nan") for name, (total, count) in totals.items()}
 
 
 def _add(totals: dict[str, list[float]], name: str, value: float, count: float) -> None:
-    total = totals.setdefault(name, [0.0, 0.0])
-    total[0] += value
-    total[1] += count
+    before = totals.setdefault(name, [0.0, 0.0])
+    totals[name] = [before[0] + value, before[1] + count]
 
 
 def _go_on(state: RunState, run: RunDirectory, seed: int, mesh: DeviceMesh, say: Callable[[str], None]) -> None:

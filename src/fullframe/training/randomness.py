@@ -14,10 +14,11 @@ RandomState = dict[str, Any]
 
 def random_state() -> RandomState:
     """Every random state of this process, in types that `torch.load(weights_only=True)` reads."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()  # type: ignore[misc]
+    numpy: Any = np.random.get_state(legacy=False)
+    words = numpy["state"]
     return {
         "python": random.getstate(),
-        "numpy": (str(name), keys.tolist(), int(position), int(has_gauss), float(gauss)),  # type: ignore[union-attr]
+        "numpy": {**numpy, "state": {"key": words["key"].tolist(), "pos": words["pos"]}},
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
@@ -27,8 +28,8 @@ def set_random_state(state: RandomState) -> None:
     """Put back what `random_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    key = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": key}})
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -81,6 +81,11 @@ class TrainStep:
             seconds=time.perf_counter() - started,
         )
 
+    def rehearse(self, batch: Any) -> None:
+        """Forward and backward as in a step, without an update; the gradients are thrown away."""
+        self._accumulate(batch)
+        self._model.zero_grad(set_to_none=True)
+
     def _accumulate(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Backward through every microbatch; this rank's loss sum and count, float64."""
         totals = []
@@ -89,7 +94,7 @@ class TrainStep:
             no_sync = getattr(self._model, "no_sync", nullcontext)
             with nullcontext() if last else no_sync():
                 loss_sum, count = _sum_and_count(self._loss(self._model, microbatch))
-                loss_sum.backward()  # type: ignore[no-untyped-call]
+                loss_sum.backward()
             totals.append(torch.stack([loss_sum.detach().double(), count]))
         loss_sum, count = torch.stack(totals).sum(0).unbind()
         return loss_sum, count

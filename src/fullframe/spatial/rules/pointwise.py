@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.tensor import SpatialTensor, aligned, local_of, merged, wrap
+from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, local_of, merged, wrap
 
 _UNARY = """
     abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil cos cosh
@@ -75,7 +75,7 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         layout = first._layout
         if type(second) is SpatialTensor and second._layout is layout:
             return _result(func(local_of(first), local_of(second), **kwargs), first)
-        if not isinstance(second, Tensor) or not second.dim():
+        if not isinstance(second, Tensor) or (type(second) is not SpatialTensor and _rides_along(second, layout)):
             return _result(func(local_of(first), *args[1:], **kwargs), first)
     layout = merged([leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)])
     target = kwargs.get("out")
@@ -88,6 +88,15 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, layout), (args, kwargs))
     result = func(*args, **kwargs)
     return _result(result, target) if target is not None else wrap(result, layout)
+
+
+def _rides_along(whole: Tensor, layout: Layout) -> bool:
+    """Whether a whole operand (a scalar, a bias) broadcasts against the local part as it is."""
+    shape, target = whole.shape, layout.shape
+    offset = len(target) - len(shape)
+    if offset < 0 or any(size not in (1, target[dim + offset]) for dim, size in enumerate(shape)):
+        return False
+    return all(p.dim < offset or shape[p.dim - offset] == 1 for p in layout.placements)
 
 
 def _result(result: Tensor, operand: SpatialTensor) -> Tensor:

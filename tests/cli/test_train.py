@@ -1,0 +1,180 @@
+"""The command as a user runs it: ranks start by themselves, errors are one line, an end is clean."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fullframe.cli.application import run
+
+ROOT = Path(__file__).parents[2]
+RECIPE = """
+import os, signal, sys, time
+import torch
+import fullframe as ff
+from tests.training.tiny import recipe as job
+
+def loss(model, batch):
+    import tests.training.tiny as tiny
+    {trouble}
+    return tiny.loss(model, batch)
+
+def recipe():
+    return job(loss=loss, {changes})
+"""
+
+
+def written(folder: Path, trouble: str = "", changes: str = "") -> Path:
+    path = folder / "job.py"
+    path.write_text(RECIPE.format(trouble=trouble or "pass", changes=changes))
+    return path
+
+
+def environment() -> dict[str, str]:
+    # Ranks must find `tests`; a run must not believe that it was started by torchrun.
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def fullframe(*arguments: object, python: tuple[str, ...] = ("-m", "fullframe.cli")) -> subprocess.CompletedProcess:
+    command = [sys.executable, *python, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+
+
+def steps_in(run_dir: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_ranks_then_resume_under_torchrun(tmp_path):
+    recipe, run_dir = written(tmp_path, changes="workers=1"), tmp_path / "run"
+    first = fullframe("train", recipe, "--width", 2, "--steps", 4, "--run-dir", run_dir, "--json")
+    assert first.returncode == 0, first.stderr
+    result = json.loads(first.stdout)
+    assert (result["step"], result["ranks"], result["run_dir"]) == (4, 2, str(run_dir))
+    assert "4 steps on 2 ranks (data 1 x height 1 x width 2)" in first.stderr
+    assert json.loads((run_dir / "strategy.json").read_text())["width"] == 2
+
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fullframe.cli")
+    options = ("--width", 2, "--steps", 6, "--run-dir", run_dir, "--resume")
+    second = fullframe("train", recipe, *options, python=torchrun)
+    assert second.returncode == 0, second.stderr
+    lines = second.stdout.splitlines()
+    assert lines.count("resumed after step 4") == 1, "one rank speaks"
+    assert re.fullmatch(r"step 6/6  loss \S+  \S+ s/step", lines[-2]), lines
+    assert steps_in(run_dir) == [1, 2, 3, 4, 5, 6]
+
+
+def test_one_process_prints_plain_lines(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", str(written(tmp_path)), "--processes", "1", "--steps", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"job-\d{8}-\d{6}", run_dir.name)
+    assert lines[0].endswith(f"2 steps on 1 ranks (data 1 x height 1 x width 1), writing runs/{run_dir.name}")
+    assert lines[-1] == f"wrote runs/{run_dir.name}/checkpoints/step-00000002.pt"
+    assert not any("\x1b" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--processes", "3", "--width", "2"], "3 processes are no multiple of height 1 x width 2 = 2; use 2 or 4"),
+        (
+            ["--processes", "1", "--height", "2"],
+            "1 processes are no multiple of height 2 x width 1 = 2; use 2 processes",
+        ),
+        (["--processes", "4", "--data", "4", "--width", "2"], "= 8 is not the number of processes, 4"),
+        (["--width", "0"], "--width must be at least 1, got 0"),
+        (["--processes", "2", "--resume"], "--resume needs --run-dir"),
+        (["--processes", "2", "--resume", "--run-dir", "nothing"], "nothing holds no run to resume"),
+    ],
+)
+def test_wrong_use_is_refused_before_any_rank_starts(tmp_path, capsys, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fullframe.launching.local.launch", lambda *_: pytest.fail("ranks were started"))
+    assert run(["train", str(written(tmp_path)), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and len(error.splitlines()) == 1
+
+
+def test_no_such_recipe(capsys):
+    assert run(["train", "missing.py"]) == 2
+    assert capsys.readouterr().err == "error: there is no recipe file missing.py; check the path\n"
+
+
+def test_an_unknown_option_is_refused(tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        run(["train", str(written(tmp_path)), "--wdith", "2"])
+    assert stopped.value.code == 2
+
+
+def test_help_and_version_load_no_torch():
+    code = """
+import sys
+from fullframe.cli.application import run
+assert run(["--version"]) == 0
+for arguments in (["--help"], ["train", "--help"]):
+    try:
+        run(arguments)
+    except SystemExit as stopped:
+        assert stopped.code == 0
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"fullframe \d+\.\d+\.\d+\n", done.stdout)
+    for option in ("--processes", "--height", "--width", "--steps", "--run-dir", "--resume", "--json"):
+        assert option in done.stdout
+
+
+def test_an_error_of_all_ranks_is_one_line(tmp_path):
+    recipe = written(tmp_path, changes="batch_size=3")
+    done = fullframe("train", recipe, "--data", 2, "--run-dir", tmp_path / "run")
+    assert done.returncode == 2
+    assert done.stderr == ("error: batch_size 3 (of the whole job) is no multiple of the 2 data replicas; use 2\n")
+
+
+def test_an_exception_in_the_recipe_is_one_traceback(tmp_path):
+    recipe = written(tmp_path, trouble='raise KeyError("no mask")')
+    done = fullframe("train", recipe, "--width", 2, "--run-dir", tmp_path / "run")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1 and done.stderr.rstrip().endswith("KeyError: 'no mask'")
+    assert f'File "{recipe}", line 9, in loss' in done.stderr
+
+
+def test_a_rank_that_is_killed(tmp_path):
+    trouble = 'if os.environ["RANK"] == "1": print("out of memory, say", file=sys.stderr); os.kill(os.getpid(), 9)'
+    done = fullframe("train", written(tmp_path, trouble), "--width", 2, "--run-dir", tmp_path / "run")
+    assert done.returncode == 1
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("error: rank 1 died (Signal 9 (SIGKILL)")
+    assert rest == ["out of memory, say"]
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path):
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "fullframe.cli", "train", written(tmp_path, "time.sleep(0.2)"), "--width", "2"]
+    command += ["--steps", "1000", "--run-dir", run_dir]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    try:
+        for line in process.stdout:
+            if re.match(r"step +1/1000 ", line):
+                break
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        assert len(ranks) == 2
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+        assert time.monotonic() - started < 20
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert error.splitlines() == ["stopped; go on with --resume and the same --run-dir"]
+    assert not any(rank.is_running() for rank in ranks)

@@ -1,0 +1,215 @@
+"""One step on any mesh, in any number of microbatches, is the step of one process on the whole batch."""
+
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import fullframe as ff
+from fullframe.errors import RecipeError, ShapeError, StrategyError
+from fullframe.training.step import microbatches
+from tests.ranks import rank_group
+from tests.training.tiny import Frames, Plain, loss, mean_loss
+
+BATCH = 8
+
+
+def whole_batch():
+    frames = Frames(BATCH, augment=False)
+    return {"image": frames.images, "target": frames.targets, "name": [f"frame {i}" for i in range(BATCH)]}
+
+
+def network():
+    torch.manual_seed(0)
+    return Plain()
+
+
+def reference(loss_of):
+    """Loss, gradients and new parameters by plain PyTorch."""
+    model = network()
+    output = loss_of(model, whole_batch())
+    value = output[0] / output[1] if isinstance(output, tuple) else output
+    value.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    return value.item(), gradients, [p.detach() for p in model.parameters()]
+
+
+def one_step(loss_of, strategy):
+    mesh = ff.init_mesh(height=strategy.height, width=strategy.width)
+    model = ff.parallelize(network(), mesh)
+    replica, share = mesh.get_local_rank("data"), BATCH // strategy.data
+    mine = slice(replica * share, (replica + 1) * share)
+    batch = {name: value[mine] for name, value in whole_batch().items()}
+    if strategy.height * strategy.width > 1:
+        batch |= {name: ff.shard(batch[name], mesh) for name in ("image", "target")}
+    step = ff.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.5), strategy)
+    record = step(batch)
+    return record, [p.grad for p in model.parameters()], [p.detach() for p in model.parameters()]
+
+
+def assert_same_step(loss_of, strategy, results):
+    value, gradients, parameters = reference(loss_of)
+    norm = torch.stack([g.norm() for g in gradients]).norm().item()
+    for record, found_gradients, found_parameters in results:
+        assert not record.skipped
+        assert record.loss == pytest.approx(value, rel=1e-12)
+        assert record.grad_norm == pytest.approx(norm, rel=1e-10)
+        torch.testing.assert_close(found_gradients, gradients, rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(found_parameters, parameters, rtol=1e-10, atol=1e-13)
+    numbers = {(record.loss, record.grad_norm) for record, _, _ in results}
+    assert len(numbers) == 1, "every rank must report the same numbers to the last bit"
+
+
+@pytest.mark.parametrize("loss_of", [loss, mean_loss])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_microbatches_of_one_process(loss_of, count):
+    strategy = ff.Strategy(microbatches=count)
+    assert_same_step(loss_of, strategy, [one_step(loss_of, strategy)])
+
+
+@pytest.mark.parametrize("loss_of", [loss, mean_loss])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ff.Strategy(width=2),
+        ff.Strategy(height=2, microbatches=4),
+        ff.Strategy(data=2),
+        ff.Strategy(data=2, microbatches=2),
+        ff.Strategy(data=2, width=2, microbatches=2),
+        ff.Strategy(data=4, microbatches=2),
+    ],
+    ids=lambda s: f"{s.data}x{s.height}x{s.width}x{s.microbatches}" if isinstance(s, ff.Strategy) else s.__name__,
+)
+def test_ranks(loss_of, strategy):
+    assert_same_step(loss_of, strategy, rank_group(strategy.ranks).run(one_step, loss_of, strategy))
+
+
+class Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
+def spiked_loss(model, batch):
+    return Spike.apply(mean_loss(model, batch))
+
+
+def step_with_a_broken_rank(strategy, broken_rank, kind):
+    mesh = ff.init_mesh(height=strategy.height, width=strategy.width)
+    broken = torch.distributed.get_rank() == broken_rank
+    model = ff.parallelize(network(), mesh)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    batch = whole_batch()
+    if broken and kind == "loss":
+        batch["image"] = batch["image"] * math.nan
+    loss_of = spiked_loss if broken and kind == "gradient" else mean_loss
+    records = [ff.TrainStep(model, loss_of, optimizer, strategy)(batch)]
+    unchanged = all(map(torch.equal, before, model.parameters()))
+    records.append(ff.TrainStep(model, mean_loss, optimizer, strategy)(whole_batch()))
+    return records, unchanged, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_one_rank_that_is_not_finite_makes_all_skip(kind):
+    results = rank_group(2).run(step_with_a_broken_rank, ff.Strategy(data=2), 1, kind)
+    for (first, second), unchanged, _ in results:
+        assert first.skipped and unchanged
+        assert not second.skipped and math.isfinite(second.loss)
+    torch.testing.assert_close(results[0][2], results[1][2], rtol=0, atol=0)
+
+
+def test_a_batch_in_which_nothing_counts_is_skipped():
+    model = network()
+    batch = whole_batch()
+    batch["target"] = torch.full_like(batch["target"], -1)
+    before = [p.detach().clone() for p in model.parameters()]
+    record = ff.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1.0), ff.Strategy())(
+        batch
+    )
+    assert record.skipped and math.isnan(record.loss)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+class Synced(nn.Module):
+    """Notes which forward passes ran inside no_sync."""
+
+    def __init__(self):
+        super().__init__()
+        self.module, self.inside, self.seen = network(), False, []
+
+    def forward(self, image):
+        self.seen.append(self.inside)
+        return self.module(image)
+
+    @contextmanager
+    def no_sync(self):
+        self.inside = True
+        yield
+        self.inside = False
+
+
+def test_gradients_are_sent_on_the_last_microbatch_only():
+    model = Synced()
+    step = ff.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), ff.Strategy(microbatches=4))
+    step(whole_batch())
+    assert model.seen == [True, True, True, False]
+
+
+def test_microbatches_cut_everything_that_has_a_sample_dim():
+    batch = {"image": torch.arange(4), "nested": [torch.arange(8).view(4, 2)], "name": ["a", "b", "c", "d"], "scale": 2}
+    first, second = microbatches(batch, 2)
+    assert first["image"].tolist() == [0, 1] and second["image"].tolist() == [2, 3]
+    assert second["nested"][0].tolist() == [[4, 5], [6, 7]]
+    assert first["name"] == ["a", "b"] and second["scale"] == 2
+    (whole,) = microbatches(batch, 1)
+    assert whole is batch
+
+
+def test_batches_that_cannot_be_cut():
+    with pytest.raises(ShapeError, match="4 samples a replica cannot be cut into 3 equal microbatches"):
+        list(microbatches({"image": torch.zeros(4, 3)}, 3))
+    with pytest.raises(ShapeError, match="one common first dim, got image: 4, target: 2"):
+        list(microbatches({"image": torch.zeros(4, 3), "target": torch.zeros(2)}, 2))
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda model, batch: model(batch["image"]), r"got shape \(8, 4, 9, 14\)"),
+        (lambda model, batch: 3.0, "got float"),
+        (
+            lambda model, batch: (model(batch["image"]).sum(), torch.ones(3)),
+            r"count must be one number, got shape \(3,\)",
+        ),
+    ],
+)
+def test_a_loss_that_is_no_scalar(output, message):
+    model = network()
+    step = ff.TrainStep(model, output, torch.optim.SGD(model.parameters(), lr=0.5), ff.Strategy())
+    with pytest.raises(RecipeError, match=message):
+        step(whole_batch())
+
+
+def wrong_steps():
+    model, messages = network(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for strategy in (ff.Strategy(width=3), ff.Strategy(width=2)):
+        try:
+            ff.TrainStep(model, loss, optimizer, strategy)
+        except StrategyError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_step_that_does_not_fit_the_ranks():
+    for messages in rank_group(2).run(wrong_steps):
+        assert "3 ranks, this job has 2" in messages[0]
+        assert "Plain averages no gradients over the 2 ranks; pass fullframe.parallelize(model, mesh)" in messages[1]
