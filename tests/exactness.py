@@ -20,9 +20,7 @@ def mesh(height: int, width: int) -> DeviceMesh:
     return ff.init_mesh(height=height, width=width)
 
 
-def differences(
-    op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], height: int, width: int
-) -> dict[str, float]:
+def differences(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], height: int, width: int) -> dict[str, float]:
     """Largest relative difference of outputs and gradients of `op(*split, *whole)` on the mesh and in one process.
 
     `split` are cut over the mesh, `whole` are not; gradients are taken of all that are floating point.
@@ -54,9 +52,7 @@ def _answers(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], on: Devic
     outputs = [t.full() if isinstance(t, ff.SpatialTensor) else t for t in outputs]
     answers = {f"output {n}": t.detach() for n, t in enumerate(outputs)}
     loss = sum(
-        (t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).cos().view_as(t)).sum()
-        for t in outputs
-        if t.requires_grad
+        (t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).cos().view_as(t)).sum() for t in outputs if t.requires_grad
     )
     if isinstance(loss, Tensor):
         loss.backward()

@@ -28,10 +28,8 @@ def measured(quick: bool) -> dict[str, Any]:
         row["target"] = STEP_TARGETS[tuple(row["shape"])]
         row["reached"] = row["share_of_bound"]["median"] >= row["target"]
     for row in found["operators"]:
-        row["target_microseconds"] = OPERATOR_TARGETS.get(row["name"])
-        row["reached"] = (
-            row["target_microseconds"] is None or row["overhead_microseconds"] <= row["target_microseconds"]
-        )
+        limit = row["target_microseconds"] = OPERATOR_TARGETS.get(row["name"])
+        row["reached"] = None if limit is None else row["overhead_microseconds"] <= limit
     return {"machine": machine(), "ranks": RANKS, "threads": 1, "quick": quick, **found}
 
 

@@ -69,6 +69,8 @@ class StereoNetwork(nn.Module):
 
     def cost_volume(self, left: Tensor, right: Tensor) -> Tensor:
         """How well left (x) matches right (x - d), by groups of channels: (N, groups, disparities, H, W)."""
+        # Of length sqrt(channels), so that a match is a matter of direction and not of contrast.
+        left, right = (F.normalize(features, dim=1) * features.shape[1] ** 0.5 for features in (left, right))
         furthest = self.disparities - 1
         padded = F.pad(right, (furthest, 0))
         costs = []

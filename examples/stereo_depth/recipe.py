@@ -4,6 +4,7 @@ The loss never sees the columns of `HELD_OUT`; the end-point error there, in pix
 learned to match or only to remember.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset
 import fullframe as ff
 
 HELD_OUT = slice(330, 430)  # columns: through the engine, the tank, the shelf and the floor
+STEPS, WARM_UP = 200, 20
 
 
 class Motorcycle(Dataset[dict[str, Tensor]]):
@@ -77,6 +79,11 @@ def evaluate(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, tuple[Tens
     }
 
 
+def schedule(step: int) -> float:
+    """Up in a straight line, down in half a cosine."""
+    return min(step / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * min(step / STEPS, 1.0)))
+
+
 def finish(model: nn.Module, run_dir: Path) -> None:
     """Draw how the run went and what the network sees now."""
     from pictures import draw_curves, draw_depth
@@ -92,10 +99,11 @@ def recipe() -> ff.Recipe:
     return ff.Recipe(
         model=StereoNetwork,
         loss=loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
         data=Motorcycle,
         batch_size=1,
-        steps=200,
+        steps=STEPS,
+        schedule=schedule,
         evaluation_data=lambda: Motorcycle(views=1, augment=False),
         evaluate=evaluate,
         evaluate_every=20,

@@ -83,6 +83,7 @@ class Recipe:
     batch_size:      samples of one optimizer step, of the whole job
     seed:            initial values, order of the samples, augmentation, dropout
     steps:           optimizer steps of a whole run
+    schedule:        (step) -> what the optimizer's learning rates are multiplied by at this step, counted from 1
     workers:         loader processes per rank; 0 reads in the main process
     evaluation_data: () -> Dataset of dicts of tensors, read in order, one sample at a time
     evaluate:        (model, batch) -> {name: (sum, count)}, under no_grad in eval mode; the run records sum / count
@@ -101,6 +102,7 @@ class Recipe:
     batch_size: int
     seed: int = 0
     steps: int = 100
+    schedule: Callable[[int], float] = lambda step: 1.0
     workers: int = 0
     evaluation_data: Callable[[], Dataset[Any]] | None = None
     evaluate: Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Tensor | float]]] | None = None
@@ -108,7 +110,7 @@ class Recipe:
     finish: Callable[[nn.Module, Path], None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss", "optimizer", "data"):
+        for name in ("model", "loss", "optimizer", "data", "schedule"):
             _require_callable(name, getattr(self, name))
         for name in ("evaluation_data", "evaluate", "finish"):
             if getattr(self, name) is not None:

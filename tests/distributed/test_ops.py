@@ -176,7 +176,7 @@ CASES: dict[str, Case] = {
     "index channels": one(lambda x: x[:, [2, 0]] + x[:, torch.tensor([1, 1])]),
     "split and chunk": one(lambda x: [t.sin() for t in (*x.chunk(2, 1), *x.split(7, 3))]),
     "flip": one(lambda x: x.flip(2, 3) - x),
-    "unsqueeze, squeeze, expand": one(lambda x: x.unsqueeze(1).expand(-1, 3, -1, -1, -1).sum(1).unsqueeze(-1).squeeze(-1)),
+    "unsqueeze, expand": one(lambda x: x.unsqueeze(1).expand(-1, 3, -1, -1, -1).sum(1).unsqueeze(-1).squeeze(-1)),
     "tokens and back": Case(
         lambda x, w: (F.linear(x.flatten(2).transpose(1, 2), w).transpose(1, 2).reshape(2, 5, *x.shape[2:])),
         whole=((5, 4),),
@@ -197,7 +197,9 @@ CASES: dict[str, Case] = {
     "mean": one(lambda x: [x.mean(), x.mean((2, 3)), x.mean(-1), x.mean(1, keepdim=True)]),
     "amax, amin": one(lambda x: [x.amax((2, 3)), x.amin(-1, True), x.max(), x.relu().amax((1, 2, 3)), x.amax(1)]),
     "max over channels": one(lambda x: x.max(1).values + x.min(1).values),
-    "var, std": one(lambda x: [x.var(), x.std((2, 3)), x.var(1, correction=0), *torch.var_mean(x, (1, 2), keepdim=True)]),
+    "var, std": one(
+        lambda x: [x.var(), x.std((2, 3)), x.var(1, correction=0), *torch.var_mean(x, (1, 2), keepdim=True)]
+    ),
     "norms": one(lambda x: [x.norm(), x.norm(p=1, dim=2), x.norm(dim=1), torch.linalg.vector_norm(x, 3, (2, 3))]),
     "logsumexp": one(lambda x: [x.logsumexp((2, 3)), x.logsumexp(1)]),
     "softmax over channels": one(lambda x: [x.softmax(1), F.log_softmax(x, 1)]),
@@ -215,10 +217,12 @@ CASES: dict[str, Case] = {
     "cross_entropy probabilities": one(lambda x: F.cross_entropy(x, x.detach().sin().softmax(1))),
     "nll_loss": one(lambda x: F.nll_loss(F.log_softmax(x, 1), labels(x, True))),
     "mse_loss": one(lambda x: F.mse_loss(x, x.detach().sin())),
-    "l1, smooth_l1, huber": one(lambda x: [f(x, x.detach().sin()) for f in (F.l1_loss, F.smooth_l1_loss, F.huber_loss)]),
+    "l1, smooth_l1, huber": one(
+        lambda x: [f(x, x.detach().sin()) for f in (F.l1_loss, F.smooth_l1_loss, F.huber_loss)]
+    ),
     "bce": one(lambda x: F.binary_cross_entropy(x.sigmoid(), (x > 0).double(), reduction="sum")),
     "bce with logits": Case(
-        lambda x, w: F.binary_cross_entropy_with_logits(x, (x > 0).double(), pos_weight=w.abs()[:, None, None].detach()),
+        lambda x, w: F.binary_cross_entropy_with_logits(x, (x > 0).double(), pos_weight=w.detach()[:, None, None] ** 2),
         whole=((4,),),
     ),
     "kl_div": one(lambda x: F.kl_div(x.log_softmax(1), x.detach().sin().softmax(1), reduction="batchmean")),

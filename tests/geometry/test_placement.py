@@ -1,6 +1,6 @@
 """Split factors through reshapes, checked by really cutting an array.
 
-    (N, C, H, W) with W split   flatten(2) ->   (N, C, H*W): dim 2 is H x W x 1, the middle factor split
+(N, C, H, W) with W split   flatten(2) ->   (N, C, H*W): dim 2 is H x W x 1, the middle factor split
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """What a window reads, against the op's definition row by row.
 
-    input rows   0 1 2 3 4 5 6 7        kernel 3, stride 1, padding 1
-    output 0     x x                    reads -1..1
-    output 4           x x x            reads  3..5
+input rows   0 1 2 3 4 5 6 7        kernel 3, stride 1, padding 1
+output 0     x x                    reads -1..1
+output 4           x x x            reads  3..5
 """
 
 from hypothesis import given

@@ -100,6 +100,24 @@ def test_metrics_after_a_resume_from_an_earlier_checkpoint(tmp_path):
     assert all(message in log for message in messages)
 
 
+def halved_every_step(step):
+    return 0.5**step
+
+
+def test_the_schedule_multiplies_the_learning_rate_and_is_resumed(tmp_path):
+    rates = []
+
+    class Noted(torch.optim.SGD):
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    changes = {"schedule": halved_every_step, "optimizer": lambda parameters: Noted(parameters, lr=2.0)}
+    train(ff.Strategy(), tmp_path, changes, steps=2)
+    train(ff.Strategy(), tmp_path, changes, steps=4, resume=True)
+    assert rates == [1.0, 0.5, 0.25, 0.125]
+
+
 def test_a_finished_run_resumed_does_nothing(tmp_path):
     first, _ = train(ff.Strategy(), tmp_path, steps=3)
     before = (tmp_path / "metrics.jsonl").read_text()

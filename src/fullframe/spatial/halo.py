@@ -86,15 +86,18 @@ class Halo:
     def _post_next(self) -> None:
         while self._posted < len(self.cuts) and self._flight is None:
             number, self._posted = self._posted, self._posted + 1
-            cut = self.cuts[number]
-            if cut.borrows:
-                self._flight = post_borrow(
-                    cut.axis,
-                    cut.route,
-                    lambda rows: self.region(self._ranges(number, rows)),
-                    lambda rows: self.shape(self._ranges(number, rows)),
-                    self.pieces[0].tensor,
-                )
+            if self.cuts[number].borrows:
+                self._flight = self._post(number)
+
+    def _post(self, number: int) -> InFlight:
+        cut = self.cuts[number]
+        return post_borrow(
+            cut.axis,
+            cut.route,
+            lambda rows: self.region(self._ranges(number, rows)),
+            lambda rows: self.shape(self._ranges(number, rows)),
+            self.pieces[0].tensor,
+        )
 
     def _ranges(self, number: int, rows: range) -> Ranges:
         """Where a message of cut `number` lies: earlier cuts are extended already, later ones not yet."""
@@ -144,20 +147,19 @@ class Return:
     def _post_next(self) -> None:
         while self._remaining and self._flight is None:
             self._remaining -= 1
-            number = self._remaining
-            cut, halo = self._halo.cuts[number], self._halo
-            if not cut.borrows:
-                continue
-            strips = [halo._ranges(number, transfer.rows) for transfer in cut.route.receives]
-            by_ranges = {piece.ranges: g for piece, g in zip(halo.pieces, self._gradients, strict=True)}
-            like = halo.pieces[0].tensor
-            self._flight = post_return(
-                cut.axis,
-                cut.route,
-                [by_ranges[ranges] for ranges in strips],
-                lambda rows, number=number: halo.shape(halo._ranges(number, rows)),  # type: ignore[misc]
-                like,
-            )
+            if self._halo.cuts[self._remaining].borrows:
+                self._flight = self._post(self._remaining)
+
+    def _post(self, number: int) -> InFlight:
+        cut, halo = self._halo.cuts[number], self._halo
+        by_ranges = {piece.ranges: g for piece, g in zip(halo.pieces, self._gradients, strict=True)}
+        return post_return(
+            cut.axis,
+            cut.route,
+            [by_ranges[halo._ranges(number, transfer.rows)] for transfer in cut.route.receives],
+            lambda rows: halo.shape(halo._ranges(number, rows)),
+            halo.pieces[0].tensor,
+        )
 
     def _distribute(self, ranges: Ranges, gradient: Tensor) -> None:
         for index, piece in enumerate(self._halo.pieces):
@@ -175,10 +177,7 @@ def assembled(
     pieces: Sequence[Piece], cuts: tuple[Cut, ...], ranges: Ranges, shape: list[int], fill: float = 0.0
 ) -> Tensor:
     """The rows `ranges` copied together from those `pieces` that hold them; a view if one piece covers all."""
-    shared = [
-        (piece, tuple(overlap(a, b) for a, b in zip(piece.ranges, ranges, strict=True)))
-        for piece in pieces
-    ]
+    shared = [(piece, tuple(overlap(a, b) for a, b in zip(piece.ranges, ranges, strict=True))) for piece in pieces]
     shared = [(piece, part) for piece, part in shared if all(part)]
     if len(shared) == 1 and shared[0][1] == ranges:
         return part_of(shared[0][0].tensor, shared[0][0].ranges, ranges, cuts)

@@ -89,7 +89,9 @@ class _Undressed(nn.Module):
 
     def forward(self, leaves: list[Any], spec: _Spec) -> tuple[list[Any], _Spec]:
         if self.gather:
-            spec = _Spec(spec.tree, [lay and layout_of(lay.spatial, lay.shape, lay.placements, True) for lay in spec.layouts])
+            spec = _Spec(
+                spec.tree, [lay and layout_of(lay.spatial, lay.shape, lay.placements, True) for lay in spec.layouts]
+            )
         args, kwargs = _put_on(leaves, spec)
         return _take_off(self.model(*args, **kwargs))
 

@@ -21,11 +21,11 @@ from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements, local_factors
 from fullframe.spatial.exchange import fetch
 from fullframe.spatial.mesh import Spatial
-from fullframe.spatial.rules.registry import RULES, Refused
+from fullframe.spatial.rules.registry import RULES, Refused, getter
 
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
-_shell_grad_fn = torch._C.TensorBase.grad_fn.__get__  # type: ignore[attr-defined]
-_make_shell = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_shell_grad_fn = getter("grad_fn")
+_make_shell: Any = Tensor._make_wrapper_subclass
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,9 @@ class SpatialTensor(Tensor):
         return _unsupported(func, args, kwargs or {}, reason, fix)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         shells = [a for a in tree_iter((args, kwargs)) if isinstance(a, SpatialTensor)]
         raise UnsupportedOp(
             str(func),
@@ -127,7 +129,7 @@ class SpatialTensor(Tensor):
             placements = tuple(p for p in placements if p.axis != placement.axis)
         return local
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         cuts = "; ".join(map(str, self._layout.placements))
         return f"SpatialTensor(shape={self._layout.shape}, dtype={self._local.dtype}, cut at [{cuts}])"
 
@@ -272,9 +274,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 def _fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
     """Whether `shape` broadcasts to `into` without making it larger."""
-    return len(shape) <= len(into) and all(
-        a in (1, b) for a, b in zip(reversed(shape), reversed(into), strict=False)
-    )
+    return len(shape) <= len(into) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(into), strict=False))
 
 
 def shells_in(*trees: Any) -> Iterator[SpatialTensor]:
@@ -292,7 +292,8 @@ _said: set[tuple[str, str]] = set()
 def _unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, fix: str) -> Any:
     shells = list(shells_in(args, kwargs))
     name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
-    writes = name.endswith("_") and not name.endswith("__") or kwargs.get("inplace") or kwargs.get("out") is not None
+    in_place = name.endswith("_") and not name.endswith("__")
+    writes = in_place or kwargs.get("inplace") or kwargs.get("out") is not None
     gather = any(shell._layout.gather for shell in shells)
     where = module_path()
     if not gather or writes:

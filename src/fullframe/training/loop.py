@@ -63,6 +63,7 @@ def fit(
             step.rehearse(next(iter(state.loader)))
         _go_on(state, run, recipe.seed, mesh, say)
     for number, batch in zip(range(state.step + 1, steps + 1), _endless(state.loader), strict=False):
+        _set_learning_rate(state.optimizer, recipe.schedule(number))
         record = step(batch)
         state.step = number
         line = _line(number, record)
@@ -126,6 +127,11 @@ def _go_on(state: RunState, run: RunDirectory, seed: int, mesh: DeviceMesh, say:
     run.forget_after(state.step)
     if contents is not None:
         say(f"resumed after step {state.step}")
+
+
+def _set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
 
 def _endless(loader: ShardedLoader) -> Iterator[Any]:

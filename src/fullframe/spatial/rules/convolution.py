@@ -61,16 +61,12 @@ class _Plan:
 
 
 @lru_cache(maxsize=4096)
-def _plan(
-    layout: Layout, weight: Ints, stride: Ints, padding: Ints, dilation: Ints, groups: int
-) -> _Plan:
+def _plan(layout: Layout, weight: Ints, stride: Ints, padding: Ints, dilation: Ints, groups: int) -> _Plan:
     count = len(stride)
     dims = range(len(layout.shape) - count, len(layout.shape))
     if layout.is_split(dims[0] - 1):
         raise Refused("the channels are split")
-    windows = [
-        Window(k, s, d, p) for k, s, d, p in zip(weight[2:], stride, dilation, padding, strict=True)
-    ]
+    windows = [Window(k, s, d, p) for k, s, d, p in zip(weight[2:], stride, dilation, padding, strict=True)]
     sizes = [w.output_size(layout.shape[dim]) for w, dim in zip(windows, dims, strict=True)]
     shape = (*layout.shape[: dims[0] - 1], weight[0], *sizes)
     plan = plan_windows(layout, dims, windows, sizes, shape)
@@ -139,9 +135,10 @@ def _convolution(
     stride, dilation = _ints(stride, count), _ints(dilation, count)
     if isinstance(padding, str):
         total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        if any(t % 2 for t in total):  # torch pads the odd row behind
-            input = F.pad(input, [after for t in reversed(total) for after in (0, t % 2)])  # type: ignore[assignment]
         padding = tuple(t // 2 for t in total)
+        if any(t % 2 for t in total):  # torch pads the odd row behind
+            padded = F.pad(input, [after for t in reversed(total) for after in (0, t % 2)])
+            return func(padded, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
     plan = _plan(input._layout, tuple(weight.shape), stride, _ints(padding, count), dilation, groups)
     local, window = local_of(input), plan.window
     if window.too_small:

@@ -197,5 +197,12 @@ def _gather(func: Any, x: SpatialTensor, first: Any, second: Any, **kwargs: Any)
     layout = x._layout
     if not isinstance(index, SpatialTensor) or layout.is_split(dim) or index._layout.placements != layout.placements:
         raise Refused("it gathers across ranks", "Gather along a whole dim, with an index cut like the tensor.")
-    return wrap(func(local_of(x), first if isinstance(first, int) else local_of(index), 
-                     local_of(index) if isinstance(first, int) else second, **kwargs), index._layout)
+    return wrap(
+        func(
+            local_of(x),
+            first if isinstance(first, int) else local_of(index),
+            local_of(index) if isinstance(first, int) else second,
+            **kwargs,
+        ),
+        index._layout,
+    )

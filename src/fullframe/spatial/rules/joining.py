@@ -58,9 +58,7 @@ def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, out: Any = Non
 def _cat_split(tensors: Sequence[Tensor], dim: int) -> Tensor:
     sizes = [t.shape[dim] for t in tensors]
     starts = [sum(sizes[:n]) for n in range(len(sizes))]
-    split = [
-        n for n, t in enumerate(tensors) if isinstance(t, SpatialTensor) and t._layout.of(dim) is not None
-    ]
+    split = [n for n, t in enumerate(tensors) if isinstance(t, SpatialTensor) and t._layout.of(dim) is not None]
     main = max(split, key=lambda n: sizes[n])
     layout = tensors[main]._layout  # type: ignore[attr-defined]
     placement = layout.of(dim)
@@ -74,9 +72,7 @@ def _cat_split(tensors: Sequence[Tensor], dim: int) -> Tensor:
     parts = []
     for t, start, size in zip(tensors, starts, sizes, strict=True):
         rows = range(start, start + size)
-        wanted = tuple(
-            range(o.start - start, o.stop - start) for o in (overlap(r, rows) for r in extents.ranges)
-        )
+        wanted = tuple(range(o.start - start, o.stop - start) for o in (overlap(r, rows) for r in extents.ranges))
         parts.append(_rows(t, dim, wanted, axis, others))
     joined = tuple(p if p is not placement else Placement(p.axis, dim, extents) for p in layout.placements)
     shape = (*layout.shape[:dim], sum(sizes), *layout.shape[dim + 1 :])

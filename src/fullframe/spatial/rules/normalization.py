@@ -138,8 +138,8 @@ def _instance_norm(
     elements = count(layout.shape, range(2, len(layout.shape)))
     _update(running_mean, found.mean.view(samples, -1).mean(0), momentum)
     _update(running_var, found.var.view(samples, -1).mean(0) * (elements / max(elements - 1, 1)), momentum)
-    repeated = [None if t is None else t.repeat(samples) for t in (weight, bias)]
-    return wrap(_apply(flat, *repeated, found, 1, eps, _group(layout)).view_as(x), layout)
+    weight, bias = (None if t is None else t.repeat(samples) for t in (weight, bias))
+    return wrap(_apply(flat, weight, bias, found, 1, eps, _group(layout)).view_as(x), layout)
 
 
 @rule(F.group_norm)
@@ -160,8 +160,8 @@ def _group_norm(
     flat = x.reshape(1, -1, *x.shape[2:])
     m = channels // num_groups
     found = _statistics(flat, m, _group(layout))
-    repeated = [None if t is None else t.repeat(samples) for t in (weight, bias)]
-    return wrap(_apply(flat, *repeated, found, m, eps, _group(layout)).view_as(x), layout)
+    weight, bias = (None if t is None else t.repeat(samples) for t in (weight, bias))
+    return wrap(_apply(flat, weight, bias, found, m, eps, _group(layout)).view_as(x), layout)
 
 
 @rule(F.layer_norm)

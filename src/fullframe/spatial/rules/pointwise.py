@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.rules.registry import Refused, getter, rule
 from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, local_of, merged, wrap
 
 _UNARY = """
     abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil cos cosh
     deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 isfinite isinf isnan isneginf isposinf isreal
-    lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num neg negative positive rad2deg reciprocal relu round
-    rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc real imag angle conj resolve_conj
+    lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num neg negative positive rad2deg reciprocal relu
+    round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc real imag angle conj resolve_conj
     resolve_neg conj_physical
 """
 _BINARY = """
@@ -28,10 +28,10 @@ _BINARY = """
     logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
     where lerp addcmul addcdiv clamp clip clamp_min clamp_max masked_fill rsub
 """
-_IN_PLACE_DUNDERS = frozenset(
-    "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
-    "__ilshift__ __irshift__".split()
-)
+_IN_PLACE_DUNDERS = """
+    __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
+    __ilshift__ __irshift__
+"""
 _METHODS = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__
     __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__
@@ -61,22 +61,24 @@ def _named(owner: Any, names: str) -> set[Any]:
 def _functions() -> set[Any]:
     maths = " ".join(f"{name} {name}_" for name in (_UNARY + _BINARY).split())
     owned = [(torch, maths), (Tensor, maths), (torch.special, maths), (Tensor, _METHODS), (F, _FUNCTIONAL)]
-    owned += [(torch, _TORCH), (torch.special, "expit"), (Tensor, " ".join(_IN_PLACE_DUNDERS))]
+    owned += [(torch, _TORCH), (torch.special, "expit"), (Tensor, _IN_PLACE_DUNDERS)]
     found = set().union(*(_named(owner, names) for owner, names in owned))
-    return {f for f in found if callable(f)} | {Tensor.data.__get__, Tensor.real.__get__, Tensor.imag.__get__}
+    return {f for f in found if callable(f)} | {getter("data"), getter("real"), getter("imag")}
 
 
 @rule(*_functions())
 def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply `func` to the local parts; an in-place function returns the operand it changed."""
-    first, second = args[0], args[1] if len(args) > 1 else None
-    if type(first) is SpatialTensor and len(args) <= 2 and not any(isinstance(v, Tensor) for v in kwargs.values()):
+    first = args[0]
+    if type(first) is SpatialTensor and len(args) <= 2 and not (kwargs and _holds_tensor(kwargs)):
         # The common case, kept short: a few microseconds an op.
-        layout = first._layout
+        if len(args) == 1:
+            return _result(func(local_of(first), **kwargs), first)
+        layout, second = first._layout, args[1]
         if type(second) is SpatialTensor and second._layout is layout:
             return _result(func(local_of(first), local_of(second), **kwargs), first)
         if not isinstance(second, Tensor) or (type(second) is not SpatialTensor and _rides_along(second, layout)):
-            return _result(func(local_of(first), *args[1:], **kwargs), first)
+            return _result(func(local_of(first), second, **kwargs), first)
     layout = merged([leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)])
     target = kwargs.get("out")
     if target is None and _in_place(func, kwargs):
@@ -88,6 +90,13 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, layout), (args, kwargs))
     result = func(*args, **kwargs)
     return _result(result, target) if target is not None else wrap(result, layout)
+
+
+def _holds_tensor(kwargs: dict[str, Any]) -> bool:
+    for value in kwargs.values():  # noqa: SIM110  a generator costs more than all else here
+        if isinstance(value, Tensor):
+            return True
+    return False
 
 
 def _rides_along(whole: Tensor, layout: Layout) -> bool:
@@ -111,11 +120,16 @@ def _result(result: Tensor, operand: SpatialTensor) -> Tensor:
 
 def _in_place(func: Any, kwargs: dict[str, Any]) -> bool:
     name: str = func.__name__
-    return bool(kwargs.get("inplace")) or (name.endswith("_") and name[0] != "_") or name in _IN_PLACE_DUNDERS
+    return (
+        bool(kwargs.get("inplace"))
+        or (name.endswith("_") and name[0] != "_")
+        or name.startswith("__i")
+        and name in _IN_PLACE_DUNDERS
+    )
 
 
 @rule(
-    *(getattr(Tensor, name).__get__ for name in _METADATA.split() if hasattr(Tensor, name)),
+    *(getter(name) for name in _METADATA.split() if hasattr(Tensor, name)),
     *_named(Tensor, _METADATA_METHODS),
     torch.is_floating_point,
     torch.is_complex,
@@ -128,7 +142,7 @@ def _of_the_shell(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-@rule(Tensor.grad_fn.__get__, Tensor.grad.__get__, Tensor.retain_grad, Tensor.type)  # type: ignore[attr-defined]
+@rule(getter("grad_fn"), getter("grad"), Tensor.retain_grad, Tensor.type)
 def _of_the_local(func: Any, x: SpatialTensor, *args: Any) -> Any:
     result = func(local_of(x), *args)
     return wrap(result, x._layout) if isinstance(result, Tensor) else result

@@ -18,13 +18,12 @@ from fullframe.spatial.rules.windowed import WindowPlan, nonempty, plan_windows,
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, refetched, wrap
 
 Ints = tuple[int, ...]
-_MAX = {torch.max_pool1d: 1, torch.max_pool2d: 2, torch.max_pool3d: 3}
+_MAX: dict[Any, int] = {torch.max_pool1d: 1, torch.max_pool2d: 2, torch.max_pool3d: 3}
 _MAX |= {F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3}
-_WITH_INDICES = {F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices}
-_AVERAGE = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}
-_ADAPTIVE = {F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3}
+_AVERAGE: dict[Any, int] = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}
+_ADAPTIVE: dict[Any, int] = {F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3}
 _ADAPTIVE |= {torch.adaptive_avg_pool1d: 1}
-_ADAPTIVE_MAX = {F.adaptive_max_pool1d: 1, F.adaptive_max_pool2d: 2, F.adaptive_max_pool3d: 3}
+_ADAPTIVE_MAX: dict[Any, int] = {F.adaptive_max_pool1d: 1, F.adaptive_max_pool2d: 2, F.adaptive_max_pool3d: 3}
 _ADAPTIVE_MAX |= {torch.adaptive_max_pool1d: 1}
 
 
@@ -80,7 +79,9 @@ class _MaxPool(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, plan: WindowPlan, options: Any) -> Tensor:
         halo = Halo(local, plan.cuts).wait()
         joined = halo.region(plan.needs, -math.inf)
-        pool = torch.ops.aten.max_pool2d_with_indices if len(options[0]) == 2 else torch.ops.aten.max_pool3d_with_indices
+        pool = (
+            torch.ops.aten.max_pool2d_with_indices if len(options[0]) == 2 else torch.ops.aten.max_pool3d_with_indices
+        )
         out, indices = pool(joined, *options)
         ctx.save_for_backward(indices)
         ctx.plan, ctx.options, ctx.shape, ctx.joined = plan, options, local.shape, joined.shape
@@ -137,7 +138,9 @@ def _average_pool(
             seen = [_seen(window, row, layout.shape[dim], padding[n] if count_include_pad else 0) for row in rows]
             view = [1] * local.dim()
             view[dim] = len(rows)
-            factors.append(torch.tensor([kernel[n] / s for s in seen], dtype=local.dtype, device=local.device).view(view))
+            factors.append(
+                torch.tensor([kernel[n] / s for s in seen], dtype=local.dtype, device=local.device).view(view)
+            )
     out = func(local, kernel, stride)
     for factor in factors:
         out = out * factor

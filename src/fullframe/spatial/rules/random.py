@@ -23,7 +23,9 @@ def shard_generator(x: SpatialTensor) -> torch.Generator:
 
 def _kept(x: SpatialTensor, p: float) -> Tensor:
     """True where an element is kept, with probability 1 - p."""
-    return torch.empty(local_of(x).shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p, generator=shard_generator(x))
+    return torch.empty(local_of(x).shape, dtype=torch.bool, device=x.device).bernoulli_(
+        1 - p, generator=shard_generator(x)
+    )
 
 
 @rule(F.dropout, torch.dropout, torch.dropout_)
@@ -39,7 +41,9 @@ def _dropout(func: Any, x: SpatialTensor, p: float = 0.5, training: bool = True,
 
 
 @rule(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
-def _channel_dropout(func: Any, x: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _channel_dropout(
+    func: Any, x: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     _probability(p)
     layout = x._layout
     if layout.is_split(0) or layout.is_split(1):
@@ -52,7 +56,9 @@ def _channel_dropout(func: Any, x: SpatialTensor, p: float = 0.5, training: bool
 
 
 @rule(F.alpha_dropout, F.feature_alpha_dropout)
-def _alpha_dropout(func: Any, x: SpatialTensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+def _alpha_dropout(
+    func: Any, x: SpatialTensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
     _probability(p)
     if not training or p == 0:
         return x
@@ -74,7 +80,9 @@ def _probability(p: float) -> None:
 def _random_like(func: Any, x: SpatialTensor, **options: Any) -> Tensor:
     out = torch.empty_like(local_of(x), **options)
     generator = shard_generator(x)
-    filled = out.data.uniform_(generator=generator) if func is torch.rand_like else out.data.normal_(generator=generator)
+    filled = (
+        out.data.uniform_(generator=generator) if func is torch.rand_like else out.data.normal_(generator=generator)
+    )
     return wrap(filled.requires_grad_(bool(options.get("requires_grad"))), x._layout)
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
 
@@ -15,6 +17,11 @@ class Refused(Exception):
     def __init__(self, reason: str, fix: str = "Gather first with .full(), or parallelize(..., unsupported='gather')."):
         self.reason, self.fix = reason, fix
         super().__init__(reason)
+
+
+def getter(name: str) -> Any:
+    """What torch passes as the function when the property `name` of a tensor is read."""
+    return getattr(Tensor, name).__get__
 
 
 def rule(*functions: Any) -> Callable[[R], R]:

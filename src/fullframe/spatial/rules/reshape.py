@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fullframe.geometry.placement import local_shape, permuted, reshaped
-from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.rules.registry import Refused, getter, rule
 from fullframe.spatial.tensor import Layout, SpatialTensor, local_of, wrap
 
 
@@ -97,10 +97,10 @@ def _movedim(func: Any, x: SpatialTensor, source: Any, destination: Any) -> Tens
     return _permuted(x, [placed[d] if d in placed else next(rest) for d in range(count)])
 
 
-@rule(Tensor.T.__get__, Tensor.mT.__get__, torch.t, Tensor.t)  # type: ignore[attr-defined]
+@rule(getter("T"), getter("mT"), torch.t, Tensor.t)
 def _t(func: Any, x: SpatialTensor) -> Tensor:
     order = list(range(x.dim()))
-    last_two = func is Tensor.mT.__get__ or func == Tensor.mT.__get__  # type: ignore[attr-defined]
+    last_two = func == getter("mT")
     return _permuted(x, [*order[:-2], *order[-2:][::-1]] if last_two else order[::-1])
 
 

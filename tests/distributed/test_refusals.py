@@ -1,0 +1,154 @@
+"""What is not exact is refused on every rank alike, quickly, by name; and bad input gets a clear error."""
+
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullframe as ff
+from fullframe.errors import MeshError, ShapeError, UnsupportedOp
+from tests.exactness import mesh, relative
+from tests.ranks import RankFailure, rank_group
+
+
+class Spectral(nn.Module):
+    """A block with an op that has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft2(self.mix(x)).abs()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 3, 3, padding=1)
+        self.blocks = nn.Sequential(nn.ReLU(), Spectral())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.stem(x)).mean()
+
+
+def _net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def _image() -> Tensor:
+    return torch.randn(2, 3, 10, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def _refused() -> tuple[str, str, tuple[str, ...], str, float]:
+    model = ff.parallelize(_net(), mesh(1, 2))
+    x = ff.shard(_image(), mesh(1, 2))
+    begin = time.monotonic()
+    with pytest.raises(UnsupportedOp) as caught:
+        model(x)
+    error = caught.value
+    return error.function, error.module, error.placements, str(error), time.monotonic() - begin
+
+
+def test_an_unknown_op_is_refused_on_all_ranks_by_name() -> None:
+    for function, module, placements, message, seconds in rank_group(2).run(_refused):
+        assert function == "torch.fft.rfft2"
+        assert module == "blocks.1 (Spectral)"
+        assert "dim 3 over width at (0, 7, 13)" in placements[0]
+        assert "unsupported='gather'" in message
+        assert seconds < 1
+
+
+def _gathered() -> tuple[float, float, list[str]]:
+    whole = _net()
+    expected = whole(_image())
+    expected.backward()
+    model = ff.parallelize(_net(), mesh(1, 2), unsupported="gather")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(ff.shard(_image(), mesh(1, 2)))
+            loss.backward()
+    errors = [relative(p.grad, q.grad) for p, q in zip(whole.parameters(), model.parameters(), strict=True)]  # type: ignore[arg-type]
+    return relative(expected.detach(), loss.detach()), max(errors), [str(w.message) for w in said]
+
+
+def test_gather_trains_it_exactly_and_says_so_once() -> None:
+    answers = rank_group(2).run(_gathered)
+    for loss_error, gradient_error, _ in answers:
+        assert loss_error < 1e-12
+        assert gradient_error < 1e-12
+    (said,) = answers[0][2]
+    assert "torch.fft.rfft2 (blocks.1 (Spectral)) runs on the gathered" in said
+    assert answers[1][2] == []
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+def _own_function() -> str:
+    x = ff.shard(_image().requires_grad_(), mesh(1, 2))
+    with pytest.raises(UnsupportedOp) as caught:
+        Doubled.apply(x).sum().backward()
+    return str(caught.value)
+
+
+def test_an_autograd_function_that_would_lose_its_gradient_is_refused() -> None:
+    for message in rank_group(2).run(_own_function):
+        assert "would lose its gradient" in message
+        assert "DoubledBackward" in message
+
+
+def _bad(what: str) -> None:
+    rank = torch.distributed.get_rank()
+    if what == "mesh":
+        ff.init_mesh(height=3)
+    elif what == "sizes":
+        ff.shard(torch.zeros(1, 3, 8, 8 + rank), mesh(1, 2))
+    elif what == "dims":
+        ff.shard(torch.zeros((8, 8) if rank else (1, 8, 8)), mesh(1, 2))
+    elif what == "rows":
+        ff.shard(torch.zeros(1, 3, 1, 8), mesh(2, 1))
+    elif what == "twice":
+        ff.shard(ff.shard(torch.zeros(8, 8), mesh(1, 2)), mesh(1, 2))
+    elif what == "wrapped":
+        ff.parallelize(ff.parallelize(_net(), mesh(1, 2)), mesh(1, 2))
+    elif what == "item":
+        ff.shard(torch.zeros(8, 8), mesh(1, 2)).item()
+    elif what == "truth":
+        bool(ff.shard(torch.zeros(8, 8), mesh(1, 2)) > 0)
+
+
+BAD = {
+    "mesh": (MeshError, "height 3 x width 1 = 3 does not divide the 2 ranks"),
+    "sizes": (ShapeError, "rank 0: (1, 3, 8, 8), rank 1: (1, 3, 8, 9)"),
+    "dims": (ShapeError, "rank 0: (1, 8, 8), rank 1: (8, 8)"),
+    "rows": (ShapeError, "height 1 over 2 ranks leaves rank 1 of the axis empty"),
+    "twice": (ShapeError, "split already"),
+    "wrapped": (MeshError, "wrapped already"),
+    "item": (UnsupportedOp, "torch.Tensor.item"),
+    "truth": (UnsupportedOp, "torch.Tensor.__bool__"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_named_on_all_ranks(what: str) -> None:
+    kind, message = BAD[what]
+    with pytest.raises(RankFailure) as caught:
+        rank_group(2).run(_bad, what)
+    assert len(caught.value.errors) == 2
+    for _, name, text, _ in caught.value.errors:
+        assert name == kind.__name__
+        assert message in text
