@@ -60,7 +60,7 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
         )
     console.print(steps)
     table = Table(title="One operator on a tiny tensor, microseconds a call", box=SIMPLE)
-    for heading in ("operator", "plain", "split", "over plain", "reached", "with backward"):
+    for heading in ("operator", "plain", "split", "over plain", "reached", "over plain with backward"):
         table.add_column(heading)
     for row in found["operators"]:
         target = row["target_microseconds"]

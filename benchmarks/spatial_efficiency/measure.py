@@ -177,8 +177,9 @@ def operator_table(mesh: DeviceMesh, batches: int, count: int = 100) -> list[dic
     """Microseconds a call on (1, 8, 8, 16) split into halves, and on such a half in plain torch."""
     torch.manual_seed(3)
     full = torch.randn(1, 8, 8, 16, requires_grad=True)
-    split = ff.shard(full, mesh)
-    half = full.detach().chunk(RANKS, -1)[dist.get_rank()].clone().requires_grad_()
+    # Both contiguous and inside a graph, as feature maps are; a part fresh from `shard` is a view with gaps.
+    split = ff.shard(full, mesh).contiguous()
+    half = full.chunk(RANKS, -1)[dist.get_rank()].contiguous()
     rows = []
     for name, (function, parameters) in operators().items():
         variants = [

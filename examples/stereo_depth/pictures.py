@@ -41,7 +41,7 @@ def draw_depth(photo: Tensor, measured: Tensor, predicted: Tensor, held_out: sli
     unseen = known.clone()
     unseen[:, : held_out.start] = unseen[:, held_out.stop :] = False
     error = float((predicted - measured)[unseen].abs().mean())
-    figure, axes = plt.subplots(1, 3, figsize=(15, 3.9), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(15, 3.75), layout="constrained")
     axes[0].imshow(photo.permute(1, 2, 0).numpy())
     axes[1].imshow(torch.where(known, measured, torch.nan).numpy(), **span)
     shown = axes[2].imshow(predicted.numpy(), **span)

@@ -89,9 +89,10 @@ def finish(model: nn.Module, run_dir: Path) -> None:
     from pictures import draw_curves, draw_depth
 
     sample = Motorcycle(views=1, augment=False)[0]
-    predicted, _ = model(sample["left"][None], sample["right"][None])
+    device = next(model.parameters()).device
+    predicted, _ = model(sample["left"][None].to(device), sample["right"][None].to(device))
     draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png")
-    draw_depth(sample["left"], sample["disparity"][0], predicted[0, 0], HELD_OUT, run_dir / "depth.png")
+    draw_depth(sample["left"], sample["disparity"][0], predicted[0, 0].cpu(), HELD_OUT, run_dir / "depth.png")
 
 
 def recipe() -> ff.Recipe:

@@ -56,6 +56,33 @@ def attention_by_hand(x: Tensor, w: Tensor) -> Tensor:
     return scores @ tokens
 
 
+def windows_and_back(x: Tensor, size: int = 4) -> Tensor:
+    """Swin's partition into windows, something done within each, and the way back; sizes padded to whole windows."""
+    height, width = x.shape[2:]
+    x = F.pad(x, (0, -width % size, 0, -height % size)).permute(0, 2, 3, 1)
+    n, rows, columns, c = x.shape
+    tiles = x.view(n, rows // size, size, columns // size, size, c).permute(0, 1, 3, 2, 4, 5)
+    tokens = tiles.reshape(-1, size * size, c)
+    tokens = (tokens @ tokens.transpose(1, 2)).softmax(-1) @ tokens
+    tiles = tokens.view(-1, size, size, c).view(n, rows // size, columns // size, size, size, c)
+    image = tiles.permute(0, 1, 3, 2, 4, 5).reshape(n, rows, columns, c)
+    return image[:, :height, :width].permute(0, 3, 1, 2)
+
+
+def class_token(x: Tensor, token: Tensor) -> Any:
+    tokens = torch.cat([token.expand(x.shape[0], -1, -1), x.flatten(2).transpose(1, 2)], 1)
+    tokens = F.scaled_dot_product_attention(tokens, tokens.sin(), tokens)
+    return tokens[:, 0], tokens[:, 1:].transpose(1, 2).reshape(x.shape)
+
+
+def multi_head(x: Tensor, w: Tensor, b: Tensor, out: Tensor) -> Any:
+    tokens = x.flatten(2).permute(2, 0, 1)
+    options = {"in_proj_weight": w, "in_proj_bias": b, "bias_k": None, "bias_v": None, "add_zero_attn": False,
+               "dropout_p": 0.0, "out_proj_weight": out, "out_proj_bias": None}  # fmt: skip
+    quiet = F.multi_head_attention_forward(tokens, tokens, tokens, 4, 2, **options, need_weights=False)[0]
+    return quiet, *F.multi_head_attention_forward(tokens, tokens, tokens, 4, 2, **options)
+
+
 CASES: dict[str, Case] = {
     # convolution: kernel/stride/padding of the peers' table, and the odd ones
     "conv 3/1/1": conv(3, 1, 1),
@@ -192,6 +219,22 @@ CASES: dict[str, Case] = {
     "scaled_dot_product_attention": one(
         lambda x: F.scaled_dot_product_attention(*(x.flatten(2).transpose(1, 2)[:, None] * s for s in (1, 2, 3)))
     ),
+    "pixel_shuffle": one(lambda x: F.pixel_shuffle(x, 2)),
+    "pixel_unshuffle": one(lambda x: F.pixel_unshuffle(x[:, :, : x.shape[2] // 3 * 3, : x.shape[3] // 3 * 3], 3)),
+    "channel_shuffle": one(lambda x: F.channel_shuffle(x, 2)),
+    "roll": one(lambda x: x.roll((3, -2), (2, 3)) + x.roll(1, 1)),
+    "windows and back": one(windows_and_back),
+    "shifted windows": one(lambda x: windows_and_back(x.roll((-2, -2), (2, 3))).roll((2, 2), (2, 3))),
+    "class token": Case(class_token, whole=((1, 1, 4),)),
+    "unfold": one(lambda x: F.unfold(x, 3, padding=1)),
+    "unfold with stride": one(lambda x: F.unfold(x, (2, 3), (1, 2), (0, 1), (2, 1))),
+    "fold of unfold": one(lambda x: F.fold(F.unfold(x, 3, padding=1, stride=2).sin(), x.shape[2:], 3, 1, 1, 2)),
+    "Tensor.unfold": one(lambda x: x.unfold(3, 5, 2).sin().sum(-1)),
+    "grid_sample": one(lambda x: F.grid_sample(x, x[:, :2].tanh().permute(0, 2, 3, 1), align_corners=False)),
+    "cumsum": one(lambda x: [x.cumsum(3), x.cumsum(2), x.cumsum(1)]),
+    "max along a split dim": one(lambda x: [*x.max(3), *x.min(2, keepdim=True), *x.relu().max(3), x.argmin(2)]),
+    "argmax of all": one(lambda x: [x.argmax(), x.flatten(1).argmax(1)]),
+    "multi-head attention": Case(multi_head, whole=((12, 4), (12,), (4, 4))),
     # reductions
     "sum": one(lambda x: [x.sum(), x.sum((0, 2)), x.sum(-1, keepdim=True), x.sum(1)]),
     "mean": one(lambda x: [x.mean(), x.mean((2, 3)), x.mean(-1), x.mean(1, keepdim=True)]),

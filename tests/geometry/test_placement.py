@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullframe.geometry.extents import Extents
-from fullframe.geometry.placement import Placement, Placements, local_factors, local_shape, permuted, reshaped
+from fullframe.geometry.placement import (
+    Placement,
+    Placements,
+    coarsened,
+    grain,
+    local_factors,
+    local_shape,
+    permuted,
+    reshaped,
+)
 
 WIDTH = Placement("width", 3, Extents.even(5, 2))
 HEIGHT = Placement("height", 2, Extents.even(3, 2))
@@ -29,7 +38,10 @@ def cut(whole: np.ndarray, placements: Placements, parts: dict[str, int]) -> np.
 
 def test_flatten_merges_factors() -> None:
     assert reshaped((WIDTH,), (2, 4, 3, 5), (2, 4, 15)) == (Placement("width", 2, WIDTH.extents, outer=3),)
-    assert reshaped((HEIGHT,), (2, 4, 3, 5), (2, 4, 15)) == (Placement("height", 2, HEIGHT.extents, inner=5),)
+    rows_of_five = Extents((0, 10, 15))  # a row of the image is five tokens, one behind the other
+    assert reshaped((HEIGHT,), (2, 4, 3, 5), (2, 4, 15)) == (Placement("height", 2, rows_of_five),)
+    both = (Placement("height", 2, HEIGHT.extents, inner=5), Placement("width", 2, WIDTH.extents, outer=3))
+    assert reshaped((HEIGHT, WIDTH), (2, 4, 3, 5), (2, 4, 15)) == both
 
 
 def test_unflatten_gives_the_factor_back() -> None:
@@ -41,6 +53,16 @@ def test_unflatten_gives_the_factor_back() -> None:
 def test_a_cut_factor_has_no_placement() -> None:
     assert reshaped((WIDTH,), (1, 1, 3, 4), (1, 1, 3, 2, 2)) is None
     assert reshaped((Placement("width", 0, Extents.even(6, 2)),), (6,), (2, 3)) is None
+
+
+def test_windows_keep_runs_of_rows_together() -> None:
+    """(1, 12, 8) -> (1, 3, 4, 8): the split dim must be cut at multiples of 4."""
+    p = Placement("height", 1, Extents((0, 4, 12)))
+    assert grain(p, (1, 12, 8), (1, 3, 4, 8)) == 4
+    assert coarsened(p, 4) == Placement("height", 1, Extents((0, 1, 3)), inner=4)
+    assert reshaped((coarsened(p, 4),), (1, 12, 8), (1, 3, 4, 8)) == (Placement("height", 1, Extents((0, 1, 3))),)
+    assert grain(p, (1, 12, 8), (1, 96)) == 1
+    assert grain(p, (1, 12, 8), (8, 12)) == 0
 
 
 def test_permute_moves_dims() -> None:

@@ -57,14 +57,44 @@ def reshaped(placements: Placements, shape: Sequence[int], new_shape: Sequence[i
         if placement is None:
             return None
         moved.append(placement)
-    return tuple(moved)
+    return canonical(tuple(moved))
+
+
+def canonical(placements: Placements) -> Placements:
+    """The same splits, each with the whole dims behind it in its dim taken into its rows where no other split is."""
+    result = []
+    for p in placements:
+        inside = [q for q in placements if q is not p and q.dim == p.dim and q.outer > p.outer]
+        if p.inner > 1 and not inside:
+            bounds = tuple(b * p.inner for b in p.extents.bounds)
+            p = replace(p, extents=Extents(bounds), inner=1)
+        result.append(p)
+    return tuple(result)
+
+
+def grain(p: Placement, shape: Sequence[int], new_shape: Sequence[int]) -> int:
+    """The run of rows of `p` that a reshape keeps together: its boundaries must be multiples of it.
+
+    1 where the reshape does not cut the split factor; 0 where no boundaries would do.
+    """
+    inner = p.inner * prod(shape[p.dim + 1 :])
+    cuts = [prod(new_shape[dim:]) for dim in range(1, len(new_shape))]
+    inside = [cut for cut in cuts if inner < cut < inner * p.extents.size]
+    if not inside:
+        return 1
+    return max(inside) // inner if max(inside) % inner == 0 and p.extents.size % (max(inside) // inner) == 0 else 0
+
+
+def coarsened(p: Placement, rows: int) -> Placement:
+    """The same split, counted in runs of `rows` rows; the boundaries must be multiples of `rows`."""
+    return replace(p, extents=Extents(tuple(b // rows for b in p.extents.bounds)), inner=p.inner * rows)
 
 
 def _place(p: Placement, outer: int, inner: int, new_shape: Sequence[int]) -> Placement | None:
     """The dim of `new_shape` that holds the factor with `outer` elements before it and `inner` behind it."""
     for dim, size in enumerate(new_shape):
         before, behind = prod(new_shape[:dim]), prod(new_shape[dim + 1 :])
-        if size == 1 or outer % before or inner % behind:
+        if size <= 1 or not before or not behind or outer % before or inner % behind:
             continue
         if (outer // before) * p.extents.size * (inner // behind) == size:
             return replace(p, dim=dim, outer=outer // before, inner=inner // behind)

@@ -298,17 +298,18 @@ def _unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reaso
     where = module_path()
     if not gather or writes:
         raise UnsupportedOp(name, _described(shells), where, reason, fix)
-    _say_gathered(name, where, reason, shells[0])
+    say_gathered(name, reason, shells[0])
     return gathered_call(func, args, kwargs, shells[0]._layout)
 
 
-def _say_gathered(name: str, where: str, reason: str, shell: SpatialTensor) -> None:
+def say_gathered(name: str, reason: str, shell: SpatialTensor) -> None:
+    """Warn, once a call site and on the job's first rank, that `shell` is made whole."""
+    where = module_path()
     if (name, where) in _said:
         return
     _said.add((name, where))
     if torch.distributed.get_rank() == 0:
-        where = where or "outside a module"
-        warnings.warn(f"{name} ({where}) runs on the gathered {shell!r}: {reason}", stacklevel=5)
+        warnings.warn(f"{name} ({where or 'outside a module'}) runs on the gathered {shell!r}: {reason}", stacklevel=5)
 
 
 def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, layout: Layout) -> Any:

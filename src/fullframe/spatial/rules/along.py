@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.spatial.rules.reduction import dims_of, without
+from fullframe.spatial.rules.reduction import by_rank
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
@@ -42,7 +42,19 @@ def _softmin(func: Any, x: SpatialTensor, dim: int, _stacklevel: int = 3, dtype:
     return F.softmax(-x, dim, dtype=dtype)
 
 
-@rule(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.logcumsumexp, Tensor.logcumsumexp)
+@rule(torch.cumsum, Tensor.cumsum)
+def _cumsum(func: Any, x: SpatialTensor, dim: int, *, dtype: Any = None) -> Tensor:
+    layout = x._layout
+    placement = layout.of(dim)
+    local = func(local_of(x), dim, dtype=dtype)
+    if placement is None:
+        return wrap(local, layout)
+    totals = by_rank(local.narrow(dim, local.shape[dim] - 1, 1), x, placement.axis)
+    part = layout.spatial.axis(placement.axis).part
+    return wrap(local + totals[:part].sum(0) if part else local + totals[0] * 0, layout)
+
+
+@rule(torch.cumprod, Tensor.cumprod, torch.logcumsumexp, Tensor.logcumsumexp)
 def _cumulative(func: Any, x: SpatialTensor, dim: int, *args: Any, **kwargs: Any) -> Tensor:
     _whole(x, dim)
     return wrap(func(local_of(x), dim, *args, **kwargs), x._layout)
@@ -76,14 +88,6 @@ def _prelu(func: Any, x: SpatialTensor, weight: Tensor) -> Tensor:
 def _local_response_norm(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
     _whole(x, 1)
     return wrap(func(local_of(x), *args, **kwargs), x._layout)
-
-
-@rule(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin)
-def _index(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    if dim is None:
-        raise Refused("the index over all dims is not local")
-    _whole(x, dim)
-    return wrap(func(local_of(x), dim, keepdim), without(x._layout, dims_of(x._layout, dim), keepdim))
 
 
 @rule(torch.topk, Tensor.topk)

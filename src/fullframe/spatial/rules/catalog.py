@@ -16,6 +16,8 @@ from fullframe.spatial.rules import (
     reduction,
     resampling,
     reshape,
+    sampling,
+    unfolding,
 )
 
 FAMILIES = (
@@ -34,4 +36,6 @@ FAMILIES = (
     reduction,
     resampling,
     reshape,
+    sampling,
+    unfolding,
 )

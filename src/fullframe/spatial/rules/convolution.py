@@ -4,7 +4,6 @@ So a rank does its share of the arithmetic with the kernel's own zero padding, t
 backward keeps the local input and the borrowed strips, never a joined copy.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +17,7 @@ from fullframe.geometry.extents import overlap
 from fullframe.geometry.window import TransposedWindow, Window
 from fullframe.spatial.halo import Halo, Piece, Ranges, assembled, part_of
 from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.rules.windowed import WindowPlan, embedded, plan_windows, region
+from fullframe.spatial.rules.windowed import WindowPlan, embedded, ints, plan_windows, region
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
 
 Ints = tuple[int, ...]
@@ -132,14 +131,14 @@ def _convolution(
     if input.dim() == count + 1:  # no batch dim
         batch = func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
         return batch.squeeze(0)  # type: ignore[no-any-return]
-    stride, dilation = _ints(stride, count), _ints(dilation, count)
+    stride, dilation = ints(stride, count), ints(dilation, count)
     if isinstance(padding, str):
         total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, weight.shape[2:], strict=True)]
         padding = tuple(t // 2 for t in total)
         if any(t % 2 for t in total):  # torch pads the odd row behind
             padded = F.pad(input, [after for t in reversed(total) for after in (0, t % 2)])
             return func(padded, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
-    plan = _plan(input._layout, tuple(weight.shape), stride, _ints(padding, count), dilation, groups)
+    plan = _plan(input._layout, tuple(weight.shape), stride, ints(padding, count), dilation, groups)
     local, window = local_of(input), plan.window
     if window.too_small:
         local, layout = gather_axes(local, input._layout, window.too_small)
@@ -238,8 +237,8 @@ def _transposed_convolution(
     if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
         raise Refused("the weight is split, not the input")
     count = weight.dim() - 2
-    stride, padding, dilation = _ints(stride, count), _ints(padding, count), _ints(dilation, count)
-    output_padding = _ints(output_padding, count)
+    stride, padding, dilation = ints(stride, count), ints(padding, count), ints(dilation, count)
+    output_padding = ints(output_padding, count)
     layout, dims = input._layout, range(input.dim() - count, input.dim())
     if layout.is_split(dims[0] - 1):
         raise Refused("the channels are split")
@@ -276,9 +275,3 @@ def autocast_inputs(*tensors: Tensor | None) -> tuple[Any, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
-
-
-def _ints(value: int | Sequence[int], count: int) -> Ints:
-    if isinstance(value, int):
-        return (value,) * count
-    return tuple(value) if len(value) == count else tuple(value) * count

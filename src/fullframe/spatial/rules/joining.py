@@ -9,6 +9,7 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.placement import Placement
 from fullframe.spatial.exchange import fetch
+from fullframe.spatial.rules.indexing import sliced_rows
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.windowed import nonempty
 from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, gather_axes, local_of, sliced, wrap
@@ -22,7 +23,7 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, out: Any = None,
     reference = max(shells, key=lambda shell: shell._layout.shape[dim])._layout
     dim = (dim if axis is None else axis) % len(reference.shape)
     if any(shell._layout.is_split(dim) for shell in shells):
-        return _cat_split(tensors, dim)
+        return _cat_split([_in_runs(t, dim) for t in tensors], dim)
     sizes = [t.shape[dim] for t in tensors]
     layout = _common(shells)
     local = torch.cat([_like(t, layout, dim) for t in tensors], dim)
@@ -53,6 +54,48 @@ def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, out: Any = Non
     local = torch.stack([aligned(t, layout) for t in tensors], dim)
     shape = (*layout.shape[:dim], len(tensors), *layout.shape[dim:])
     return wrap(local, layout.with_(shape, tuple(p if p.dim < dim else p.at(p.dim + 1) for p in layout.placements)))
+
+
+def _in_runs(t: Tensor, dim: int) -> Tensor:
+    """A dim merged from several factors (tokens beside a class token), cut in runs over one mesh axis instead.
+
+    The tensor is made whole along the axes in question for a moment: an exchange of all with all.
+    """
+    if not isinstance(t, SpatialTensor):
+        return t
+    here = [p for p in t._layout.placements if p.dim == dim]
+    if len(here) <= 1 and all(p.is_plain for p in here):
+        return t
+    local, layout = gather_axes(local_of(t), t._layout, [p.axis for p in here])
+    axis = max((layout.spatial.axis(p.axis) for p in here), key=lambda a: a.size)
+    extents = nonempty(Extents.even(layout.shape[dim], axis.size))
+    if extents is None:
+        return wrap(local, layout)
+    runs = layout.with_(layout.shape, (Placement(axis.name, dim, extents),))
+    cut = layout.with_(layout.shape, (*layout.placements, *runs.placements))
+    return wrap(sliced(local, runs), cut)
+
+
+@rule(torch.roll, Tensor.roll)
+def _roll(func: Any, x: Tensor, shifts: Any, dims: Any = None) -> Tensor:
+    if dims is None:
+        raise Refused("it rolls over the flattened tensor", "Name the dims.")
+    pairs = zip(*(((v,) if isinstance(v, int) else v) for v in (shifts, dims)), strict=True)
+    for shift, dim in pairs:
+        if not isinstance(x, SpatialTensor) or not x._layout.is_split(dim):
+            x = _rolled_whole(x, shift, dim)
+            continue
+        dim, size = dim % x.dim(), x.shape[dim]
+        if shift % size:
+            at = size - shift % size
+            x = torch.cat([sliced_rows(x, dim, at, size), sliced_rows(x, dim, 0, at)], dim)
+    return x
+
+
+def _rolled_whole(x: Tensor, shift: int, dim: int) -> Tensor:
+    if not isinstance(x, SpatialTensor):
+        return torch.roll(x, shift, dim)
+    return wrap(torch.roll(local_of(x), shift, dim), x._layout)
 
 
 def _cat_split(tensors: Sequence[Tensor], dim: int) -> Tensor:

@@ -120,12 +120,9 @@ def _result(result: Tensor, operand: SpatialTensor) -> Tensor:
 
 def _in_place(func: Any, kwargs: dict[str, Any]) -> bool:
     name: str = func.__name__
-    return (
-        bool(kwargs.get("inplace"))
-        or (name.endswith("_") and name[0] != "_")
-        or name.startswith("__i")
-        and name in _IN_PLACE_DUNDERS
-    )
+    if name.startswith("__"):
+        return name in _IN_PLACE_DUNDERS.split()
+    return bool(kwargs.get("inplace")) or name.endswith("_")
 
 
 @rule(

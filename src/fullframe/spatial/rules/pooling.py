@@ -14,7 +14,7 @@ from fullframe.geometry.window import AdaptiveWindow, Window, proportional_exten
 from fullframe.spatial.halo import Halo, Piece
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.resampling import resampled, taps
-from fullframe.spatial.rules.windowed import WindowPlan, nonempty, plan_windows, region, return_gradient
+from fullframe.spatial.rules.windowed import WindowPlan, ints, nonempty, plan_windows, region, return_gradient
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, refetched, wrap
 
 Ints = tuple[int, ...]
@@ -56,8 +56,8 @@ def _max_pool(
     if return_indices:
         raise Refused("the indices would count within one rank's part", "Pool without return_indices.")
     count = _MAX[func]
-    kernel, padding, dilation = _ints(kernel_size, count), _ints(padding, count), _ints(dilation, count)
-    stride = _ints(stride, count) if stride not in (None, [], ()) else kernel
+    kernel, padding, dilation = ints(kernel_size, count), ints(padding, count), ints(dilation, count)
+    stride = ints(stride, count) if stride not in (None, [], ()) else kernel
     if count == 1:
         flat = F.max_pool2d(input.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding), (1, *dilation), ceil_mode)
         return flat.squeeze(-2)
@@ -114,8 +114,8 @@ def _average_pool(
     divisor_override: int | None = None,
 ) -> Tensor:
     count = _AVERAGE[func]
-    kernel, padding = _ints(kernel_size, count), _ints(padding, count)
-    stride = _ints(stride, count) if stride not in (None, [], ()) else kernel
+    kernel, padding = ints(kernel_size, count), ints(padding, count)
+    stride = ints(stride, count) if stride not in (None, [], ()) else kernel
     plan, windows, sizes = _plan(input._layout, kernel, stride, padding, (1,) * count, ceil_mode)
     local, layout = local_of(input), input._layout
     if plan.too_small:
@@ -222,9 +222,3 @@ def _targets(x: SpatialTensor, output_size: Any, count: int) -> list[int]:
     given: Sequence[int | None] = [output_size] * count if isinstance(output_size, int) else list(output_size)
     given = list(given) * (count // len(given))
     return [x.shape[x.dim() - count + n] if size is None else int(size) for n, size in enumerate(given)]
-
-
-def _ints(value: int | Sequence[int], count: int) -> Ints:
-    if isinstance(value, int):
-        return (value,) * count
-    return tuple(value) if len(value) == count else tuple(value) * count

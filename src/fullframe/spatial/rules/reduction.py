@@ -10,7 +10,7 @@ from torch import Tensor
 from fullframe.geometry.placement import Placements
 from fullframe.spatial.exchange import maximum, sum_over_ranks
 from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.tensor import Layout, SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
 
 Dims = int | Sequence[int] | None
 
@@ -104,11 +104,36 @@ def _max(func: Any, x: Any, other: Any = None, keepdim: bool = False, *, dim: in
     if dim is None:
         return torch.amax(x, ()) if largest else torch.amin(x, ())
     layout, dims = x._layout, dims_of(x._layout, dim)
-    if reduced_axes(layout, dims):
-        raise Refused(f"the indices along dim {dim}, which is split, are not local", "Use amax or amin for the values.")
-    found = func(local_of(x), dim, keepdim)
-    result = without(layout, dims, keepdim)
-    return type(found)([wrap(found.values, result), wrap(found.indices, result)])
+    merged = [p.axis for p in layout.placements if p.dim == dims[0] and not p.is_plain]
+    if merged:  # their rows are not in order on the ranks
+        return func(wrap(*gather_axes(local_of(x), layout, merged)), dim, keepdim)
+    placement, local, result = layout.of(dim), local_of(x), without(layout, dims, keepdim)
+    if placement is None:
+        found = func(local, dim, keepdim)
+        return type(found)([wrap(found.values, result), wrap(found.indices, result)])
+    found = func(local, dim, True)
+    start = placement.extents.ranges[layout.spatial.axis(placement.axis).part].start
+    values = by_rank(found.values, x, placement.axis)  # (ranks, ..., 1, ...)
+    indices = by_rank(found.indices + start, x, placement.axis)
+    best = func(values, 0, True).indices  # the first among equals, as in one process
+    chosen = [t.gather(0, best).squeeze(0) for t in (values, indices)]
+    return type(found)([wrap(t if keepdim else t.squeeze(dim), result) for t in chosen])
+
+
+def by_rank(local: Tensor, x: SpatialTensor, axis: str) -> Tensor:
+    """`local` of every rank along a mesh axis, stacked in a new first dim; differentiable."""
+    where = x._layout.spatial.axis(axis)
+    mine = torch.zeros(where.size, dtype=local.dtype, device=local.device)
+    mine[where.part] = 1
+    return sum_over_ranks(local * mine.view(-1, *(1,) * local.dim()), where.group)
+
+
+@rule(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin)
+def _index(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    largest = func in (torch.argmax, Tensor.argmax)
+    flat = x if dim is not None else x.flatten()
+    found = (torch.max if largest else torch.min)(flat.detach(), 0 if dim is None else dim, keepdim)
+    return found.indices
 
 
 @rule(torch.any, Tensor.any, torch.all, Tensor.all)

@@ -5,11 +5,32 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.geometry.placement import local_shape, permuted, reshaped
+from fullframe.geometry.extents import Extents
+from fullframe.geometry.placement import coarsened, grain, local_shape, permuted, reshaped
 from fullframe.spatial.rules.registry import Refused, getter, rule
-from fullframe.spatial.tensor import Layout, SpatialTensor, local_of, wrap
+from fullframe.spatial.rules.windowed import nonempty
+from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, resplit, wrap
+
+
+def _at_multiples(local: Tensor, layout: Layout, shape: Sequence[int]) -> tuple[Tensor, Layout]:
+    """The tensor with boundaries moved to where `shape` cuts a split dim (into windows, say), by one fetch."""
+    for p in layout.placements:
+        rows = grain(p, layout.shape, shape)
+        if rows == 0:
+            raise Refused(f"the shape {tuple(shape)} would cut a split dim in pieces")
+        if rows > 1:
+            natural = Extents(tuple((b + rows // 2) // rows for b in p.extents.bounds))
+            coarse = nonempty(natural)
+            if coarse is None:
+                local, layout = gather_axes(local, layout, [p.axis])
+                continue
+            local, layout = resplit(local, layout, p.axis, Extents(tuple(b * rows for b in coarse.bounds)))
+            moved = tuple(coarsened(q, rows) if q.axis == p.axis else q for q in layout.placements)
+            layout = layout.with_(layout.shape, moved)
+    return local, layout
 
 
 def _sizes(args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -23,12 +44,12 @@ def _reshaped(func: Any, x: SpatialTensor, shape: Sequence[int]) -> Tensor:
         shape[shape.index(-1)] = math.prod(layout.shape) // max(math.prod(s for s in shape if s != -1), 1)
     if math.prod(shape) != math.prod(layout.shape):
         raise RuntimeError(f"shape {tuple(shape)} is invalid for input of shape {layout.shape}")
+    local, layout = _at_multiples(local_of(x), layout, shape)
     placements = reshaped(layout.placements, layout.shape, shape)
     if placements is None:
         raise Refused(f"the shape {tuple(shape)} would cut a split dim in pieces")
     result = layout.with_(shape, placements)
     coordinates = [layout.spatial.axis(p.axis).part for p in placements]
-    local = local_of(x)
     sizes = local_shape(shape, placements, coordinates)
     # A part cut from a larger tensor may need a copy where the whole would not.
     return wrap(local.view(sizes) if func is Tensor.view and local.is_contiguous() else local.reshape(sizes), result)
@@ -141,3 +162,33 @@ def _repeat(func: Any, x: SpatialTensor, *args: Any) -> Tensor:
     shape = [r * s for r, s in zip(repeats, (1,) * extra + layout.shape, strict=True)]
     result = layout.with_(shape, tuple(p.at(p.dim + extra) for p in layout.placements))
     return wrap(local_of(x).repeat(repeats), result)
+
+
+@rule(torch.pixel_shuffle)
+def _pixel_shuffle(func: Any, x: SpatialTensor, upscale_factor: int) -> Tensor:
+    *lead, channels, height, width = x._layout.shape
+    r = upscale_factor
+    if channels % (r * r):
+        raise RuntimeError(f"pixel_shuffle by {r} needs a multiple of {r * r} channels, got {channels}")
+    n = len(lead)
+    split = x.reshape(*lead, channels // (r * r), r, r, height, width)
+    woven = split.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2)
+    return woven.reshape(*lead, channels // (r * r), height * r, width * r)
+
+
+@rule(torch.pixel_unshuffle)
+def _pixel_unshuffle(func: Any, x: SpatialTensor, downscale_factor: int) -> Tensor:
+    *lead, channels, height, width = x._layout.shape
+    r = downscale_factor
+    if height % r or width % r:
+        raise RuntimeError(f"pixel_unshuffle by {r} needs sizes divisible by {r}, got {height} x {width}")
+    n = len(lead)
+    split = x.reshape(*lead, channels, height // r, r, width // r, r)
+    woven = split.permute(*range(n), n, n + 2, n + 4, n + 1, n + 3)
+    return woven.reshape(*lead, channels * r * r, height // r, width // r)
+
+
+@rule(torch.channel_shuffle, F.native_channel_shuffle)
+def _channel_shuffle(func: Any, x: SpatialTensor, groups: int) -> Tensor:
+    samples, channels, *rest = x._layout.shape
+    return x.reshape(samples, groups, channels // groups, *rest).transpose(1, 2).reshape(samples, channels, *rest)

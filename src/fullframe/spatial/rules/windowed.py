@@ -122,3 +122,10 @@ def embedded(gradient: Tensor, held: Ranges, wanted: Ranges, halo: Halo, cuts: t
     if all(shared):
         part_of(result, wanted, shared, cuts).copy_(part_of(gradient, held, shared, cuts))
     return result
+
+
+def ints(value: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """An option that torch takes as one number or one a dim, as one a dim."""
+    if isinstance(value, int):
+        return (value,) * count
+    return tuple(value) if len(value) == count else tuple(value) * count
