@@ -1,13 +1,12 @@
-"""The first steps of the stereo job in one process and on two ranks, side by side.
+"""The first steps of the stereo job in one process and on two ranks, side by side, in float32 and in float64.
 
 Exact means that nothing but rounding differs. In float32 that is 1e-7 at the first loss, and then it grows, because
 AdamW divides every gradient by its own size: a gradient that is all rounding moves its weight as far as any other.
 How far it may grow is measured here, not guessed: one process starts again from weights that are moved by their own
 last bit. The two ranks must stay within `ALLOWANCE` of the furthest that this moves a number up to the same step.
-With --float64 the two runs differ by about 1e-14 (slow: PyTorch has no fast float64 convolution over volumes).
+A mistake could hide below that, so the same is done in float64, where rounding is 5e8 times smaller.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -24,40 +23,36 @@ from torch.utils.data import Dataset
 import fullframe as ff
 from fullframe.launching.local import launch
 
+STEPS, STEPS_64 = 4, 2
 ALLOWANCE = 10.0  # the yardstick rounds once, at the start; a run rounds in every operation
 FIRST = 1e-6  # for the first loss, a forward pass: 8 times float32's spacing of 1.2e-7
-FLOAT64 = 1e-11
+FLOAT64 = 1e-11  # the widest that float32 may differ in these steps, about 1e-2, over 2**29, the ratio of spacings
 DRAWS = 3
 
 
 def main() -> int:
-    """Print the table; 1 when the two runs differ by more than rounding explains."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--float64", action="store_true")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    """Print the tables; 1 when the two runs differ by more than rounding explains."""
     torch.set_num_threads(1)
     job = dataclasses.replace(recipe(), evaluate=None, evaluation_data=None, finish=None)
-    if options.float64:
-        job = dataclasses.replace(job, model=lambda: recipe().model().double(), data=Motorcycle64)
+    job64 = dataclasses.replace(job, model=lambda: job.model().double(), data=Motorcycle64)
     if "RANK" in os.environ:  # one of the two ranks that the launch below starts
-        run(job, ff.Strategy(width=2), options.steps, options.folder)
+        folder = Path(sys.argv[1])
+        run(job, ff.Strategy(width=2), STEPS, folder / "two")
+        run(job64, ff.Strategy(width=2), STEPS_64, folder / "two64")
         return 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        failed = launch(2, [__file__, *sys.argv[1:], "--folder", str(folder / "two")])
+        failed = launch(2, [__file__, name])
         if failed:
             return failed
-        two = [
-            Numbers(record["loss"], record["grad_norm"])
-            for record in map(json.loads, (folder / "two" / "metrics.jsonl").read_text().splitlines())
-        ]
-        one = run(job, ff.Strategy(), options.steps, folder / "one")
-        if options.float64:
-            return report(one, two, [Numbers(FLOAT64, FLOAT64)] * options.steps)
-        moved = [run(nudged(job, draw), ff.Strategy(), options.steps, folder / f"{draw}") for draw in range(DRAWS)]
-    return report(one, two, allowed(one, moved))
+        two, two64 = recorded(folder / "two"), recorded(folder / "two64")
+        one = run(job, ff.Strategy(), STEPS, folder / "one")
+        moved = [run(nudged(job, draw), ff.Strategy(), STEPS, folder / f"{draw}") for draw in range(DRAWS)]
+        one64 = run(job64, ff.Strategy(), STEPS_64, folder / "one64")
+    equal = report("float32", one, two, allowed(one, moved))
+    equal &= report("float64", one64, two64, [Numbers(FLOAT64, FLOAT64)] * STEPS_64)
+    print("equal to rounding" if equal else "NOT equal: more than rounding explains")
+    return 0 if equal else 1
 
 
 class Numbers(NamedTuple):
@@ -68,16 +63,15 @@ class Numbers(NamedTuple):
 
 
 def run(job: ff.Recipe, strategy: ff.Strategy, steps: int, folder: Path) -> list[Numbers]:
-    """The first steps' numbers."""
-    numbers: list[Numbers] = []
-    ff.fit(
-        job,
-        strategy,
-        folder,
-        steps=steps,
-        on_record=lambda record: numbers.append(Numbers(record["loss"], record["grad_norm"])),
-    )
-    return numbers
+    """Train the first steps; their numbers."""
+    ff.fit(job, strategy, folder, steps=steps)
+    return recorded(folder)
+
+
+def recorded(folder: Path) -> list[Numbers]:
+    """The numbers of a run directory."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [Numbers(record["loss"], record["grad_norm"]) for record in records]
 
 
 def allowed(one: list[Numbers], moved: list[list[Numbers]]) -> list[Numbers]:
@@ -122,17 +116,16 @@ def relative(a: Numbers, b: Numbers) -> Numbers:
     return Numbers(abs(a.loss - b.loss) / abs(a.loss), abs(a.grad_norm - b.grad_norm) / abs(a.grad_norm))
 
 
-def report(one: list[Numbers], two: list[Numbers], bounds: list[Numbers]) -> int:
-    """Print the losses side by side; 1 when a difference is over its bound."""
-    print(f"{'step':>4}{'loss, 1 process':>18}{'loss, 2 ranks':>18}{'difference':>22}{'of gradient norm':>22}")
+def report(title: str, one: list[Numbers], two: list[Numbers], bounds: list[Numbers]) -> bool:
+    """Print the losses side by side; whether every difference is within its bound."""
+    print(f"{title:<8}{'loss, 1 process':>20}{'loss, 2 ranks':>20}{'difference':>23}{'of gradient norm':>23}")
     equal = True
     for step, (a, b, bound) in enumerate(zip(one, two, bounds, strict=True), start=1):
         apart = relative(a, b)
         equal &= apart.loss <= bound.loss and apart.grad_norm <= bound.grad_norm
-        differences = "".join(f"{x:>12.1e} <= {y:.0e}" for x, y in zip(apart, bound, strict=True))
-        print(f"{step:>4}{a.loss:>18.12f}{b.loss:>18.12f}  {differences}")
-    print("equal to rounding" if equal else "NOT equal: more than rounding explains")
-    return 0 if equal else 1
+        differences = "".join(f"{x:>14.1e} <= {y:.0e}" for x, y in zip(apart, bound, strict=True))
+        print(f"step {step:<3}{a.loss:>20.14f}{b.loss:>20.14f} {differences}")
+    return equal
 
 
 if __name__ == "__main__":

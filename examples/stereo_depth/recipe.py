@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 import fullframe as ff
 
 HELD_OUT = slice(330, 430)  # columns: through the engine, the tank, the shelf and the floor
-STEPS, WARM_UP = 200, 20
+STEPS, WARM_UP = 160, 20
 
 
 class Motorcycle(Dataset[dict[str, Tensor]]):

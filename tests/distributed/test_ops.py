@@ -75,6 +75,15 @@ def class_token(x: Tensor, token: Tensor) -> Any:
     return tokens[:, 0], tokens[:, 1:].transpose(1, 2).reshape(x.shape)
 
 
+def written(x: Tensor, column: Tensor, row: Tensor) -> Tensor:
+    x = x * 1
+    x[:, 0] = 3
+    x[:, 1:, 2:5, 1:] = column[:, :, None]
+    x[..., 4, 2:7] = row
+    x[1, :, -3:] = -1
+    return x
+
+
 def multi_head(x: Tensor, w: Tensor, b: Tensor, out: Tensor) -> Any:
     tokens = x.flatten(2).permute(2, 0, 1)
     options = {"in_proj_weight": w, "in_proj_bias": b, "bias_k": None, "bias_v": None, "add_zero_attn": False,
@@ -249,6 +258,17 @@ CASES: dict[str, Case] = {
     "softmax over pixels": one(lambda x: [x.softmax(3), F.log_softmax(x, 2), x.flatten(2).softmax(-1)]),
     "any, all": one(lambda x: [(x > 1).any(), (x > -9).all(3), x.argmax(1), torch.count_nonzero(x > 0)]),
     "normalize": one(lambda x: [F.normalize(x), F.normalize(x, dim=3)]),
+    "prod, nansum, nanmean": one(
+        lambda x: [x.prod(3), x.prod(1), x.nansum((2, 3)), x.nanmean(2), x.tanh().exp().prod()]
+    ),
+    "aminmax, equal, allclose": one(lambda x: [*x.aminmax(), x * torch.equal(x, x), x * (not torch.allclose(x, -x))]),
+    "diff, dist": one(lambda x: [x.diff(), x.diff(n=2, dim=2), x.dist(x.sin()), x.diff(dim=1)]),
+    "sort, topk over channels": one(lambda x: [*x.sort(1), *x.topk(2, 1), x.argsort(1)]),
+    "repeat_interleave": one(lambda x: [x.repeat_interleave(2, 3), x.repeat_interleave(3, 1)]),
+    "lp_pool": one(lambda x: F.lp_pool2d(x.abs(), 3, 2, 1)),
+    "write into slices": Case(written, whole=((3, 1), (5,))),
+    "special functions": one(lambda x: [torch.special.entr(x.abs()), torch.polygamma(1, x.abs() + 1), torch.gcd(
+        (x * 9).long(), torch.tensor(6)), torch.special.xlog1py(x, x.abs())]),
     # losses
     "cross_entropy": one(lambda x: F.cross_entropy(x, labels(x))),
     "cross_entropy ignore_index": one(lambda x: F.cross_entropy(x, labels(x, True))),
@@ -267,6 +287,15 @@ CASES: dict[str, Case] = {
     "bce with logits": Case(
         lambda x, w: F.binary_cross_entropy_with_logits(x, (x > 0).double(), pos_weight=w.detach()[:, None, None] ** 2),
         whole=((4,),),
+    ),
+    "margin losses": one(
+        lambda x: [
+            F.hinge_embedding_loss(x, x.detach().sign()),
+            F.margin_ranking_loss(x, x.sin(), x.detach().sign(), 0.1),
+            F.multilabel_soft_margin_loss(x.permute(0, 2, 3, 1), (x.detach() > 0).double().permute(0, 2, 3, 1)),
+            F.gaussian_nll_loss(x, x.detach().sin(), x.detach().abs() + 0.1),
+            F.poisson_nll_loss(x, x.detach().abs()),
+        ]
     ),
     "kl_div": one(lambda x: F.kl_div(x.log_softmax(1), x.detach().sin().softmax(1), reduction="batchmean")),
     "mse with a whole target": Case(lambda x, y: F.mse_loss(x, y.expand(x.shape)), whole=((1, 4, 1, 1),)),

@@ -18,7 +18,8 @@ _MOST_DIMS = 8
 def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTensor:
     """This rank's part of `full`, whose last two dims are H and W; differentiable.
 
-    Every rank of a replica passes the same tensor; the part is a view of it. Dims are cut evenly over the axes of
+    Every rank of a replica passes the same tensor; the part is a copy, so that the whole can be
+    freed. Dims are cut evenly over the axes of
     `mesh` that have more than one rank. With `check`, the ranks first agree on shape and dtype, one small message;
     False is for callers that know. Raises ShapeError when ranks differ or a dim has fewer rows than ranks.
     """
@@ -27,7 +28,7 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
     if check:
         _agree(full, mesh)
     layout = even_layout(tuple(full.shape), mesh)
-    return wrap(sliced(full, layout), layout)  # type: ignore[return-value]
+    return wrap(sliced(full, layout).contiguous(), layout)  # type: ignore[return-value]
 
 
 def even_layout(shape: tuple[int, ...], mesh: DeviceMesh) -> Layout:

@@ -21,6 +21,7 @@ from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements, local_factors
 from fullframe.spatial.exchange import fetch
 from fullframe.spatial.mesh import Spatial
+from fullframe.spatial.rules.refusals import REASONS
 from fullframe.spatial.rules.registry import RULES, Refused, getter
 
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -87,7 +88,7 @@ class SpatialTensor(Tensor):
         rule = RULES.get(func)
         try:
             if rule is None:
-                raise Refused("there is no exact rule for it on split tensors")
+                raise Refused(REASONS.get(func, "there is no exact rule for it on split tensors"))
             return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
         except Refused as refused:
             reason, fix = refused.reason, refused.fix

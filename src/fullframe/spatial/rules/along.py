@@ -120,3 +120,28 @@ def _embedding(func: Any, x: SpatialTensor, weight: Tensor, *args: Any, **kwargs
     layout = x._layout
     found = func(local_of(x), weight, *args, **kwargs)
     return wrap(found, layout.with_((*layout.shape, weight.shape[1]), layout.placements))
+
+
+@rule(torch.argsort, Tensor.argsort, torch.msort, Tensor.msort)
+def _argsort(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    dim = 0 if func in (torch.msort, Tensor.msort) else kwargs.get("dim", args[0] if args else -1)
+    _whole(x, dim)
+    return wrap(func(local_of(x), *args, **kwargs), x._layout)
+
+
+@rule(torch.diff, Tensor.diff)
+def _diff(func: Any, x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
+    if prepend is not None or append is not None:
+        raise Refused("prepend and append are not split", "Concatenate them with torch.cat first.")
+    for _ in range(n):
+        size = x.shape[dim]
+        later, earlier = (torch.narrow(x, dim, start, size - 1) for start in (1, 0))
+        x = later ^ earlier if x.dtype == torch.bool else later - earlier
+    return x
+
+
+@rule(F.pairwise_distance, torch.pairwise_distance)
+def _pairwise_distance(
+    func: Any, x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
+    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)  # type: ignore[no-any-return]

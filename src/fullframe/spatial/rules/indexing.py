@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullframe.geometry.extents import Extents
+from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice
 from fullframe.spatial.rules.reduction import without
 from fullframe.spatial.rules.registry import Refused, rule
@@ -65,11 +65,7 @@ def select(func: Any, x: Tensor, dim: int, index: int) -> Tensor:
 def _getitem(func: Any, x: Tensor, index: Any) -> Tensor:
     if not isinstance(x, SpatialTensor):
         raise Refused("a whole tensor is indexed by a split one", "Gather the index with .full().")
-    items = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in [i for i in items if not isinstance(i, Tensor)]:
-        at = next(n for n, i in enumerate(items) if i is Ellipsis)
-        used = sum(_dims_used(i) for i in items if i is not Ellipsis)
-        items[at : at + 1] = [slice(None)] * (x.dim() - used)
+    items = _spelled_out(x, index)
     if any(isinstance(i, (Tensor, list)) or hasattr(i, "__array__") for i in items):
         return _indexed_by_tensors(x, items)
     dim, result = 0, x
@@ -88,6 +84,49 @@ def _getitem(func: Any, x: Tensor, index: Any) -> Tensor:
         else:
             result = torch.select(result, dim, int(item))  # type: ignore[assignment]
     return result
+
+
+@rule(Tensor.__setitem__)
+def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
+    """Write a number or a whole tensor into slices; each rank writes the rows it owns."""
+    if not isinstance(x, SpatialTensor) or isinstance(value, SpatialTensor):
+        raise Refused("a split value is written into a slice", "Use torch.where or torch.cat.")
+    items = _spelled_out(x, index)
+    if any(isinstance(i, (Tensor, list, bool)) or i is None for i in items):
+        raise Refused("it writes at index tensors or new dims", "Use torch.where.")
+    layout, local, written = x._layout, local_of(x), []
+    for dim, item in enumerate(items + [slice(None)] * (x.dim() - len(items))):
+        size = layout.shape[dim]
+        rows = range(*item.indices(size)) if isinstance(item, slice) else range(size)[item : item + 1 or None]
+        if rows.step != 1:
+            raise Refused("it writes every few rows", "Use torch.where.")
+        keep = isinstance(item, slice)
+        placement = layout.of(dim)
+        own = range(size) if placement is None else placement.extents.ranges[layout.spatial.axis(placement.axis).part]
+        mine = overlap(rows, own)
+        written.append((keep, rows, mine))
+        local = local.narrow(dim, mine.start - own.start if mine else 0, len(mine))
+    if isinstance(value, Tensor):
+        kept = [(rows, mine) for keep, rows, mine in written if keep]
+        for number, (rows, mine) in enumerate(reversed(kept)):
+            dim = value.dim() - 1 - number
+            if dim >= 0 and value.shape[dim] != 1:
+                value = value.narrow(dim, mine.start - rows.start if mine else 0, len(mine))
+        for dim in reversed([d for d, (keep, _, _) in enumerate(written) if not keep]):
+            behind = x.dim() - 1 - dim
+            if value.dim() > behind:
+                value = value.unsqueeze(value.dim() - behind)
+    local[...] = value  # also where nothing is owned: every rank's graph must hold `value`, or DDP waits for it
+
+
+def _spelled_out(x: Tensor, index: Any) -> list[Any]:
+    """The items of an index, with an ellipsis written as the slices it stands for."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(i is Ellipsis for i in items):
+        at = next(n for n, i in enumerate(items) if i is Ellipsis)
+        used = sum(_dims_used(i) for i in items if i is not Ellipsis)
+        items[at : at + 1] = [slice(None)] * (x.dim() - used)
+    return items
 
 
 def _dims_used(item: Any) -> int:
@@ -165,10 +204,10 @@ def _iter(func: Any, x: SpatialTensor) -> Any:
     return iter(torch.unbind(x, 0))
 
 
-@rule(torch.flip, Tensor.flip, torch.fliplr, torch.flipud)
+@rule(torch.flip, Tensor.flip, torch.fliplr, torch.flipud, Tensor.fliplr, Tensor.flipud)
 def _flip(func: Any, x: SpatialTensor, *dims: Any) -> Tensor:
-    if func in (torch.fliplr, torch.flipud):
-        dims = (1,) if func is torch.fliplr else (0,)
+    if func in (torch.fliplr, torch.flipud, Tensor.fliplr, Tensor.flipud):
+        dims = (1,) if func in (torch.fliplr, Tensor.fliplr) else (0,)
     flat = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
     local, layout = local_of(x), x._layout
     for dim in (d % x.dim() for d in flat):

@@ -116,7 +116,7 @@ def _gaussian_nll(
     layout = merged([t for t in (input, target, var) if isinstance(t, Tensor)])
     parts = [aligned(t, layout) if isinstance(t, Tensor) else t for t in (input, target, var)]
     each = wrap(func(*parts, full=full, eps=eps, reduction="none"), layout)
-    return each if reduction == "none" else each.sum() if reduction == "sum" else each.mean()
+    return _reduced(each, reduction)
 
 
 @rule(F.cosine_similarity)
@@ -128,3 +128,33 @@ def _cosine_similarity(func: Any, x1: Tensor, x2: Tensor, dim: int = 1, eps: flo
     result = func(aligned(x1, layout), aligned(x2, layout), dim, eps)
     shape = (*layout.shape[:dim], *layout.shape[dim + 1 :])
     return wrap(result, layout.with_(shape, tuple(p if p.dim < dim else p.at(p.dim - 1) for p in layout.placements)))
+
+
+@rule(F.hinge_embedding_loss)
+def _hinge_embedding(func: Any, input: Tensor, target: Tensor, margin: float = 1.0, **kw: Any) -> Tensor:
+    reduction = kw.pop("reduction", "mean")
+    _no_legacy(kw)
+    layout = merged([input, target])
+    each = wrap(func(aligned(input, layout), aligned(target, layout), margin, reduction="none"), layout)
+    return _reduced(each, reduction)
+
+
+@rule(F.margin_ranking_loss)
+def _margin_ranking(func: Any, input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0, **kw: Any) -> Tensor:
+    reduction = kw.pop("reduction", "mean")
+    _no_legacy(kw)
+    return _reduced(torch.clamp_min(-target * (input1 - input2) + margin, 0), reduction)
+
+
+@rule(F.multilabel_soft_margin_loss)
+def _multilabel_soft_margin(
+    func: Any, input: Tensor, target: Tensor, weight: Tensor | None = None, **kw: Any
+) -> Tensor:
+    reduction = kw.pop("reduction", "mean")
+    _no_legacy(kw)
+    each = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
+    return _reduced((each if weight is None else each * weight).mean(-1), reduction)
+
+
+def _reduced(each: Tensor, reduction: str) -> Tensor:
+    return each if reduction == "none" else each.sum() if reduction == "sum" else each.mean()

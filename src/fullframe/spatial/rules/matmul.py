@@ -83,7 +83,19 @@ def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
     return out if bias is None else out + bias
 
 
-@rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
+@rule(
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    Tensor.__rmatmul__,
+    torch.bmm,
+    Tensor.bmm,
+    torch.mm,
+    Tensor.mm,
+    torch.mv,
+    Tensor.mv,
+    torch.linalg.matmul,
+)
 def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
     if func is Tensor.__rmatmul__:
         a, b = b, a

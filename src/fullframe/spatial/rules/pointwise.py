@@ -20,6 +20,7 @@ _UNARY = """
     lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num neg negative positive rad2deg reciprocal relu
     round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc real imag angle conj resolve_conj
     resolve_neg conj_physical
+    gcd lcm igamma igammac polygamma
 """
 _BINARY = """
     add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power atan2 arctan2
@@ -32,7 +33,16 @@ _IN_PLACE_DUNDERS = """
     __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
     __ilshift__ __irshift__
 """
+_SPECIAL = """
+    airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v
+    chebyshev_polynomial_w entr erfcx expit gammainc gammaincc gammaln hermite_polynomial_h hermite_polynomial_he i0e i1
+    i1e laguerre_polynomial_l legendre_polynomial_p log_ndtr modified_bessel_i0 modified_bessel_i1 modified_bessel_k0
+    modified_bessel_k1 multigammaln ndtr ndtri polygamma psi scaled_modified_bessel_k0 scaled_modified_bessel_k1
+    shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+    shifted_chebyshev_polynomial_w spherical_bessel_j0 xlog1py zeta
+"""
 _METHODS = """
+    hardshrink
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__
     __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__
     __rlshift__ __rshift__ __rrshift__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
@@ -50,7 +60,7 @@ _METADATA = """
 """
 _METADATA_METHODS = """
     size dim ndimension numel nelement is_floating_point is_complex is_signed is_contiguous element_size get_device
-    __len__ is_same_size dense_dim is_inference is_conj is_neg
+    __len__ is_same_size is_pinned dense_dim is_inference is_conj is_neg
 """
 
 
@@ -61,7 +71,7 @@ def _named(owner: Any, names: str) -> set[Any]:
 def _functions() -> set[Any]:
     maths = " ".join(f"{name} {name}_" for name in (_UNARY + _BINARY).split())
     owned = [(torch, maths), (Tensor, maths), (torch.special, maths), (Tensor, _METHODS), (F, _FUNCTIONAL)]
-    owned += [(torch, _TORCH), (torch.special, "expit"), (Tensor, _IN_PLACE_DUNDERS)]
+    owned += [(torch, _TORCH), (torch.special, _SPECIAL), (Tensor, _IN_PLACE_DUNDERS)]
     found = set().union(*(_named(owner, names) for owner, names in owned))
     return {f for f in found if callable(f)} | {getter("data"), getter("real"), getter("imag")}
 
@@ -132,6 +142,7 @@ def _in_place(func: Any, kwargs: dict[str, Any]) -> bool:
     torch.is_complex,
     torch.numel,
     torch.is_same_size,
+    *_named(torch, "get_device is_conj is_inference is_neg is_signed"),
     torch.result_type,
 )
 def _of_the_shell(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +150,7 @@ def _of_the_shell(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-@rule(getter("grad_fn"), getter("grad"), Tensor.retain_grad, Tensor.type)
+@rule(getter("grad_fn"), getter("grad"), getter("retains_grad"), Tensor.retain_grad, Tensor.type, Tensor.record_stream)
 def _of_the_local(func: Any, x: SpatialTensor, *args: Any) -> Any:
     result = func(local_of(x), *args)
     return wrap(result, x._layout) if isinstance(result, Tensor) else result

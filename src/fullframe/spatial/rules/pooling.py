@@ -222,3 +222,14 @@ def _targets(x: SpatialTensor, output_size: Any, count: int) -> list[int]:
     given: Sequence[int | None] = [output_size] * count if isinstance(output_size, int) else list(output_size)
     given = list(given) * (count // len(given))
     return [x.shape[x.dim() - count + n] if size is None else int(size) for n, size in enumerate(given)]
+
+
+@rule(F.lp_pool1d, F.lp_pool2d, F.lp_pool3d)
+def _power_average_pool(
+    func: Any, input: SpatialTensor, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
+) -> Tensor:
+    count = {F.lp_pool1d: 1, F.lp_pool2d: 2, F.lp_pool3d: 3}[func]
+    average = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[count - 1]
+    mean = average(input**norm_type, kernel_size, stride, 0, ceil_mode)
+    area = math.prod(ints(kernel_size, count))
+    return (torch.sign(mean) * F.relu(torch.abs(mean)) * area) ** (1 / norm_type)

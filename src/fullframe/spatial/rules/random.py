@@ -86,6 +86,12 @@ def _random_like(func: Any, x: SpatialTensor, **options: Any) -> Tensor:
     return wrap(filled.requires_grad_(bool(options.get("requires_grad"))), x._layout)
 
 
-@rule(torch.bernoulli)
+@rule(torch.bernoulli, Tensor.bernoulli)
 def _bernoulli(func: Any, x: SpatialTensor) -> Tensor:
     return wrap(torch.bernoulli(local_of(x), generator=shard_generator(x)), x._layout)
+
+
+@rule(Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_)
+def _filled(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    func(local_of(x), *args, **kwargs, generator=shard_generator(x))
+    return x

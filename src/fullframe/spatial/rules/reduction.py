@@ -200,6 +200,11 @@ def _vector_norm(
     return torch.where(empty, torch.zeros_like(total), torch.where(empty, torch.ones_like(total), total) ** (1 / ord))
 
 
+@rule(torch.dist, Tensor.dist)
+def _dist(func: Any, x: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    return torch.linalg.vector_norm(x - other, p)  # type: ignore[no-any-return]
+
+
 @rule(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
 def _logsumexp(func: Any, x: SpatialTensor, dim: Dims, keepdim: bool = False) -> Tensor:
     layout, dims = x._layout, dims_of(x._layout, dim)
@@ -209,3 +214,42 @@ def _logsumexp(func: Any, x: SpatialTensor, dim: Dims, keepdim: bool = False) ->
     top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
     total = torch.log(torch.sum(torch.exp(x - top), dims, True)) + top
     return total if keepdim else torch.sum(total, dims)
+
+
+@rule(torch.prod, Tensor.prod)
+def _prod(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    dims = tuple(reversed(dims_of(x._layout, dim)))
+    result: Tensor = x if dtype is None else x.to(dtype)
+    for each in dims:
+        result = _prod_of_dim(result, each)
+    return result if keepdim else result.squeeze(dims)
+
+
+def _prod_of_dim(x: Tensor, dim: int) -> Tensor:
+    if not isinstance(x, SpatialTensor):
+        return x.prod(dim, keepdim=True)
+    local = local_of(x).prod(dim, keepdim=True)
+    for axis in reduced_axes(x._layout, (dim,)):
+        local = by_rank(local, x, axis).prod(0)
+    return wrap(local, without(x._layout, (dim,), True))
+
+
+@rule(torch.nanmean, Tensor.nanmean)
+def _nanmean(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    valid, dims = torch.logical_not(torch.isnan(x)), dims_of(x._layout, dim)
+    return torch.nansum(x, dims, keepdim, dtype=dtype) / torch.sum(valid, dims, keepdim)
+
+
+@rule(torch.aminmax, Tensor.aminmax)
+def _aminmax(func: Any, x: SpatialTensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    dims = dims_of(x._layout, dim)
+    return torch.return_types.aminmax((torch.amin(x, dims, keepdim), torch.amax(x, dims, keepdim)))
+
+
+@rule(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
+def _same(func: Any, x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> bool:
+    if x.shape != y.shape:
+        return False
+    close = func in (torch.allclose, Tensor.allclose)
+    alike = torch.isclose(x, y, *args, **kwargs) if close else x == y
+    return bool(torch.all(alike))  # a whole value, equal on all ranks

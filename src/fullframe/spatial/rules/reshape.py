@@ -192,3 +192,21 @@ def _pixel_unshuffle(func: Any, x: SpatialTensor, downscale_factor: int) -> Tens
 def _channel_shuffle(func: Any, x: SpatialTensor, groups: int) -> Tensor:
     samples, channels, *rest = x._layout.shape
     return x.reshape(samples, groups, channels // groups, *rest).transpose(1, 2).reshape(samples, channels, *rest)
+
+
+@rule(torch.repeat_interleave, Tensor.repeat_interleave)
+def _repeat_interleave(
+    func: Any, x: SpatialTensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
+) -> Tensor:
+    if not isinstance(repeats, int) or dim is None:
+        raise Refused("it repeats by a tensor, or over the flattened tensor", "Give a number and a dim.")
+    dim %= x.dim()
+    shape = list(x._layout.shape)
+    wide = x.unsqueeze(dim + 1).expand(*shape[: dim + 1], repeats, *shape[dim + 1 :])
+    return wide.reshape(*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :])
+
+
+@rule(torch.adjoint, Tensor.adjoint, getter("H"), getter("mH"))
+def _adjoint(func: Any, x: SpatialTensor) -> Tensor:
+    turned = x.transpose(-2, -1)
+    return turned.conj() if turned.is_complex() else turned

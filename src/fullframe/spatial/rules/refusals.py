@@ -1,0 +1,112 @@
+"""What has no exact rule, by the reason it has none; a function that is in no rule and not here fails a test.
+
+A name covers all functions so called; those among them that have a rule are not refused.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_REFUSED: dict[str, str] = {
+    "it works on whole matrices or spectra": """
+        linalg.* fft.* cholesky cholesky_inverse cholesky_solve det logdet slogdet geqrf householder_product inverse
+        lobpcg lu lu_solve lu_unpack matrix_exp matrix_power orgqr ormqr pinverse qr svd svd_lowrank pca_lowrank
+        triangular_solve stft istft trace kron chain_matmul block_diag nuclear_norm frobenius_norm norm_except_dim
+        native_norm corrcoef cov renorm renorm_ hspmm smm sspaddmm hash_tensor
+    """,
+    "it picks or orders elements by their positions in the whole tensor": """
+        diag diag_embed diagflat diagonal diagonal_copy diagonal_scatter fill_diagonal_ tril tril_ triu triu_ rot90
+        take put put_ kthvalue median nanmedian mode quantile nanquantile searchsorted bucketize isin bincount histc
+        histogram histogramdd combinations cartesian_prod meshgrid cdist pdist as_strided as_strided_ as_strided_copy
+        as_strided_scatter select_scatter slice_scatter slice_inverse gradient trapezoid trapz cumulative_trapezoid
+        unravel_index cummax cummin cumprod_ cumsum_ masked_scatter masked_scatter_ affine_grid affine_grid_generator
+        grid_sampler grid_sampler_2d grid_sampler_3d max_unpool1d max_unpool2d max_unpool3d fractional_max_pool2d
+        fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
+        adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
+        max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices __reversed__ map_ map2_ apply_
+    """,
+    "it reads or writes at index tensors": """
+        index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_put index_put_ index_reduce
+        index_reduce_ scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index embedding
+        embedding_bag
+    """,
+    "the shape of its result depends on the values": """
+        nonzero nonzero_static argwhere unique unique_consecutive masked_select
+    """,
+    "it makes a Python value of the tensor": """
+        item tolist numpy is_nonzero __bool__ __nonzero__ __int__ __long__ __float__ __complex__ __index__
+        __contains__ __array__ __array_wrap__ __format__ __repr__ __dlpack__ __dlpack_device__ sym_float sym_int
+        _sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum __cuda_array_interface__
+    """,
+    "it reaches for the storage, which holds one part": """
+        data_ptr const_data_ptr storage untyped_storage storage_offset storage_type set_ resize resize_ resize_as
+        resize_as_ resize_as_sparse_ share_memory_ is_set_to is_shared module_load __setstate__ __reduce_ex__
+        __deepcopy__ stride dim_order _nested_tensor_size _nested_tensor_storage_offsets _nested_tensor_strides
+        _clear_non_serializable_cached_data from_file to_mkldnn qscheme
+    """,
+    "hooks would see one part's gradient": "register_hook register_post_accumulate_grad_hook",
+    "it changes the shape in place": "squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_ t_ moveaxis_",
+    "it is recurrent over a sequence": """
+        gru gru_cell lstm lstm_cell rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell ctc_loss miopen_rnn conv_tbc
+    """,
+    "it is for quantized, sparse, nested or vendor tensors": """
+        q_* quantize* quantized_* fbgemm_* miopen_* int_repr dequantize choose_qparams_optimized fake_quantize_*
+        fused_moving_avg_obs_fake_quant ccol_indices* col_indices* crow_indices* row_indices* indices indices_copy
+        values values_copy sparse_dim sparse_mask sparse_resize_ sparse_resize_and_clear_ to_dense to_sparse
+        to_sparse_* coalesce is_coalesced _coalesced_ _dimI _dimV _indices _nnz _sparse_mask_projection _to_dense
+        _values ipu xpu mtia hpu is_ipu is_maia is_mtia is_vulkan is_xla is_sparse_csr
+    """,
+    "it is an inner function of torch; the one in torch.nn.functional has a rule": """
+        alpha_dropout batch_norm batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt
+        batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_stats batch_norm_update_stats
+        binary_cross_entropy_with_logits constant_pad_nd convolution feature_alpha_dropout group_norm instance_norm
+        kl_div hinge_embedding_loss margin_ranking_loss layer_norm native_batch_norm native_dropout
+        native_group_norm native_layer_norm poisson_nll_loss
+        rms_norm alias_copy detach_copy expand_copy narrow_copy permute_copy select_copy slice_copy split_copy
+        split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy unsqueeze_copy view_copy
+        view_as_complex_copy view_as_real_copy unsafe_chunk unsafe_split unsafe_split_with_sizes autocast
+        _autocast_to_full_precision _autocast_to_reduced_precision _backward_hooks _base _cdata _grad _grad_fn
+        _post_accumulate_grad_hooks _version _is_view grad_dtype name output_nr volatile is_distributed
+    """,
+    "it draws random numbers in an order no shard can follow": """
+        rrelu rrelu_ gumbel_softmax multinomial poisson binomial cauchy_ exponential_ geometric_ log_normal_ random_
+        normal
+    """,
+    "it compares or combines vectors in a way that is not split": """
+        bilinear cosine_embedding_loss triplet_margin_loss triplet_margin_with_distance_loss multi_margin_loss
+        multilabel_margin_loss linear_cross_entropy addr addr_ ger outer inner cross tensordot vdot dot addmv
+        addmv_ addbmm addbmm_ addmm_ baddbmm_ sum_to_size logcumsumexp_ complex polar frexp view_as_complex
+        view_as_real cfloat cdouble chalf column_stack row_stack hstack vstack dstack hsplit vsplit dsplit
+        atleast_1d atleast_2d atleast_3d broadcast_tensors repeat_interleave_
+    """,
+}
+
+
+def _matching(pattern: str) -> list[Any]:
+    """The functions a name stands for in torch, Tensor and torch.nn.functional; `*` ends a prefix."""
+    if pattern in ("linalg.*", "fft.*"):
+        module = torch.linalg if pattern.startswith("linalg") else torch.fft
+        return [getattr(module, name) for name in dir(module) if not name.startswith("_")]
+    found: list[Any] = []
+    spaces: list[Any] = [torch, Tensor, F, torch.functional]
+    for space in spaces:
+        names = [n for n in dir(space) if n.startswith(pattern[:-1])] if pattern.endswith("*") else [pattern]
+        for name in names:
+            value = getattr(space, name, None)
+            found += [value, getattr(value, "__get__", None)] if value is not None else []
+    return found
+
+
+def _reasons() -> dict[Any, str]:
+    reasons: dict[Any, str] = {}
+    for reason, names in _REFUSED.items():
+        for pattern in names.split():
+            for function in _matching(pattern):
+                if callable(function):
+                    reasons.setdefault(function, reason)
+    return reasons
+
+
+REASONS = _reasons()
