@@ -98,16 +98,118 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-def _own_function() -> str:
+class Energy(torch.autograd.Function):
+    """Its result is a whole tensor, so nothing downstream would meet the shell again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+@torch.library.custom_op("fullframe_tests::triple", mutates_args=())
+def triple(x: Tensor) -> Tensor:
+    return x * 3
+
+
+class Sharded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from torch.distributed.fsdp import fully_shard
+
+        self.inner = nn.Conv2d(3, 3, 3, padding=1)
+        fully_shard(self.inner, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def _bypass(what: str) -> str:
     x = ff.shard(_image().requires_grad_(), mesh(1, 2))
     with pytest.raises(UnsupportedOp) as caught:
-        Doubled.apply(x).sum().backward()
+        if what == "Function, split result":
+            Doubled.apply(x * 1)
+        elif what == "Function, whole result":
+            Energy.apply(x * 1)
+        elif what == "custom_op":
+            triple(x)
+        elif what == "aten op":
+            torch.ops.aten.sin.default(x)
+        elif what == "C++ kernel":
+            with torch._C.DisableTorchFunctionSubclass():  # as a compiled extension calls it
+                torch.sin(x)
+        elif what == "FSDP2 on an inner block":
+            Sharded().double()(x)
+        elif what == "reentrant checkpoint":
+            torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
     return str(caught.value)
 
 
-def test_an_autograd_function_that_would_lose_its_gradient_is_refused() -> None:
-    for message in rank_group(2).run(_own_function):
-        assert "would lose its gradient" in message
+BYPASSES = {
+    "Function, split result": "Doubled.apply",
+    "Function, whole result": "Energy.apply",
+    "custom_op": "fullframe_tests.triple",
+    "aten op": "aten.sin",
+    "C++ kernel": "aten.sin",
+    "FSDP2 on an inner block": "in module 'inner (FSDPConv2d)'",
+    "reentrant checkpoint": "CheckpointFunction.apply",
+}
+
+
+@pytest.mark.parametrize("what", BYPASSES)
+def test_what_bypasses_the_rules_is_refused_by_name(what: str) -> None:
+    for message in rank_group(2).run(_bypass, what):
+        assert BYPASSES[what] in message
+
+
+class WithFunctions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Energy.apply(triple_gradient(Doubled.apply(self.mix(x))))  # type: ignore[no-any-return]
+
+
+def triple_gradient(x: Tensor) -> Tensor:
+    return x * 3
+
+
+def _functions_gathered() -> float:
+    torch.manual_seed(0)
+    whole = WithFunctions().double()
+    whole(_image()).backward()
+    torch.manual_seed(0)
+    model = ff.parallelize(WithFunctions().double(), mesh(1, 2), unsupported="gather")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(ff.shard(_image(), mesh(1, 2))).backward()
+    pairs = zip(whole.parameters(), model.parameters(), strict=True)
+    return max(relative(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+
+
+def test_no_gradient_is_dropped_when_functions_are_gathered() -> None:
+    assert max(rank_group(2).run(_functions_gathered)) < 1e-12
+
+
+def _shell_with_a_graph() -> str:
+    """The last net: a shell that has got a graph of its own, however it came by it."""
+    x = ff.shard(_image().requires_grad_(), mesh(1, 2))
+    from fullframe.spatial.tensor import _apply_function
+
+    doubled = _apply_function(Doubled, x)
+    with pytest.raises(UnsupportedOp) as caught:
+        doubled.sum()
+    return str(caught.value)
+
+
+def test_a_shell_with_a_graph_of_its_own_is_refused() -> None:
+    for message in rank_group(2).run(_shell_with_a_graph):
         assert "DoubledBackward" in message
 
 

@@ -10,7 +10,6 @@ import transformers
 from torch import nn
 
 PATCHED = (96, 144)  # 6 x 9 patches of 16: an odd number of columns for two ranks
-PATCHED_14 = (84, 126)  # 6 x 9 patches of 14
 WINDOWED = (60, 92)  # in patches of 4: 15 x 23, in windows of 4 or 7 padded on both sides
 
 WIDTHS = [8, 8, 16, 16]
@@ -73,7 +72,7 @@ def mobilenet_v2() -> nn.Module:
 
 
 def efficientnet() -> nn.Module:
-    return built("EfficientNet", width_coefficient=0.25, depth_coefficient=0.5, hidden_dim=32, num_labels=4)
+    return built("EfficientNet", width_coefficient=0.25, depth_coefficient=0.5, hidden_dim=320, num_labels=4)
 
 
 def poolformer() -> nn.Module:
@@ -151,7 +150,7 @@ def focalnet() -> nn.Module:
 
 def pvt() -> nn.Module:
     options = {"hidden_sizes": WIDTHS, "depths": ONE_EACH, "num_attention_heads": [1, 2, 2, 4]}
-    return built("Pvt", **options, image_size=(96, 160), num_labels=4)
+    return built("Pvt", **options, image_size=96, num_labels=4)
 
 
 def pvt_v2(*, linear_attention: bool) -> nn.Module:
@@ -160,7 +159,7 @@ def pvt_v2(*, linear_attention: bool) -> nn.Module:
 
 
 def cvt() -> nn.Module:
-    return built("Cvt", embed_dim=[8, 16, 16], num_heads=[1, 2, 2], depth=[1, 1, 2], num_labels=4)
+    return built("Cvt", embed_dim=[8, 16, 16], num_heads=[1, 2, 2], depth=[1, 2, 3], num_labels=4)
 
 
 def levit() -> nn.Module:
@@ -179,7 +178,8 @@ def swiftformer() -> nn.Module:
 
 
 def swin() -> nn.Module:
-    return transformers.SwinForImageClassification(without_drops(swin_config(num_labels=4)))
+    options = {"embed_dim": 8, "depths": [2, 2, 1], "num_heads": [1, 2, 2], "window_size": 4}
+    return built("Swin", **options, image_size=WINDOWED, num_labels=4)
 
 
 def swinv2() -> nn.Module:
@@ -198,7 +198,7 @@ def donut_swin() -> nn.Module:
 
 
 def hiera() -> nn.Module:
-    options = {"embed_dim": 8, "depths": [1, 2, 2, 1], "num_heads": [1, 2, 2, 4], "masked_unit_size": [4, 4]}
+    options = {"embed_dim": 8, "depths": [1, 2, 2, 1], "num_heads": [1, 2, 2, 4], "masked_unit_size": [8, 8]}
     return built("Hiera", **options, image_size=[96, 160], query_stride=[2, 2], num_query_pool=2, num_labels=4)
 
 
@@ -219,7 +219,7 @@ def vitdet() -> nn.Module:
 def sam_vision() -> nn.Module:
     return built(
         "SamVision",
-        "",
+        "Model",
         **TRANSFORMER,
         output_channels=8,
         image_size=96,
@@ -232,8 +232,8 @@ def sam_vision() -> nn.Module:
 # Plain vision transformers.
 
 
-def vit(family: str = "ViT", task: str = "ForImageClassification", **options: Any) -> nn.Module:
-    return built(family, task, **ENCODER, image_size=PATCHED, num_labels=4, **options)
+def vit(family: str = "ViT", image_size: int | tuple[int, int] = PATCHED) -> nn.Module:
+    return built(family, **ENCODER, image_size=image_size, num_labels=4)
 
 
 def beit(task: str) -> nn.Module:
@@ -250,7 +250,7 @@ def beit(task: str) -> nn.Module:
 
 
 def dinov2(family: str = "Dinov2", **options: Any) -> nn.Module:
-    return built(family, **TRANSFORMER, mlp_ratio=2, image_size=56, patch_size=14, num_labels=4, **options)
+    return built(family, **TRANSFORMER, mlp_ratio=2, image_size=98, patch_size=14, num_labels=4, **options)
 
 
 def dinov3_vit() -> nn.Module:
@@ -275,7 +275,7 @@ def dpt(task: str = "ForDepthEstimation") -> nn.Module:
         "DPT",
         task,
         **{**ENCODER, "num_hidden_layers": 4},
-        image_size=PATCHED,
+        image_size=112,
         backbone_out_indices=[0, 1, 2, 3],
         neck_hidden_sizes=WIDTHS,
         fusion_hidden_size=8,
@@ -292,7 +292,7 @@ def glpn() -> nn.Module:
 def depth_anything() -> nn.Module:
     backbone = transformers.Dinov2Config(
         **{**TRANSFORMER, "num_hidden_layers": 4},
-        image_size=56,
+        image_size=98,
         patch_size=14,
         out_indices=[1, 2, 3, 4],
         reshape_hidden_states=False,
@@ -341,11 +341,10 @@ def vitpose() -> nn.Module:
 
 def detr(family: str = "Detr", task: str = "ForObjectDetection", **options: Any) -> nn.Module:
     layers = {"encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_queries": 6, "num_labels": 3}
-    width = {"hidden_size": 32} if family == "DabDetr" else {"d_model": 32}
+    heads = {"encoder_attention_heads": 8, "decoder_attention_heads": 8, "num_queries": 6, "num_labels": 3}
     outputs = {"out_features": STAGES} if family == "DeformableDetr" or task == "ForSegmentation" else {}
     backbone = resnet_config(**outputs)
-    return built(family, task, **layers, **heads, **width, backbone_config=backbone, **options)
+    return built(family, task, **layers, **heads, d_model=32, backbone_config=backbone, **options)
 
 
 def rt_detr(family: str = "RTDetr") -> nn.Module:

@@ -173,10 +173,22 @@ def test_a_run_that_failed_before_its_first_step_may_be_started_again(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [1]
 
 
-def test_resume_without_a_checkpoint(tmp_path):
-    (tmp_path / "strategy.json").write_text(ff.Strategy().to_json())
-    _, messages = train(ff.Strategy(), tmp_path, steps=1, resume=True)
-    assert messages[0] == "no checkpoint was written yet; starting from the first step"
+def resumed_from_nothing(strategy, run_dir):
+    return train(strategy, run_dir, steps=2, resume=True)[1]
+
+
+def test_resume_without_a_checkpoint_starts_the_run_anew(tmp_path):
+    strategy = ff.Strategy(data=2, width=2)
+    rank_group(4).run(train_steps_with_dropout, strategy, tmp_path / "whole")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "strategy.json").write_text(strategy.to_json())
+    for messages in rank_group(4).run(resumed_from_nothing, strategy, tmp_path / "begun"):
+        assert messages[0] == "no checkpoint was written yet; starting from the first step"
+    assert numbers(tmp_path / "begun") == numbers(tmp_path / "whole")
+
+
+def train_steps_with_dropout(strategy, run_dir):
+    return train(strategy, run_dir, steps=2)[1]
 
 
 def measured(strategy, run_dir):

@@ -12,6 +12,7 @@ import tyro
 
 from fullframe import __version__
 from fullframe.cli.train import Train
+from fullframe.cli.verify import Verify
 from fullframe.errors import FullframeError
 
 _DESCRIPTION = "Train perception models on the full frame, split over GPUs. `fullframe --version` prints the version."
@@ -24,7 +25,7 @@ class Command(Protocol):
         """Do it; the exit code."""
 
 
-COMMANDS: dict[str, Callable[..., Command]] = {"train": Train}
+COMMANDS: dict[str, Callable[..., Command]] = {"train": Train, "verify": Verify}
 
 
 def run(arguments: Sequence[str]) -> int:

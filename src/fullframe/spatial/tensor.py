@@ -292,7 +292,7 @@ _said: set[tuple[str, str]] = set()
 
 def _unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, fix: str) -> Any:
     shells = list(shells_in(args, kwargs))
-    name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
+    name = _name(func)
     in_place = name.endswith("_") and not name.endswith("__")
     writes = in_place or kwargs.get("inplace") or kwargs.get("out") is not None
     gather = any(shell._layout.gather for shell in shells)
@@ -301,6 +301,13 @@ def _unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reaso
         raise UnsupportedOp(name, _described(shells), where, reason, fix)
     say_gathered(name, reason, shells[0])
     return gathered_call(func, args, kwargs, shells[0]._layout)
+
+
+def _name(func: Any) -> str:
+    owner = getattr(func, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return f"{owner.__name__}.apply"
+    return torch.overrides.resolve_name(func) or getattr(func, "__qualname__", None) or str(func)
 
 
 def say_gathered(name: str, reason: str, shell: SpatialTensor) -> None:
@@ -322,13 +329,32 @@ def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, layout: Layo
     )
 
 
+_apply_function = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+
+def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """`autograd.Function.apply`, which torch hands to no `__torch_function__`, made to do so.
+
+    It would see a shell without a graph: a plain result would backpropagate into the shell, and be lost.
+    """
+    if any(type(arg) is SpatialTensor for arg in args):
+        fix = (
+            "Apply it to x.local if it is pointwise, or to x.full(); parallelize(..., unsupported='gather') does that."
+        )
+        return _unsupported(function.apply, args, kwargs, "an autograd.Function would lose a split gradient", fix)
+    return _apply_function(function, *args, **kwargs)
+
+
+torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+
+
 def module_path() -> str:
     """Path and class of the user's module whose forward is running, from the stack; "" outside a module."""
     modules: list[nn.Module] = []
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "forward" and isinstance(owner, nn.Module):
+        if frame.f_code.co_name in ("forward", "_call_impl") and isinstance(owner, nn.Module):
             modules.append(owner)
         frame = frame.f_back  # type: ignore[assignment]
     users = [m for m in modules if not type(m).__module__.startswith(("fullframe.", "torch.nn.parallel"))]

@@ -57,11 +57,7 @@ def fit(
         on_message(message)
 
     if resume:
-        if dist.get_world_size() > 2:
-            # DDP orders its buckets anew after its first backward, and the order in which more than two ranks are
-            # added up depends on it; the run that is resumed has had its first backward.
-            step.rehearse(next(iter(state.loader)))
-        _go_on(state, run, recipe.seed, mesh, say)
+        _go_on(state, step, run, _replica_seed(recipe.seed, mesh), say)
     for number, batch in zip(range(state.step + 1, steps + 1), _endless(state.loader), strict=False):
         _set_learning_rate(state.optimizer, recipe.schedule(number))
         record = step(batch)
@@ -89,7 +85,7 @@ def build(recipe: Recipe, mesh: DeviceMesh) -> tuple[nn.Module, RunState]:
     optimizer = recipe.optimizer(model.parameters())
     read = DataLoader(recipe.data(), recipe.batch_size, shuffle=True, num_workers=recipe.workers)
     loader = ShardedLoader(read, mesh, seed=recipe.seed)
-    seed_everything(_replica_seed(recipe.seed, mesh, step=0))
+    seed_everything(_replica_seed(recipe.seed, mesh))
     return model, RunState(model=plain, optimizer=optimizer, loader=loader)
 
 
@@ -115,18 +111,23 @@ def _add(totals: dict[str, list[float]], name: str, value: float, count: float) 
     totals[name] = [before[0] + value, before[1] + count]
 
 
-def _go_on(state: RunState, run: RunDirectory, seed: int, mesh: DeviceMesh, say: Callable[[str], None]) -> None:
+def _go_on(state: RunState, step: TrainStep, run: RunDirectory, seed: int, say: Callable[[str], None]) -> None:
     contents, problems = load_newest_checkpoint(run.checkpoints)
     for problem in problems:
         say(f"warning: {problem}")
     if contents is None:
         say("no checkpoint was written yet; starting from the first step")
-    elif not state.load_state_dict(contents):
-        seed_everything(_replica_seed(seed, mesh, state.step))
+        run.forget_after(0)
+        return
+    if dist.get_world_size() > 2:
+        # DDP orders its buckets anew after its first backward, and the order in which more than two ranks are added
+        # up depends on it; the run that is resumed has had its first backward.
+        step.rehearse(next(iter(state.loader)))
+    if not state.load_state_dict(contents):
+        seed_everything(mixed_seed(seed, state.step))
         say(f"the checkpoint is of {len(contents['random'])} ranks: dropout and the like draw other numbers")
     run.forget_after(state.step)
-    if contents is not None:
-        say(f"resumed after step {state.step}")
+    say(f"resumed after step {state.step}")
 
 
 def _set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
@@ -152,9 +153,9 @@ def _joined(line: dict[str, Any], measured: dict[str, float]) -> dict[str, Any]:
     return line | measured
 
 
-def _replica_seed(seed: int, mesh: DeviceMesh, step: int) -> int:
+def _replica_seed(seed: int, mesh: DeviceMesh) -> int:
     """Replicas draw different dropout masks, the ranks of one replica start from the same state."""
-    return mixed_seed(seed, mesh.get_local_rank("data"), step)
+    return mixed_seed(seed, mesh.get_local_rank("data"))
 
 
 @contextlib.contextmanager

@@ -45,20 +45,23 @@ def _constant(x: Tensor, dim: int, before: int, after: int, value: float) -> Ten
 
 
 def _copied(x: Tensor, dim: int, before: int, after: int, mode: str) -> Tensor:
-    """Padding made of the tensor's own rows; negative padding crops first, as torch does."""
+    """Padding made of the tensor's own rows; negative padding crops.
+
+    As torch does it: reflected and replicated rows are those of the whole tensor, circular ones of the cropped.
+    """
     size = x.shape[dim]
-    if before < 0 or after < 0:
-        x = sliced_rows(x, dim, max(0, -before), size - max(0, -after))
-        before, after, size = max(0, before), max(0, after), x.shape[dim]
+    middle = sliced_rows(x, dim, max(0, -before), size - max(0, -after))
+    source = middle if mode == "circular" else x
+    before, after, size = max(0, before), max(0, after), source.shape[dim]
     most = {"reflect": size - 1, "circular": size, "replicate": before + after}[mode]
     if max(before, after) > most:
         raise RuntimeError(f"{mode} padding {before, after} is too large for dim {dim} of size {size}")
-    parts = [x]
+    parts = [middle]
     if before:
-        parts.insert(0, _edge(x, dim, before, mode, first=True))
+        parts.insert(0, _edge(source, dim, before, mode, first=True))
     if after:
-        parts.append(_edge(x, dim, after, mode, first=False))
-    return torch.cat(parts, dim) if len(parts) > 1 else x
+        parts.append(_edge(source, dim, after, mode, first=False))
+    return torch.cat(parts, dim) if len(parts) > 1 else middle
 
 
 def _edge(x: Tensor, dim: int, rows: int, mode: str, first: bool) -> Tensor:

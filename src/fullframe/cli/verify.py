@@ -1,0 +1,179 @@
+"""`fullframe verify`: one step split and in one process, compared; the ranks are started here or by torchrun."""
+
+import contextlib
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from fullframe.cli.train import Count
+from fullframe.errors import MeshError, RecipeError
+from fullframe.strategy import Strategy
+
+if TYPE_CHECKING:
+    from fullframe.doctor.verdict import Difference, Verdict
+
+_FOLDER = "FULLFRAME_VERIFY_FOLDER"  # tells ranks that this command started them, and where the verdict goes
+_ROWS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Prove that split ranks compute what one process computes, or name the module where they part.
+
+    Runs one step of the recipe in one process and on split ranks: the same initial weights, the first batch, float64,
+    dropout off, weights not updated. Compares the loss, every parameter's gradient, every buffer, and every module's
+    inputs and outputs with their gradients; differences are relative to a tensor's largest value. float64 rounding
+    leaves 1e-16 to 1e-12; a missing row, a wrong sum or a lost gradient leaves far more.
+
+    What it proves: these numbers, for this batch at this size, on this mesh and kind of device. What it does not:
+    other sizes and meshes, code that this batch does not reach, the rounding of float32 or bf16, dropout, the
+    optimizer, evaluation, speed. Batch norm sees one data replica's samples in both runs, as in any data-parallel
+    training: a difference to the whole batch at once is none of the split, and not shown.
+
+    The whole frame must fit one process in float64, and all module outputs a temporary folder (TMPDIR chooses
+    where): take a smaller frame or batch in the recipe where it does not.
+
+    Exit code: 0 exact, 1 not exact, 2 refused (an op without an exact rule) or wrong use.
+    """
+
+    recipe: Positional[Path]
+    """Python file with a function recipe() -> fullframe.Recipe."""
+    height: Count = None
+    """Ranks that share a sample's rows."""
+    width: Count = None
+    """Ranks that share a sample's columns: 2 when no axis is given, or all of torchrun's ranks."""
+    data: Count = None
+    """Replicas that read different samples: 1, or what height and width leave of torchrun's ranks."""
+    unsupported: Literal["error", "gather"] = "error"
+    """An op without an exact rule is refused, or runs whole on every rank."""
+    tolerance: Annotated[float, arg(metavar="T")] = 1e-9
+    """Largest relative difference that counts as rounding."""
+    all: bool = False
+    """Print every parameter and buffer, not only the ten that differ most."""
+    json: bool = False
+    """Print one JSON object on stdout; everything else goes to stderr."""
+
+    def run(self) -> int:
+        """Compare here as one rank, or start the ranks and print what they found."""
+        joins = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        strategy = self._strategy(int(os.environ["WORLD_SIZE"]) if joins else None)
+        return self._compare(strategy) if joins else self._launch(strategy)
+
+    def _strategy(self, ranks: int | None) -> Strategy:
+        for name in ("height", "width", "data"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise MeshError(f"--{name} must be at least 1, got {value}")
+        if not self.tolerance > 0:
+            raise MeshError(f"--tolerance must be greater than 0, got {self.tolerance}")
+        if not self.recipe.is_file():
+            raise RecipeError(f"there is no recipe file {self.recipe}; check the path")
+        given = any((self.height, self.width, self.data))
+        height, width = self.height or 1, self.width or (1 if given else ranks or 2)
+        data = self.data or (ranks // (height * width) if ranks else 1)
+        if ranks is not None and data * height * width != ranks:
+            raise MeshError(
+                f"data {data} x height {height} x width {width} = {data * height * width} is not the number of ranks "
+                f"that were started, {ranks}; start {max(data, 1) * height * width} or choose other axes"
+            )
+        if data * height * width == 1:
+            raise MeshError("one rank alone splits nothing, so there is nothing to compare; use --width 2 or more")
+        return Strategy(data=data, height=height, width=width)
+
+    def _launch(self, strategy: Strategy) -> int:
+        import torch
+
+        from fullframe.doctor.verdict import Verdict
+        from fullframe.launching.local import launch
+
+        if torch.cuda.device_count() < strategy.ranks:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on one GPU cannot talk; on the CPU they can
+        axes = {"data": strategy.data, "height": strategy.height, "width": strategy.width}
+        command = ["-m", "fullframe.cli", "verify", str(self.recipe)]
+        command += [word for name, size in axes.items() for word in (f"--{name}", str(size))]
+        command += ["--unsupported", self.unsupported, "--tolerance", repr(self.tolerance)]
+        with tempfile.TemporaryDirectory(prefix="fullframe-verify-") as folder:
+            os.environ[_FOLDER] = folder
+            try:
+                code = launch(strategy.ranks, command)
+            finally:
+                del os.environ[_FOLDER]
+            if code:
+                return code
+            verdict = Verdict.from_json((Path(folder) / "verdict.json").read_text())
+        self._print(verdict)
+        return verdict.exit_code
+
+    def _compare(self, strategy: Strategy) -> int:
+        import torch.distributed as dist
+
+        from fullframe.doctor.exactness import verify
+
+        with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is not the verdict
+            verdict = verify(self.recipe, strategy, unsupported=self.unsupported, tolerance=self.tolerance)
+            first, folder = dist.get_rank() == 0, os.environ.get(_FOLDER)
+            dist.destroy_process_group()
+        if folder is not None:
+            if first:
+                (Path(folder) / "verdict.json").write_text(verdict.to_json())
+            return 0  # the verdict is not an accident of this rank: the command that started it gives the exit code
+        if first:
+            self._print(verdict)
+        return verdict.exit_code
+
+    def _print(self, verdict: "Verdict") -> None:
+        if self.json:
+            print(verdict.to_json())
+            return
+        from rich.console import Console
+
+        console = Console(highlight=False, markup=False)
+        for title, differences in (("gradient of", verdict.parameters), ("buffer", verdict.buffers)):
+            if differences:
+                _print_table(console, title, differences, None if self.all else _ROWS)
+        if verdict.loss is not None:
+            loss = verdict.loss
+            console.print(
+                f"loss {loss.one_process:.17g} in one process, {loss.split:.17g} split: "
+                f"off by {loss.max_abs:.1e}, {loss.relative:.1e} relative",
+                soft_wrap=True,
+            )
+        for note in verdict.notes:
+            console.print(f"note: {note}", soft_wrap=True)
+        console.print(_sentence(verdict, self.recipe), soft_wrap=True)
+
+
+def _print_table(console: object, title: str, differences: "tuple[Difference, ...]", rows: int | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    assert isinstance(console, Console)
+    table = Table(title, "shape", "max abs", "relative")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for d in differences[:rows]:
+        numbers = (d.problem, "") if d.problem else (f"{d.max_abs:.1e}", f"{d.relative:.1e}")
+        table.add_row(Text(d.name), Text(str(d.shape)), *numbers)
+    console.print(table)
+    if rows is not None and len(differences) > rows:
+        console.print(f"and {len(differences) - rows} more that differ less; --all prints them")
+
+
+def _sentence(verdict: "Verdict", recipe: Path) -> str:
+    mesh = " x ".join(f"{name} {size}" for name, size in verdict.mesh.items())
+    if verdict.refused is not None:
+        return f"refused: {verdict.refused.message}"
+    if verdict.first_difference is not None:
+        return f"NOT exact on {mesh} ({verdict.device}): {verdict.first_difference.message}"
+    largest = max((d.relative for d in verdict.parameters), default=0.0)
+    return (
+        f"exact: one step of {recipe} on {mesh} ({verdict.device}) computes what one process computes; of "
+        f"{len(verdict.parameters)} gradients, {len(verdict.buffers)} buffers and {verdict.values} module inputs and "
+        f"outputs none is off by more than {verdict.tolerance:g}, no gradient by more than {largest:.1e}"
+    )

@@ -1,0 +1,243 @@
+"""Random programs of a few ops against one process, split many ways: never wrong, never a crash, never a hang.
+
+`pytest tests/distributed/test_fuzz.py --seed N` draws other programs; the failing program's own seed is in the message.
+"""
+
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fullframe.errors import UnsupportedOp
+from tests.exactness import differences
+from tests.ranks import rank_group
+
+TOLERANCE = 1e-9  # relative, of outputs and gradients; programs divide and take roots, so a few digits may go
+MESHES = [(1, 2), (2, 1), (2, 2), (1, 3)]
+CASES = 600
+BATCH = 30
+
+Step = tuple[str, Callable[[Tensor], Tensor]]
+
+
+class Outcome(NamedTuple):
+    verdict: str  # exact, refused, wrong or crash
+    seed: int
+    program: str
+    detail: str
+
+
+def _weight(*shape: int) -> Tensor:
+    """The same on all ranks, and far from symmetric."""
+    count = torch.Size(shape).numel()
+    return torch.linspace(-1, 1, count, dtype=torch.float64).mul(7).sin().view(shape)
+
+
+def _convolution(r: random.Random, x: Tensor) -> Step:
+    k, s, d = (r.randint(1, 5), r.randint(1, 5)), (r.randint(1, 3), r.randint(1, 3)), (r.randint(1, 2), r.randint(1, 2))
+    p = (r.randint(0, 3), r.randint(0, 3))
+    groups = r.choice([1, 1, x.shape[1]])
+    w = _weight(r.choice([1, 2]) * x.shape[1], x.shape[1] // groups, *k)
+    return f"conv2d {k} {s} {p} {d} {groups}", lambda x: F.conv2d(x, w, None, s, p, d, groups)
+
+
+def _transposed(r: random.Random, x: Tensor) -> Step:
+    k, s, p = r.randint(1, 4), r.randint(1, 3), r.randint(0, 2)
+    w = _weight(x.shape[1], 2, k, k)
+    return f"conv_transpose2d {k} {s} {p}", lambda x: F.conv_transpose2d(x, w, None, s, p)
+
+
+def _pool(r: random.Random, x: Tensor) -> Step:
+    k, s = r.randint(2, 4), r.randint(1, 3)
+    p, ceil = r.randint(0, k // 2), r.random() < 0.3
+    if r.random() < 0.5:
+        return f"max_pool2d {k} {s} {p} {ceil}", lambda x: F.max_pool2d(x, k, s, p, 1, ceil)
+    include = r.random() < 0.5
+    return f"avg_pool2d {k} {s} {p} {ceil} {include}", lambda x: F.avg_pool2d(x, k, s, p, ceil, include)
+
+
+def _adaptive(r: random.Random, x: Tensor) -> Step:
+    size = (r.randint(1, 9), r.randint(1, 9))
+    pool = r.choice([F.adaptive_avg_pool2d, F.adaptive_max_pool2d])
+    return f"{pool.__name__} {size}", lambda x: pool(x, size)
+
+
+def _resize(r: random.Random, x: Tensor) -> Step:
+    mode = r.choice(["nearest", "bilinear", "bicubic", "area", "nearest-exact"])
+    corners = r.random() < 0.4 if mode in ("bilinear", "bicubic") else None
+    if r.random() < 0.5:
+        size = (r.randint(1, 30), r.randint(1, 30))
+        return f"interpolate {mode} {size} {corners}", lambda x: F.interpolate(
+            x, size, mode=mode, align_corners=corners
+        )
+    scale = r.choice([0.5, 2, 3, 1.5, (2, 0.7)])
+    return (
+        f"interpolate {mode} x{scale} {corners}",
+        lambda x: F.interpolate(x, scale_factor=scale, mode=mode, align_corners=corners),
+    )
+
+
+def _norm(r: random.Random, x: Tensor) -> Step:
+    kind, c = r.choice(["batch", "instance", "group", "layer", "normalize"]), x.shape[1]
+    w, b, groups = _weight(c) + 2, _weight(c), 1 + (c % 2 == 0)
+    return f"{kind} norm", {
+        "batch": lambda x: F.batch_norm(x, None, None, w, b, True),
+        "instance": lambda x: F.instance_norm(x, None, None, w, b),
+        "group": lambda x: F.group_norm(x, groups, w, b),
+        "layer": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (c,), w, b).permute(0, 3, 1, 2),
+        "normalize": lambda x: F.normalize(x, dim=1),
+    }[kind]
+
+
+def _slice(r: random.Random, x: Tensor) -> Step:
+    h, w = x.shape[2:]
+    rows = slice(r.randint(0, h // 2), r.randint(h // 2 + 1, h), r.randint(1, 2))
+    columns = slice(r.randint(0, w // 2), -r.randint(0, w // 3) or None, r.randint(1, 3))
+    return f"slice {rows} {columns}", lambda x: x[:, :, rows, columns]
+
+
+def _pad(r: random.Random, x: Tensor) -> Step:
+    mode = r.choice(["constant", "reflect", "replicate", "circular"])
+    least = 0 if mode == "circular" else -1  # torch itself reads unset memory where a circular pad crops all rows
+    pad = [r.randint(least, 3) for _ in range(4)]
+    return f"pad {pad} {mode}", lambda x: F.pad(x, pad, mode=mode)
+
+
+def _shape(r: random.Random, x: Tensor) -> Step:
+    kind = r.choice(["tokens", "transpose", "flip", "roll", "shuffle", "unshuffle", "windows", "chunk"])
+    shift = (r.randint(-4, 4), r.randint(-4, 4))
+    return f"{kind} {shift}", {
+        "tokens": lambda x: (x.flatten(2).transpose(1, 2) * 2).transpose(1, 2).view(x.shape),
+        "transpose": lambda x: x.transpose(2, 3),
+        "flip": lambda x: x.flip(2, 3),
+        "roll": lambda x: x.roll(shift, (2, 3)),
+        "shuffle": lambda x: F.pixel_shuffle(x.repeat_interleave(4, 1), 2),
+        "unshuffle": lambda x: F.pixel_unshuffle(F.pad(x, (0, x.shape[3] % 2, 0, x.shape[2] % 2)), 2),
+        "windows": _windows,
+        "chunk": lambda x: torch.cat(x.chunk(3, 3)[::-1], 3),
+    }[kind]
+
+
+def _windows(x: Tensor) -> Tensor:
+    x = F.pad(x, (0, -x.shape[3] % 3, 0, -x.shape[2] % 3))
+    n, c, h, w = x.shape
+    tiles = x.view(n, c, h // 3, 3, w // 3, 3).permute(0, 2, 4, 3, 5, 1).reshape(-1, 9, c)
+    tiles = tiles - tiles.mean(1, keepdim=True)
+    return tiles.view(n, h // 3, w // 3, 3, 3, c).permute(0, 5, 1, 3, 2, 4).reshape(n, c, h, w)
+
+
+def _pointwise(r: random.Random, x: Tensor) -> Step:
+    kind = r.choice(["shifted", "excite", "where", "bias", "inplace", "self", "whole", "column"])
+    return kind, {
+        "shifted": lambda x: x[:, :, 1:] * x[:, :, :-1].sigmoid(),
+        "excite": lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(),
+        "where": lambda x: torch.where(x > x.mean(), x, x.tanh()),
+        "bias": lambda x: x + _weight(x.shape[1])[:, None, None],
+        "inplace": lambda x: (x * 1).mul_(x.sigmoid()).add_(1),
+        "self": lambda x: F.gelu(x) - x.abs(),
+        "whole": lambda x: x * _weight(x.shape[2], x.shape[3]),
+        "column": lambda x: x - x[..., :1] + x.amax(3, keepdim=True),
+    }[kind]
+
+
+def _mix(r: random.Random, x: Tensor) -> Step:
+    kind = r.choice(["softmax", "spatial softmax", "linear", "attention", "gram", "cat", "stack", "cumsum", "unfold"])
+    c, dim = x.shape[1], r.choice([1, 2, 3])
+    return kind, {
+        "softmax": lambda x: x.softmax(1),
+        "spatial softmax": lambda x: x.softmax(3) * x,
+        "linear": lambda x: F.linear(x.permute(0, 2, 3, 1), _weight(c, c)).permute(0, 3, 1, 2),
+        "attention": _attention,
+        "gram": lambda x: x + (x.flatten(2) @ x.flatten(2).transpose(1, 2)).tanh().mean((1, 2))[:, None, None, None],
+        "cat": lambda x: torch.cat([x[:, :1, :, :], x * 2], 1),
+        "stack": lambda x: torch.stack([x, x.sin()], 2).flatten(1, 2),
+        "cumsum": lambda x: x.cumsum(dim) * 0.1,
+        "unfold": lambda x: F.unfold(x, 3, padding=1).view(x.shape[0], -1, *x.shape[2:])[:, ::3],
+    }[kind]
+
+
+def _attention(x: Tensor) -> Tensor:
+    tokens = x.flatten(2).transpose(1, 2)
+    return F.scaled_dot_product_attention(tokens, tokens.sin(), tokens).transpose(1, 2).view(x.shape)
+
+
+def _last(r: random.Random, x: Tensor) -> Step:
+    kind = r.choice(["none", "mean", "norm", "cross_entropy", "smooth_l1", "var", "logsumexp"])
+    return kind, {
+        "none": lambda x: x,
+        "mean": lambda x: x.mean((1, 2)),
+        "norm": lambda x: x.norm(dim=2),
+        "cross_entropy": lambda x: F.cross_entropy(x, (x[:, 0].detach().abs() * 5).long() % x.shape[1]),
+        "smooth_l1": lambda x: F.smooth_l1_loss(x, x.detach().sin()),
+        "var": lambda x: x.var((2, 3)),
+        "logsumexp": lambda x: x.logsumexp((1, 3)),
+    }[kind]
+
+
+STEPS = [_convolution, _transposed, _pool, _adaptive, _resize, _norm, _slice, _pad, _shape, _pointwise, _mix]
+
+
+def _program(seed: int) -> tuple[Tensor, list[Step]]:
+    """A batch of images and up to 4 steps that plain torch accepts, each with a few thousand elements at most."""
+    r = random.Random(seed)
+    x = _weight(2, r.choice([2, 4]), r.randint(5, 22), r.randint(5, 26)) + 0.1 * _weight(1, 1, 1, 1)
+    steps: list[Step] = []
+    value = x
+    for number in range(r.randint(1, 4) * 3):
+        step = r.choice([*STEPS, *STEPS, _last] if number else STEPS)(r, value)
+        try:
+            result = step[1](value)
+        except (RuntimeError, ValueError):
+            continue  # not valid on this size
+        if not 0 < result.numel() < 60_000 or not result.isfinite().all():
+            continue
+        steps, value = [*steps, step], result
+        if value.dim() != 4 or len(steps) == 4:
+            break
+    return x, steps
+
+
+def _outcome(seed: int, height: int, width: int) -> Outcome:
+    x, steps = _program(seed)
+    text = " -> ".join([str(tuple(x.shape)), *(name for name, _ in steps)])
+
+    def run(x: Tensor) -> Any:
+        for _, step in steps:
+            x = step(x)
+        return x
+
+    try:
+        found = differences(run, [x], [], height, width)
+    except UnsupportedOp as refused:
+        return Outcome("refused", seed, text, f"{refused.function}: {refused.reason}")
+    except Exception as error:  # a crash is an outcome here, told with its program
+        return Outcome("crash", seed, text, f"{type(error).__name__}: {error}")
+    worst = max(found.values())
+    return Outcome("exact" if worst <= TOLERANCE else "wrong", seed, text, str(found))
+
+
+def _outcomes(seeds: list[int], height: int, width: int) -> list[Outcome]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [_outcome(seed, height, width) for seed in seeds]
+
+
+@pytest.mark.parametrize(("height", "width"), MESHES)
+def test_random_programs(height: int, width: int, seed: int) -> None:
+    count = CASES // len(MESHES)
+    first = seed * 1_000_000 + MESHES.index((height, width)) * 100_000
+    outcomes = []
+    for start in range(0, count, BATCH):
+        seeds = list(range(first + start, first + start + min(BATCH, count - start)))
+        outcomes += rank_group(height * width).run(_outcomes, seeds, height, width)[0]
+    verdicts = Counter(outcome.verdict for outcome in outcomes)
+    bad = [outcome for outcome in outcomes if outcome.verdict in ("wrong", "crash")]
+    print(f"seed {seed}, mesh {height}x{width}: {dict(verdicts)}")
+    assert not bad, "\n".join(map(str, bad))
+    assert verdicts["exact"] >= 0.97 * count, [o for o in outcomes if o.verdict == "refused"]
