@@ -267,6 +267,18 @@ CASES: dict[str, Case] = {
     "repeat_interleave": one(lambda x: [x.repeat_interleave(2, 3), x.repeat_interleave(3, 1)]),
     "lp_pool": one(lambda x: F.lp_pool2d(x.abs(), 3, 2, 1)),
     "write into slices": Case(written, whole=((3, 1), (5,))),
+    "operands split along different dims": one(lambda x: x[..., : x.shape[2]] * x[..., : x.shape[2]].transpose(2, 3)),
+    "labels split along another dim": one(
+        lambda x: F.cross_entropy(x[..., : x.shape[2]], labels(x[..., : x.shape[2]].transpose(2, 3)))
+    ),
+    "1x1 convolution on tokens": Case(lambda x, w: F.conv1d(x.flatten(2), w), whole=((3, 4, 1),)),
+    "keywords": one(
+        lambda x: [torch.sum(input=x, dim=1), torch.gather(x, dim=1, index=x.argmax(dim=1, keepdim=True)),
+                   torch.flip(x, dims=[3]), torch.matmul(x, other=x.transpose(2, 3)), x.new_zeros((2, 2))]
+    ),
+    "whole tensors meet split ones": Case(
+        lambda x, y: [y.expand_as(x) + x, y.to(x), y.type_as(x) * 2, x.to(y)], whole=((1, 1, 1, 1),)
+    ),
     "special functions": one(lambda x: [torch.special.entr(x.abs()), torch.polygamma(1, x.abs() + 1), torch.gcd(
         (x * 9).long(), torch.tensor(6)), torch.special.xlog1py(x, x.abs())]),
     # losses

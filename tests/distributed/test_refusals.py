@@ -88,6 +88,32 @@ def test_gather_trains_it_exactly_and_says_so_once() -> None:
     assert answers[1][2] == []
 
 
+class Masking(nn.Module):
+    """Writes at a boolean mask, which has no rule: the write must reach the split tensor all the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        y[y > 0.5] = 0.25
+        y.cumprod_(3)
+        return (y * x).sum()
+
+
+def _gathered_writes() -> float:
+    whole, there = _image().requires_grad_(), _image().requires_grad_()
+    Masking()(whole).backward()
+    model = ff.parallelize(Masking(), mesh(1, 2), unsupported="gather")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(ff.shard(there, mesh(1, 2))).backward()
+    assert whole.grad is not None and there.grad is not None
+    torch.distributed.all_reduce(there.grad)
+    return relative(whole.grad, there.grad / 2)
+
+
+def test_gathered_writes_are_not_lost() -> None:
+    assert max(rank_group(2).run(_gathered_writes)) < 1e-12
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

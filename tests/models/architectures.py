@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tests.models import dense_networks as dense
+from tests.models import detectors
 from tests.models import from_transformers as hf
 from tests.models import matching_networks as matching
 from tests.models.zoo import (
@@ -200,19 +201,19 @@ DENSE_HEADS = (
 )
 
 DETECTORS = (
-    reader("DETR", hf.detr, BOXES),
-    reader("DETR segmentation", lambda: hf.detr(task="ForSegmentation"), on_outputs("logits", "pred_masks")),
-    reader("Table Transformer", lambda: hf.detr("TableTransformer"), BOXES),
-    reader("Conditional DETR", lambda: hf.detr("ConditionalDetr"), BOXES),
-    reader("Deformable DETR", lambda: hf.detr("DeformableDetr", num_feature_levels=4), BOXES),
-    reader("RT-DETR", hf.rt_detr, BOXES, (96, 160)),
-    reader("RT-DETRv2", lambda: hf.rt_detr("RTDetrV2"), BOXES, (96, 160)),
-    reader("D-FINE", lambda: hf.rt_detr("DFine"), BOXES, (96, 160)),
+    reader("DETR", detectors.detr, BOXES),
+    reader("DETR segmentation", lambda: detectors.detr(task="ForSegmentation"), on_outputs("logits", "pred_masks")),
+    reader("Table Transformer", lambda: detectors.detr("TableTransformer"), BOXES),
+    reader("Conditional DETR", lambda: detectors.detr("ConditionalDetr"), BOXES),
+    reader("Deformable DETR", lambda: detectors.detr("DeformableDetr", num_feature_levels=4), BOXES),
+    reader("RT-DETR", detectors.rt_detr, BOXES, (96, 160)),
+    reader("RT-DETRv2", lambda: detectors.rt_detr("RTDetrV2"), BOXES, (96, 160)),
+    reader("D-FINE", lambda: detectors.rt_detr("DFine"), BOXES, (96, 160)),
     reader("YOLOS", hf.yolos, BOXES, hf.PATCHED),
-    reader("MaskFormer", hf.maskformer, MASKS, (60, 92)),
-    reader("Mask2Former", hf.mask2former, MASKS, (60, 92)),
-    Architecture("OneFormer", hf.oneformer, with_task, MASKS, PIXELS, (60, 92)),
-    reader("EoMT", hf.eomt, MASKS, (96, 96)),
+    reader("MaskFormer", detectors.maskformer, MASKS, (60, 92)),
+    reader("Mask2Former", detectors.mask2former, MASKS, (60, 92)),
+    Architecture("OneFormer", detectors.oneformer, with_task, MASKS, PIXELS, (60, 92)),
+    reader("EoMT", detectors.eomt, MASKS, (96, 96)),
 )
 
 OWN = (

@@ -2,11 +2,11 @@
 
 The ranks build the model themselves and compare for themselves; only their findings travel.
 
-Loss, gradients and buffers are the same when they differ by at most 1e-9 (`Architecture.tolerance`) of the largest value
-of the reference tensor. The floor: sums that cancel (the gradient of a bias or a scale before a normalization is zero
-but for the normalization's epsilon) hold the rounding noise of their terms, which are as large as other gradients. So a
-tensor below a millionth of the model's largest gradient (or buffer) is measured against that millionth: what it may
-differ by is 1e-15 of the largest gradient.
+Loss, gradients and buffers are the same when they differ by at most 1e-9 (`Architecture.tolerance`) of the largest
+value of the reference tensor. The floor: sums that cancel (the gradient of a bias or a scale before a normalization is
+zero but for the normalization's epsilon) hold the rounding noise of their terms, which are as large as other gradients:
+some 1e-15 of them. So a tensor below a thousandth of the model's largest gradient (or buffer) is measured against that
+thousandth; what it may differ by is 1e-12 of the largest.
 """
 
 import functools
@@ -26,7 +26,7 @@ from tests.models.elsewhere import installed
 from tests.models.test_models import largest, mesh_of
 from tests.ranks import RankFailure, rank_group
 
-FLOOR = 1e-6  # of the largest gradient or buffer
+FLOOR = 1e-3  # of the largest gradient or buffer
 TIMEOUT_SECONDS = 90.0
 _WARNING = re.compile(r"^(\S+) \((.*)\) runs on the gathered .*?\): (.*)$", re.DOTALL)
 
@@ -54,6 +54,9 @@ class Trained(nn.Module):
         super().__init__()
         self.model = entry.build().double().train()
         varied(self.model)
+        for module in self.model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0  # some heads drop at a rate that no configuration sets
         self.loss = entry.loss
 
     def forward(self, **inputs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""More networks in the shapes users write them: nested and attention U-Nets, pyramids, branches, volumes, super-resolution.
+"""Networks in the shapes users write them: nested and gated U-Nets, pyramids, branches, volumes, super-resolution.
 
 Plain torch; nothing here knows that a tensor may be split.
 """

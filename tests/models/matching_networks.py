@@ -119,8 +119,9 @@ class CostVolume(nn.Module):
             conv_bn_relu(3, 8, stride=2), conv_bn_relu(8, 8, stride=2), nn.Conv2d(8, width, 1)
         )
         self.filter = nn.Sequential(
-            nn.Conv3d(2 * width, 8, 3, 1, 1, bias=False), nn.BatchNorm3d(8), nn.ReLU(), nn.Conv3d(8, 8, 3, (1, 2, 2), 1),
-            nn.ReLU(), nn.ConvTranspose3d(8, 8, 3, (1, 2, 2), 1, (0, 1, 1)), nn.ReLU(), nn.Conv3d(8, 1, 3, 1, 1),
+            nn.Conv3d(2 * width, 8, 3, 1, 1, bias=False), nn.BatchNorm3d(8), nn.ReLU(),
+            nn.Conv3d(8, 8, 3, (1, 2, 2), 1), nn.ReLU(),
+            nn.ConvTranspose3d(8, 8, 3, (1, 2, 2), 1, (0, 1, 1)), nn.ReLU(), nn.Conv3d(8, 1, 3, 1, 1),
         )  # fmt: skip
 
     def forward(self, left: Tensor, right: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Every architecture on split ranks against one process: `python -m tests.models.table [--json] [--only NAME] [--write]`.
+"""Every architecture on split ranks against one process: `python -m tests.models.table --help`.
 
 Prints the table of `docs/models.md`, or writes that file. Exits with 1 when any number is wrong.
 """
@@ -34,8 +34,8 @@ configurations (few channels and blocks, every feature of the family) and not ed
 users write them. Sizes are height x width of the image; a mesh is height x width in ranks.
 
 - **exact**: nothing differs by more than 1e-9 of the largest value in its tensor. The figure is the largest difference
-  found. Tensors below a millionth of the model's largest gradient are measured against that millionth: they are sums
-  that cancel (a bias before a normalization, say) and hold rounding noise only.
+  found. Tensors below a thousandth of the model's largest gradient (or buffer) are measured against that thousandth:
+  sums that cancel (a bias before a normalization, say) hold the rounding noise of much larger terms.
 - **with gather**: exact as well, but at the named modules a tensor was made whole on every rank, as
   `parallelize(model, mesh, unsupported="gather")` allows and says in a warning. The rest of the model stays split.
 - **refused**: `UnsupportedOp`, on all ranks, also with `unsupported="gather"`.

@@ -129,13 +129,13 @@ def _unused(parameters: Named) -> Iterator[str]:
 
 
 def _first_forward(evidence: Evidence, tolerance: float) -> FirstDifference | None:
-    floor = middle(f.scale for part in evidence.parts for f in part.forward.values() if f.floating)
+    peers = middle(f.scale for part in evidence.parts for f in part.forward.values() if f.floating)
     candidates = []
     for part in evidence.parts:
         for position, (place, number) in enumerate(part.places):
             found = part.forward.get(place[:4])
             found = found or Found(math.inf, 0.0, problem="the split step never gets there")
-            if found.relative(floor) > tolerance:
+            if found.relative(peers) > tolerance:
                 candidates.append((position, place, part.values[number], found))
                 break
     if not candidates:
@@ -151,7 +151,7 @@ def _first_forward(evidence: Evidence, tolerance: float) -> FirstDifference | No
     else:
         module, class_name, tensor = None, "", f"input of {name}"
         what = "what the recipe's loss passes to the model differs already"
-    return _first("forward", module, class_name, tensor, value, found, found.relative(floor), what)
+    return _first("forward", module, class_name, tensor, value, found, found.relative(peers), what)
 
 
 def _first_unexpected(evidence: Evidence) -> FirstDifference | None:
@@ -174,29 +174,30 @@ def _loss_difference(loss: Loss, tolerance: float) -> FirstDifference | None:
 
 
 def _first_backward(evidence: Evidence, tolerance: float) -> FirstDifference | None:
-    floor = middle(f.scale for part in evidence.parts for f in part.backward.values() if f.floating)
+    peers = middle(f.scale for part in evidence.parts for f in part.backward.values() if f.floating)
     candidates = []
     for part in evidence.parts:
         for number, found in part.backward.items():
-            if found.relative(floor) > tolerance:
+            if found.relative(peers) > tolerance:
                 order = part.values[number].gradient_order
                 candidates.append((math.inf if order is None else order, number, part, found))
     if not candidates:
         return None
     _, number, part, found = min(candidates, key=lambda candidate: candidate[0])
     places = [place for place, value in part.places if value == number]
-    value, relative = part.values[number], found.relative(floor)
-    made = next((place for place in places if place.kind == "output"), None)
-    users = _innermost([place for place in places if place.kind == "input"])
-    tensor = f"gradient at the {_names([made] if made else users[:1])}"
+    value, relative = part.values[number], found.relative(peers)
+    made = [place for place in places if place.kind == "output"]  # innermost first
+    passed_on = {place[1:3] for place in places if place.kind == "output"}  # by modules that return their input
+    users = _innermost([place for place in places if place.kind == "input" and place[1:3] not in passed_on])
+    tensor = f"gradient at the {_names(made[:1] or users[:1])}"
     if users:
         module, class_name = users[0].path, users[0].class_name
         what = (
             f"in backward, {tensor} is the first that differs: "
             f"look at the backward of {' or '.join(_described(u.path, u.class_name) for u in users)}"
         )
-    elif made is not None and made.caller is not None:
-        module, class_name = made.caller, made.caller_class
+    elif made and made[-1].caller is not None:
+        module, class_name = made[-1].caller, made[-1].caller_class
         what = (
             f"in backward, {tensor} is the first that differs: look at the backward of the code in the forward of "
             f"{_described(module, class_name)} behind it"

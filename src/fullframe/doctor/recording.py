@@ -103,7 +103,7 @@ def compared(expected: Tensor, got: Tensor, rank: int = 0) -> Found:
 
 
 def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    return tensor.reshape(-1).split(_CHUNK_ELEMENTS)
+    return torch.split(tensor.reshape(-1), _CHUNK_ELEMENTS)
 
 
 def _largest(expected: Tensor, got: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-# Where theory says zero (the gradient of a bias before batch norm, say) a tensor holds rounding noise alone; it is
-# measured against this share of what its module, or the middle one of its kind, holds.
-_FLOOR = 1e-3
+# Where theory says zero (the gradient of a bias before batch norm, say) a tensor holds rounding noise alone. Its peers
+# say how large that may be: what else its module holds, or the middle one of all tensors of its kind.
+_ZERO = 1e-12  # of the peers: noise, measured against them
+_FLOOR = 1e-3  # of the peers: the least that a difference is measured against
 
 
 class Place(NamedTuple):
@@ -52,13 +53,13 @@ class Found(NamedTuple):
         worse = max(self, other, key=lambda found: (bool(found.problem), found.max_abs))
         return worse._replace(scale=max(self.scale, other.scale))
 
-    def relative(self, floor: float) -> float:
-        """The difference over the scale, which is at least `floor`; infinite for whole numbers that differ."""
+    def relative(self, peers: float) -> float:
+        """The difference over the scale, where `peers` tells noise from numbers; infinite for whole numbers."""
         if self.problem:
             return math.inf
         if self.max_abs == 0:
             return 0.0
-        scale = max(self.scale, floor)
+        scale = peers if self.scale <= _ZERO * peers else max(self.scale, _FLOOR * peers)
         return self.max_abs / scale if self.floating and scale else math.inf
 
 
@@ -163,9 +164,9 @@ def _read(kind: Any, fields: dict[str, Any]) -> Any:
 
 
 def middle(scales: Iterable[float]) -> float:
-    """The floor under the scales of tensors of one kind."""
-    found = [scale for scale in scales if 0 < scale < math.inf]
-    return _FLOOR * median(found) if found else 0.0
+    """The scale of the middle one of tensors of one kind."""
+    found = [scale for scale in scales if scale > 0]
+    return median(found) if found else 0.0
 
 
 def named_differences(
@@ -177,7 +178,7 @@ def named_differences(
     for name, item in found.items():
         owner = name.rpartition(".")[0]
         if item.floating:
-            modules[owner] = max(modules.get(owner, 0.0), _FLOOR * item.scale)
+            modules[owner] = max(modules.get(owner, 0.0), item.scale)
     differences = [
         Difference(
             name=name,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from fullframe.errors import UnsupportedOp
+from fullframe.errors import ShapeError, UnsupportedOp
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements, local_factors
 from fullframe.spatial.exchange import fetch
@@ -85,6 +85,8 @@ class SpatialTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not args and kwargs and "input" in kwargs:  # torch's name for the first operand
+            args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
         rule = RULES.get(func)
         try:
             if rule is None:
@@ -241,12 +243,11 @@ def aligned(value: Tensor, layout: Layout) -> Tensor:
     target = {p.axis: p for p in layout.placements}
     for p in own.placements:
         wanted = target.get(p.axis)
-        if wanted is None or (p.dim + offset, p.outer, p.inner) != (wanted.dim, wanted.outer, wanted.inner):
-            raise Refused(
-                f"operands are split over mesh axis '{p.axis}' in different dims: {p} and {wanted or 'not at all'}",
-                "Gather the smaller operand with .full().",
-            )
-        local, own = resplit(local, own, p.axis, wanted.extents)
+        if wanted is None or not alike(p.at(p.dim + offset), wanted):
+            say_gathered("an operand", f"{p} meets {wanted or 'a tensor that is whole there'}", value)
+            local, own = gather_axes(local, own, [p.axis])
+        else:
+            local, own = resplit(local, own, p.axis, wanted.extents)
     return sliced(local, layout, tuple(p.at(p.dim + offset) for p in own.placements))
 
 
@@ -258,12 +259,22 @@ def merged(values: Sequence[Tensor]) -> Layout:
     if all(s._layout is first for s in shells) and all(_fits(shape, first.shape) for shape in shapes):
         return first
     shape = tuple(torch.broadcast_shapes(*shapes))
+    cuts = [[p.at(p.dim + len(shape) - len(s._layout.shape)) for p in s._layout.placements] for s in shells]
+    return first.with_(shape, united(cuts))
+
+
+def united(cuts: Sequence[Sequence[Placement]]) -> Placements:
+    """The placements of operands of one shape together: the first operand that is split over an axis decides."""
     placements: dict[str, Placement] = {}
-    for shell in shells:
-        offset = len(shape) - len(shell._layout.shape)
-        for p in shell._layout.placements:
-            placements.setdefault(p.axis, p.at(p.dim + offset))
-    return first.with_(shape, tuple(placements[name] for name in ("height", "width") if name in placements))
+    for own in cuts:
+        taken = {p.dim for p in placements.values()}  # two operands do not share out the factors of one dim
+        placements |= {p.axis: p for p in own if p.axis not in placements and p.dim not in taken}
+    return tuple(placements[name] for name in ("height", "width") if name in placements)
+
+
+def alike(p: Placement, q: Placement) -> bool:
+    """Whether two placements split the same factor of the same dim, at whatever boundaries."""
+    return (p.dim, p.outer, p.inner, p.extents.size) == (q.dim, q.outer, q.inner, q.extents.size)
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -293,14 +304,34 @@ _said: set[tuple[str, str]] = set()
 def _unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, fix: str) -> Any:
     shells = list(shells_in(args, kwargs))
     name = _name(func)
-    in_place = name.endswith("_") and not name.endswith("__")
-    writes = in_place or kwargs.get("inplace") or kwargs.get("out") is not None
-    gather = any(shell._layout.gather for shell in shells)
-    where = module_path()
-    if not gather or writes:
-        raise UnsupportedOp(name, _described(shells), where, reason, fix)
+    if not any(shell._layout.gather for shell in shells) or kwargs.get("out") is not None:
+        raise UnsupportedOp(name, _described(shells), module_path(), reason, fix)
     say_gathered(name, reason, shells[0])
+    if _writes(name, kwargs) and isinstance(args[0], SpatialTensor):
+        return gathered_write(func, args, kwargs)
     return gathered_call(func, args, kwargs, shells[0]._layout)
+
+
+_WRITING = {"__setitem__", "__imatmul__"} | {
+    f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+}
+
+
+def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+    name = name.rsplit(".", 1)[-1]
+    return bool(kwargs.get("inplace")) or name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def gathered_write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run an in-place `func` on the whole of its first operand, and write this rank's part back."""
+    target: SpatialTensor = args[0]
+    whole = target.full().clone()
+    rest, kwargs = tree_map_only(SpatialTensor, lambda shell: shell.full(), (args[1:], kwargs))
+    result = func(whole, *rest, **kwargs)
+    if tuple(whole.shape) != target._layout.shape:
+        raise ShapeError(f"{_name(func)} changes the shape of a split tensor in place; use the form that does not")
+    local_of(target).copy_(sliced(whole, target._layout))
+    return None if result is None else target
 
 
 def _name(func: Any) -> str:

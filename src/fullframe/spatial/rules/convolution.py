@@ -102,6 +102,7 @@ def _borders(plan: WindowPlan) -> tuple[Border, ...] | None:
             here.append(overlap(out, window.touched_by(range(cut.rows.start, cut.own.start))))
         if cut.rows.stop > cut.own.stop:
             here.append(overlap(out, window.touched_by(range(cut.own.stop, cut.rows.stop))))
+        here = [rows for rows in here if rows]  # a stride may pass over what lies between
         if sum(map(len, here)) * 2 > len(out):
             return None
         for rows in here:

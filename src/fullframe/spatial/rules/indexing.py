@@ -205,7 +205,8 @@ def _iter(func: Any, x: SpatialTensor) -> Any:
 
 
 @rule(torch.flip, Tensor.flip, torch.fliplr, torch.flipud, Tensor.fliplr, Tensor.flipud)
-def _flip(func: Any, x: SpatialTensor, *dims: Any) -> Tensor:
+def _flip(func: Any, x: SpatialTensor, *args: Any, dims: Any = ()) -> Tensor:
+    dims = args or (dims,)
     if func in (torch.fliplr, torch.flipud, Tensor.fliplr, Tensor.flipud):
         dims = (1,) if func in (torch.fliplr, Tensor.fliplr) else (0,)
     flat = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
@@ -231,17 +232,14 @@ def _index_select(func: Any, x: SpatialTensor, dim: int, index: Tensor) -> Tenso
 
 
 @rule(torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim)
-def _gather(func: Any, x: SpatialTensor, first: Any, second: Any, **kwargs: Any) -> Tensor:
-    dim, index = (first, second) if isinstance(first, int) else (second, first)
+def _gather(func: Any, x: Tensor, dim: Any = None, index: Any = None, **kwargs: Any) -> Tensor:
+    along = func in (torch.take_along_dim, Tensor.take_along_dim)  # torch orders these (indices, dim)
+    if along:
+        dim, index = (index, dim) if isinstance(dim, Tensor) else (dim, kwargs.pop("indices"))
+    if dim is None or not isinstance(x, SpatialTensor):
+        raise Refused("it gathers from a whole or flattened tensor by a split index", "Gather the index with .full().")
     layout = x._layout
     if not isinstance(index, SpatialTensor) or layout.is_split(dim) or index._layout.placements != layout.placements:
         raise Refused("it gathers across ranks", "Gather along a whole dim, with an index cut like the tensor.")
-    return wrap(
-        func(
-            local_of(x),
-            first if isinstance(first, int) else local_of(index),
-            local_of(index) if isinstance(first, int) else second,
-            **kwargs,
-        ),
-        index._layout,
-    )
+    parts = (local_of(index), dim) if along else (dim, local_of(index))
+    return wrap(func(local_of(x), *parts, **kwargs), index._layout)

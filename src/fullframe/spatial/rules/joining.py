@@ -12,7 +12,7 @@ from fullframe.spatial.exchange import fetch
 from fullframe.spatial.rules.indexing import sliced_rows
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.windowed import nonempty
-from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, gather_axes, local_of, sliced, wrap
+from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, gather_axes, local_of, sliced, united, wrap
 
 
 @rule(torch.cat, torch.concat, torch.concatenate)
@@ -32,12 +32,8 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, out: Any = None,
 
 def _common(shells: Sequence[SpatialTensor]) -> Layout:
     """A layout that is cut wherever one of the shells is, at the boundaries of the first that is."""
-    placements: dict[str, Placement] = {}
-    for shell in shells:
-        for p in shell._layout.placements:
-            placements.setdefault(p.axis, p)
     first = shells[0]._layout
-    return first.with_(first.shape, tuple(placements[n] for n in ("height", "width") if n in placements))
+    return first.with_(first.shape, united([shell._layout.placements for shell in shells]))
 
 
 def _like(t: Tensor, layout: Layout, dim: int) -> Tensor:

@@ -29,9 +29,10 @@ def contract(operands: list[Tensor], terms: list[str], result: str, call: Any) -
     chosen: dict[str, tuple[str, Placement]] = {}  # mesh axis -> letter and its placement
     ready: list[Tensor] = []
     for operand, term in zip(operands, terms, strict=True):
+        taken = {letter for letter, _ in chosen.values()}  # two operands do not share out the factors of one dim
         clashing = [
             p.axis for p in _placements(operand)
-            if p.axis in chosen and not _same(chosen[p.axis], term[p.dim], p)
+            if (not _same(chosen[p.axis], term[p.dim], p) if p.axis in chosen else term[p.dim] in taken)
         ]  # fmt: skip
         if clashing:
             assert isinstance(operand, SpatialTensor)
@@ -96,7 +97,8 @@ def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
     Tensor.mv,
     torch.linalg.matmul,
 )
-def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
+def _matmul(func: Any, a: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
+    (b,) = (*others, *named.values())  # torch calls it other, mat2 or vec
     if func is Tensor.__rmatmul__:
         a, b = b, a
     if a.dim() == 0 or b.dim() == 0:

@@ -46,7 +46,7 @@ _METHODS = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__
     __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__
     __rlshift__ __rshift__ __rrshift__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
-    to type_as float double half bfloat16 int long short byte char bool contiguous clone detach cpu cuda pin_memory
+    float double half bfloat16 int long short byte char bool contiguous clone detach cpu cuda pin_memory
     zero_ fill_ copy_ requires_grad_ detach_
 """
 _FUNCTIONAL = """
@@ -154,6 +154,21 @@ def _of_the_shell(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _of_the_local(func: Any, x: SpatialTensor, *args: Any) -> Any:
     result = func(local_of(x), *args)
     return wrap(result, x._layout) if isinstance(result, Tensor) else result
+
+
+@rule(Tensor.to, Tensor.type_as)
+def _converted(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Only dtype and device are taken of another tensor, split or not."""
+    args, kwargs = tree_map_only(SpatialTensor, local_of, (args, kwargs))
+    if not isinstance(x, SpatialTensor):
+        return func(x, *args, **kwargs)  # type: ignore[no-any-return]
+    return wrap(func(local_of(x), *args, **kwargs), x._layout)
+
+
+@rule(*_named(Tensor, "new_zeros new_ones new_full new_empty new_tensor"))
+def _new(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A tensor of a given size is whole."""
+    return func(local_of(x), *args, **kwargs)  # type: ignore[no-any-return]
 
 
 @rule(Tensor.backward)

@@ -140,7 +140,9 @@ def _unsqueeze(func: Any, x: SpatialTensor, dim: int) -> Tensor:
 
 
 @rule(Tensor.expand, torch.broadcast_to, Tensor.broadcast_to, Tensor.expand_as)
-def _expand(func: Any, x: SpatialTensor, *args: Any) -> Tensor:
+def _expand(func: Any, x: Tensor, *args: Any) -> Tensor:
+    if not isinstance(x, SpatialTensor):  # a whole tensor, expanded as a split one is: a view, whole as well
+        return x.expand(args[0].shape)
     shape = args[0].shape if isinstance(args[0], Tensor) else _sizes(args)
     old = x._layout.shape
     extra = len(shape) - len(old)

@@ -44,6 +44,8 @@ def plan_windows(
     cuts, used, needs, outs, small = [], [], [], [], []
     placements = {p.axis: p for p in layout.placements}
     for dim, window, size in zip(dims, windows, sizes, strict=True):
+        if _stays(window) and size == layout.shape[dim]:  # each row for itself, however the dim is cut
+            continue
         placement = layout.of(dim)
         if placement is None:
             continue
@@ -61,6 +63,10 @@ def plan_windows(
         placements[placement.axis] = type(placement)(placement.axis, dim, out)
     result = layout.with_(shape, tuple(placements.values()))
     return WindowPlan(tuple(cuts), tuple(used), tuple(needs), tuple(outs), result, tuple(small))
+
+
+def _stays(window: Any) -> bool:
+    return isinstance(window, Window) and (window.kernel, window.stride, window.padding) == (1, 1, 0)
 
 
 def nonempty(natural: Extents) -> Extents | None:

@@ -1,0 +1,182 @@
+"""The command as a user runs it: what it prints, its exit codes, and wrong use."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fullframe.cli.application import run
+from fullframe.doctor.verdict import Difference, FirstDifference, Loss, Refusal, Verdict
+from tests.doctor.job import RIGHT, SCALED, written
+
+
+def fullframe(*arguments: object, python: tuple[str, ...] = ("-m", "fullframe.cli")) -> subprocess.CompletedProcess:
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, *python, *map(str, arguments)]
+    environment = kept | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_one_json_object_and_nothing_else(tmp_path: Path) -> None:
+    done = fullframe("verify", written(tmp_path, RIGHT, "print('the recipe speaks')"), "--height", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    verdict = json.loads(done.stdout)
+    assert verdict["exact"] is True and verdict["first_difference"] is None and verdict["refused"] is None
+    assert verdict["mesh"] == {"data": 1, "height": 2, "width": 1} and verdict["tolerance"] == 1e-9
+    assert verdict["loss"]["relative"] < 1e-12
+    assert len(verdict["parameters"]) == 8 and max(p["relative"] for p in verdict["parameters"]) < 1e-12
+    assert len(verdict["buffers"]) == 3 and max(b["relative"] for b in verdict["buffers"]) < 1e-12
+    assert "the recipe speaks" in done.stderr
+
+
+def test_torchrun_and_a_wrong_module(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fullframe.cli")
+    done = fullframe("verify", written(tmp_path, "Scaled()", SCALED), python=torchrun)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("NOT exact on data 1 x height 1 x width 2 (cpu): 'middle' (Scaled) is the first module")
+    assert lines[-2].startswith("note: dropout is off for the comparison, in both runs: head.0")
+    assert sum("NOT exact" in line for line in lines) == 1, "one rank speaks"
+
+
+def gradients(count: int) -> tuple[Difference, ...]:
+    return tuple(
+        Difference(name=f"layer{n}.weight", shape=(n, 3), max_abs=1e-14, relative=1e-13) for n in range(1, count + 1)
+    )
+
+
+def found(**changes: object) -> Verdict:
+    fields: dict[str, object] = {
+        "exact": True,
+        "loss": Loss(one_process=2.5, split=2.5, max_abs=0.0, relative=0.0),
+        "first_difference": None,
+        "refused": None,
+        "parameters": gradients(12),
+        "buffers": (Difference(name="norm.mean", shape=(3,), max_abs=2e-16, relative=3e-16),),
+        "values": 40,
+        "gradients": 30,
+        "mesh": {"data": 1, "height": 1, "width": 2},
+        "device": "cpu",
+        "tolerance": 1e-9,
+    }
+    return Verdict(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def ranks_find(monkeypatch: pytest.MonkeyPatch) -> Callable[[Verdict, int], list[list[str]]]:
+    """Ranks that are not started but have found this; returns the commands they were started with."""
+
+    def prepare(verdict: Verdict, code: int = 0) -> list[list[str]]:
+        started: list[list[str]] = []
+
+        def launch(ranks: int, command: list[str]) -> int:
+            started.append([str(ranks), *command])
+            (Path(os.environ["FULLFRAME_VERIFY_FOLDER"]) / "verdict.json").write_text(verdict.to_json())
+            return code
+
+        monkeypatch.setattr("fullframe.launching.local.launch", launch)
+        return started
+
+    return prepare
+
+
+def test_the_ten_that_differ_most_or_all(tmp_path, capsys, ranks_find) -> None:
+    started = ranks_find(found())
+    recipe = str(written(tmp_path))
+    assert run(["verify", recipe, "--data", "3", "--height", "2"]) == 0
+    assert started[0][:5] == ["6", "-m", "fullframe.cli", "verify", recipe]
+    assert " ".join(started[0][5:]) == "--data 3 --height 2 --width 1 --unsupported error --tolerance 1e-09"
+    text = capsys.readouterr().out
+    assert "layer10.weight" in text and "layer11.weight" not in text
+    assert "and 2 more that differ less; --all prints them" in text and "norm.mean" in text
+    assert "loss 2.5 in one process, 2.5 split: off by 0.0e+00, 0.0e+00 relative" in text
+    assert text.splitlines()[-1] == (
+        f"exact: one step of {recipe} on data 1 x height 1 x width 2 (cpu) computes what one process computes; of 12 "
+        "gradients, 1 buffers and 40 module inputs and outputs none is off by more than 1e-09, no gradient by more "
+        "than 1.0e-13"
+    )
+    assert run(["verify", recipe, "--all"]) == 0
+    assert "layer12.weight" in capsys.readouterr().out
+    assert started[1][0] == "2", "two ranks along the width, when no axis is given"
+
+
+FIRST = FirstDifference(
+    phase="forward",
+    module="neck",
+    class_name="Neck",
+    tensor="output",
+    shape=(1, 8, 9, 9),
+    local_shape=(1, 8, 9, 4),
+    rank=1,
+    dtype="float64",
+    max_abs=0.1,
+    relative=0.2,
+    message="'neck' (Neck) is the first module whose output differs",
+)
+REFUSED = Refusal(message="torch.fft.fft2: no rule", function="torch.fft.fft2", module="m", placements=(), fix="Gather")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code", "said"),
+    [
+        (found(exact=False, first_difference=FIRST), 1, f"NOT exact on data 1 x height 1 x width 2 (cpu): {FIRST.message}"),
+        (found(exact=False, loss=None, refused=REFUSED, parameters=(), buffers=()), 2, f"refused: {REFUSED.message}"),
+    ],
+)  # fmt: skip
+def test_exit_codes(tmp_path, capsys, ranks_find, verdict, code, said) -> None:
+    ranks_find(verdict)
+    assert run(["verify", str(written(tmp_path))]) == code
+    assert capsys.readouterr().out.splitlines()[-1] == said
+    assert run(["verify", str(written(tmp_path)), "--json"]) == code
+    assert Verdict.from_json(capsys.readouterr().out) == verdict
+
+
+def test_ranks_that_fail_give_no_verdict(tmp_path, capsys, ranks_find) -> None:
+    ranks_find(found(), code=1)
+    assert run(["verify", str(written(tmp_path)), "--json"]) == 1
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "message"),
+    [
+        (
+            ["--width", "1"],
+            None,
+            "one rank alone splits nothing, so there is nothing to compare; use --width 2 or more",
+        ),
+        (["--height", "0"], None, "--height must be at least 1, got 0"),
+        (["--tolerance", "0"], None, "--tolerance must be greater than 0, got 0.0"),
+        (["--width", "2"], "3", "data 1 x height 1 x width 2 = 2 is not the number of ranks that were started, 3"),
+        (["--width", "2", "--data", "2"], "3", "= 4 is not the number of ranks that were started, 3; start 4"),
+        (["--height", "4"], "2", "data 0 x height 4 x width 1 = 0 is not the number of ranks that were started, 2"),
+    ],
+)
+def test_a_bad_mesh(tmp_path, capsys, monkeypatch, options, ranks, message) -> None:
+    monkeypatch.setattr("fullframe.launching.local.launch", lambda *_: pytest.fail("ranks were started"))
+    if ranks:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    assert run(["verify", str(written(tmp_path)), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and len(error.splitlines()) == 1
+
+
+def test_no_such_recipe(capsys) -> None:
+    assert run(["verify", "missing.py"]) == 2
+    assert capsys.readouterr().err == "error: there is no recipe file missing.py; check the path\n"
+
+
+def test_help_says_what_it_proves(capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(["verify", "--help"])
+    assert stopped.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "What it proves: these numbers, for this batch at this size" in text
+    assert "What it does not: other sizes and meshes" in text
+    for option in ("--height", "--width", "--data", "--unsupported", "--tolerance", "--all", "--json"):
+        assert option in text

@@ -1,0 +1,127 @@
+"""A recipe file for `verify`: a tiny network at an awkward size, with one thing in it that may be wrong."""
+
+from pathlib import Path
+
+RECIPE = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils.data import Dataset
+import fullframe as ff
+from fullframe.spatial.tensor import local_of, wrap
+
+RANK = dist.get_rank() if dist.is_initialized() else 0
+
+class Frames(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        image = torch.randn(3, 33, 50, generator=generator)
+        target = torch.randint(-1, 4, (33, 50), generator=generator)
+        target[:, : 5 * index] = -1  # replicas count different numbers of pixels
+        return {{"image": image + torch.randn(1), "target": target, "name": str(index)}}
+
+{code}
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.middle = {middle}
+        self.up = nn.Upsample(scale_factor=4, mode="bilinear")
+        self.head = nn.Sequential(nn.Dropout(0.3), nn.Conv2d(6, 4, 1))
+
+    def forward(self, image):
+        small = self.pool(self.stem(image))
+        return self.head(self.up(small + self.middle(small))[..., : image.shape[-2], : image.shape[-1]])
+
+def loss(model, batch):
+    used = batch["target"] >= 0
+    values = F.cross_entropy(model(batch["image"]), batch["target"].clamp(min=0), reduction="none")
+    return torch.where(used, values, 0.0).sum(), used.sum()
+
+def recipe():
+    return ff.Recipe(
+        model=Network,
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters),
+        data=Frames,
+        batch_size=2,
+        seed=3,
+    )
+"""
+
+RIGHT = "nn.Conv2d(6, 6, 3, padding=1)"
+
+# Each rank scales its part by a number of its own.
+SCALED = """
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x):
+        return self.mix(x) * (1 + 1e-6 * RANK)
+"""
+
+# A function with a rule that forgets the rows beyond the cut.
+SEAM = """
+def blur(x):
+    if has_torch_function_unary(x):
+        return handle_torch_function(blur, (x,), x)
+    return F.avg_pool2d(x, 3, 1, 1)
+
+@ff.rule(blur)
+def blur_of_parts(function, x):
+    return wrap(F.avg_pool2d(local_of(x), 3, 1, 1), x._layout)
+
+class Blurred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 1)
+
+    def forward(self, x):
+        return self.second(blur(self.first(x)))
+"""
+
+# The forward is right; the gradient loses a share on one rank.
+LEAK = """
+class Leak(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1 - 1e-3 * RANK)
+
+class Leaking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x):
+        y = self.mix(x)
+        if isinstance(y, ff.SpatialTensor):
+            return wrap(Leak.apply(local_of(y)), y._layout)
+        return Leak.apply(y)
+"""
+
+# An op without a rule.
+SPECTRAL = """
+class Spectral(nn.Module):
+    def forward(self, x):
+        return torch.fft.ifft2(torch.fft.fft2(x)).real
+"""
+
+
+def written(folder: Path, middle: str = RIGHT, code: str = "") -> Path:
+    """The recipe file, with `middle` as the network's middle block."""
+    path = folder / "job.py"
+    path.write_text(RECIPE.format(code=code, middle=middle))
+    return path
