@@ -32,7 +32,9 @@ def print_table(found: dict[str, Any], console: Console) -> None:
     """The findings for a reader."""
     console.print(found["machine"], highlight=False)
     shape = "x".join(map(str, SHAPE))
-    table = Table(title=f"Bytes sent in a step by all ranks together, {shape}, float32, split along the width", box=SIMPLE)
+    table = Table(
+        title=f"Bytes sent in a step by all ranks together, {shape}, float32, split along the width", box=SIMPLE
+    )
     for heading in ("model", "ranks", "ops that borrow", "messages", "minimum", "ratio", "statistics", "parameters"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for line in found["rows"]:

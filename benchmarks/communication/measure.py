@@ -1,6 +1,7 @@
 """The part that runs on the ranks: a step of each model, its bytes counted and its windows recorded."""
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +58,12 @@ def row(name: str, ranks: int) -> dict[str, Any]:
     world = dist.group.WORLD.group_name  # DDP's group; everything else has one of its own
     parameters = sum(call.bytes for call in traffic.calls if call.kind == REDUCTIONS and call.group == world)
     sums = torch.tensor(
-        [traffic.total(MESSAGES), traffic.total(GATHERS, REDUCTIONS) - parameters, traffic.total(BROADCASTS), parameters]
+        [
+            traffic.total(MESSAGES),
+            traffic.total(GATHERS, REDUCTIONS) - parameters,
+            traffic.total(BROADCASTS),
+            parameters,
+        ]
     )
     dist.all_reduce(sums)
     messages, statistics, broadcasts, parameters = sums.tolist()
@@ -79,6 +85,8 @@ def row(name: str, ranks: int) -> dict[str, Any]:
 def on_rank(rank: int, ranks: int, store: str, result: str) -> None:
     """All models on one of the ranks; rank 0 writes the rows."""
     torch.set_num_threads(1)
+    # DDP's remark about the strides of a depthwise weight's gradient.
+    warnings.filterwarnings("ignore", message="Grad strides do not match")
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     rows = [row(name, ranks) for name in CASES]
     if rank == 0:

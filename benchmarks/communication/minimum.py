@@ -100,7 +100,9 @@ def windows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Tens
     given = dict(zip(SETTINGS[func], args, strict=False)) | kwargs
     if func is F.interpolate:
         if given.get("mode") != "bilinear":
-            raise ValueError(f"interpolate with mode {given.get('mode')!r} has no definition here; add it to minimum.py")
+            raise ValueError(
+                f"interpolate with mode {given.get('mode')!r} has no definition here; add it to minimum.py"
+            )
         return bilinear(given["input"].shape[SPLIT_DIM], made.shape[SPLIT_DIM], bool(given.get("align_corners")))
     kernel = given["weight"].shape[-1] if "weight" in given else last(given["kernel_size"])
     stride = given.get("stride") or (1 if "weight" in given else kernel)

@@ -1,6 +1,7 @@
 """`python -m benchmarks.peers [--json] [--quick] [--peers-path DIR]`: asks every library every case, prints a table."""
 
 import json as json_text
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ def verdict(library: str, case: Case, width: int, seconds: float) -> dict[str, A
     if isinstance(found, Failure):
         return {"verdict": str(found), "message": found.message}
     error, where = max(found)
-    exact = error <= TOLERANCE
-    return {"verdict": "exact" if exact else f"wrong ({error:.0e})", "max_error": error, "of": where}
+    if math.isinf(error):
+        return {"verdict": "wrong (shape)", "max_error": None, "of": where}
+    return {"verdict": "exact" if error <= TOLERANCE else f"wrong ({error:.0e})", "max_error": error, "of": where}
 
 
 def measured(case: Case, library: str, rounds: int) -> dict[str, Any]:
@@ -50,17 +52,15 @@ def asked(cases: list[Case], skipped: dict[str, str | None], rounds: int, consol
         rows = [measured(case, name, rounds) for name, reason in skipped.items() if reason is None]
         plain_call = None if isinstance(plain, Failure) else plain[0]
         found.append({"case": case.name, "plain_microseconds": plain_call, "rows": rows})
-        said = (f"{row['library']} {' '.join(shown(row['widths'][str(width)]) for width in WIDTHS)}" for row in rows)
-        console.print(f"{case.name}: {'; '.join(said)}", highlight=False, markup=False)
+        for row in rows:
+            said = ", ".join(each["verdict"] for each in row["widths"].values())
+            console.print(f"{case.name}: {row['library']}: {said}", highlight=False, markup=False, soft_wrap=True)
     return found
 
 
-def shown(found: dict[str, Any]) -> str:
-    return "wrong (shape)" if found.get("max_error") == float("inf") else str(found["verdict"])
-
-
 def coloured(found: dict[str, Any]) -> str:
-    text = shown(found)
+    """A verdict for the terminal."""
+    text = found["verdict"]
     colour = "green" if text == "exact" else "red" if text.startswith("wrong") else "yellow"
     return f"[{colour}]{text}[/]"
 

@@ -86,14 +86,17 @@ def noise(size: Size, channels: int, seed: int = 0) -> Tensor:
 
 
 def feature_map(size: Size) -> tuple[Tensor, ...]:
+    """One map."""
     return (noise(size, CHANNELS),)
 
 
 def two_maps(size: Size) -> tuple[Tensor, ...]:
+    """A map and what it is compared with."""
     return noise(size, CHANNELS), noise(size, CHANNELS, seed=1)
 
 
 def labelled(size: Size) -> tuple[Tensor, ...]:
+    """Logits, and a class for every pixel."""
     generator = torch.Generator().manual_seed(size.width)
     return noise(size, CHANNELS), torch.randint(CHANNELS, (size.batch, size.height, size.width), generator=generator)
 
@@ -105,19 +108,40 @@ def partly_labelled(size: Size) -> tuple[Tensor, ...]:
 
 
 def picture(size: Size) -> tuple[Tensor, ...]:
+    """Three channels."""
     return (noise(size, 3),)
 
 
+class LastMap(nn.Module):
+    """A `transformers` backbone as the user calls it; only its deepest feature map is returned."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor) -> Any:
+        return self.model(pixel_values=image).feature_maps[-1]
+
+
+CONVNEXT = {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 2, 1], "layer_scale_init_value": 0.5, "num_labels": 4}
+
+
 def convnext() -> nn.Module:
+    """Image to logits of 4 classes."""
     import transformers
 
-    config = transformers.ConvNextConfig(
-        hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 2, 1], layer_scale_init_value=0.5, num_labels=4
-    )
-    return Logits(transformers.ConvNextForImageClassification(config))
+    return Logits(transformers.ConvNextForImageClassification(transformers.ConvNextConfig(**CONVNEXT)))
+
+
+def convnext_backbone() -> nn.Module:
+    """Image to the map at stride 32."""
+    import transformers
+
+    return LastMap(transformers.ConvNextBackbone(transformers.ConvNextConfig(**CONVNEXT)))
 
 
 def resnet() -> nn.Module:
+    """Image to logits of 4 classes, BatchNorm in train mode."""
     import transformers
 
     config = transformers.ResNetConfig(
@@ -127,6 +151,7 @@ def resnet() -> nn.Module:
 
 
 def segformer() -> nn.Module:
+    """Image to logits of 5 classes at stride 4."""
     import transformers
 
     config = transformers.SegformerConfig(
@@ -145,25 +170,32 @@ def segformer() -> nn.Module:
 
 
 def op(name: str, build: Callable[[], nn.Module], inputs: Callable[[Size], tuple[Tensor, ...]] = feature_map) -> Case:
+    """A module on feature maps."""
     timed = Size(1, 128, 512, torch.float32)
     return Case(name, build, inputs, exact_height=16, timed=timed, tiny=Size(1, 8, 16, torch.float32))
 
 
-def function(name: str, call: Callable[..., Tensor], inputs: Callable[[Size], tuple[Tensor, ...]] = feature_map) -> Case:
+def function(
+    name: str, call: Callable[..., Tensor], inputs: Callable[[Size], tuple[Tensor, ...]] = feature_map
+) -> Case:
+    """A function of feature maps."""
     return op(name, lambda: Applied(call), inputs)
 
 
 def conv(kernel: int, stride: int, padding: int, suffix: str = "", **options: int) -> Case:
+    """A convolution, named by kernel/stride/padding."""
     name = f"conv {kernel}/{stride}/{padding}{suffix}"
     return op(name, lambda: nn.Conv2d(CHANNELS, CHANNELS, kernel, stride, padding, **options))
 
 
 def transposed(kernel: int, stride: int, padding: int) -> Case:
+    """A transposed convolution, named likewise."""
     name = f"conv_transpose {kernel}/{stride}/{padding}"
     return op(name, lambda: nn.ConvTranspose2d(CHANNELS, CHANNELS, kernel, stride, padding))
 
 
 def model(name: str, build: Callable[[], nn.Module]) -> Case:
+    """A whole model on a picture."""
     return Case(name, build, picture, exact_height=64, timed=Size(1, 256, 512, torch.float32), tiny=None)
 
 
@@ -193,9 +225,10 @@ CASES = [
     function("cross_entropy", F.cross_entropy, labelled),
     function("cross_entropy, ignored", lambda x, y: F.cross_entropy(x, y, ignore_index=IGNORED), partly_labelled),
     function("mse_loss", F.mse_loss, two_maps),
-    model("ConvNeXt, small", convnext),
-    model("ResNet, small, train", resnet),
-    model("SegFormer, small", segformer),
+    model("ConvNeXt, small, backbone", convnext_backbone),
+    model("ConvNeXt, small, classifier", convnext),
+    model("ResNet, small, classifier", resnet),
+    model("SegFormer, small, segmentation", segformer),
 ]
 BY_NAME = {case.name: case for case in CASES}
 

@@ -11,7 +11,6 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,6 +46,7 @@ def columns(full: Tensor) -> Tensor:
 
 
 def leaf(value: Tensor) -> Tensor:
+    """A copy to take the gradient of."""
     return value.clone().requires_grad_(value.is_floating_point())
 
 
@@ -192,6 +192,7 @@ def held(output: Any) -> Tensor:
 
 
 def arrived(part: Tensor) -> Tensor:
+    """The gradient, which must be there."""
     if part.grad is None:
         raise ValueError("no gradient arrived at the image")
     return part.grad
@@ -240,6 +241,7 @@ def load_physicsnemo() -> None:
 
 
 def load_distconv() -> None:
+    """Its tensors and its DDP are imported separately."""
     importlib.import_module("distconv")
     importlib.import_module("distconv.ddp")
 

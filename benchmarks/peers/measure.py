@@ -55,7 +55,7 @@ def answered(library: Library, case: Case, size: Size) -> Answers:
 
 
 def largest_error(reference: Answers, got: Answers) -> tuple[float, str]:
-    """The largest relative difference, and of what; infinite for what is missing or has another shape."""
+    """The largest relative difference, and of what; infinite for what is missing, NaN or of another shape."""
     floor = NOISE * max(float(value.abs().max()) for name, value in reference.items() if name.startswith("gradient"))
     worst = 0.0, ""
     for name, value in reference.items():
@@ -65,8 +65,7 @@ def largest_error(reference: Answers, got: Answers) -> tuple[float, str]:
         value, other = value.double(), other.detach().double()
         scale = max(float(value.abs().max()), floor if name.startswith("gradient") else 0.0, 1e-30)
         error = float((value - other).abs().max()) / scale
-        if not error <= worst[0]:  # NaN counts as worse
-            worst = error, name
+        worst = max(worst, (error if error == error else float("inf"), name))  # NaN is as bad as it gets
     return worst
 
 

@@ -117,13 +117,14 @@ FIRST = FirstDifference(
     relative=0.2,
     message="'neck' (Neck) is the first module whose output differs",
 )
+MESH = "data 1 x height 1 x width 2"
 REFUSED = Refusal(message="torch.fft.fft2: no rule", function="torch.fft.fft2", module="m", placements=(), fix="Gather")
 
 
 @pytest.mark.parametrize(
     ("verdict", "code", "said"),
     [
-        (found(exact=False, first_difference=FIRST), 1, f"NOT exact on data 1 x height 1 x width 2 (cpu): {FIRST.message}"),
+        (found(exact=False, first_difference=FIRST), 1, f"NOT exact on {MESH} (cpu): {FIRST.message}"),
         (found(exact=False, loss=None, refused=REFUSED, parameters=(), buffers=()), 2, f"refused: {REFUSED.message}"),
     ],
 )  # fmt: skip
@@ -147,13 +148,13 @@ def test_ranks_that_fail_give_no_verdict(tmp_path, capsys, ranks_find) -> None:
         (
             ["--width", "1"],
             None,
-            "one rank alone splits nothing, so there is nothing to compare; use --width 2 or more",
+            "one rank alone splits nothing, so there is nothing to compare; use --width 2",
         ),
         (["--height", "0"], None, "--height must be at least 1, got 0"),
         (["--tolerance", "0"], None, "--tolerance must be greater than 0, got 0.0"),
         (["--width", "2"], "3", "data 1 x height 1 x width 2 = 2 is not the number of ranks that were started, 3"),
         (["--width", "2", "--data", "2"], "3", "= 4 is not the number of ranks that were started, 3; start 4"),
-        (["--height", "4"], "2", "data 0 x height 4 x width 1 = 0 is not the number of ranks that were started, 2"),
+        (["--height", "4"], "2", "data 1 x height 4 x width 1 = 4 is not the number of ranks that were started, 2"),
     ],
 )
 def test_a_bad_mesh(tmp_path, capsys, monkeypatch, options, ranks, message) -> None:

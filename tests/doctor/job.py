@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 import fullframe as ff
 from fullframe.spatial.tensor import local_of, wrap
 
-RANK = dist.get_rank() if dist.is_initialized() else 0
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
 
 class Frames(Dataset):
     def __len__(self):
@@ -66,7 +67,7 @@ class Scaled(nn.Module):
         self.mix = nn.Conv2d(6, 6, 3, padding=1)
 
     def forward(self, x):
-        return self.mix(x) * (1 + 1e-6 * RANK)
+        return self.mix(x) * (1 + 1e-6 * rank())
 """
 
 # A function with a rule that forgets the rows beyond the cut.
@@ -98,7 +99,7 @@ class Leak(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient * (1 - 1e-3 * RANK)
+        return gradient * (1 - 1e-3 * rank())
 
 class Leaking(nn.Module):
     def __init__(self):

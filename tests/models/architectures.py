@@ -84,6 +84,13 @@ def interpolated(height: int, width: int) -> Inputs:
     return {**classified(height, width), "interpolate_pos_encoding": True}  # type: ignore[dict-item]
 
 
+def video(frames: int) -> Callable[[int, int], Inputs]:
+    def inputs(height: int, width: int) -> Inputs:
+        return {"pixel_values": images(2, height, width, frames), "labels": torch.tensor([1, 3])}
+
+    return inputs
+
+
 def with_trimap(height: int, width: int) -> Inputs:
     trimap = class_maps(2, height, width, 3).clamp(max=2).double().unsqueeze(1) / 2
     return {"pixel_values": torch.cat([images(2, height, width), trimap], dim=1)}
@@ -189,6 +196,21 @@ PLAIN_TRANSFORMERS = (
     reader("DINOv3 ViT", hf.dinov3_vit, on_outputs("last_hidden_state"), hf.PATCHED),
 )
 
+ENCODERS = (
+    Architecture("VideoMAE", hf.videomae, video(4), model_loss, PIXELS, (96, 96)),
+    Architecture("TimeSformer", hf.timesformer, video(3), model_loss, PIXELS, (96, 96)),
+    reader("CLIP image encoder", hf.clip_vision, on_outputs("last_hidden_state", "pooler_output"), (96, 96)),
+    reader(
+        "SigLIP image encoder",
+        lambda: hf.clip_vision("SiglipVision"),
+        on_outputs("last_hidden_state", "pooler_output"),
+        (96, 96),
+    ),
+    reader("SAM 2 Hiera", hf.sam2_hiera, on_outputs("last_hidden_state", "intermediate_hidden_states"), (96, 160)),
+    reader("Pixio", hf.pixio, on_outputs("feature_maps"), (96, 96)),
+    classifier("Data2Vec vision", hf.data2vec, (96, 96)),
+)
+
 DENSE_HEADS = (
     segmenter("UperNet on Swin", hf.upernet_swin, 5, (60, 92)),
     reader("DPT depth", hf.dpt, DEPTH, (112, 112)),
@@ -260,6 +282,7 @@ GROUPS = {
     "Convolutional (transformers)": (*FROM_ZOO[:4], *CONVOLUTIONAL),
     "Attention and windows (transformers)": ATTENTIVE,
     "Plain vision transformers (transformers)": PLAIN_TRANSFORMERS,
+    "Videos and image encoders (transformers)": ENCODERS,
     "Dense prediction (transformers)": (*FROM_ZOO[4:7], *DENSE_HEADS),
     "Detection and masks (transformers)": DETECTORS,
     "Written by hand": (*FROM_ZOO[7:], *OWN),

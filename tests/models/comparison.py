@@ -15,11 +15,13 @@ import re
 import tempfile
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tests.models.architectures import ARCHITECTURES, Architecture
 from tests.models.elsewhere import installed
@@ -38,6 +40,7 @@ class Outcome(NamedTuple):
     error: float  # the largest relative error of loss, gradients and buffers; NaN when there are none
     details: tuple[str, ...] = ()  # "op (module)" of what was gathered, the reason of a refusal, or what is wrong
     seconds: float = 0.0
+    split: float = 0.0  # the part of its layers' output elements that was split
 
 
 @functools.cache
@@ -91,6 +94,23 @@ def answers(model: nn.Module, loss: Tensor) -> dict[str, Any]:
     }
 
 
+def layers_output(model: nn.Module) -> Counter[str]:
+    """Filled while the model runs: output elements of its innermost modules, "split" and "whole"."""
+    import fullframe as ff
+
+    elements: Counter[str] = Counter()
+
+    def count(module: nn.Module, given: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                elements["split" if isinstance(tensor, ff.SpatialTensor) else "whole"] += tensor.shape.numel()
+
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_hook(count)
+    return elements
+
+
 def split_step(name: str, height: int, width: int, unsupported: str, path: str) -> dict[str, Any]:
     """On a rank: one split step; the findings, or the refusal."""
     import fullframe as ff
@@ -101,8 +121,10 @@ def split_step(name: str, height: int, width: int, unsupported: str, path: str) 
     tensor._said.clear()  # an earlier model may have said the same
     expected = torch.load(path)
     torch.manual_seed(0)
+    plain = Trained(entry)
+    elements = layers_output(plain)
     model = ff.parallelize(
-        Trained(entry),
+        plain,
         mesh,
         unsupported=unsupported,  # type: ignore[arg-type]
         find_unused_parameters=len(expected["gradient"]) < expected["trained"],
@@ -119,7 +141,12 @@ def split_step(name: str, height: int, width: int, unsupported: str, path: str) 
             return {"refused": f"{refusal.function} ({shortened(refusal.module)}): {refusal.reason}"}
     said = [_WARNING.match(str(warning.message)) for warning in caught]
     findings, worst = compared(expected, answers(model.module, loss), entry.tolerance)
-    return {"findings": findings, "error": worst, "gathered": [match.groups() for match in said if match]}
+    return {
+        "findings": findings,
+        "error": worst,
+        "gathered": [match.groups() for match in said if match],
+        "split": elements["split"] / max(elements.total(), 1),
+    }
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float) -> float:
@@ -176,7 +203,7 @@ def run_on(entry: Architecture, height: int, width: int, unsupported: str, path:
         return Outcome("wrong", worst, tuple(dict.fromkeys(findings)), seconds)
     said = [f"{op} ({shortened(where)})" for result in results for op, where, _ in result["gathered"]]
     said = list(dict.fromkeys(said))
-    return Outcome("exact with gather" if said else "exact", worst, tuple(said), seconds)
+    return Outcome("exact with gather" if said else "exact", worst, tuple(said), seconds, results[0]["split"])
 
 
 def shortened(where: str) -> str:

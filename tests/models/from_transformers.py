@@ -334,3 +334,43 @@ def vitmatte() -> nn.Module:
 def vitpose() -> nn.Module:
     backbone = transformers.VitPoseBackboneConfig(**TRANSFORMER, image_size=list(PATCHED), out_features=["stage2"])
     return built("VitPose", "ForPoseEstimation", backbone_config=backbone, use_simple_decoder=False, num_labels=3)
+
+
+# Videos, and image encoders of larger models.
+
+
+def videomae() -> nn.Module:
+    options = {"num_frames": 4, "tubelet_size": 2, "use_mean_pooling": True}
+    return built("VideoMAE", "ForVideoClassification", **ENCODER, **options, image_size=96, num_labels=4)
+
+
+def timesformer() -> nn.Module:
+    return built("Timesformer", "ForVideoClassification", **ENCODER, num_frames=3, image_size=96, num_labels=4)
+
+
+def clip_vision(family: str = "CLIPVision") -> nn.Module:
+    return built(family, "Model", **ENCODER, image_size=96, patch_size=16)
+
+
+def sam2_hiera() -> nn.Module:
+    return built(
+        "Sam2HieraDet",
+        "Model",
+        hidden_size=8,
+        num_attention_heads=1,
+        image_size=[96, 160],
+        blocks_per_stage=[1, 1, 2, 1],
+        embed_dim_per_stage=[8, 16, 32, 64],
+        num_attention_heads_per_stage=[1, 2, 4, 8],
+        window_size_per_stage=[4, 4, 6, 3],
+        global_attention_blocks=[3],
+        window_positional_embedding_background_size=[3, 3],
+    )
+
+
+def pixio() -> nn.Module:
+    return built("Pixio", "Backbone", **TRANSFORMER, image_size=96, n_cls_tokens=2, out_features=["stage1", "stage2"])
+
+
+def data2vec() -> nn.Module:
+    return built("Data2VecVision", **ENCODER, image_size=96, use_relative_position_bias=True, num_labels=4)

@@ -38,6 +38,9 @@ users write them. Sizes are height x width of the image; a mesh is height x widt
   sums that cancel (a bias before a normalization, say) hold the rounding noise of much larger terms.
 - **with gather**: exact as well, but at the named modules a tensor was made whole on every rank, as
   `parallelize(model, mesh, unsupported="gather")` allows and says in a warning. The rest of the model stays split.
+- **split**: how much of what the model's innermost modules put out was split rather than whole on every rank, in
+  elements. The rest is what is global by nature (pooled features, queries of a detector, a class head) and maps too
+  small for their ranks; with images as small as these it weighs more than with a camera's.
 - **refused**: `UnsupportedOp`, on all ranks, also with `unsupported="gather"`.
 - **wrong**: other numbers, or an error that is not a refusal. There should be none.
 
@@ -129,7 +132,8 @@ def as_markdown(groups: dict, results: dict[str, Outcomes], missing: dict[str, s
             outcomes = results[entry.name]
             cells = " | ".join(cell(outcomes[mesh], entry.tolerance) for mesh in MESHES)
             size = f"{entry.size[0]}x{entry.size[1]}"
-            lines.append(f"| {entry.name} | {size} | {cells} | {remark(outcomes)} |")
+            split = min(outcome.split for outcome in outcomes.values())
+            lines.append(f"| {entry.name} | {size} | {cells} | {split:.0%} | {remark(outcomes)} |")
     lines += ["", REMARKS]
     lines += [f"- {package} models are left out here: `{reason}`." for package, reason in missing.items()]
     lines.append(

@@ -43,6 +43,7 @@ def test_exact_and_nothing_is_gathered(name: str) -> None:
     for mesh, outcome in verdicts_of(name, MESHES).items():
         assert outcome.verdict == "exact", (mesh, outcome)
         assert outcome.error <= TOLERANCE
+        assert outcome.split > 0.5, (mesh, outcome)
 
 
 @pytest.mark.parametrize("name", WITH_GATHER)
@@ -90,7 +91,7 @@ def test_the_comparison_finds_what_is_wrong_and_no_noise() -> None:
 
 def test_the_document_says_what_was_gathered_and_counts_the_worse_mesh() -> None:
     outcomes = {
-        (1, 2): Outcome("exact", 2e-15),
+        (1, 2): Outcome("exact", 2e-15, split=0.9),
         (2, 2): Outcome(
             "exact with gather", 3e-15, tuple(f"torch.nn.functional.fold (a.{n} (Fold))" for n in range(4))
         ),
@@ -98,6 +99,6 @@ def test_the_document_says_what_was_gathered_and_counts_the_worse_mesh() -> None
     assert worst_verdict(outcomes) == "exact with gather"
     assert remark(outcomes) == "`F.fold` in `a.0`, `a.1` and 2 more"
     text = as_markdown(GROUPS, {"Swin": outcomes}, {"timm": "ModuleNotFoundError: No module named 'timm'"})
-    assert "| Swin | 60x92 | exact 2e-15 | with gather 3e-15 | `F.fold` in `a.0`, `a.1` and 2 more |" in text
+    assert "| Swin | 60x92 | exact 2e-15 | with gather 3e-15 | 50% | `F.fold` in `a.0`, `a.1` and 2 more |" in text
     assert "1 architectures: 0 exact, 1 exact with gather, 0 refused, 0 wrong" in text
     assert "timm models are left out here: `ModuleNotFoundError" in text

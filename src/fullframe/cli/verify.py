@@ -75,11 +75,11 @@ class Verify:
             raise RecipeError(f"there is no recipe file {self.recipe}; check the path")
         given = any((self.height, self.width, self.data))
         height, width = self.height or 1, self.width or (1 if given else ranks or 2)
-        data = self.data or (ranks // (height * width) if ranks else 1)
+        data = self.data or max((ranks or 1) // (height * width), 1)
         if ranks is not None and data * height * width != ranks:
             raise MeshError(
                 f"data {data} x height {height} x width {width} = {data * height * width} is not the number of ranks "
-                f"that were started, {ranks}; start {max(data, 1) * height * width} or choose other axes"
+                f"that were started, {ranks}; start {data * height * width} or choose other axes"
             )
         if data * height * width == 1:
             raise MeshError("one rank alone splits nothing, so there is nothing to compare; use --width 2 or more")

@@ -28,7 +28,7 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
     if check:
         _agree(full, mesh)
     layout = even_layout(tuple(full.shape), mesh)
-    return wrap(sliced(full, layout).contiguous(), layout)  # type: ignore[return-value]
+    return wrap(sliced(full, layout).clone(), layout)  # type: ignore[return-value]
 
 
 def even_layout(shape: tuple[int, ...], mesh: DeviceMesh) -> Layout:
