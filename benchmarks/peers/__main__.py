@@ -18,7 +18,6 @@ from benchmarks.peers.launch import Failure, on_ranks
 from benchmarks.peers.libraries import LIBRARIES, OURS, RANKS, loaded
 from benchmarks.peers.measure import TOLERANCE, exactness, performance, plain_microseconds
 
-WIDTHS = (64, 50, 37)
 SECONDS = {"op": 20.0, "model": 60.0}  # until a case that does not answer is a hang
 
 
@@ -36,9 +35,9 @@ def verdict(library: str, case: Case, width: int, seconds: float) -> dict[str, A
 def measured(case: Case, library: str, rounds: int) -> dict[str, Any]:
     """One row: the verdicts by width, and, where the first is exact, bytes and times."""
     seconds = SECONDS["op" if case.tiny else "model"]
-    widths = {str(width): verdict(library, case, width, seconds) for width in WIDTHS}
+    widths = {str(width): verdict(library, case, width, seconds) for width in case.widths}
     row: dict[str, Any] = {"library": library, "widths": widths}
-    if widths[str(WIDTHS[0])]["verdict"] == "exact":
+    if widths[str(case.widths[0])]["verdict"] == "exact":
         found = on_ranks(performance, library, case.name, rounds, seconds=2 * seconds)
         row |= {"performance": str(found)} if isinstance(found, Failure) else found[0]
     return row
@@ -68,8 +67,11 @@ def coloured(found: dict[str, Any]) -> str:
 def print_table(found: dict[str, Any], console: Console) -> None:
     """One table: a section a case, a line a library."""
     console.print(found["machine"], highlight=False)
-    table = Table(title=f"Split in {RANKS} along the width, against one process; bytes of all ranks", box=SIMPLE)
-    for heading in ("case", "library", *(f"W = {width}" for width in WIDTHS)):
+    table = Table(
+        title=f"Split in {RANKS} along the width, against one process; ops at the first width, models at the second",
+        box=SIMPLE,
+    )
+    for heading in ("case", "library", "W = 64, 256", "W = 50, 200", "W = 37, 150"):
         table.add_column(heading)
     for heading in ("time over ours", "bytes a step", "µs a call"):
         table.add_column(heading, justify="right")
@@ -78,7 +80,7 @@ def print_table(found: dict[str, Any], console: Console) -> None:
             table.add_row(
                 case["case"] if number == 0 else "",
                 row["library"],
-                *(coloured(row["widths"][str(width)]) for width in WIDTHS),
+                *(coloured(each) for each in row["widths"].values()),
                 f"{row['ratio']:.2f}" if "ratio" in row else "",
                 f"{row['bytes']:,}" if "bytes" in row else str(row.get("performance", "")),
                 f"{row['microseconds']:.0f}" if "microseconds" in row else "",

@@ -92,11 +92,8 @@ class Step:
         self.module.zero_grad(set_to_none=True)
         self.split = [self.library.split(value)[0] for value in self.full]
 
-    def forward(self) -> Any:
-        return self.run(*self.split)
-
     def __call__(self) -> None:
-        output = self.library.local(self.forward())
+        output = self.library.local(self.run(*self.split))
         torch.autograd.backward(output, torch.ones_like(output))
         self.library.settle(self.module)
 
@@ -148,12 +145,12 @@ def performance(library_name: str, case_name: str, rounds: int) -> dict[str, Any
 
 
 def microseconds(step: Step, rounds: int, count: int = 50) -> float:
-    """Of a forward call that builds its graph and drops it."""
+    """Of a forward call that builds its graph and drops it; of the op, without DDP around it."""
     step.begin()
 
     def calls() -> None:
         for _ in range(count):
-            step.forward()
+            step.module(*step.split)
 
     calls()
     return statistics.median(timed(lambda: None, calls) for _ in range(rounds)) / count * 1e6

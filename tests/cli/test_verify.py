@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +14,27 @@ from fullframe.doctor.verdict import Difference, FirstDifference, Loss, Refusal,
 from tests.doctor.job import RIGHT, SCALED, written
 
 
-def fullframe(*arguments: object, python: tuple[str, ...] = ("-m", "fullframe.cli")) -> subprocess.CompletedProcess:
+def fullframe(
+    *arguments: object, scratch: Path, python: tuple[str, ...] = ("-m", "fullframe.cli")
+) -> subprocess.CompletedProcess:
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     command = [sys.executable, *python, *map(str, arguments)]
-    environment = kept | {"OMP_NUM_THREADS": "1"}
+    environment = kept | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
-def test_one_json_object_and_nothing_else(tmp_path: Path) -> None:
-    done = fullframe("verify", written(tmp_path, RIGHT, "print('the recipe speaks')"), "--height", 2, "--json")
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    """Where temporary files go; nothing of ours may stay in it."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    yield folder
+    assert list(folder.glob("fullframe*")) == []
+
+
+def test_one_json_object_and_nothing_else(tmp_path: Path, scratch: Path) -> None:
+    recipe = written(tmp_path, RIGHT, "print('the recipe speaks')")
+    done = fullframe("verify", recipe, "--height", 2, "--json", scratch=scratch)
     assert done.returncode == 0, done.stderr
     verdict = json.loads(done.stdout)
     assert verdict["exact"] is True and verdict["first_difference"] is None and verdict["refused"] is None
@@ -33,9 +45,9 @@ def test_one_json_object_and_nothing_else(tmp_path: Path) -> None:
     assert "the recipe speaks" in done.stderr
 
 
-def test_torchrun_and_a_wrong_module(tmp_path: Path) -> None:
+def test_torchrun_and_a_wrong_module(tmp_path: Path, scratch: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fullframe.cli")
-    done = fullframe("verify", written(tmp_path, "Scaled()", SCALED), python=torchrun)
+    done = fullframe("verify", written(tmp_path, "Scaled()", SCALED), scratch=scratch, python=torchrun)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert lines[-1].startswith("NOT exact on data 1 x height 1 x width 2 (cpu): 'middle' (Scaled) is the first module")

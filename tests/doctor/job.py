@@ -120,6 +120,24 @@ class Spectral(nn.Module):
         return torch.fft.ifft2(torch.fft.fft2(x)).real
 """
 
+# The middle block has a parameter that the loss never sees.
+UNUSED = """
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.spare = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 1)
+
+    def forward(self, x):
+        return self.mix(x)
+"""
+
+# Dropout that is no module: every rank draws for its own pixels.
+DRAWN = """
+class Drawn(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.5)
+"""
+
 
 def written(folder: Path, middle: str = RIGHT, code: str = "") -> Path:
     """The recipe file, with `middle` as the network's middle block."""

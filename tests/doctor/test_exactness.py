@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fullframe.doctor.verdict import Verdict
-from tests.doctor.job import LEAK, SCALED, SEAM, SPECTRAL, written
+from tests.doctor.job import DRAWN, LEAK, SCALED, SEAM, SPECTRAL, UNUSED, written
 from tests.ranks import RankFailure, rank_group
 
 
@@ -113,6 +113,22 @@ def test_what_has_no_rule_is_refused_or_gathered(tmp_path: Path) -> None:
     verdict = verified(path, unsupported="gather")
     assert verdict.exact and largest(verdict) < 1e-12, verdict
     assert any("torch.fft.fft2 (middle (Spectral)) runs on the gathered" in note for note in verdict.notes)
+
+
+def test_parameters_without_a_gradient_are_named(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, "Unused()", UNUSED))
+    assert {d.name: d.problem for d in verdict.parameters if d.problem} == {
+        "middle.spare.weight": "no gradient",
+        "middle.spare.bias": "no gradient",
+    }
+    assert verdict.notes[-1].startswith("2 parameters get no gradient from this batch (middle.spare.weight, ")
+
+
+def test_random_numbers_are_named_as_a_reason(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, "Drawn()", DRAWN))
+    first = verdict.first_difference
+    assert not verdict.exact and first is not None and (first.phase, first.module) == ("forward", "middle")
+    assert any(note.startswith("the loss depends on the seed also without nn.Dropout") for note in verdict.notes)
 
 
 BAD = {

@@ -51,6 +51,22 @@ def test_touched_by_names_every_output_that_reads_a_row(window: Window, start: i
     assert list(touched) == list(range(min(seeing), max(seeing) + 1)) if seeing else not touched
 
 
+@given(windows, st.integers(0, 12), st.integers(1, 5), st.integers(-6, 30), st.integers(1, 6))
+def test_taps_are_the_kernel_rows_that_reach(window: Window, out: int, outs: int, row: int, rows: int) -> None:
+    seen = {
+        j
+        for o in range(out, out + outs)
+        for j in range(window.kernel)
+        if o * window.stride - window.padding + window.dilation * j in range(row, row + rows)
+    }
+    taps = window.taps(range(row, row + rows), range(out, out + outs))
+    assert seen <= set(taps)
+    if seen:
+        assert window.cropped(taps).reads(range(out, out + 1)).start == (
+            window.reads(range(out, out + 1)).start + window.dilation * taps.start
+        )
+
+
 @given(transposed, st.integers(0, 20), st.integers(1, 9))
 def test_transposed_reads_every_row_that_adds(window: TransposedWindow, start: int, count: int) -> None:
     out = range(start, start + count)

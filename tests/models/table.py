@@ -56,9 +56,8 @@ REMARKS = """## Remarks
   than the embeddings. Gradients of these embeddings are then equal to float32's precision only. The rows without a
   remark use images that need no interpolation.
 - DAB-DETR is missing: it builds its position encoding in float32, so it cannot run in float64 even in one process.
-- A convolutional SuperPoint is compared up to its encoder: its keypoints are a list chosen by a threshold, which no
-  gradient reaches.
-"""
+- SuperPoint is compared up to its encoder: its keypoints are a list chosen by a threshold, which no
+  gradient reaches."""
 
 
 def arguments() -> argparse.Namespace:
@@ -125,8 +124,8 @@ def as_markdown(groups: dict, results: dict[str, Outcomes], missing: dict[str, s
             continue
         lines += [
             f"\n## {title}\n",
-            f"| architecture | size | {meshes} | gathered, or why not |",
-            "|---|---|---|---|---|",
+            f"| architecture | size | {meshes} | split | gathered, or why not |",
+            "|---|---|---|---|---|---|",
         ]
         for entry in entries:
             outcomes = results[entry.name]

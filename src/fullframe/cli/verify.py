@@ -15,6 +15,8 @@ from fullframe.errors import MeshError, RecipeError
 from fullframe.strategy import Strategy
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fullframe.doctor.verdict import Difference, Verdict
 
 _FOLDER = "FULLFRAME_VERIFY_FOLDER"  # tells ranks that this command started them, and where the verdict goes
@@ -148,13 +150,12 @@ class Verify:
         console.print(_sentence(verdict, self.recipe), soft_wrap=True)
 
 
-def _print_table(console: object, title: str, differences: "tuple[Difference, ...]", rows: int | None) -> None:
-    from rich.console import Console
+def _print_table(console: "Console", title: str, differences: "tuple[Difference, ...]", rows: int | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    assert isinstance(console, Console)
     table = Table(title, "shape", "max abs", "relative")
+    table.columns[0].overflow = "fold"
     for column in table.columns[2:]:
         column.justify = "right"
     for d in differences[:rows]:

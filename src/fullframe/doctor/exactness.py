@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -350,17 +350,22 @@ def _machine_folder() -> Iterator[Path]:
     folder = Path(next(folder for name, folder in everyone if name == machine and folder is not None))
     try:
         yield folder
-    finally:
-        (folder / f"left-{dist.get_rank()}").touch()
+    except BaseException:  # this rank's end is the end of the job: nobody is waited for
         if made is not None:
-            _wait_for(folder, sum(name == machine for name, _ in everyone))
             shutil.rmtree(folder, ignore_errors=True)
+        raise
+    (folder / f"left-{dist.get_rank()}").touch()
+    if made is None:
+        _wait_until(lambda: not folder.exists())  # who ends first may have the others ended
+        return
+    _wait_until(lambda: len(list(folder.glob("left-*"))) == sum(name == machine for name, _ in everyone))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_for(folder: Path, ranks: int) -> None:
-    """Until all ranks of the machine have left the folder; files, for a rank that died answers no message."""
+def _wait_until(done: Callable[[], bool]) -> None:
+    """Wait for the other ranks by files, for after a refusal no rank may rely on another to answer messages."""
     until = time.monotonic() + _LEAVE_SECONDS
-    while len(list(folder.glob("left-*"))) < ranks and time.monotonic() < until:
+    while not done() and time.monotonic() < until:
         time.sleep(0.01)
 
 

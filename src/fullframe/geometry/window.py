@@ -32,6 +32,16 @@ class Window:
         first = -(-(rows.start + self.padding - self.span + 1) // self.stride)
         return range(first, max(first, (rows.stop - 1 + self.padding) // self.stride + 1)) if rows else range(0)
 
+    def taps(self, rows: range, out: range) -> range:
+        """The kernel positions through which output rows `out` see input rows `rows`; neither may be empty."""
+        first = -(((out.stop - 1) * self.stride - self.padding - rows.start) // self.dilation)
+        last = (rows.stop - 1 - out.start * self.stride + self.padding) // self.dilation
+        return range(max(first, 0), min(last, self.kernel - 1) + 1)
+
+    def cropped(self, taps: range) -> "Window":
+        """The window of the kernel positions `taps` alone."""
+        return Window(len(taps), self.stride, self.dilation, self.padding - self.dilation * taps.start)
+
     def output_size(self, size: int, padding_after: int | None = None, ceil_mode: bool = False) -> int:
         """Output rows for `size` input rows; `ceil_mode` as torch's pools count it."""
         after = self.padding if padding_after is None else padding_after

@@ -52,6 +52,14 @@ class _Plan:
             )
         )
 
+    def kernel_part(self, weight: Tensor, taps: list[range]) -> Tensor:
+        """The view of the kernel rows `taps`, one range a cut."""
+        for cut, rows in zip(self.window.cuts, taps, strict=True):
+            dim = cut.dim - len(self.window.layout.shape) + weight.dim()
+            if len(rows) != weight.shape[dim]:
+                weight = weight.narrow(dim, rows.start, len(rows))
+        return weight
+
     def unskipped(self, local: Tensor) -> Tensor:
         """`local` without the rows that no output row reads."""
         for dim, rows in self.skips:
@@ -192,29 +200,30 @@ def _joined_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor, mask
 def _strips_first_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:
     """A convolution is linear in its input: the strips' share first, on its way home while the local share is done."""
     local, *strips = halo.pieces
-    cuts, outs = plan.window.cuts, plan.window.outs
+    cuts, outs, windows = plan.window.cuts, plan.window.outs, plan.window.windows
     thin = [mask[0], mask[1], False]
     strip_gradients, weight_gradients = [], []
     for strip in strips:
         touched = tuple(
-            overlap(window.touched_by(rows), out)
-            for window, rows, out in zip(plan.window.windows, strip.ranges, outs, strict=True)
+            overlap(window.touched_by(rows), out) for window, rows, out in zip(windows, strip.ranges, outs, strict=True)
         )
         if not all(touched) or not any(thin):
             strip_gradients.append(torch.zeros_like(strip.tensor))
             continue
-        reads = _reads(plan.window, touched)
+        # Only some kernel rows reach from these outputs into the strip: the rest of the kernel is left out.
+        taps = [w.taps(rows, out) for w, rows, out in zip(windows, strip.ranges, touched, strict=True)]
+        reads = tuple(w.cropped(t).reads(out) for w, t, out in zip(windows, taps, touched, strict=True))
         block = assembled([strip], cuts, reads, halo.shape(reads))
         seen = part_of(grad, outs, touched, cuts)
-        of_block, of_weight, _ = plan.gradients(seen, block, weight, plan.padding, thin)
-        weight_gradients.append(of_weight)
+        of_block, of_weight, _ = plan.gradients(seen, block, plan.kernel_part(weight, taps), plan.padding, thin)
+        weight_gradients.append((taps, of_weight))
         strip_gradients.append(embedded(of_block, reads, strip.ranges, halo, cuts) if mask[0] else strip.tensor)
     flight = halo.start_return([local.tensor, *strip_gradients]) if mask[0] else None
     assert plan.lead is not None
     gradients = plan.gradients(grad, plan.unskipped(local.tensor), weight, plan.lead, mask)
     if mask[1]:
-        for of_weight in weight_gradients:
-            gradients[1] += of_weight
+        for taps, of_weight in weight_gradients:
+            plan.kernel_part(gradients[1], taps).add_(of_weight)
     if flight is not None:
         for dim, rows in plan.skips:
             behind = grad.dim() - dim - 1

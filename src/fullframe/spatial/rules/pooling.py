@@ -129,6 +129,8 @@ def _average_pool(
     factors = []
     for n, window in enumerate(windows):
         dim = first + n
+        if dim not in outs and layout.is_split(dim):
+            continue  # pooled one by one: each row stays where it is
         rows = outs.get(dim, range(sizes[n]))
         if dim not in outs:
             reads = window.reads(rows)

@@ -30,9 +30,12 @@ def _unfold(
         whole = wrap(*gather_axes(local_of(input), layout, plan.too_small))
         return func(whole, kernel, dilation, padding, stride)  # type: ignore[no-any-return]
     inner = [0 if layout.is_split(dim) else p for dim, p in zip((2, 3), padding, strict=True)]
-    columns = func(region(local_of(input), plan), kernel, dilation, inner, stride)
-    outs = {cut.dim: len(rows) for cut, rows in zip(plan.cuts, plan.outs, strict=True)}
-    local = columns.view(samples, deep, outs.get(2, sizes[0]), outs.get(3, sizes[1]))
+    joined = region(local_of(input), plan)
+    made = [
+        Window(k, s, d, p).output_size(n)
+        for k, s, d, p, n in zip(kernel, stride, dilation, inner, joined.shape[2:], strict=True)
+    ]
+    local = func(joined, kernel, dilation, inner, stride).view(samples, deep, *made)
     return wrap(local, plan.layout).flatten(2)
 
 
