@@ -4,6 +4,7 @@ FullframeError
 ├── MeshError         the mesh does not fit the ranks that are there
 ├── ShapeError        a size, a boundary or an agreement between ranks does not hold
 ├── UnsupportedOp     a torch function has no exact rule for the placements it got
+├── GradientError     a parameter got no gradient, so the ranks could not average
 ├── StrategyError     a strategy's field is unknown, out of range, or contradicts another
 ├── RecipeError       a recipe file cannot be read or lacks what it must give
 ├── RunError          a run directory cannot be used as asked
@@ -35,6 +36,10 @@ class UnsupportedOp(FullframeError, NotImplementedError):
         where = f" in module '{module}'" if module else ""
         operands = "; ".join(placements) or "no split operand"
         super().__init__(f"{function}{where}: {reason}. Split operands: {operands}. {fix}")
+
+
+class GradientError(FullframeError, RuntimeError):
+    """A parameter got no gradient, so the ranks could not average."""
 
 
 class StrategyError(FullframeError, ValueError):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fullframe.errors import RecipeError, StrategyError
 
@@ -81,6 +81,8 @@ class Recipe:
     optimizer:       (parameters) -> torch Optimizer
     data:            () -> Dataset of dicts of tensors
     batch_size:      samples of one optimizer step, of the whole job
+    unsupported:     "error" or "gather": what `parallelize` does with an op that has no exact rule
+    find_unused_parameters: whether some parameters get no gradient in a step (DDP's option)
     seed:            initial values, order of the samples, augmentation, dropout
     steps:           optimizer steps of a whole run
     schedule:        (step) -> what the optimizer's learning rates are multiplied by at this step, counted from 1
@@ -100,6 +102,8 @@ class Recipe:
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     data: Callable[[], Dataset[Any]]
     batch_size: int
+    unsupported: Literal["error", "gather"] = "error"
+    find_unused_parameters: bool = False
     seed: int = 0
     steps: int = 100
     schedule: Callable[[int], float] = lambda step: 1.0
@@ -115,6 +119,8 @@ class Recipe:
         for name in ("evaluation_data", "evaluate", "finish"):
             if getattr(self, name) is not None:
                 _require_callable(name, getattr(self, name))
+        if self.unsupported not in ("error", "gather"):
+            raise RecipeError(f"recipe.unsupported must be 'error' or 'gather', got {self.unsupported!r}")
         if (self.evaluate is None) != (self.evaluation_data is None):
             given, missing = ("evaluate", "evaluation_data") if self.evaluate else ("evaluation_data", "evaluate")
             raise RecipeError(f"recipe.{given} is given without recipe.{missing}; give both or neither")

@@ -51,8 +51,8 @@ class Verify:
     """Ranks that share a sample's columns: 2 when no axis is given, or all of torchrun's ranks."""
     data: Count = None
     """Replicas that read different samples: 1, or what height and width leave of torchrun's ranks."""
-    unsupported: Literal["error", "gather"] = "error"
-    """An op without an exact rule is refused, or runs whole on every rank."""
+    unsupported: Literal["error", "gather"] | None = None
+    """An op without an exact rule is refused, or runs whole on every rank: as the recipe says unless given."""
     tolerance: Annotated[float, arg(metavar="T")] = 1e-9
     """Largest relative difference that counts as rounding."""
     all: bool = False
@@ -98,7 +98,8 @@ class Verify:
         axes = {"data": strategy.data, "height": strategy.height, "width": strategy.width}
         command = ["-m", "fullframe.cli", "verify", str(self.recipe)]
         command += [word for name, size in axes.items() for word in (f"--{name}", str(size))]
-        command += ["--unsupported", self.unsupported, "--tolerance", repr(self.tolerance)]
+        command += ["--tolerance", repr(self.tolerance)]
+        command += ["--unsupported", self.unsupported] if self.unsupported else []
         with tempfile.TemporaryDirectory(prefix="fullframe-verify-") as folder:
             os.environ[_FOLDER] = folder
             try:

@@ -50,7 +50,7 @@ def verify(
     path: Path,
     strategy: Strategy,
     *,
-    unsupported: Literal["error", "gather"] = "error",
+    unsupported: Literal["error", "gather"] | None = None,
     tolerance: float = DEFAULT_TOLERANCE,
 ) -> Verdict:
     """Run one step of the recipe in one process and on the mesh of `strategy`, in float64; all ranks call it.
@@ -68,7 +68,7 @@ def verify(
     recipe = load_recipe(path)
     mesh = init_mesh(height=strategy.height, width=strategy.width)
     notes: list[str] = []
-    model, batch, kept = _prepared(recipe, mesh, unsupported, notes)
+    model, batch, kept = _prepared(recipe, mesh, unsupported or recipe.unsupported, notes)
     with _machine_folder() as folder:
         _run_reference(path, folder, recipe, mesh, model.module, kept.batch)
         answers, part = reference.read(folder, mesh.get_local_rank("data"))
@@ -111,7 +111,7 @@ def _prepared(
         notes.append(f"dropout is off for the comparison, in both runs: {', '.join(silenced[:3])}{more}")
     if not any(p.requires_grad for p in plain.parameters()):
         raise RecipeError("no parameter of the model requires a gradient; there is no step to compare")
-    model = parallelize(plain, mesh, unsupported=unsupported)
+    model = parallelize(plain, mesh, unsupported=unsupported, find_unused_parameters=recipe.find_unused_parameters)
     kept = _KeptBatch()
     read = DataLoader(recipe.data(), recipe.batch_size, shuffle=True, collate_fn=kept)
     batch = next(iter(ShardedLoader(read, mesh, seed=recipe.seed)))

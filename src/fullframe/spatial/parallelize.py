@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from fullframe.errors import MeshError
+from fullframe.errors import GradientError, MeshError
 from fullframe.spatial.mesh import Spatial, spatial_of
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.tensor import Layout, SpatialTensor, layout_of, local_of, wrap
@@ -48,7 +48,9 @@ class ParallelModel(nn.Module):
         _share_random_state(spatial)
         run: nn.Module = _Undressed(model, gather)
         if dist.get_world_size() > 1 and any(p.requires_grad for p in model.parameters()):
-            run = DistributedDataParallel(run, find_unused_parameters=find_unused_parameters)
+            run = DistributedDataParallel(
+                run, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True
+            )  # a gradient lies in its bucket, not beside it
         elif dist.get_world_size() > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), 0)
@@ -58,7 +60,35 @@ class ParallelModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward; split tensors anywhere in nested arguments and results."""
         leaves, spec = _take_off((args, kwargs))
-        return _put_on(*self.__dict__["_run"](leaves, spec))
+        results, spec = self.__dict__["_run"](leaves, spec)
+        run = self.__dict__["_run"]
+        if isinstance(run, DistributedDataParallel) and not run.find_unused_parameters:
+            self._check_after_backward(results, run)
+        return _put_on(results, spec)
+
+    def _check_after_backward(self, results: list[Any], run: DistributedDataParallel) -> None:
+        """DDP averages nothing in a bucket that misses a gradient, and says so one step late: say it at once."""
+        queued = False
+
+        def check() -> None:
+            missing = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+            if missing:
+                names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+                raise GradientError(
+                    f"{len(missing)} parameters got no gradient ({names}), "
+                    "so the gradients of this step are not averaged over the ranks; "
+                    "pass parallelize(..., find_unused_parameters=True), or freeze them with requires_grad_(False)"
+                )
+
+        def reached(gradient: Tensor) -> None:
+            nonlocal queued
+            if not queued and run.require_backward_grad_sync:
+                queued = True
+                torch.autograd.Variable._execution_engine.queue_callback(check)
+
+        for result in results:
+            if isinstance(result, Tensor) and result.requires_grad:
+                result.register_hook(reached)
 
     def train(self, mode: bool = True) -> "ParallelModel":
         """As `nn.Module.train`, for the model and for DDP around it."""

@@ -81,7 +81,9 @@ def build(recipe: Recipe, mesh: DeviceMesh) -> tuple[nn.Module, RunState]:
     """The parallelized model, and the run's state before its first step."""
     seed_everything(recipe.seed)
     plain = recipe.model().to(mesh_device(mesh))
-    model = parallelize(plain, mesh)
+    model = parallelize(
+        plain, mesh, unsupported=recipe.unsupported, find_unused_parameters=recipe.find_unused_parameters
+    )
     optimizer = recipe.optimizer(model.parameters())
     read = DataLoader(recipe.data(), recipe.batch_size, shuffle=True, num_workers=recipe.workers)
     loader = ShardedLoader(read, mesh, seed=recipe.seed)
