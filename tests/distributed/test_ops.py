@@ -189,6 +189,8 @@ CASES: dict[str, Case] = {
     "pad channels": one(lambda x: F.pad(x, (0, 0, 0, 0, 1, 2))),
     "pad reflect": one(lambda x: F.pad(x, (3, 2, 1, 4), mode="reflect")),
     "pad replicate": one(lambda x: F.pad(x, (3, 2, 1, 4), mode="replicate")),
+    "pad reflect unbatched": Case(lambda x: F.pad(x, (3, 2, 1, 4), mode="reflect"), ((4,),)),
+    "pad replicate 3d": Case(lambda x: F.pad(x, (3, 2, 1, 4, 1, 1), mode="replicate"), ((1, 2, 3),)),
     "pad circular": one(lambda x: F.pad(x, (3, 2, 1, 4), mode="circular")),
     # pointwise, joining, shape
     "squeeze-excite": Case(squeeze_excite, whole=((4, 4, 1, 1), (4,))),

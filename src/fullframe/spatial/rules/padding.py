@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fullframe.geometry.extents import Extents
+from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import Slice
 from fullframe.spatial.rules.indexing import sliced_rows
 from fullframe.spatial.rules.registry import rule
@@ -49,6 +51,10 @@ def _copied(x: Tensor, dim: int, before: int, after: int, mode: str) -> Tensor:
 
     As torch does it: reflected and replicated rows are those of the whole tensor, circular ones of the cropped.
     """
+    if isinstance(x, SpatialTensor) and mode != "circular" and min(before, after) >= 0:
+        padded = _at_the_edges(x, dim, before, after, mode)
+        if padded is not None:
+            return padded
     size = x.shape[dim]
     middle = sliced_rows(x, dim, max(0, -before), size - max(0, -after))
     source = middle if mode == "circular" else x
@@ -62,6 +68,27 @@ def _copied(x: Tensor, dim: int, before: int, after: int, mode: str) -> Tensor:
     if after:
         parts.append(_edge(source, dim, after, mode, first=False))
     return torch.cat(parts, dim) if len(parts) > 1 else middle
+
+
+def _at_the_edges(x: SpatialTensor, dim: int, before: int, after: int, mode: str) -> Tensor | None:
+    """Padded by the first and the last rank out of their own rows; None where those are too few."""
+    layout = x._layout
+    placement = layout.of(dim)
+    if placement is None:
+        return None
+    sizes, part = placement.extents.sizes, layout.spatial.axis(placement.axis).part
+    if mode == "reflect" and not (sizes[0] > before and sizes[-1] > after):
+        return None
+    mine = (before if part == 0 else 0, after if part == len(sizes) - 1 else 0)
+    spatial = max(x.dim() - 2, x.dim() - dim)  # torch wants the padding of every dim of the image
+    pad = [0] * (2 * spatial)
+    pad[2 * (x.dim() - 1 - dim) : 2 * (x.dim() - dim)] = mine
+    local = F.pad(local_of(x), pad, mode) if any(mine) else local_of(x)
+    *inner, last = (b + before for b in placement.extents.bounds[1:])
+    extents = Extents((0, *inner, last + after))
+    shape = (*layout.shape[:dim], extents.size, *layout.shape[dim + 1 :])
+    placements = tuple(Placement(p.axis, dim, extents) if p is placement else p for p in layout.placements)
+    return wrap(local, layout.with_(shape, placements))
 
 
 def _edge(x: Tensor, dim: int, rows: int, mode: str, first: bool) -> Tensor:
