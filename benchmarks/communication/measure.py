@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import fullframe as ff
 from benchmarks.communication.minimum import Recorder
 from benchmarks.communication.traffic import BROADCASTS, GATHERS, MESSAGES, REDUCTIONS, counted
-from benchmarks.spatial_efficiency.measure import convnext_tiny
-from benchmarks.spatial_memory.models import UNet, feature_loss, segmentation_loss
+from benchmarks.networks import UNet, convnext_tiny, resnet50
+from benchmarks.spatial_memory.models import feature_loss, segmentation_loss
 
 SHAPE = (1, 3, 128, 256)
 
@@ -26,16 +26,9 @@ class Case(NamedTuple):
     loss: Callable[[Any, Tensor, Tensor], Tensor]  # (model, image, labels)
 
 
-def resnet_50() -> nn.Module:
-    """`transformers` ResNetModel at the published size, random weights."""
-    import transformers
-
-    return transformers.ResNetModel(transformers.ResNetConfig())
-
-
 CASES = {
     "ConvNeXt-tiny": Case(convnext_tiny, feature_loss),
-    "ResNet-50": Case(resnet_50, feature_loss),
+    "ResNet-50": Case(resnet50, feature_loss),
     "UNet": Case(UNet, segmentation_loss),
 }
 

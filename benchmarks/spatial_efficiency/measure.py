@@ -19,9 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fullframe as ff
+from benchmarks.networks import UNet, convnext_tiny, resnet50
 
 RANKS = 2
-SHAPES = ((1, 3, 256, 1024), (2, 3, 128, 256))
+NETWORKS: dict[str, Callable[[], nn.Module]] = {"ConvNeXt-tiny": convnext_tiny, "ResNet-50": resnet50, "UNet": UNet}
+CASES = (
+    ("ConvNeXt-tiny", (1, 3, 256, 1024)),
+    ("ConvNeXt-tiny", (2, 3, 128, 256)),
+    ("ResNet-50", (1, 3, 256, 512)),
+    ("UNet", (1, 3, 256, 512)),
+)
 AXES = ("height", "width")
 
 
@@ -32,21 +39,13 @@ class Timed(NamedTuple):
     run: Callable[[], object] | None
 
 
-def convnext_tiny() -> nn.Module:
-    """`transformers` ConvNextModel at the published tiny size, random weights, no stochastic depth."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.ConvNextConfig(
-        hidden_sizes=[96, 192, 384, 768], depths=[3, 3, 9, 3], layer_scale_init_value=0.1, drop_path_rate=0.0
-    )
-    return transformers.ConvNextModel(config)
-
-
 def training_step(model: nn.Module, image: Tensor) -> None:
-    """Forward and backward; the loss reads the pooled output too, so that every parameter has a gradient."""
-    output = model(pixel_values=image)
-    loss = output.last_hidden_state.square().mean() + output.pooler_output.tanh().mean()
+    """Forward and backward; where there is a pooled output the loss reads it too: every parameter has a gradient."""
+    output = model(image)
+    if isinstance(output, Tensor):
+        loss = output.square().mean()
+    else:
+        loss = output.last_hidden_state.square().mean() + output.pooler_output.tanh().mean()
     loss.backward()
 
 
@@ -86,11 +85,11 @@ def ratio(over: list[float], under: list[float]) -> dict[str, float]:
 class Models:
     """The same network four times: alone, under DDP for the bound, and split along each axis."""
 
-    def __init__(self, meshes: dict[str, DeviceMesh]):
+    def __init__(self, build: Callable[[], nn.Module], meshes: dict[str, DeviceMesh]):
         self.meshes = meshes
-        self.alone = convnext_tiny()
-        self.bound = DistributedDataParallel(convnext_tiny())
-        self.split = {axis: ff.parallelize(convnext_tiny(), mesh) for axis, mesh in meshes.items()}
+        self.alone = build()
+        self.bound = DistributedDataParallel(build())
+        self.split = {axis: ff.parallelize(build(), mesh) for axis, mesh in meshes.items()}
 
     def zero_grad(self) -> None:
         """Drops all gradients: outside the timed part, and so that one variant's do not stay for the next."""
@@ -110,15 +109,17 @@ class Models:
 
 
 def step_table(meshes: dict[str, DeviceMesh], rounds: Sequence[int]) -> list[dict[str, Any]]:
-    """One row for a shape and an axis."""
-    models, rows = Models(meshes), []
-    for shape, count in zip(SHAPES, rounds, strict=True):
+    """One row for a network, a shape and an axis."""
+    rows = []
+    for (network, shape), count in zip(CASES, rounds, strict=True):
+        models = Models(NETWORKS[network], meshes)
         torch.manual_seed(1)
         seconds = interleaved(models.variants(torch.randn(shape)), count, models.zero_grad)
         for axis in AXES:
             bound, split, alone = seconds[f"bound {axis}"], seconds[f"split {axis}"], seconds["one process"]
             rows.append(
                 {
+                    "network": network,
                     "shape": list(shape),
                     "axis": axis,
                     "rounds": count,
@@ -213,7 +214,7 @@ def on_rank(rank: int, store: str, result: str, quick: bool) -> None:
     meshes = {"height": ff.init_mesh(height=RANKS), "width": ff.init_mesh(width=RANKS)}
     found = {
         "operators": operator_table(meshes["width"], batches=9 if quick else 41),
-        "steps": step_table(meshes, rounds=(3, 5) if quick else (15, 31)),
+        "steps": step_table(meshes, rounds=(3, 5, 3, 3) if quick else (15, 31, 15, 15)),
     }
     if rank == 0:
         Path(result).write_text(json.dumps(found))

@@ -111,7 +111,7 @@ def _prepared(
         notes.append(f"dropout is off for the comparison, in both runs: {', '.join(silenced[:3])}{more}")
     if not any(p.requires_grad for p in plain.parameters()):
         raise RecipeError("no parameter of the model requires a gradient; there is no step to compare")
-    model = parallelize(plain, mesh, unsupported=unsupported, find_unused_parameters=recipe.find_unused_parameters)
+    model = parallelize(plain, mesh, unsupported=unsupported, find_unused_parameters=True)  # a note names them
     kept = _KeptBatch()
     read = DataLoader(recipe.data(), recipe.batch_size, shuffle=True, collate_fn=kept)
     batch = next(iter(ShardedLoader(read, mesh, seed=recipe.seed)))
