@@ -31,7 +31,10 @@ def _statistics(x: Tensor, m: int, group: dist.ProcessGroup) -> _Statistics:
     """Statistics of x (N, channels, ...) over all dims but 1, over the ranks of `group`, pooled over `m` channels."""
     dims = [d for d in range(x.dim()) if d != 1]
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    var, mean = torch.var_mean(wide, dims, correction=0)
+    mean = wide.mean(dims)
+    distance = wide - mean.view(-1, *(1,) * (x.dim() - 2))  # a third of torch.var_mean's time, freed before the result
+    var = distance.square_().mean(dims)
+    del distance
     elements = mean.new_full((1,), x.numel() / x.shape[1])
     everyone = gathered(torch.cat([mean, var, elements]), group)  # (ranks, 2 * channels + 1)
     counts = everyone[:, -1:, None]  # (ranks, 1, 1)
