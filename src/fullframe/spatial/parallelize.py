@@ -49,8 +49,11 @@ class ParallelModel(nn.Module):
         run: nn.Module = _Undressed(model, gather)
         if dist.get_world_size() > 1 and any(p.requires_grad for p in model.parameters()):
             run = DistributedDataParallel(
-                run, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True
-            )  # a gradient lies in its bucket, not beside it
+                run,
+                find_unused_parameters=find_unused_parameters,
+                gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
+                broadcast_buffers=dist.get_world_size() > spatial.size,  # within one replica they are equal anyway
+            )
         elif dist.get_world_size() > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), 0)
