@@ -3,6 +3,7 @@
 DDP looks for plain tensors and their graphs, which shells do not have, so shells are taken off at its door.
 """
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -17,6 +18,10 @@ from fullframe.errors import GradientError, MeshError
 from fullframe.spatial.mesh import Spatial, spatial_of
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.tensor import Layout, SpatialTensor, layout_of, local_of, wrap
+
+_SYNC_BUFFERS = "forward_sync_buffers"  # in each forward; torch before 2.13 calls it broadcast_buffers
+if _SYNC_BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
+    _SYNC_BUFFERS = "broadcast_buffers"
 
 
 def parallelize(
@@ -47,16 +52,19 @@ class ParallelModel(nn.Module):
         self.module = model
         _share_random_state(spatial)
         run: nn.Module = _Undressed(model, gather)
-        if dist.get_world_size() > 1 and any(p.requires_grad for p in model.parameters()):
-            run = DistributedDataParallel(
-                run,
-                find_unused_parameters=find_unused_parameters,
-                gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
-                broadcast_buffers=dist.get_world_size() > spatial.size,  # within one replica they are equal anyway
-            )
-        elif dist.get_world_size() > 1:
+        if dist.get_world_size() > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), 0)
+            if any(p.requires_grad for p in model.parameters()):
+                several = (
+                    dist.get_world_size() > spatial.size
+                )  # within one replica the buffers stay equal by themselves
+                run = DistributedDataParallel(
+                    run,
+                    find_unused_parameters=find_unused_parameters,
+                    gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
+                    **{_SYNC_BUFFERS: several},  # type: ignore[arg-type]
+                )
         # Hidden from nn.Module, so that parameters are named module.xxx and once.
         self.__dict__["_run"] = run
 
