@@ -21,7 +21,9 @@ def mesh(height: int, width: int) -> DeviceMesh:
     return ff.init_mesh(height=height, width=width)
 
 
-def differences(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], height: int, width: int) -> dict[str, float]:
+def differences(
+    op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], height: int, width: int, floor: float = FLOOR
+) -> dict[str, float]:
     """Largest relative difference of outputs and gradients of `op(*split, *whole)` on the mesh and in one process.
 
     `split` are cut over the mesh, `whole` are not; gradients are taken of all that are floating point.
@@ -29,10 +31,10 @@ def differences(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], height
     here = _answers(op, split, whole, None)
     there = _answers(op, split, whole, mesh(height, width))
     assert here.keys() == there.keys(), (here.keys(), there.keys())
-    return {name: relative(here[name], there[name]) for name in here}
+    return {name: relative(here[name], there[name], floor) for name in here}
 
 
-def relative(expected: Tensor, got: Tensor) -> float:
+def relative(expected: Tensor, got: Tensor, floor: float = FLOOR) -> float:
     """Largest difference over the largest value; infinite for another shape, dtype, or a NaN in one alone."""
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return float("inf")
@@ -42,7 +44,7 @@ def relative(expected: Tensor, got: Tensor) -> float:
     if not torch.equal(expected.isnan(), got.isnan()):
         return float("inf")
     expected, got = expected.nan_to_num(), got.nan_to_num()
-    return float((expected - got).abs().max() / expected.abs().max().clamp_min(FLOOR))
+    return float((expected - got).abs().max() / expected.abs().max().clamp_min(floor))
 
 
 def _answers(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], on: DeviceMesh | None) -> dict[str, Tensor]:
