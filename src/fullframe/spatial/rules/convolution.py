@@ -17,7 +17,7 @@ from fullframe.geometry.extents import overlap
 from fullframe.geometry.window import TransposedWindow, Window
 from fullframe.spatial.halo import Halo, Piece, Ranges, assembled, part_of
 from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.rules.windowed import WindowPlan, embedded, ints, plan_windows, region
+from fullframe.spatial.rules.windowed import WindowPlan, embedded, ints, plan_windows, region, return_gradient
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
 
 Ints = tuple[int, ...]
@@ -192,8 +192,7 @@ def _joined_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor, mask
     needs, cuts = plan.window.needs, plan.window.cuts
     gradients = plan.gradients(grad, halo.region(needs), weight, plan.padding, mask)
     if mask[0]:
-        own, *strips = (embedded(gradients[0], needs, piece.ranges, halo, cuts) for piece in halo.pieces)
-        gradients[0] = halo.start_return([own, *strips]).add_to(own)
+        gradients[0] = return_gradient(halo, gradients[0], needs, cuts)
     return gradients
 
 
@@ -217,7 +216,7 @@ def _strips_first_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor
         seen = part_of(grad, outs, touched, cuts)
         of_block, of_weight, _ = plan.gradients(seen, block, plan.kernel_part(weight, taps), plan.padding, thin)
         weight_gradients.append((taps, of_weight))
-        strip_gradients.append(embedded(of_block, reads, strip.ranges, halo, cuts) if mask[0] else strip.tensor)
+        strip_gradients.append(embedded(of_block, reads, strip.ranges, cuts) if mask[0] else strip.tensor)
     flight = halo.start_return([local.tensor, *strip_gradients]) if mask[0] else None
     assert plan.lead is not None
     gradients = plan.gradients(grad, plan.unskipped(local.tensor), weight, plan.lead, mask)

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fullframe.geometry.window import AdaptiveWindow, Window, proportional_extents
-from fullframe.spatial.halo import Halo, Piece
+from fullframe.spatial.halo import Halo
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.resampling import resampled, taps
-from fullframe.spatial.rules.windowed import WindowPlan, ints, nonempty, plan_windows, region, return_gradient
+from fullframe.spatial.rules.windowed import WindowPlan, ints, nonempty, plan_windows, region, region_gradient
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, refetched, wrap
 
 Ints = tuple[int, ...]
@@ -92,14 +92,11 @@ class _MaxPool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         (indices,) = ctx.saved_tensors
-        plan: WindowPlan = ctx.plan
         aten = torch.ops.aten
         two = len(ctx.options[0]) == 2
         pool = aten.max_pool2d_with_indices_backward if two else aten.max_pool3d_with_indices_backward
         of_joined = pool(gradient, gradient.new_empty(ctx.joined), *ctx.options, indices)
-        like = gradient.new_empty(1).expand(ctx.shape)
-        halo = Halo.of([Piece(like, ranges) for ranges in ctx.ranges], plan.cuts)
-        return return_gradient(halo, of_joined, plan.needs, plan.cuts), None, None
+        return region_gradient(of_joined, ctx.plan, ctx.shape, ctx.ranges), None, None
 
 
 @rule(*_AVERAGE)

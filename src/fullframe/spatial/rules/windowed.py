@@ -95,28 +95,31 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, plan: WindowPlan, fill: float) -> Tensor:
         halo = Halo(local, plan.cuts).wait()
-        ctx.plan = plan
-        ctx.pieces = [Piece(piece.tensor.new_empty(0), piece.ranges) for piece in halo.pieces]
-        ctx.shape = local.shape
+        ctx.plan, ctx.shape = plan, local.shape
+        ctx.ranges = [piece.ranges for piece in halo.pieces]
         joined = halo.region(plan.needs, fill)
         return joined.clone() if joined._base is not None or joined is local else joined
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        plan: WindowPlan = ctx.plan
-        like = gradient.new_empty(1).expand(ctx.shape)
-        halo = Halo.of([Piece(like, ctx.pieces[0].ranges), *ctx.pieces[1:]], plan.cuts)
-        return return_gradient(halo, gradient, plan.needs, plan.cuts), None, None
+        return region_gradient(gradient, ctx.plan, ctx.shape, ctx.ranges), None, None
+
+
+def region_gradient(gradient: Tensor, plan: WindowPlan, shape: Sequence[int], held: list[Ranges]) -> Tensor:
+    """The gradient of a local part of this shape, from that of its `region`, joined from the pieces `held`."""
+    like = gradient.new_empty(1).expand(shape)
+    halo = Halo.of([Piece(like, ranges) for ranges in held], plan.cuts)
+    return return_gradient(halo, gradient, plan.needs, plan.cuts)
 
 
 def return_gradient(halo: Halo, gradient: Tensor, ranges: Ranges, cuts: tuple[Cut, ...]) -> Tensor:
     """The local part's gradient, from the gradient of the joined `ranges`; the strips' go home."""
-    own, *strips = (embedded(gradient, ranges, piece.ranges, halo, cuts) for piece in halo.pieces)
+    own, *strips = (embedded(gradient, ranges, piece.ranges, cuts) for piece in halo.pieces)
     return halo.start_return([own, *strips]).add_to(own)
 
 
-def embedded(gradient: Tensor, held: Ranges, wanted: Ranges, halo: Halo, cuts: tuple[Cut, ...]) -> Tensor:
+def embedded(gradient: Tensor, held: Ranges, wanted: Ranges, cuts: tuple[Cut, ...]) -> Tensor:
     """A new tensor over rows `wanted`: `gradient`, which lies over rows `held`, and zero elsewhere."""
     shared = tuple(overlap(a, b) for a, b in zip(held, wanted, strict=True))
     shape = list(gradient.shape)
