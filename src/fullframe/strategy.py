@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fullframe.errors import RecipeError, StrategyError
 
@@ -24,26 +24,96 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 Batch = Mapping[str, Any]  # what a dataset of dicts gives after collation
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Recompute = Literal["none", "blocks", "budget"]
+OptimizerName = Literal["recipe", "sgd", "adamw", "adafactor", "adamw8bit"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How one batch is spread: `data` replicas of `height` x `width` ranks, each in `microbatches` slices.
+    """How one batch is spread and what is done to fit it. The update is that of the whole batch for any of these, but
+    for rounding (`precision`) and for batch norm, whose statistics in training are of one replica's microbatch.
 
-    The update is that of the whole batch for any of these, but for batch norm, whose statistics in training are of
-    one replica's slice, as in plain DDP.
+    data, height, width: replicas, and the ranks that share a sample's rows and columns
+    microbatches:        slices in which a replica goes through its batch; gradients are sent with the last one
+    precision:           "fp32" (the model's own dtype), "tf32" (fp32 with TF32 matrix units), "bf16" (autocast), "fp16"
+                         (autocast with loss scaling, for devices without bf16)
+    recompute:           "none"; "blocks": activations inside the model's repeated blocks are computed again in
+                         backward; "budget": the fewest blocks, by seconds per byte, that keep saved activations
+                         within `recompute_budget_bytes`
+    recompute_modules:   names of the modules to recompute (fnmatch patterns); empty: the repeated blocks are found
+    recompute_budget_bytes: bytes of saved activations a rank may hold in one microbatch; with "budget" only
+    offload:             saved activations wait for backward in host memory
+    optimizer:           "recipe", or another in its place with the recipe's learning rate: "sgd", "adamw",
+                         "adafactor", "adamw8bit"
+    shard_optimizer:     each rank keeps and updates its part of the optimizer's state (ZeRO-1)
+    shard_parameters:    each rank keeps its part of parameters, gradients and optimizer state (FSDP2)
+    update_in_backward:  a parameter is updated as soon as its gradient is there, which is then dropped
+    clip_norm:           gradients are scaled down to this global 2-norm
+    ema_decay:           an exponential moving average of the parameters is kept, and evaluated
+    sync_batchnorm:      batch norm takes its statistics over the data replicas too
 
-    Raises StrategyError when a field is not a whole number >= 1.
+    Raises StrategyError when a field is out of range or contradicts another.
     """
 
     data: int = 1
     height: int = 1
     width: int = 1
     microbatches: int = 1
+    precision: Precision = "fp32"
+    recompute: Recompute = "none"
+    recompute_modules: tuple[str, ...] = ()
+    recompute_budget_bytes: int | None = None
+    offload: bool = False
+    optimizer: OptimizerName = "recipe"
+    shard_optimizer: bool = False
+    shard_parameters: bool = False
+    update_in_backward: bool = False
+    clip_norm: float | None = None
+    ema_decay: float | None = None
+    sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _require_count(StrategyError, f"strategy.{field.name}", getattr(self, field.name))
+        for name in ("data", "height", "width", "microbatches"):
+            _require_count(StrategyError, f"strategy.{name}", getattr(self, name))
+        for name, choices in (("precision", Precision), ("recompute", Recompute), ("optimizer", OptimizerName)):
+            _require_choice(f"strategy.{name}", getattr(self, name), get_args(choices))
+        for name in ("offload", "shard_optimizer", "shard_parameters", "update_in_backward", "sync_batchnorm"):
+            _require_choice(f"strategy.{name}", getattr(self, name), (False, True))
+        object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))  # JSON has lists only
+        self._require_agreement()
+
+    def _require_agreement(self) -> None:
+        """Fields that contradict each other."""
+        if (self.recompute == "budget") != (self.recompute_budget_bytes is not None):
+            raise StrategyError(
+                f"strategy.recompute is {self.recompute!r} and recompute_budget_bytes {self.recompute_budget_bytes}; "
+                "give the bytes with recompute='budget', and only then"
+            )
+        if self.recompute_budget_bytes is not None:
+            _require_count(StrategyError, "strategy.recompute_budget_bytes", self.recompute_budget_bytes, least=0)
+        if self.recompute_modules and self.recompute == "none":
+            raise StrategyError("strategy.recompute_modules names modules, but recompute is 'none'; use 'blocks'")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise StrategyError(f"strategy.clip_norm must be greater than 0, got {self.clip_norm!r}")
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise StrategyError(f"strategy.ema_decay must be from 0 to below 1, got {self.ema_decay!r}")
+        if self.shard_optimizer and self.shard_parameters:
+            raise StrategyError("strategy.shard_parameters shards the optimizer too; leave out shard_optimizer")
+        if self.update_in_backward:
+            clashes = {
+                "microbatches > 1": self.microbatches > 1,
+                "clip_norm": self.clip_norm is not None,
+                "precision 'fp16'": self.precision == "fp16",
+                "shard_optimizer": self.shard_optimizer,
+                "shard_parameters": self.shard_parameters,
+            }
+            if any(clashes.values()):
+                names = ", ".join(name for name, clash in clashes.items() if clash)
+                raise StrategyError(
+                    f"strategy.update_in_backward drops each gradient before the others are known, {names} "
+                    "needs all of them; leave one out"
+                )
 
     @property
     def ranks(self) -> int:
@@ -81,6 +151,8 @@ class Recipe:
     optimizer:       (parameters) -> torch Optimizer
     data:            () -> Dataset of dicts of tensors
     batch_size:      samples of one optimizer step, of the whole job
+    sample:          () -> one sample as `data` gives it, of which only shapes and dtypes are used: for `simulate` and
+                     `plan` where the data is not at hand
     unsupported:     "error" or "gather": what `parallelize` does with an op that has no exact rule
     find_unused_parameters: whether some parameters get no gradient in a step (DDP's option)
     seed:            initial values, order of the samples, augmentation, dropout
@@ -102,6 +174,7 @@ class Recipe:
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     data: Callable[[], Dataset[Any]]
     batch_size: int
+    sample: Callable[[], Mapping[str, Any]] | None = None
     unsupported: Literal["error", "gather"] = "error"
     find_unused_parameters: bool = False
     seed: int = 0
@@ -116,7 +189,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer", "data", "schedule"):
             _require_callable(name, getattr(self, name))
-        for name in ("evaluation_data", "evaluate", "finish"):
+        for name in ("sample", "evaluation_data", "evaluate", "finish"):
             if getattr(self, name) is not None:
                 _require_callable(name, getattr(self, name))
         if self.unsupported not in ("error", "gather"):
@@ -186,6 +259,11 @@ def _where(path: Path, error: Exception) -> str:
 def _require_count(error: type[Exception], name: str, value: object, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise error(f"{name} must be a whole number >= {least}, got {value!r}")
+
+
+def _require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
+        raise StrategyError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def _require_callable(name: str, value: object) -> None:

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fullframe.errors import CheckpointError
 from fullframe.training.agreement import from_all_ranks, on_first_rank
 from fullframe.training.loader import ShardedLoader
-from fullframe.training.randomness import RandomState, random_state, set_random_state
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)\.pt")
@@ -26,7 +24,7 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 @dataclass(kw_only=True)
 class RunState:
-    """Everything a run needs to go on bit for bit, and nothing else."""
+    """Everything a run needs to go on bit for bit; random states follow from seed and step."""
 
     model: nn.Module  # the user's, unwrapped
     optimizer: torch.optim.Optimizer
@@ -34,18 +32,17 @@ class RunState:
     step: int = 0  # optimizer steps done
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as one dict; all ranks must call it, for it holds the random states of all of them."""
+        """The state as one dict."""
         return {
             "format": FORMAT,
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "loader": self.loader.state_dict(),
-            "random": from_all_ranks(random_state()),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Go on from `state`. False when the number of ranks is another, so that random states could not be kept.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`.
 
         Raises CheckpointError when it is of another model, optimizer, order of samples or format.
         """
@@ -60,11 +57,6 @@ class RunState:
             ) from error
         self.loader.load_state_dict(state["loader"])
         self.step = state["step"]
-        states: list[RandomState] = state["random"]
-        if len(states) != dist.get_world_size():
-            return False
-        set_random_state(states[dist.get_rank()])
-        return True
 
 
 def save_checkpoint(state: RunState, folder: Path, keep: int) -> Path:
@@ -137,7 +129,7 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, str]:
         if damaged is not None:
             return None, f"wrong checksum of {damaged}"
         state = torch.load(path, map_location="cpu", weights_only=True)
-        missing = {"format", "step", "model", "optimizer", "loader", "random"} - set(state)
+        missing = {"format", "step", "model", "optimizer", "loader"} - set(state)
         return (None, f"lacks {', '.join(sorted(missing))}") if missing else (state, "")
     except Exception as error:  # damage shows as almost any exception; it becomes a CheckpointError on all ranks
         return None, f"{type(error).__name__}: {error}"

@@ -41,7 +41,7 @@ def fit(
     """Train to `steps` optimizer steps (the recipe's unless given) and return the trained plain model.
 
     All ranks call it; `run_dir` must be visible to all. `resume` goes on from the newest readable checkpoint, bit
-    for bit where the number of ranks is the same. `on_record` and `on_message` are called on every rank, after the
+    for bit where the mesh is the same. `on_record` and `on_message` are called on every rank, after the
     run directory was written. A checkpoint is written every `checkpoint_every` steps and after the last one.
 
     Raises MeshError, StrategyError, RecipeError, RunError or CheckpointError, on all ranks.
@@ -57,9 +57,10 @@ def fit(
         on_message(message)
 
     if resume:
-        _go_on(state, step, run, _replica_seed(recipe.seed, mesh), say)
+        _go_on(state, step, run, say)
     for number, batch in zip(range(state.step + 1, steps + 1), _endless(state.loader), strict=False):
         _set_learning_rate(state.optimizer, recipe.schedule(number))
+        seed_everything(_step_seed(recipe.seed, mesh, number))
         record = step(batch)
         state.step = number
         line = _line(number, record)
@@ -87,7 +88,6 @@ def build(recipe: Recipe, mesh: DeviceMesh) -> tuple[nn.Module, RunState]:
     optimizer = recipe.optimizer(model.parameters())
     read = DataLoader(recipe.data(), recipe.batch_size, shuffle=True, num_workers=recipe.workers)
     loader = ShardedLoader(read, mesh, seed=recipe.seed)
-    seed_everything(_replica_seed(recipe.seed, mesh))
     return model, RunState(model=plain, optimizer=optimizer, loader=loader)
 
 
@@ -113,7 +113,7 @@ def _add(totals: dict[str, list[float]], name: str, value: float, count: float) 
     totals[name] = [before[0] + value, before[1] + count]
 
 
-def _go_on(state: RunState, step: TrainStep, run: RunDirectory, seed: int, say: Callable[[str], None]) -> None:
+def _go_on(state: RunState, step: TrainStep, run: RunDirectory, say: Callable[[str], None]) -> None:
     contents, problems = load_newest_checkpoint(run.checkpoints)
     for problem in problems:
         say(f"warning: {problem}")
@@ -125,9 +125,7 @@ def _go_on(state: RunState, step: TrainStep, run: RunDirectory, seed: int, say: 
         # DDP orders its buckets anew after its first backward, and the order in which more than two ranks are added
         # up depends on it; the run that is resumed has had its first backward.
         step.rehearse(next(iter(state.loader)))
-    if not state.load_state_dict(contents):
-        seed_everything(mixed_seed(seed, state.step))
-        say(f"the checkpoint is of {len(contents['random'])} ranks: dropout and the like draw other numbers")
+    state.load_state_dict(contents)
     run.forget_after(state.step)
     say(f"resumed after step {state.step}")
 
@@ -155,9 +153,12 @@ def _joined(line: dict[str, Any], measured: dict[str, float]) -> dict[str, Any]:
     return line | measured
 
 
-def _replica_seed(seed: int, mesh: DeviceMesh) -> int:
-    """Replicas draw different dropout masks, the ranks of one replica start from the same state."""
-    return mixed_seed(seed, mesh.get_local_rank("data"))
+def _step_seed(seed: int, mesh: DeviceMesh, step: int) -> int:
+    """Dropout follows from seed, step and replica alone, so that a step can be repeated, also by other processes.
+
+    Replicas draw different masks, the ranks of one replica start from the same state.
+    """
+    return mixed_seed(seed, mesh.get_local_rank("data"), step)
 
 
 @contextlib.contextmanager

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fullframe.errors import RecipeError, ShapeError, StrategyError
 from fullframe.strategy import Strategy
+from fullframe.training.average import ParameterAverage
+from fullframe.training.precision import LossScale, computing
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 
@@ -27,7 +30,7 @@ class StepRecord:
     """What one step did; equal on all ranks but for `seconds`."""
 
     loss: float  # mean over the whole job's batch; NaN when nothing was counted
-    grad_norm: float  # 2-norm of the gradient of `loss`
+    grad_norm: float  # 2-norm of the gradient of `loss`, before clipping
     skipped: bool  # the loss or a gradient was not finite, or nothing was counted: no parameter changed
     seconds: float
 
@@ -37,7 +40,7 @@ class TrainStep:
 
     `model` is what `parallelize` returned (in one process a plain module will do). `loss(model, batch)` returns a
     scalar mean, or (sum, count). Gradients are sent on the last microbatch only. Afterwards `parameter.grad` holds
-    the gradient of the whole batch's mean loss.
+    the gradient of the whole batch's mean loss, clipped.
 
     Raises StrategyError when the strategy does not match the ranks or the model is not parallelized; calling it
     raises ShapeError when the batch cannot be cut into the microbatches, RecipeError when the loss is no scalar.
@@ -55,8 +58,12 @@ class TrainStep:
                 f"{type(model).__name__} averages no gradients over the {self._ranks} ranks; "
                 "pass fullframe.parallelize(model, mesh)"
             )
-        self._model, self._loss, self._optimizer = model, loss, optimizer
-        self._microbatches = strategy.microbatches
+        self._model, self._loss, self._optimizer, self._strategy = model, loss, optimizer, strategy
+        parameter = next(model.parameters(), None)
+        self._device_type = "cpu" if parameter is None else parameter.device.type
+        self.scale = LossScale() if strategy.precision == "fp16" else None
+        plain = getattr(model, "module", model)
+        self.average = None if strategy.ema_decay is None else ParameterAverage(plain, strategy.ema_decay)
 
     def __call__(self, batch: Any) -> StepRecord:
         started = time.perf_counter()
@@ -64,19 +71,26 @@ class TrainStep:
         loss_sum, count = self._accumulate(batch)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         broken = ~(torch.isfinite(norm) & torch.isfinite(loss_sum))
         totals = torch.stack([loss_sum, count, broken.to(loss_sum)])
         if self._ranks > 1:
             dist.all_reduce(totals)
-        loss_sum_of_all, count_of_all, broken_ranks = totals.tolist()
+        loss_sum_of_all, count_of_all, broken_ranks, scaled_norm = self._read(*totals, norm)
         skipped = broken_ranks > 0 or count_of_all <= 0
         factor = self._ranks / count_of_all if count_of_all > 0 else math.nan
+        if self.scale is not None and self.scale.value is not None:
+            factor /= self.scale.value
+            self.scale.update(overflowed=broken_ranks > 0)
+        grad_norm = scaled_norm * factor
         if not skipped:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, factor * self._clipping(grad_norm))
             self._optimizer.step()
+            if self.average is not None:
+                self.average.update()
         return StepRecord(
             loss=loss_sum_of_all / count_of_all if count_of_all > 0 else math.nan,
-            grad_norm=norm.item() * factor,
+            grad_norm=grad_norm,
             skipped=skipped,
             seconds=time.perf_counter() - started,
         )
@@ -89,15 +103,36 @@ class TrainStep:
     def _accumulate(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Backward through every microbatch; this rank's loss sum and count, float64."""
         totals = []
-        for number, microbatch in enumerate(microbatches(batch, self._microbatches), start=1):
-            last = number == self._microbatches
-            no_sync = getattr(self._model, "no_sync", nullcontext)
-            with nullcontext() if last else no_sync():
-                loss_sum, count = _sum_and_count(self._loss(self._model, microbatch))
-                loss_sum.backward()
+        pieces = self._strategy.microbatches
+        no_sync = getattr(self._model, "no_sync", nullcontext)
+        for number, microbatch in enumerate(microbatches(batch, pieces), start=1):
+            with nullcontext() if number == pieces else no_sync():
+                with computing(self._strategy.precision, self._device_type):
+                    loss_sum, count = _sum_and_count(self._loss(self._model, microbatch))
+                self._scaled(loss_sum, count).backward()
             totals.append(torch.stack([loss_sum.detach().double(), count]))
         loss_sum, count = torch.stack(totals).sum(0).unbind()
         return loss_sum, count
+
+    def _scaled(self, loss_sum: Tensor, count: Tensor) -> Tensor:
+        """The loss times the scale that fp16 needs, on which the ranks agree at the first microbatch."""
+        if self.scale is None:
+            return loss_sum
+        if self.scale.value is None:
+            largest = count * self._strategy.microbatches
+            if self._ranks > 1:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            self.scale.start(self._read(largest)[0])
+        return loss_sum.float() * self.scale.start(1)
+
+    def _clipping(self, grad_norm: float) -> float:
+        """What the gradients are multiplied by, so that their norm is at most `clip_norm`."""
+        most = self._strategy.clip_norm
+        return 1.0 if most is None or grad_norm <= most else most / grad_norm
+
+    def _read(self, *scalars: Tensor) -> list[float]:
+        """The numbers on the host: what the whole job decides by. A simulation, which has none, overrides this."""
+        return torch.stack([scalar.double() for scalar in scalars]).tolist()
 
 
 def _sum_and_count(output: Any) -> tuple[Tensor, Tensor]:

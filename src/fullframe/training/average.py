@@ -1,0 +1,52 @@
+"""An exponential moving average of a model's parameters (Polyak averaging), for evaluation and export."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ParameterAverage:
+    """`average = decay * average + (1 - decay) * parameter` after each step; sharded parameters are averaged sharded.
+
+    Buffers (batch norm's running statistics) are averages already and are not averaged again.
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self._parameters = dict(model.named_parameters())
+        self._decay = decay
+        self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take one step of the average."""
+        parameters = [p.detach() for p in self._parameters.values()]
+        torch._foreach_lerp_(list(self._average.values()), parameters, 1 - self._decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the model holds the averages."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, parameter in self._parameters.items():
+            own = parameter.detach().clone()
+            parameter.copy_(self._average[name])
+            self._average[name].copy_(own)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averages, by the parameters' names."""
+        return dict(self._average)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; raises KeyError when it is of another model."""
+        for name, average in self._average.items():
+            average.copy_(state[name])
