@@ -1,6 +1,7 @@
 """Strategies as JSON, recipes from files, and what their errors name."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,9 @@ def recipe():
 
 
 def test_json_both_ways():
-    strategy = Strategy(data=2, height=3, width=4, microbatches=5)
+    strategy = Strategy(data=2, height=3, width=4, microbatches=5, recompute="blocks", recompute_modules=("stages.*",))
     assert Strategy.from_json(strategy.to_json()) == strategy
-    assert json.loads(strategy.to_json()) == {"data": 2, "height": 3, "width": 4, "microbatches": 5}
+    assert json.loads(strategy.to_json())["recompute_modules"] == ["stages.*"]
     assert Strategy.from_json('{"width": 2}') == Strategy(width=2)
     assert strategy.ranks == 24
 
@@ -46,6 +47,26 @@ def test_json_both_ways():
 def test_json_that_is_wrong(text, message):
     with pytest.raises(StrategyError, match=message.replace("(", r"\(")):
         Strategy.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"precision": "fp8"}, "strategy.precision must be one of 'fp32', 'tf32', 'bf16', 'fp16', got 'fp8'"),
+        ({"offload": 1}, "strategy.offload must be one of False, True, got 1"),
+        ({"recompute": "budget"}, "recompute_budget_bytes None; give the bytes with recompute='budget'"),
+        ({"recompute_budget_bytes": 5}, "give the bytes with recompute='budget', and only then"),
+        ({"recompute_modules": ("a",)}, "recompute is 'none'; use 'blocks'"),
+        ({"clip_norm": 0.0}, "clip_norm must be greater than 0, got 0.0"),
+        ({"clip_norm": float("nan")}, "clip_norm must be greater than 0, got nan"),
+        ({"ema_decay": 1.0}, "ema_decay must be from 0 to below 1, got 1.0"),
+        ({"shard_optimizer": True, "shard_parameters": True}, "leave out shard_optimizer"),
+        ({"update_in_backward": True, "microbatches": 2, "clip_norm": 1.0}, "microbatches > 1, clip_norm needs all"),
+    ],
+)
+def test_fields_that_do_not_hold(fields, message):
+    with pytest.raises(StrategyError, match=re.escape(message)):
+        Strategy(**fields)
 
 
 def test_fields_are_named_and_frozen():

@@ -7,12 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from fullframe.cli.techniques import Techniques
 from fullframe.errors import MeshError, RecipeError, RunError
 from fullframe.strategy import Strategy
 
@@ -36,8 +37,6 @@ class Train:
     """Ranks that share a sample's rows."""
     width: Count = None
     """Ranks that share a sample's columns."""
-    microbatches: Annotated[int, arg(metavar="N")] = 1
-    """Slices in which a step goes through its batch: less memory; batch norm sees one slice at a time."""
     steps: Count = None
     """Optimizer steps of the whole run: the recipe's unless given."""
     run_dir: Annotated[Path | None, arg(metavar="PATH")] = None
@@ -48,6 +47,7 @@ class Train:
     """Steps between two checkpoints; one more is written after the last step."""
     keep_checkpoints: Annotated[int, arg(metavar="K")] = 3
     """How many of the newest checkpoints stay on the disk."""
+    techniques: Annotated[Techniques, OmitArgPrefixes] = field(default_factory=Techniques)
     json: bool = False
     """Print one JSON object with the last step's record on stdout; everything else goes to stderr."""
 
@@ -63,7 +63,7 @@ class Train:
         return self._launch(strategy, run_dir)
 
     def _check_counts(self) -> None:
-        names = ("processes", "data", "height", "width", "microbatches", "steps", "checkpoint_every")
+        names = ("processes", "data", "height", "width", "steps", "checkpoint_every")
         for name in (*names, "keep_checkpoints"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -95,7 +95,7 @@ class Train:
                 f"data {data} x height {height} x width {width} = {data * height * width} is not the number of "
                 f"processes, {ranks}; leave out --data or --processes"
             )
-        return Strategy(data=data, height=height, width=width, microbatches=self.microbatches)
+        return Strategy(data=data, height=height, width=width, **self.techniques.fields())
 
     def _run_dir(self, joins: bool) -> Path:
         if self.run_dir is not None:
@@ -117,7 +117,6 @@ class Train:
             "data": strategy.data,
             "height": strategy.height,
             "width": strategy.width,
-            "microbatches": strategy.microbatches,
             "steps": self.steps,
             "run-dir": run_dir,
             "checkpoint-every": self.checkpoint_every,
@@ -125,6 +124,7 @@ class Train:
         }
         command = ["-m", "fullframe.cli", "train", str(self.recipe)]
         command += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+        command += self.techniques.words()
         command += [f"--{flag}" for flag in ("resume", "json") if getattr(self, flag)]
         return launch(strategy.ranks, command)
 
