@@ -13,11 +13,12 @@ from torch.autograd.function import once_differentiable
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.route import Route, Wanted, borrows, route
+from fullframe.spatial.mailbox import Place, fits, mailboxes_of
 from fullframe.spatial.mesh import Axis
 
 
 class Message(NamedTuple):
-    """A contiguous tensor to send to, or to be filled by, the rank with coordinate `peer` on the axis."""
+    """A tensor to send to, or to be filled by, the rank with coordinate `peer` on the axis."""
 
     peer: int
     tensor: Tensor
@@ -28,34 +29,49 @@ class InFlight:
 
     def __init__(self, axis: Axis, sends: list[Message], receives: list[Message]):
         self._receives = receives
-        self._keep = sends  # a send buffer must outlive its message
-        self._works: list[Any] = []
-        if axis.staged:
-            self._keep = [Message(peer, tensor.cpu()) for peer, tensor in sends]
-            self._buffers = [Message(peer, torch.empty_like(tensor, device="cpu")) for peer, tensor in receives]
-        else:
-            self._buffers = receives
         # Both sides know the shapes, so a message without elements is sent by neither; gloo would wait for it for ever.
-        ops = [dist.P2POp(dist.isend, t, axis.ranks[peer], axis.group) for peer, t in self._keep if t.numel()]
-        ops += [dist.P2POp(dist.irecv, t, axis.ranks[peer], axis.group) for peer, t in self._buffers if t.numel()]
-        if ops:
-            self._works = dist.batch_isend_irecv(ops)
+        sends = [message for message in sends if message.tensor.numel()]
+        full = [message for message in receives if message.tensor.numel()]
+        self._boxes, self._expected = axis.boxes, list[tuple[Place, Tensor]]()
+        if axis.boxes is not None:
+            for peer, tensor in sends:
+                if fits(tensor):
+                    axis.boxes.send(axis.ranks[peer], tensor)
+            self._expected = [(axis.boxes.expect(axis.ranks[peer]), t) for peer, t in full if fits(t)]
+            sends = [message for message in sends if not fits(message.tensor)]
+            full = [message for message in full if not fits(message.tensor)]
+        self._keep = [Message(peer, tensor.contiguous()) for peer, tensor in sends]  # until the messages are through
+        self._staged: list[tuple[Tensor, Tensor]] = []
+        if axis.staged:
+            self._keep = [Message(peer, tensor.cpu()) for peer, tensor in self._keep]
+            buffers = [Message(peer, torch.empty_like(tensor, device="cpu")) for peer, tensor in full]
+            self._staged = [(m.tensor, buffer.tensor) for m, buffer in zip(full, buffers, strict=True)]
+            full = buffers
+        ops = [dist.P2POp(dist.isend, t, axis.ranks[peer], axis.group) for peer, t in self._keep]
+        ops += [dist.P2POp(dist.irecv, t, axis.ranks[peer], axis.group) for peer, t in full]
+        self._works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> list[Tensor]:
         """Block until all messages are through."""
+        while self._expected:
+            place, tensor = self._expected.pop(0)
+            self._boxes.receive(place, tensor)  # type: ignore[union-attr]
         for work in self._works:
             work.wait()
-        if self._buffers is not self._receives:
-            for (_, target), (_, source) in zip(self._receives, self._buffers, strict=True):
-                target.copy_(source)
+        for target, source in self._staged:
+            target.copy_(source)
         return [tensor for _, tensor in self._receives]
+
+    def __del__(self) -> None:
+        for place, _ in self._expected:  # an error came between post and wait
+            self._boxes.abandon(place)  # type: ignore[union-attr]
 
 
 def post_borrow(
     axis: Axis, plan: Route, block: Callable[[range], Tensor], shape_of: Callable[[range], list[int]], like: Tensor
 ) -> InFlight:
     """Send the rows `plan` names, each cut out by `block(rows)`, and receive those that others own."""
-    sends = [Message(peer, block(rows).contiguous()) for peer, rows in plan.sends]
+    sends = [Message(peer, block(rows)) for peer, rows in plan.sends]
     receives = [Message(peer, like.new_empty(shape_of(rows))) for peer, rows in plan.receives]
     return InFlight(axis, sends, receives)
 
@@ -64,7 +80,7 @@ def post_return(
     axis: Axis, plan: Route, gradients: list[Tensor], shape_of: Callable[[range], list[int]], like: Tensor
 ) -> InFlight:
     """The adjoint of `post_borrow`: the gradients of what was received go back to the owners."""
-    sends = [Message(t.peer, gradient.contiguous()) for t, gradient in zip(plan.receives, gradients, strict=True)]
+    sends = [Message(t.peer, gradient) for t, gradient in zip(plan.receives, gradients, strict=True)]
     receives = [Message(peer, like.new_empty(shape_of(rows))) for peer, rows in plan.sends]
     return InFlight(axis, sends, receives)
 
@@ -155,6 +171,8 @@ def sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of `value` over the ranks of `group`; outside autograd, in a new tensor."""
+    if value.device.type == "cpu" and value.numel() and fits(value) and mailboxes_of(group) is not None:
+        return gathered(value, group).sum(0, dtype=value.dtype)  # in rank order, so equal to the last bit on all ranks
     total = value.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -171,9 +189,21 @@ def maximum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gathered(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`value` of every rank of `group`, stacked in rank order along a new first dim; outside autograd."""
     value = value.detach().contiguous()
-    ranks = dist.get_world_size(group)
-    if ranks == 1:
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
         return value[None]
-    everyone = [torch.empty_like(value) for _ in range(ranks)]
-    dist.all_gather(everyone, value, group=group)
+    everyone = [torch.empty_like(value) for _ in ranks]
+    boxes = mailboxes_of(group) if value.device.type == "cpu" and fits(value) and value.numel() else None
+    if boxes is None:
+        dist.all_gather(everyone, value, group=group)
+        return torch.stack(everyone)
+    me = dist.get_rank()
+    for rank in ranks:
+        if rank != me:
+            boxes.send(rank, value)
+    for rank, target in zip(ranks, everyone, strict=True):
+        if rank == me:
+            target.copy_(value)
+        else:
+            boxes.receive(boxes.expect(rank), target)
     return torch.stack(everyone)

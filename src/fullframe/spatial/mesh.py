@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import MeshError
+from fullframe.spatial.mailbox import Mailboxes, mailboxes_of
 
 AXES = ("data", "height", "width")
 
@@ -23,6 +24,7 @@ class Axis:
     group: dist.ProcessGroup
     ranks: tuple[int, ...]  # the job's ranks along the axis, by coordinate
     staged: bool  # CUDA tensors travel through host memory: gloo carries no CUDA point-to-point
+    boxes: Mailboxes | None  # for messages between CPU ranks of one machine
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +128,8 @@ def _spatial(mesh: DeviceMesh) -> Spatial:
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
     group = mesh.get_group(name)
-    staged = torch.cuda.is_available() and "nccl" not in str(dist.get_backend_config(group))
+    backend = str(dist.get_backend_config(group))
+    staged = torch.cuda.is_available() and "gloo" in backend and "nccl" not in backend
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Axis(name, len(ranks), mesh.get_local_rank(name), group, ranks, staged)
+    boxes = mailboxes_of(group) if mesh.device_type == "cpu" else None
+    return Axis(name, len(ranks), mesh.get_local_rank(name), group, ranks, staged, boxes)
