@@ -4,7 +4,7 @@
     4  planning  doctor  launching
     3  simulation  observation
     2  training
-    1  spatial  strategy
+    1  spatial  strategy  data
     0  geometry
        errors, for all
 
@@ -28,6 +28,7 @@ LAYERS = {
     "geometry": 0,
     "spatial": 1,
     "strategy": 1,
+    "data": 1,
     "training": 2,
     "simulation": 3,
     "observation": 3,

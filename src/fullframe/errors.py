@@ -7,6 +7,8 @@ FullframeError
 ├── GradientError     a parameter got no gradient, so the ranks could not average
 ├── StrategyError     a strategy's field is unknown, out of range, or contradicts another
 ├── RecipeError       a recipe file cannot be read or lacks what it must give
+├── DataError         a data set's file is missing, or is not as its format says
+├── DeviceError       a device has no such name, or its stored rates cannot be read
 ├── RunError          a run directory cannot be used as asked
 └── CheckpointError   a checkpoint is missing, unreadable or of another model
 """
@@ -48,6 +50,14 @@ class StrategyError(FullframeError, ValueError):
 
 class RecipeError(FullframeError):
     """A recipe file cannot be read or lacks what it must give."""
+
+
+class DataError(FullframeError):
+    """A data set's file is missing, or is not as its format says."""
+
+
+class DeviceError(FullframeError, ValueError):
+    """A device has no such name, or its stored rates cannot be read."""
 
 
 class RunError(FullframeError):

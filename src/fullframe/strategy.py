@@ -159,9 +159,11 @@ class Recipe:
     steps:           optimizer steps of a whole run
     schedule:        (step) -> what the optimizer's learning rates are multiplied by at this step, counted from 1
     workers:         loader processes per rank; 0 reads in the main process
+    collate:         (samples) -> batch, as a DataLoader's collate_fn; for training and evaluation
     evaluation_data: () -> Dataset of dicts of tensors, read in order, one sample at a time
-    evaluate:        (model, batch) -> {name: (sum, count)}, under no_grad in eval mode; the run records sum / count
-                     over the whole of `evaluation_data`
+    evaluate:        (model, batch) -> {name: (sum, count) or a torchmetrics Metric}, under no_grad in eval mode; the
+                     run records sum / count, or what the metric computes, over the whole of `evaluation_data`. A metric
+                     is either updated in every batch, and reset by the run, or a new one for each
     evaluate_every:  steps between two evaluations; one more is made after the last step
     finish:          (model, run_dir) -> None, once after the last step on rank 0 with the plain model in eval mode,
                      e.g. to draw pictures; the other ranks are gone by then
@@ -181,15 +183,16 @@ class Recipe:
     steps: int = 100
     schedule: Callable[[int], float] = lambda step: 1.0
     workers: int = 0
+    collate: Callable[[list[Any]], Any] | None = None
     evaluation_data: Callable[[], Dataset[Any]] | None = None
-    evaluate: Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Tensor | float]]] | None = None
+    evaluate: Callable[[nn.Module, Batch], Mapping[str, Any]] | None = None
     evaluate_every: int = 100
     finish: Callable[[nn.Module, Path], None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer", "data", "schedule"):
             _require_callable(name, getattr(self, name))
-        for name in ("sample", "evaluation_data", "evaluate", "finish"):
+        for name in ("sample", "collate", "evaluation_data", "evaluate", "finish"):
             if getattr(self, name) is not None:
                 _require_callable(name, getattr(self, name))
         if self.unsupported not in ("error", "gather"):

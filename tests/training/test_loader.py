@@ -6,7 +6,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import fullframe as ff
 from fullframe.errors import CheckpointError, FullframeError, RecipeError, ShapeError
@@ -19,8 +20,11 @@ SAMPLES, BATCH = 11, 4  # two whole batches an epoch; three samples are left out
 
 def loader_of(height=1, width=1, workers=0, shuffle=True, split="auto", dataset=None, **options):
     mesh = ff.init_mesh(height=height, width=width)
-    read = DataLoader(dataset or Frames(SAMPLES), options.get("batch_size", BATCH), shuffle, num_workers=workers)
-    return ff.ShardedLoader(read, mesh, split=split, seed=options.get("seed", 5))
+    how = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}  # the tests' ranks would spawn
+    read = options.get("kind", DataLoader)(
+        dataset or Frames(SAMPLES), options.get("batch_size", BATCH), shuffle, collate_fn=options.get("collate"), **how
+    )
+    return ff.ShardedLoader(read, mesh, split=split, seed=options.get("seed", 5), prefetch=options.get("prefetch"))
 
 
 def full(value):
@@ -128,22 +132,71 @@ def test_a_sample_depends_on_seed_and_epoch():
     assert not torch.equal(first_frame(1), first_frame(1, seed=6))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, None), (0, 2), (2, 1)])
 @pytest.mark.parametrize("taken", [1, 2, 3])
-def test_resume_in_the_middle(taken, workers):
+def test_resume_in_the_middle(taken, workers, prefetch):
     expected = epochs(3)
-    loader = loader_of(workers=workers)
+    loader = loader_of(workers=workers, prefetch=prefetch)
     stream = (batch for _ in range(3) for batch in loader)
     for _ in range(taken):
         next(stream)
     state = loader.state_dict()
     assert (state["epoch"], state["position"]) == {1: (0, 1), 2: (0, 2), 3: (1, 1)}[taken]
-    resumed = loader_of(workers=workers)
+    resumed = loader_of(workers=2 - workers, prefetch=prefetch)
     resumed.load_state_dict(state)
     rest = [(b["name"], b["image"]) for _ in range(4) for b in resumed][: 6 - taken]
     assert [names for names, _ in rest] == [names for names, _ in expected[taken:]]
     for (_, image), (_, wanted) in zip(rest, expected[taken:], strict=True):
         assert torch.equal(image, wanted)
+
+
+def taken(state, count, width):
+    """The names in the next batches of a job of two ranks that goes on from `state`, and its state then."""
+    loader = loader_of(width=width)
+    loader.load_state_dict(state)
+    stream = (batch for _ in range(count) for batch in loader)
+    return [next(stream)["name"] for _ in range(count)], loader.state_dict()
+
+
+def test_resume_on_other_meshes():
+    expected = [names for names, _ in epochs(3)]
+    state = loader_of().state_dict()
+    ranks = rank_group(2).run(taken, state, 1, 1)  # two replicas
+    assert [[*a, *b] for a, b in zip(ranks[0][0], ranks[1][0], strict=True)] == expected[:1]
+    ranks = rank_group(2).run(taken, ranks[1][1], 2, 2)  # one replica of two ranks
+    assert ranks[0][0] == ranks[1][0] == expected[1:3]
+    assert taken(ranks[0][1], 2, 1)[0] == expected[3:5]
+
+
+def test_prefetch_hands_out_the_same_batches():
+    alone = epochs(2)
+    for prefetch in (1, 3):
+        found = epochs(2, prefetch=prefetch)
+        assert [names for names, _ in found] == [names for names, _ in alone]
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, alone, strict=True))
+    with pytest.raises(RecipeError, match="prefetch must be a number of batches >= 0, got -1"):
+        loader_of(prefetch=-1)
+
+
+def test_a_stateful_loader_will_do():
+    assert [names for names, _ in epochs(2, kind=StatefulDataLoader)] == [names for names, _ in epochs(2)]
+    unshuffled = epochs(1, kind=StatefulDataLoader, shuffle=False)
+    assert [names for names, _ in unshuffled] == [names for names, _ in epochs(1, shuffle=False)]
+    read = StatefulDataLoader(Frames(8), 4)
+    next(iter(read))
+    other = StatefulDataLoader(Frames(8), 4)
+    other.load_state_dict(read.state_dict())
+    with pytest.raises(RecipeError, match="was given a state, which holds for one process only"):
+        ff.ShardedLoader(other, ff.init_mesh())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies on a stream of its own need a GPU")
+def test_batches_arrive_before_they_are_used():
+    data = [{"image": torch.full((3, 2000, 2000), float(i))} for i in range(6)]
+    loader = loader_of(dataset=data, batch_size=1, shuffle=False)
+    for number, batch in enumerate(loader):
+        torch.cuda._sleep(50_000_000)  # the copy of the next batch runs beside this
+        assert batch["image"].device.type == "cuda" and bool((batch["image"] == number).all())
 
 
 def test_set_epoch():
@@ -178,6 +231,8 @@ class Stream(IterableDataset):
     [
         (lambda: DataLoader(Stream(), 2), "Stream is an IterableDataset"),
         (lambda: DataLoader(Frames(4), 2, sampler=WeightedRandomSampler([1.0] * 4, 4)), "WeightedRandomSampler"),
+        (lambda: DataLoader(Frames(4), 2, sampler=RandomSampler(Frames(4), replacement=True)), "RandomSampler"),
+        (lambda: DataLoader(Frames(4), 2, sampler=RandomSampler(Frames(4), num_samples=2)), "RandomSampler"),
         (lambda: DataLoader(Frames(4), None), "make the DataLoader with batch_size="),
         (lambda: DataLoader(Frames(3), 4), "has 3 samples, fewer than one batch of 4"),
     ],
@@ -233,14 +288,16 @@ def test_all_ranks_refuse_alike():
 
 def evaluated(width):
     mesh = ff.init_mesh(width=width)
-    return [(batch["name"], full(batch["image"])) for batch in evaluation_batches(Frames(3), mesh, 5)]
+    batches = evaluation_batches(Frames(3), mesh, 5)
+    return [(batch["name"], full(batch["image"]), counts) for batch, counts in batches]
 
 
 def test_evaluation_reads_every_sample_once():
     alone = evaluated(1)
-    assert [names for names, _ in alone] == [["frame 0"], ["frame 1"], ["frame 2"]]
+    assert [(names, counts) for names, _, counts in alone] == [([f"frame {i}"], True) for i in range(3)]
     first, second = rank_group(2).run(evaluated, 1)
-    assert [names for names, _ in (*first, *second)] == [["frame 0"], ["frame 2"], ["frame 1"]]
+    assert [(names, counts) for names, _, counts in first] == [(["frame 0"], True), (["frame 2"], True)]
+    assert [(names, counts) for names, _, counts in second] == [(["frame 1"], True), (["frame 2"], False)]
     for found in rank_group(2).run(evaluated, 2):
-        for (_, image), (_, expected) in zip(found, alone, strict=True):
-            assert torch.equal(image, expected)
+        for (_, image, counts), (_, expected, _) in zip(found, alone, strict=True):
+            assert torch.equal(image, expected) and counts

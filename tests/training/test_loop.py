@@ -1,6 +1,7 @@
 """The loop: resumed runs go on bit for bit, files stay consistent, refusals reach all ranks."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_resume_on_another_number_of_ranks(tmp_path):
     train(ff.Strategy(), tmp_path / "alone", changes, steps=8)
     rank_group(2).run(train_steps, ff.Strategy(width=2), tmp_path / "moved", 4)
     _, messages = train(ff.Strategy(), tmp_path / "moved", changes, steps=8, resume=True)
-    assert any("the checkpoint is of 2 ranks" in message for message in messages)
+    assert any("of data x height x width = 1 x 1 x 2, this run is of 1 x 1 x 1" in message for message in messages)
     for line, expected in zip(lines(tmp_path / "moved"), lines(tmp_path / "alone"), strict=True):
         assert line["step"] == expected["step"] and line["loss"] == pytest.approx(expected["loss"], rel=1e-9)
     assert ff.Strategy.from_json((tmp_path / "moved" / "strategy.json").read_text()) == ff.Strategy()
@@ -86,14 +87,14 @@ def test_resume_on_another_number_of_ranks(tmp_path):
 
 def test_metrics_after_a_resume_from_an_earlier_checkpoint(tmp_path):
     train(ff.Strategy(), tmp_path, steps=7, checkpoint_every=3)
-    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == [f"step-{n:08d}.pt" for n in (3, 6, 7)]
+    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == [f"step-{n:08d}" for n in (3, 6, 7)]
     before = numbers(tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 8, "lo')  # the crash came while a line was written
-    (tmp_path / "checkpoints" / "step-00000007.pt").write_bytes(b"damaged")
-    (tmp_path / "checkpoints" / "step-00000006.pt").unlink()
+    (tmp_path / "checkpoints" / "step-00000007" / "rank-0.safetensors").write_bytes(b"damaged")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
     _, messages = train(ff.Strategy(), tmp_path, steps=9, resume=True)
-    assert "step-00000007.pt is unreadable" in messages[0] and messages[1] == "resumed after step 3"
+    assert "step-00000007 is unreadable" in messages[0] and messages[1] == "resumed after step 3"
     assert [line["step"] for line in numbers(tmp_path)] == list(range(1, 10))
     assert numbers(tmp_path)[:7] == before
     log = (tmp_path / "log.txt").read_text()
@@ -145,7 +146,7 @@ def test_refusals_reach_all_ranks(tmp_path):
     cases = [
         (width, run, {}, {}, RunError, "already holds a run; go on with it by --resume"),
         (width, tmp_path / "nothing", {}, {"resume": True}, RunError, "holds no run to resume; check the path"),
-        (width, run, {"model": larger}, {"resume": True}, CheckpointError, "is of another model or optimizer"),
+        (width, run, {"model": larger}, {"resume": True}, CheckpointError, "is of another model: the model's"),
         (width, run, {"batch_size": 2}, {"resume": True}, CheckpointError, "loader had batch_size 4, this one has 2"),
         (ff.Strategy(width=3), tmp_path / "x", {}, {}, FullframeError, "does not divide the 2 ranks"),
         (ff.Strategy(), tmp_path / "x", {}, {}, FullframeError, "1 ranks, this job has 2"),
@@ -218,7 +219,7 @@ def test_evaluation(tmp_path):
 
 def evaluated(strategy):
     """What three samples give on replicas of which one reads two and the other one."""
-    from fullframe.training.loop import evaluate as measure
+    from fullframe.training.evaluation import evaluate as measure
 
     mesh = ff.init_mesh(strategy.height, strategy.width)
     torch.manual_seed(0)

@@ -7,11 +7,16 @@ import sys
 def main() -> None:
     """The `fullframe` command; leaves by SystemExit."""
     from fullframe.cli.application import run
+    from fullframe.launching.orphans import die_with_launcher
 
-    code = run(sys.argv[1:])
+    die_with_launcher()
+    try:
+        code: object = run(sys.argv[1:])
+    except SystemExit as ended:
+        code = ended.code
     if code and "RANK" in os.environ:
         # A rank that stops in the middle of a step has threads that wait for other ranks; to unwind them aborts.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+        os._exit(code if isinstance(code, int) else 1)
+    raise SystemExit(code)

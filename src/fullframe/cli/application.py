@@ -1,9 +1,7 @@
-"""From arguments to an exit code: 0 done, 1 a bug or the user's own exception, 2 wrong use, 130 interrupted."""
+"""From arguments to an exit code: 0 done or stopped so that it can go on, 1 a bug or the user's own exception, 2 wrong
+use, 75 the machine failed (start it again), 130 interrupted.
+"""
 
-import json
-import os
-import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -11,9 +9,14 @@ from typing import Protocol
 import tyro
 
 from fullframe import __version__
+from fullframe.cli.calibrate import Calibrate
+from fullframe.cli.export import Export
+from fullframe.cli.plan import Plan
+from fullframe.cli.simulate import Simulate
 from fullframe.cli.train import Train
 from fullframe.cli.verify import Verify
 from fullframe.errors import FullframeError
+from fullframe.training.failure import AGAIN, is_lost_connection, report
 
 _DESCRIPTION = "Train perception models on the full frame, split over GPUs. `fullframe --version` prints the version."
 
@@ -25,7 +28,14 @@ class Command(Protocol):
         """Do it; the exit code."""
 
 
-COMMANDS: dict[str, Callable[..., Command]] = {"train": Train, "verify": Verify}
+COMMANDS: dict[str, Callable[..., Command]] = {
+    "train": Train,
+    "verify": Verify,
+    "plan": Plan,
+    "simulate": Simulate,
+    "calibrate": Calibrate,
+    "export": Export,
+}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -43,21 +53,11 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return command.run()
     except FullframeError as error:
-        return _report(error, code=2, text=f"error: {error}")
+        report(f"error: {error}", f"{type(error).__name__}: {error}")
+        return 2
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        return _report(error, code=1, text=traceback.format_exc().rstrip())
-
-
-def _report(error: Exception, code: int, text: str) -> int:
-    """Say what failed, once: a rank leaves it to whoever started the ranks, in the file torch's launcher reads."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not file:
-        print(text, file=sys.stderr)
-        return code
-    now = time.time()
-    details = {"py_callstack": text, "timestamp": str(int(now)), "seconds": now}
-    with open(file, "w") as out:
-        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, out)
-    return code
+        lost = is_lost_connection(error)
+        report(traceback.format_exc().rstrip(), f"{type(error).__name__}: {error}", consequence=lost)
+        return AGAIN if lost else 1

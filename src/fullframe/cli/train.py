@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from fullframe.cli.comparison import Comparison
+from fullframe.cli.planned import first_plan, strategy_of
 from fullframe.cli.techniques import Techniques
-from fullframe.errors import MeshError, RecipeError, RunError
+from fullframe.errors import MeshError, RecipeError, RunError, StrategyError
 from fullframe.strategy import Strategy
+from fullframe.training.stopping import Stopped
 
 if TYPE_CHECKING:
     from fullframe.cli.display import Display
+    from fullframe.training.run_directory import Resume
 
 Count = Annotated[int | None, arg(metavar="N")]
 
@@ -37,17 +41,31 @@ class Train:
     """Ranks that share a sample's rows."""
     width: Count = None
     """Ranks that share a sample's columns."""
+    plan: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Take the strategy from what `fullframe plan --out FILE` wrote, in place of the mesh and the techniques."""
     steps: Count = None
     """Optimizer steps of the whole run: the recipe's unless given."""
     run_dir: Annotated[Path | None, arg(metavar="PATH")] = None
     """Where metrics, log and checkpoints go: a new folder in runs/ unless given."""
     resume: bool = False
     """Go on from the newest readable checkpoint in --run-dir."""
+    auto_resume: bool = False
+    """Go on if --run-dir holds a run, start one if not: for jobs that a scheduler queues again."""
     checkpoint_every: Annotated[int, arg(metavar="K")] = 100
     """Steps between two checkpoints; one more is written after the last step."""
     keep_checkpoints: Annotated[int, arg(metavar="K")] = 3
     """How many of the newest checkpoints stay on the disk."""
     techniques: Annotated[Techniques, OmitArgPrefixes] = field(default_factory=Techniques)
+    check_every: Annotated[int, arg(metavar="K")] = 100
+    """Steps between two comparisons of what all ranks should hold alike, to the bit; 0: never."""
+    max_skipped: Annotated[int, arg(metavar="N")] = 10
+    """Steps in a row that may be skipped because the loss or a gradient is not finite."""
+    hang_timeout: Annotated[float, arg(metavar="SECONDS")] = 300.0
+    """Time without progress after which ranks write their stacks, name who hangs and start again; 0: never."""
+    max_restarts: Annotated[int, arg(metavar="N")] = 3
+    """Times in a row that ranks are started again after one died, without a later step than before."""
+    strict_memory: Annotated[float | None, arg(metavar="SHARE")] = None
+    """Stop when after two steps the memory that was measured is off the prediction by more than this share, say 0.1."""
     json: bool = False
     """Print one JSON object with the last step's record on stdout; everything else goes to stderr."""
 
@@ -56,13 +74,15 @@ class Train:
         self._check_counts()
         joins = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         ranks = int(os.environ["WORLD_SIZE"]) if joins else self._ranks_to_start()
-        strategy = self._strategy(ranks)
+        strategy = self._strategy(ranks) if self.plan is None else self._planned(ranks)
         run_dir = self._run_dir(joins)
         if joins or ranks == 1:
             return self._train(strategy, run_dir, rank=int(os.environ.get("RANK", "0")))
         return self._launch(strategy, run_dir)
 
     def _check_counts(self) -> None:
+        if self.strict_memory is not None and not self.strict_memory > 0:
+            raise StrategyError(f"--strict-memory must be greater than 0, got {self.strict_memory}")
         names = ("processes", "data", "height", "width", "steps", "checkpoint_every")
         for name in (*names, "keep_checkpoints"):
             value = getattr(self, name)
@@ -74,6 +94,8 @@ class Train:
     def _ranks_to_start(self) -> int:
         if self.processes is not None:
             return self.processes
+        if self.plan is not None:
+            return strategy_of(first_plan(self.plan)).ranks
         if self.data or self.height or self.width:
             return (self.data or 1) * (self.height or 1) * (self.width or 1)
         import torch
@@ -97,11 +119,21 @@ class Train:
             )
         return Strategy(data=data, height=height, width=width, **self.techniques.fields())
 
+    def _planned(self, ranks: int) -> Strategy:
+        assert self.plan is not None
+        if self.data or self.height or self.width or self.techniques.fields():
+            raise StrategyError("--plan says how to train; leave out the options of the mesh and the techniques")
+        strategy = strategy_of(first_plan(self.plan))
+        if strategy.ranks != ranks:
+            raise MeshError(f"the plan is for {strategy.ranks} ranks, there are {ranks}; start {strategy.ranks}")
+        return strategy
+
     def _run_dir(self, joins: bool) -> Path:
         if self.run_dir is not None:
             return self.run_dir
-        if self.resume:
-            raise RunError("--resume needs --run-dir, the directory of the run to go on with")
+        if self.resume or self.auto_resume:
+            option = "--resume" if self.resume else "--auto-resume"
+            raise RunError(f"{option} needs --run-dir, the directory of the run to go on with")
         if joins:
             raise RunError("ranks that were started by torchrun need --run-dir, so that all of them name the same one")
         recipe = self.recipe.resolve()
@@ -110,23 +142,37 @@ class Train:
 
     def _launch(self, strategy: Strategy, run_dir: Path) -> int:
         from fullframe.launching.local import launch
-        from fullframe.training.run_directory import check_run_directory
+        from fullframe.training.run_directory import check_run_directory, last_step
 
-        check_run_directory(run_dir, self.resume)
+        check_run_directory(run_dir, self._resume)
+        mesh = {"data": strategy.data, "height": strategy.height, "width": strategy.width}
         options: dict[str, Any] = {
-            "data": strategy.data,
-            "height": strategy.height,
-            "width": strategy.width,
+            **(mesh if self.plan is None else {"plan": self.plan}),
+            "strict-memory": self.strict_memory,
             "steps": self.steps,
             "run-dir": run_dir,
             "checkpoint-every": self.checkpoint_every,
             "keep-checkpoints": self.keep_checkpoints,
+            "check-every": self.check_every,
+            "max-skipped": self.max_skipped,
+            "hang-timeout": self.hang_timeout,
         }
         command = ["-m", "fullframe.cli", "train", str(self.recipe)]
         command += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
         command += self.techniques.words()
-        command += [f"--{flag}" for flag in ("resume", "json") if getattr(self, flag)]
-        return launch(strategy.ranks, command)
+        flags = {"resume": self.resume, "auto-resume": self.auto_resume, "json": self.json}
+        command += [f"--{flag}" for flag, given in flags.items() if given]
+        return launch(
+            strategy.ranks,
+            command,
+            restarts=self.max_restarts,
+            progress=lambda: last_step(run_dir),
+            patience_seconds=self.hang_timeout or 300.0,
+        )
+
+    @property
+    def _resume(self) -> "Resume":
+        return "auto" if self.auto_resume else self.resume
 
     def _train(self, strategy: Strategy, run_dir: Path, rank: int) -> int:
         from fullframe.cli.display import display
@@ -137,32 +183,42 @@ class Train:
         steps = self.steps or recipe.steps
         last: dict[str, Any] = {}
         show = display(steps, sys.stderr if self.json else sys.stdout) if rank == 0 else None
+        say = show.message if show is not None else lambda message: None
+        plan = None if self.plan is None else first_plan(self.plan)
         mesh = f"data {strategy.data} x height {strategy.height} x width {strategy.width}"
 
         def on_record(record: Mapping[str, Any]) -> None:
             last.update(record)
             if show is not None:
                 show.record(record)
+            comparison.record(record)
 
-        with _shown(show):
+        code = 0
+        with _shown(show), Comparison(self.recipe, strategy, say, plan, self.strict_memory) as comparison:
             if show is not None:
                 show.message(f"{self.recipe}: {steps} steps on {strategy.ranks} ranks ({mesh}), writing {run_dir}")
-            fit(
-                recipe,
-                strategy,
-                run_dir,
-                steps=steps,
-                resume=self.resume,
-                checkpoint_every=self.checkpoint_every,
-                keep_checkpoints=self.keep_checkpoints,
-                on_record=on_record,
-                on_message=show.message if show is not None else lambda message: None,
-            )
+            try:
+                fit(
+                    recipe,
+                    strategy,
+                    run_dir,
+                    steps=steps,
+                    resume=self._resume,
+                    checkpoint_every=self.checkpoint_every,
+                    keep_checkpoints=self.keep_checkpoints,
+                    check_every=self.check_every,
+                    max_skipped=self.max_skipped,
+                    hang_timeout=self.hang_timeout,
+                    on_record=on_record,
+                    on_message=say,
+                )
+            except Stopped as stopped:
+                code, last["stopped"] = stopped.code, stopped.signal.name
         _leave()
         if self.json and rank == 0:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in last.items()}
             print(json.dumps({"run_dir": str(run_dir), "ranks": strategy.ranks, **finite}))
-        return 0
+        return code
 
 
 def _shown(show: "Display | None") -> contextlib.AbstractContextManager[object]:

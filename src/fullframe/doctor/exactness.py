@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Subset, default_collate
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fullframe.data.slices import SliceReader
 from fullframe.doctor import reference
 from fullframe.doctor.diagnosis import Evidence, Named, PartEvidence, judged, refused
 from fullframe.doctor.recording import ModuleTensors, compared
@@ -36,7 +37,8 @@ from fullframe.spatial.parallelize import ParallelModel, parallelize
 from fullframe.spatial.tensor import Layout, SpatialTensor, local_of, sliced, wrap
 from fullframe.strategy import Recipe, Strategy, load_recipe
 from fullframe.training.agreement import from_all_ranks
-from fullframe.training.loader import ShardedLoader, mesh_device
+from fullframe.training.delivery import mesh_device
+from fullframe.training.loader import ShardedLoader
 from fullframe.training.randomness import mixed_seed, seed_everything
 from fullframe.training.step import TrainStep
 
@@ -91,11 +93,12 @@ def verify(
 class _KeptBatch:
     """Collates in float64 and keeps this replica's whole batch, which is what one process gets."""
 
-    def __init__(self) -> None:
+    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
+        self._collate = collate or default_collate
         self.batch: Any = None
 
     def __call__(self, samples: list[Any]) -> Any:
-        collated = default_collate(samples)
+        collated = self._collate(samples)
         self.batch = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, collated)
         return self.batch
 
@@ -112,9 +115,14 @@ def _prepared(
     if not any(p.requires_grad for p in plain.parameters()):
         raise RecipeError("no parameter of the model requires a gradient; there is no step to compare")
     model = parallelize(plain, mesh, unsupported=unsupported, find_unused_parameters=True)  # a note names them
-    kept = _KeptBatch()
-    read = DataLoader(recipe.data(), recipe.batch_size, shuffle=True, collate_fn=kept)
+    kept = _KeptBatch(recipe.collate)
+    data = recipe.data()
+    read = DataLoader(data, recipe.batch_size, shuffle=True, collate_fn=kept)
     batch = next(iter(ShardedLoader(read, mesh, seed=recipe.seed)))
+    if isinstance(data, SliceReader):  # then `batch` was read in parts, and what was kept is one of them
+        whole = Subset(data, range(len(data)))  # type: ignore[arg-type]  # which offers no read()
+        read = DataLoader(whole, recipe.batch_size, shuffle=True, collate_fn=kept)
+        next(iter(ShardedLoader(read, mesh, seed=recipe.seed)))
     return model, batch, kept
 
 

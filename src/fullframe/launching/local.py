@@ -1,89 +1,158 @@
-"""Ranks on this machine, by torch's elastic launcher; an error that ranks raise is shown once."""
+"""A job on this machine: its ranks are started, told to stop, and started again when the machine failed them.
 
-import logging
+Not torchrun's agent: it restarts a job whatever ended it, also for an error in the recipe, and raises in the middle
+of its own work when it is told to stop. Ranks cannot tell the two apart; under torchrun they resume as well.
+"""
+
+import itertools
 import os
 import signal
 import sys
 import tempfile
-import uuid
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType, TracebackType
+
+from fullframe.launching.ranks import Death, Ranks
+from fullframe.training.failure import AGAIN, RESTART_REASON
+
+_POLL_SECONDS = 0.1
+_CONSEQUENCE_SECONDS = 3.0  # once a rank has failed, the others may say what they saw of it
 
 
-def launch(ranks: int, arguments: Sequence[str]) -> int:
+def launch(
+    ranks: int,
+    arguments: Sequence[str],
+    *,
+    restarts: int = 0,
+    progress: Callable[[], int] = lambda: 0,
+    patience_seconds: float = 60.0,
+) -> int:
     """Run `python *arguments` as `ranks` ranks and wait; the exit code of the job.
 
     Rank 0 shares this terminal; the others' output is shown only when one of them dies without naming an error.
-    Prints the first error on stderr. Ctrl-C and SIGTERM end all ranks.
+    Ranks that died of a signal, lost another or asked for it are all started again, at most `restarts` times in a row
+    without `progress()` (the last step done) having grown; an error is final, and printed on stderr. Ctrl-C, SIGTERM,
+    SIGUSR1 and SIGHUP are handed on to the ranks, which end by themselves; a second Ctrl-C, or `patience_seconds`,
+    ends them at once.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     # Without this every rank would start a thread for every core of the machine.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // ranks, 1)))
-    with tempfile.TemporaryDirectory(prefix="fullframe-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            max_restarts=0,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            logs_specs=DefaultLogsSpecs(folder, redirects={rank: Std.ALL for rank in range(1, ranks)}),
-            shutdown_timeout=10,
-        )
-        logging.disable(logging.ERROR)  # the launcher's own account of a failure; ours follows
-        try:
-            elastic_launch(config, sys.executable)(*arguments)
-            return 0
-        except ChildFailedError as failed:
-            return _explain(failed.failures, Path(folder))
-        except (SignalException, KeyboardInterrupt) as stopped:
-            number = getattr(stopped, "sigval", signal.SIGINT)
+    reason, furthest, in_vain = "", progress(), 0
+    with tempfile.TemporaryDirectory(prefix="fullframe-") as folder, _StopSignals() as stop:
+        for attempt in itertools.count():
+            environment = {
+                "TORCHELASTIC_RUN_ID": Path(folder).name,
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                RESTART_REASON: reason,
+            }
+            with Ranks(ranks, arguments, Path(folder) / str(attempt), environment) as processes:
+                deaths = _wait(processes, stop, patience_seconds)
+                codes = processes.codes()
+            if stop.number:
+                return _stopped(codes, deaths, stop.number)
+            if not deaths:
+                return 0
+            cause = min(deaths, key=_precedence)
+            code = cause.code if cause.code > 0 else 1
+            if not restarts or not _is_worth_another_try(cause):
+                _explain(cause)
+                return code
+            reached = progress()
+            in_vain = 0 if reached > furthest or cause.report.get("changed") else in_vain + 1
+            furthest = max(furthest, reached)
+            if in_vain > restarts:
+                _explain(cause)
+                _say(f"error: {in_vain} attempts in a row got no further than step {furthest}; giving up")
+                return code
+            reason = str(cause)
             _restore_cursor()
-            print("stopped; go on with --resume and the same --run-dir", file=sys.stderr)
-            return 128 + int(number)
-        finally:
-            logging.disable(logging.NOTSET)
+            _say(f"warning: {reason}; all ranks start again from the last checkpoint (step {reached} was done)")
+            _say(cause.last_words)
+    raise AssertionError("itertools.count has no end")
 
 
-def _explain(failures: dict[int, Any], folder: Path) -> int:
-    """Print the failure that came first; the exit code of its rank, 1 when it died of a signal."""
-    rank = min(failures, key=lambda rank: _precedence(failures[rank]))
-    failure = failures[rank]
-    details = _details(failure)
-    if details:
-        print(details["py_callstack"], file=sys.stderr)
-        return int(failure.exitcode) if failure.exitcode > 0 else 1
+class _StopSignals:
+    """While inside `with`, signals that ask for an end are kept instead of raised."""
+
+    number = 0  # the first of them
+    at_once = False
+
+    def __enter__(self) -> "_StopSignals":
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+        kept = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self._before = {number: signal.signal(number, self._note) for number in kept}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.at_once = self.at_once or (number == signal.SIGINT and self.number == signal.SIGINT)
+        self.number = self.number or number
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _wait(ranks: Ranks, stop: _StopSignals, patience_seconds: float) -> list[Death]:
+    """The ranks that failed by themselves, once all have ended or need not be waited for."""
+    deadline, told = float("inf"), False
+    while ranks.running() and time.monotonic() < deadline and not stop.at_once:
+        if stop.number and not told:
+            told = True
+            deadline = min(deadline, time.monotonic() + patience_seconds)
+            ranks.send(signal.SIGTERM if stop.number == signal.SIGHUP else stop.number)
+        if ranks.deaths():
+            deadline = min(deadline, time.monotonic() + _CONSEQUENCE_SECONDS)
+        time.sleep(_POLL_SECONDS)
+    return ranks.deaths()
+
+
+def _stopped(codes: Sequence[int | None], deaths: Sequence[Death], number: int) -> int:
+    """The exit code of a job that was asked to stop: 0 or 130 where every rank ended as it should."""
+    if set(codes) == {0}:
+        return 0
+    if set(codes) == {130}:
+        return 130
+    errors = [death for death in deaths if death.report]
+    if errors:
+        _explain(min(errors, key=_precedence))
     _restore_cursor()
-    print(
-        f"error: rank {rank} died ({failure.message if failure.exitcode < 0 else f'exit code {failure.exitcode}'})",
-        file=sys.stderr,
-    )
-    for log in folder.rglob(f"{failure.local_rank}/stderr.log"):
-        print("\n".join(log.read_text(errors="replace").splitlines()[-30:]), file=sys.stderr)
-    return 1
+    _say("stopped at once; what was done since the last checkpoint is lost")
+    return 128 + number
 
 
-def _precedence(failure: Any) -> tuple[int, float]:
-    """The cause before its consequences: other ranks lose their connection to one that failed, and get a SIGTERM."""
-    details = _details(failure)
-    if failure.exitcode == 2:
+def _is_worth_another_try(cause: Death) -> bool:
+    return cause.code < 0 or cause.code == AGAIN
+
+
+def _explain(death: Death) -> None:
+    if death.report:
+        _say(death.report["py_callstack"])
+        return
+    _restore_cursor()
+    _say(f"error: {death}")
+    _say(death.last_words)
+
+
+def _precedence(death: Death) -> tuple[int, float]:
+    """The cause before its consequences: ranks lose their connection to one that failed."""
+    if death.code == 2:
         kind = 0
-    elif failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:
+    elif death.code < 0 and death.code != -signal.SIGTERM:
         kind = 1
+    elif death.report and not death.report.get("consequence"):
+        kind = 2
     else:
-        kind = 2 if details else 3
-    return kind, float(details.get("seconds", failure.timestamp))
+        kind = 3
+    return kind, death.seconds
 
 
-def _details(failure: Any) -> dict[str, Any]:
-    message = failure.error_file_data.get("message")
-    return dict(message.get("extraInfo", {})) if isinstance(message, dict) else {}
+def _say(text: str) -> None:
+    if text:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _restore_cursor() -> None:

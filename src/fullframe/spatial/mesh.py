@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,9 +93,18 @@ def _start_process_group() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, **_store_of_attempt())
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _store_of_attempt() -> dict[str, Any]:
+    """A store without the addresses of dead ranks, which torchrun keeps in its own when it starts ranks again."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":  # nodes count their attempts apart
+        return {}
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    return {"store": dist.PrefixStore(f"attempt-{attempt}", store), "rank": rank, "world_size": ranks}
 
 
 def _backend_device() -> str:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -360,6 +361,9 @@ def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, layout: Layo
     )
 
 
+# FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.
+_FSDP_IDENTITY = ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "RegisterPostBackwardFunction")
+
 _apply_function = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
 
@@ -369,6 +373,8 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     It would see a shell without a graph: a plain result would backpropagate into the shell, and be lost.
     """
     if any(type(arg) is SpatialTensor for arg in args):
+        if (function.__module__, function.__name__) == _FSDP_IDENTITY:
+            return _apply_to_locals(function, args)
         fix = (
             "Apply it to x.local if it is pointwise, or to x.full(); parallelize(..., unsupported='gather') does that."
         )
@@ -376,18 +382,31 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     return _apply_function(function, *args, **kwargs)
 
 
+def _apply_to_locals(identity: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """A function that returns its tensors as they are, applied to the local ones."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    results = _apply_function(identity, *(local_of(arg) if type(arg) is SpatialTensor else arg for arg in args))
+    return tuple(
+        wrap(result, arg._layout) if type(arg) is SpatialTensor else result
+        for result, arg in zip(results, tensors, strict=True)
+    )
+
+
 torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
 
 
-def module_path() -> str:
-    """Path and class of the user's module whose forward is running, from the stack; "" outside a module."""
+def module_path(frame: FrameType | None = None) -> str:
+    """Path and class of the user's module whose forward is running, from the stack; "" outside a module.
+
+    `frame` is the innermost line of another thread's stack, this thread's unless given.
+    """
     modules: list[nn.Module] = []
-    frame = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         if frame.f_code.co_name in ("forward", "_call_impl") and isinstance(owner, nn.Module):
             modules.append(owner)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     users = [m for m in modules if not type(m).__module__.startswith(("fullframe.", "torch.nn.parallel"))]
     if not users:
         return ""

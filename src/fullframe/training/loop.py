@@ -1,12 +1,11 @@
 """The loop: build what the recipe names, step, record, evaluate, checkpoint. Prints nothing; callers get records."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import signal
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,13 +14,23 @@ from torch.utils.data import DataLoader
 from fullframe.errors import RecipeError
 from fullframe.spatial.mesh import init_mesh
 from fullframe.spatial.parallelize import parallelize
+from fullframe.spatial.sharding import is_sharded, whole_value
 from fullframe.strategy import Recipe, Strategy
 from fullframe.training.agreement import from_all_ranks
-from fullframe.training.checkpoint import RunState, load_newest_checkpoint, save_checkpoint
-from fullframe.training.loader import ShardedLoader, evaluation_batches, mesh_device
-from fullframe.training.randomness import kept_random_state, mixed_seed, seed_everything
-from fullframe.training.run_directory import RunDirectory, open_run
+from fullframe.training.checkpoint import Checkpoints, load, newest_checkpoint
+from fullframe.training.delivery import mesh_device
+from fullframe.training.drift import require_same_numbers
+from fullframe.training.evaluation import evaluating
+from fullframe.training.failure import restart_reason
+from fullframe.training.loader import ShardedLoader
+from fullframe.training.optimizers import build_optimizer
+from fullframe.training.randomness import seed_everything
+from fullframe.training.run_directory import Resume, RunDirectory, open_run, strategy_of_restart
+from fullframe.training.run_state import RunState
 from fullframe.training.step import TrainStep
+from fullframe.training.steps import Steps, heard
+from fullframe.training.stopping import Stopped, StopSignals
+from fullframe.training.watchdog import Watchdog
 
 Record = Mapping[str, Any]  # one step: step, loss, grad_norm, skipped, step_seconds, and what evaluate() measured
 
@@ -32,92 +41,119 @@ def fit(
     run_dir: str | Path,
     *,
     steps: int | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     checkpoint_every: int = 100,
     keep_checkpoints: int = 3,
+    check_every: int = 100,
+    max_skipped: int = 10,
+    hang_timeout: float = 300.0,
     on_record: Callable[[Record], None] = lambda record: None,
     on_message: Callable[[str], None] = lambda message: None,
 ) -> nn.Module:
     """Train to `steps` optimizer steps (the recipe's unless given) and return the trained plain model.
 
     All ranks call it; `run_dir` must be visible to all. `resume` goes on from the newest readable checkpoint, bit
-    for bit where the mesh is the same. `on_record` and `on_message` are called on every rank, after the
-    run directory was written. A checkpoint is written every `checkpoint_every` steps and after the last one.
+    for bit where the mesh is the same; with "auto", and on ranks that a launcher has started again, if there is one.
+    `on_record` and `on_message` are called on every rank, after the run directory was written.
 
-    Raises MeshError, StrategyError, RecipeError, RunError or CheckpointError, on all ranks.
+    checkpoint_every: a checkpoint is written every so many steps and after the last one
+    check_every:      steps between two comparisons of what all ranks should hold alike; 0: never
+    max_skipped:      steps in a row that may be skipped because the loss or a gradient is not finite
+    hang_timeout:     seconds without progress after which the ranks say where they are and end; 0: never
+
+    Asked to stop by SIGTERM, SIGUSR1 or Ctrl-C, it writes a checkpoint after the step and raises `Stopped`, a
+    SystemExit. Raises MeshError, StrategyError, RecipeError, RunError or CheckpointError, on all ranks.
     """
     steps = recipe.steps if steps is None else steps
     mesh = init_mesh(height=strategy.height, width=strategy.width)
-    model, state = build(recipe, mesh)
+    reason = next((found for found in from_all_ranks(restart_reason()) if found), "")
+    if reason:
+        resume, strategy = "auto", strategy_of_restart(Path(run_dir), strategy)
+    model, state = build(recipe, strategy, mesh)
     step = TrainStep(model, recipe.loss, state.optimizer, strategy)
-    run = open_run(Path(run_dir), strategy, resume)
+    state.scale, state.average = step.scale, step.average
+    run, goes_on = open_run(Path(run_dir), strategy, resume)
 
     def say(message: str) -> None:
         run.log(message)
         on_message(message)
 
-    if resume:
-        _go_on(state, step, run, say)
-    for number, batch in zip(range(state.step + 1, steps + 1), _endless(state.loader), strict=False):
-        _set_learning_rate(state.optimizer, recipe.schedule(number))
-        seed_everything(_step_seed(recipe.seed, mesh, number))
-        record = step(batch)
-        state.step = number
-        line = _line(number, record)
-        if record.skipped:
-            say(f"step {number} skipped: loss {record.loss}, gradient norm {record.grad_norm}; nothing was updated")
-        if recipe.evaluate and (number % recipe.evaluate_every == 0 or number == steps):
-            line = _joined(line, evaluate(recipe, state.model, mesh))
-        run.append(line)
-        on_record(line)
-        if number % checkpoint_every == 0 or number == steps:
-            say(f"wrote {save_checkpoint(state, run.checkpoints, keep_checkpoints)}")
+    def written(path: Path) -> None:
+        say(f"wrote {path}")
+
+    with (
+        StopSignals() as stop,
+        Watchdog(run.path, hang_timeout, say) as watchdog,
+        Checkpoints(run.checkpoints, keep_checkpoints, written, watchdog.beat) as checkpoints,
+    ):
+        if reason:
+            say(f"started again: {reason}")
+        if goes_on:
+            _go_on(state, step, run, checkpoints, say)
+        todo = Steps(recipe, strategy, mesh, model, state, step, run, checkpoints, stop, watchdog, say, max_skipped)
+        for number in range(state.step + 1, steps + 1):
+            last = number == steps
+            record = todo.take(number)
+            if _due(number, check_every):
+                require_same_numbers(state.model, mesh, number)
+            line = _line(number, record)
+            if recipe.evaluate and (_due(number, recipe.evaluate_every) or last):
+                line = _joined(line, todo.evaluate(number, last))
+            run.append(line)
+            on_record(line)
+            asked = heard(stop, run) if record.hands or last else 0
+            checkpoints.poll()
+            if _due(number, checkpoint_every) or last or asked:
+                watchdog.beat(f"copying the state of step {number}")
+                checkpoints.save(state)
+            if asked and not last:
+                checkpoints.wait()
+                say(f"stopped after step {number} by {signal.Signals(asked).name}; go on with --resume")
+                raise Stopped(asked)
+    plain = _whole(recipe, state.model)
     if recipe.finish and dist.get_rank() == 0:
-        with _evaluating(state.model):
-            recipe.finish(state.model, run.path)
-    return state.model
+        with evaluating(plain):
+            recipe.finish(plain, run.path)
+    return plain
 
 
-def build(recipe: Recipe, mesh: DeviceMesh) -> tuple[nn.Module, RunState]:
+def build(recipe: Recipe, strategy: Strategy, mesh: DeviceMesh) -> tuple[nn.Module, RunState]:
     """The parallelized model, and the run's state before its first step."""
     seed_everything(recipe.seed)
     plain = recipe.model().to(mesh_device(mesh))
     model = parallelize(
-        plain, mesh, unsupported=recipe.unsupported, find_unused_parameters=recipe.find_unused_parameters
+        plain,
+        mesh,
+        unsupported=recipe.unsupported,
+        find_unused_parameters=recipe.find_unused_parameters,
+        shard_parameters=strategy.shard_parameters,
+        average_gradients=not strategy.update_in_backward,
     )
-    optimizer = recipe.optimizer(model.parameters())
-    read = DataLoader(recipe.data(), recipe.batch_size, shuffle=True, num_workers=recipe.workers)
+    optimizer = build_optimizer(recipe.optimizer, model, strategy)
+    read = DataLoader(
+        recipe.data(), recipe.batch_size, shuffle=True, num_workers=recipe.workers, collate_fn=recipe.collate
+    )
     loader = ShardedLoader(read, mesh, seed=recipe.seed)
-    return model, RunState(model=plain, optimizer=optimizer, loader=loader)
+    return model, RunState(model=plain, optimizer=optimizer, loader=loader, mesh=tuple(mesh.mesh.shape))
 
 
-def evaluate(recipe: Recipe, model: nn.Module, mesh: DeviceMesh) -> dict[str, float]:
-    """What `recipe.evaluate` measures over the whole of its data, the same on all ranks; {} without one."""
-    if recipe.evaluate is None or recipe.evaluation_data is None:
-        return {}
-    mine: dict[str, list[float]] = {}  # name: [sum, count] of this replica's samples
-    with _evaluating(model):
-        for batch in evaluation_batches(recipe.evaluation_data(), mesh, recipe.seed):
-            for name, (value, count) in recipe.evaluate(model, batch).items():
-                _add(mine, name, float(value), float(count))
-    # The ranks of a replica all hold their replica's sum and count, so their number cancels out.
-    totals: dict[str, list[float]] = {}
-    for measured in from_all_ranks(mine):
-        for name, total in measured.items():
-            _add(totals, name, *total)
-    return {name: total / count if count else float("nan") for name, (total, count) in totals.items()}
+def _whole(recipe: Recipe, model: nn.Module) -> nn.Module:
+    """`model`, which one rank can run alone: a new one where its parameters are sharded. All ranks call it."""
+    if not any(map(is_sharded, model.parameters())):
+        return model
+    state = {name: whole_value(value) for name, value in model.state_dict().items()}
+    plain = recipe.model().to(next(model.parameters()).device)
+    plain.load_state_dict(state)
+    return plain
 
 
-def _add(totals: dict[str, list[float]], name: str, value: float, count: float) -> None:
-    before = totals.setdefault(name, [0.0, 0.0])
-    totals[name] = [before[0] + value, before[1] + count]
-
-
-def _go_on(state: RunState, step: TrainStep, run: RunDirectory, say: Callable[[str], None]) -> None:
-    contents, problems = load_newest_checkpoint(run.checkpoints)
+def _go_on(
+    state: RunState, step: TrainStep, run: RunDirectory, checkpoints: Checkpoints, say: Callable[[str], None]
+) -> None:
+    checkpoint, problems = newest_checkpoint(run.checkpoints)
     for problem in problems:
         say(f"warning: {problem}")
-    if contents is None:
+    if checkpoint is None:
         say("no checkpoint was written yet; starting from the first step")
         run.forget_after(0)
         return
@@ -125,24 +161,21 @@ def _go_on(state: RunState, step: TrainStep, run: RunDirectory, say: Callable[[s
         # DDP orders its buckets anew after its first backward, and the order in which more than two ranks are added
         # up depends on it; the run that is resumed has had its first backward.
         step.rehearse(next(iter(state.loader)))
-    state.load_state_dict(contents)
+    for message in load(checkpoint, state):
+        say(message)
     run.forget_after(state.step)
+    checkpoints.forget_after(state.step)
     say(f"resumed after step {state.step}")
 
 
-def _set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-
-
-def _endless(loader: ShardedLoader) -> Iterator[Any]:
-    while True:
-        yield from loader
+def _due(number: int, every: int) -> bool:
+    return every > 0 and number % every == 0
 
 
 def _line(number: int, record: Any) -> dict[str, Any]:
     line = {"step": number, **asdict(record)}
     line["step_seconds"] = line.pop("seconds")
+    del line["hands"]
     return line
 
 
@@ -151,24 +184,3 @@ def _joined(line: dict[str, Any], measured: dict[str, float]) -> dict[str, Any]:
     if taken:
         raise RecipeError(f"evaluate() measures {', '.join(taken)}, a name that every record has; choose another")
     return line | measured
-
-
-def _step_seed(seed: int, mesh: DeviceMesh, step: int) -> int:
-    """Dropout follows from seed, step and replica alone, so that a step can be repeated, also by other processes.
-
-    Replicas draw different masks, the ranks of one replica start from the same state.
-    """
-    return mixed_seed(seed, mesh.get_local_rank("data"), step)
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; afterwards modes and random states are as before."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad(), kept_random_state():
-            yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode

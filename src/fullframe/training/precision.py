@@ -44,11 +44,18 @@ class LossScale:
     def __init__(self) -> None:
         self.value: float | None = None
         self._good_steps = 0
+        self._mean = 0.0  # the scale at which the loss is the mean itself
+
+    @property
+    def falling(self) -> bool:
+        """Whether an overflow may be the scale's fault; below the mean itself it is the model's."""
+        return self.value is not None and self.value > self._mean
 
     def start(self, count: float) -> float:
         """The scale for a loss summed over about `count` elements; as it was, once started."""
         if self.value is None:
-            self.value = self._FIRST / 2.0 ** math.ceil(math.log2(max(count, 1.0)))
+            self._mean = 1 / 2.0 ** math.ceil(math.log2(max(count, 1.0)))
+            self.value = self._FIRST * self._mean
         return self.value
 
     def update(self, overflowed: bool) -> None:
@@ -63,8 +70,8 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, and how long it has held."""
-        return {"value": self.value, "good_steps": self._good_steps}
+        return {"value": self.value, "good_steps": self._good_steps, "mean": self._mean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
-        self.value, self._good_steps = state["value"], state["good_steps"]
+        self.value, self._good_steps, self._mean = state["value"], state["good_steps"], state["mean"]

@@ -1,41 +1,55 @@
-"""What a run writes beside its checkpoints: strategy.json, metrics.jsonl, log.txt. Rank 0 writes."""
+"""What a run writes beside its checkpoints: strategy.json, metrics.jsonl, log.txt. Rank 0 writes.
+
+A launcher looks into it before any rank starts, so that this module loads no torch.
+"""
 
 import json
 import math
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch.distributed as dist
-
-from fullframe.errors import RunError
+from fullframe.errors import RunError, StrategyError
 from fullframe.strategy import Strategy
-from fullframe.training.agreement import on_first_rank
+
+_LINE_BYTES = 65536  # more than two lines of metrics.jsonl
+Resume = bool | Literal["auto"]  # "auto": go on if there is a run, else start one
 
 
 class RunDirectory:
-    """A run's files under `path`; made on all ranks by `open_run`."""
+    """A run's files under `path`; made on all ranks by `open_run`.
 
-    def __init__(self, path: Path):
+    `trouble` is why rank 0 cannot write, "" as long as it can. The other ranks are in the middle of their next step
+    when it finds out, so that it is not raised but left to be agreed on.
+    """
+
+    def __init__(self, path: Path, writes: bool):
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self._writes = dist.get_rank() == 0
+        self.trouble = ""
+        self._writes = writes
         self._metrics = path / "metrics.jsonl"
 
     def append(self, record: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl; a value that is not finite is written as null, which JSON knows."""
-        if self._writes:
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-            with open(self._metrics, "a") as file:
-                file.write(json.dumps(finite) + "\n")
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._add(self._metrics, json.dumps(finite))
 
     def log(self, message: str) -> None:
         """One line of log.txt, with the time."""
-        if self._writes:
-            with open(self.path / "log.txt", "a") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+        self._add(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}")
+
+    def _add(self, path: Path, line: str) -> None:
+        if not self._writes or self.trouble:
+            return
+        try:
+            with open(path, "a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            self.trouble = f"cannot write {path}: {error.strerror}; make room, then go on with --resume"
 
     def forget_after(self, step: int) -> None:
         """Drop the metrics of later steps, which a resumed run will do again, and a line that a crash cut off."""
@@ -47,32 +61,74 @@ class RunDirectory:
         os.replace(partial, self._metrics)
 
 
-def open_run(path: Path, strategy: Strategy, resume: bool) -> RunDirectory:
-    """The run directory, made or found again; all ranks call it.
+def open_run(path: Path, strategy: Strategy, resume: Resume) -> tuple[RunDirectory, bool]:
+    """The run directory, made or found again, and whether there is a run to go on with; all ranks call it.
 
     Raises RunError on all ranks when it holds a run and `resume` is not asked for, or the other way round.
     """
+    import torch.distributed as dist
 
-    def prepare() -> None:
+    from fullframe.training.agreement import on_first_rank
+
+    def prepare() -> bool:
         try:
             check_run_directory(path, resume)
+            begun = _has_steps(path)
             path.mkdir(parents=True, exist_ok=True)
-            (path / "strategy.json").write_text(strategy.to_json() + "\n")
+            write_strategy(path, strategy)
+            return begun
         except OSError as error:
             raise RunError(f"cannot use the run directory {path}: {error}") from error
 
-    on_first_rank(prepare)
-    return RunDirectory(path)
+    begun = on_first_rank(prepare)
+    return RunDirectory(path, writes=dist.get_rank() == 0), begun or resume is True
 
 
-def check_run_directory(path: Path, resume: bool) -> None:
+def write_strategy(path: Path, strategy: Strategy) -> None:
+    """Keep in strategy.json how the run goes on from here."""
+    partial = path / "strategy.json.partial"
+    partial.write_text(strategy.to_json() + "\n")
+    os.replace(partial, path / "strategy.json")
+
+
+def strategy_of_restart(path: Path, strategy: Strategy) -> Strategy:
+    """`strategy` with the microbatches that the run in `path` had come to; all ranks call it."""
+    from fullframe.training.agreement import on_first_rank
+
+    def kept() -> int:
+        try:
+            return Strategy.from_json((path / "strategy.json").read_text()).microbatches
+        except (OSError, StrategyError):
+            return strategy.microbatches
+
+    return replace(strategy, microbatches=on_first_rank(kept))
+
+
+def check_run_directory(path: Path, resume: Resume) -> None:
     """Raises RunError unless `path` holds a run exactly when one is to be resumed."""
-    has_steps = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
+    if resume == "auto":
+        return
+    has_steps = _has_steps(path)
     if has_steps and not resume:
         raise RunError(f"{path} already holds a run; go on with it by --resume (resume=True) or name another directory")
     # A run that ended before its first step left nothing worth refusing, but it may be resumed.
     if resume and not has_steps and not (path / "strategy.json").exists():
         raise RunError(f"{path} holds no run to resume; check the path, or start one without --resume")
+
+
+def last_step(path: Path) -> int:
+    """The last step that the run in `path` has recorded; 0 where there is none."""
+    try:
+        with open(path / "metrics.jsonl", "rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - _LINE_BYTES, 0))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return 0
+    return int(max((step for step in map(_step_of, lines) if step < math.inf), default=0))
+
+
+def _has_steps(path: Path) -> bool:
+    return (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
 
 
 def _step_of(line: str) -> float:

@@ -8,19 +8,28 @@ replica each hold their replica's full count.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
-from fullframe.errors import RecipeError, ShapeError, StrategyError
+from fullframe.errors import GradientError, RecipeError, ShapeError, StrategyError
+from fullframe.spatial.sharding import is_sharded
 from fullframe.strategy import Strategy
 from fullframe.training.average import ParameterAverage
+from fullframe.training.batchnorm import synchronize_batchnorm
+from fullframe.training.budget import Costs, device_clock, measured
+from fullframe.training.offload import saving_to_host
+from fullframe.training.patching import restore
 from fullframe.training.precision import LossScale, computing
+from fullframe.training.randomness import kept_random_state
+from fullframe.training.recompute import Recomputation
+from fullframe.training.update_in_backward import UpdateInBackward
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 
@@ -31,8 +40,9 @@ class StepRecord:
 
     loss: float  # mean over the whole job's batch; NaN when nothing was counted
     grad_norm: float  # 2-norm of the gradient of `loss`, before clipping
-    skipped: bool  # the loss or a gradient was not finite, or nothing was counted: no parameter changed
+    skipped: bool  # the loss or a gradient was not finite, or nothing was counted: no parameter or buffer changed
     seconds: float
+    hands: int = 0  # ranks that raised theirs
 
 
 class TrainStep:
@@ -58,25 +68,53 @@ class TrainStep:
                 f"{type(model).__name__} averages no gradients over the {self._ranks} ranks; "
                 "pass fullframe.parallelize(model, mesh)"
             )
+        if self._ranks > 1:
+            _require_parallelized_for(strategy, model)
         self._model, self._loss, self._optimizer, self._strategy = model, loss, optimizer, strategy
         parameter = next(model.parameters(), None)
         self._device_type = "cpu" if parameter is None else parameter.device.type
         self.scale = LossScale() if strategy.precision == "fp16" else None
         plain = getattr(model, "module", model)
         self.average = None if strategy.ema_decay is None else ParameterAverage(plain, strategy.ema_decay)
+        self._in_backward = UpdateInBackward(plain, optimizer, self._ranks) if strategy.update_in_backward else None
+        self._buffers = KeptBuffers(plain)
+        restore(plain)  # what an earlier step has put in
+        if self._ranks > 1:
+            synchronize_batchnorm(plain, strategy.height * strategy.width, every=strategy.sync_batchnorm)
+        self.recomputation = Recomputation(plain, strategy)
+        self._to_host: Callable[[], AbstractContextManager[None]] | None = None
+        self.updating = False  # parameters may be neither those before the step nor those after it
 
-    def __call__(self, batch: Any) -> StepRecord:
+    def __call__(self, batch: Any, hand: bool = False) -> StepRecord:
+        """Take the step. With `hand` this rank asks for the others' attention: all learn how many did."""
         started = time.perf_counter()
         self._model.zero_grad(set_to_none=True)
+        self._buffers.keep()
+        take = self._update_after_backward if self._in_backward is None else self._update_in_backward
+        loss_sum, count, grad_norm, skipped, hands = take(batch, hand)
+        if skipped:
+            self._buffers.restore()  # batch norm would keep what is not finite for ever
+        elif self.average is not None:
+            self.average.update()
+        self.updating = False
+        return StepRecord(
+            loss=loss_sum / count if count > 0 else math.nan,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            seconds=time.perf_counter() - started,
+            hands=round(hands),
+        )
+
+    def _update_after_backward(self, batch: Any, hand: bool) -> tuple[float, float, float, bool, float]:
+        """The whole job's loss sum and count, gradient norm, whether nothing was updated, and the hands raised."""
         loss_sum, count = self._accumulate(batch)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         broken = ~(torch.isfinite(norm) & torch.isfinite(loss_sum))
-        totals = torch.stack([loss_sum, count, broken.to(loss_sum)])
-        if self._ranks > 1:
-            dist.all_reduce(totals)
-        loss_sum_of_all, count_of_all, broken_ranks, scaled_norm = self._read(*totals, norm)
+        loss_sum_of_all, count_of_all, broken_ranks, hands, scaled_norm = self._agree(
+            loss_sum, count, broken, torch.full_like(count, hand), alike=norm
+        )
         skipped = broken_ranks > 0 or count_of_all <= 0
         factor = self._ranks / count_of_all if count_of_all > 0 else math.nan
         if self.scale is not None and self.scale.value is not None:
@@ -85,34 +123,124 @@ class TrainStep:
         grad_norm = scaled_norm * factor
         if not skipped:
             torch._foreach_mul_(gradients, factor * self._clipping(grad_norm))
+            self.updating = True
             self._optimizer.step()
-            if self.average is not None:
-                self.average.update()
-        return StepRecord(
-            loss=loss_sum_of_all / count_of_all if count_of_all > 0 else math.nan,
-            grad_norm=grad_norm,
-            skipped=skipped,
-            seconds=time.perf_counter() - started,
+        return loss_sum_of_all, count_of_all, grad_norm, skipped, hands
+
+    def _update_in_backward(self, batch: Any, hand: bool) -> tuple[float, float, float, bool, float]:
+        """The same; whether to update, and by what to divide, is agreed before backward."""
+        assert self._in_backward is not None
+        summed, count = self._forward(batch)
+        mine = self._in_backward.reached(summed)
+        missing = self._ranks > 1 and not self._model.find_unused_parameters and self._in_backward.missing(mine)
+        loss_sum, count_of_all, broken_ranks, hands, lacking_ranks = self._agree(
+            summed.detach().double(),
+            count,
+            ~torch.isfinite(summed.detach()),
+            torch.full_like(count, hand),
+            torch.full_like(count, bool(missing)),
         )
+        if lacking_ranks > 0:
+            raise GradientError(
+                f"parameters get no gradient on {lacking_ranks:.0f} ranks ({missing or 'not on this one'}), so nothing "
+                "was updated; pass parallelize(..., find_unused_parameters=True), or freeze them with "
+                "requires_grad_(False)"
+            )
+        if broken_ranks > 0 or count_of_all <= 0:
+            return loss_sum, count_of_all, math.nan, True, hands
+        turns = mine if self._ranks == 1 else self._same_turns(mine)
+        self.updating = True
+        (grad_norm,) = self._read(self._in_backward.backward(summed / count_of_all, turns, mine))
+        if not math.isfinite(grad_norm):
+            raise GradientError(
+                f"the gradient's norm is {grad_norm}, and update_in_backward has applied it; go on from the last "
+                "checkpoint, without update_in_backward where gradients are not finite now and then"
+            )
+        return loss_sum, count_of_all, grad_norm, False, hands
+
+    def _agree(self, *summed: Tensor, alike: Tensor | None = None) -> list[float]:
+        """The sums over all ranks of some scalars, and one that is equal on all, on the host."""
+        totals = torch.stack([scalar.double() for scalar in summed])
+        if self._ranks > 1:
+            dist.all_reduce(totals)
+        return self._read(*totals, *([] if alike is None else [alike]))
+
+    def _same_turns(self, mine: list[int]) -> list[int]:
+        """The first rank's order, of all parameters that a rank has. A simulation, which has one, overrides this."""
+        assert self._in_backward is not None
+        numbers, own = range(len(self._in_backward.names)), set(mine)
+        order = torch.tensor(mine + [n for n in numbers if n not in own], device=self._device_type)
+        used = torch.tensor([n in own for n in numbers], device=self._device_type, dtype=torch.int32)
+        dist.broadcast(order, 0)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        is_used = used.tolist()
+        return [number for number in order.tolist() if is_used[number]]
 
     def rehearse(self, batch: Any) -> None:
         """Forward and backward as in a step, without an update; the gradients are thrown away."""
         self._accumulate(batch)
         self._model.zero_grad(set_to_none=True)
 
+    def forward(self, batch: Any) -> None:
+        """The forward passes of a step alone; buffers are as before."""
+        self._buffers.keep()
+        with torch.no_grad(), computing(self._strategy.precision, self._device_type):
+            for microbatch in microbatches(batch, self._strategy.microbatches):
+                self._loss(self._model, microbatch)
+        self._buffers.restore()
+
+    def abandon(self) -> None:
+        """After an exception: let go of what the step held; the model is as before the step unless `updating`."""
+        self._model.zero_grad(set_to_none=True)
+        self._buffers.restore()
+
+    def slice_finer(self, count: int) -> None:
+        """Go through batches in `count` microbatches from now on."""
+        self._strategy = replace(self._strategy, microbatches=count)
+
     def _accumulate(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Backward through every microbatch; this rank's loss sum and count, float64."""
         totals = []
         pieces = self._strategy.microbatches
         no_sync = getattr(self._model, "no_sync", nullcontext)
+        if self._strategy.shard_parameters:
+            no_sync = nullcontext  # until they are sent, gradients are whole on every rank
         for number, microbatch in enumerate(microbatches(batch, pieces), start=1):
             with nullcontext() if number == pieces else no_sync():
-                with computing(self._strategy.precision, self._device_type):
-                    loss_sum, count = _sum_and_count(self._loss(self._model, microbatch))
+                loss_sum, count = self._forward(microbatch)
                 self._scaled(loss_sum, count).backward()
             totals.append(torch.stack([loss_sum.detach().double(), count]))
         loss_sum, count = torch.stack(totals).sum(0).unbind()
         return loss_sum, count
+
+    def _forward(self, microbatch: Any) -> tuple[Tensor, Tensor]:
+        if self.recomputation.names is None:
+            self.recomputation.decide(self._block_costs(microbatch))
+        with computing(self._strategy.precision, self._device_type), self._saving():
+            loss_sum, count = _sum_and_count(self._loss(self._model, microbatch))
+        self.recomputation.check()
+        return loss_sum, count
+
+    def _block_costs(self, microbatch: Any) -> Costs:
+        """What it costs to keep each block's activations. A simulation has another clock, and overrides this."""
+
+        def forward() -> None:
+            with getattr(self._model, "no_sync", nullcontext)(), computing(self._strategy.precision, self._device_type):
+                self._loss(self._model, microbatch)
+
+        plain, names = getattr(self._model, "module", self._model), self.recomputation.candidates
+        clock = device_clock(self._device_type)
+        with kept_random_state():
+            measured(plain, names, forward, clock)  # the first pass is slower: kernels are loaded and chosen
+            return measured(plain, names, forward, clock)
+
+    def _saving(self) -> AbstractContextManager[None]:
+        """Around a forward pass: where saved activations go. A simulation, which knows no host, overrides this."""
+        if not self._strategy.offload:
+            return nullcontext()
+        if self._to_host is None:
+            self._to_host = saving_to_host(next(self._model.parameters()).device)
+        return self._to_host()
 
     def _scaled(self, loss_sum: Tensor, count: Tensor) -> Tensor:
         """The loss times the scale that fp16 needs, on which the ranks agree at the first microbatch."""
@@ -133,6 +261,56 @@ class TrainStep:
     def _read(self, *scalars: Tensor) -> list[float]:
         """The numbers on the host: what the whole job decides by. A simulation, which has none, overrides this."""
         return torch.stack([scalar.double() for scalar in scalars]).tolist()
+
+
+class KeptBuffers:
+    """A copy of a model's buffers, to put back what a step that came to nothing has done to them.
+
+    It is taken again when the first forward pass begins, for by then the replicas have all taken rank 0's.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._kept: list[Tensor] = []
+        self._hook: RemovableHandle | None = None
+
+    def keep(self) -> None:
+        """Take the copy."""
+        self._copy()
+        if self._hook is None:
+            self._hook = self._model.register_forward_pre_hook(lambda module, inputs: self._copy())
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        buffers = list(self._model.buffers())
+        if [b.shape for b in buffers] != [k.shape for k in self._kept]:
+            self._kept = [torch.empty_like(buffer) for buffer in buffers]
+        if buffers:
+            torch._foreach_copy_(self._kept, buffers)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the copy back."""
+        for buffer, kept in zip(self._model.buffers(), self._kept, strict=False):
+            if buffer.shape == kept.shape and not buffer.is_inference():  # else it was made anew
+                buffer.copy_(kept)
+
+
+def _require_parallelized_for(strategy: Strategy, model: Any) -> None:
+    """Raises StrategyError when `parallelize` was asked for something else than the strategy."""
+    wanted = {
+        "shard_parameters": (any(map(is_sharded, model.parameters())), strategy.shard_parameters),
+        "average_gradients": (getattr(model, "average_gradients", True), not strategy.update_in_backward),
+    }
+    for option, (is_so, should_be) in wanted.items():
+        if is_so != should_be:
+            raise StrategyError(
+                f"with this strategy (shard_parameters={strategy.shard_parameters}, update_in_backward="
+                f"{strategy.update_in_backward}) pass fullframe.parallelize(model, mesh, {option}={should_be})"
+            )
 
 
 def _sum_and_count(output: Any) -> tuple[Tensor, Tensor]:

@@ -283,4 +283,5 @@ def autocast_inputs(*tensors: Tensor | None) -> tuple[Any, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
+    narrow = (torch.float32, torch.bfloat16, torch.float16)  # autocast leaves float64 alone
+    return tuple(t.to(dtype) if t is not None and t.dtype in narrow else t for t in tensors)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from fullframe.spatial.exchange import gathered, summed
 from fullframe.spatial.rules.reduction import count
@@ -109,13 +110,69 @@ def _batch_norm(
         raise Refused("the channels are split")
     if not training:
         return wrap(func(x, running_mean, running_var, weight, bias, False, momentum, eps), layout)
-    elements = count(layout.shape, [d for d in range(len(layout.shape)) if d != 1])
-    if elements == 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {layout.shape}")
-    found = _statistics(x, 1, _group(layout))
+    local = _over_ranks(x, running_mean, running_var, weight, bias, momentum, eps, _group(layout), 1)
+    return wrap(local, layout)
+
+
+def _over_ranks(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    group: dist.ProcessGroup,
+    copies: int,
+) -> Tensor:
+    """Batch norm of the local `x` (N, C, ...) with the statistics of all ranks of `group`.
+
+    Each value is held by `copies` of them, which weighs all alike.
+    """
+    if x.numel() == x.shape[1] and dist.get_world_size(group) == copies:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+    found = _statistics(x, 1, group)
+    elements = found.elements / copies
     _update(running_mean, found.mean, momentum)
     _update(running_var, found.var * (elements / (elements - 1)), momentum)
-    return wrap(_apply(x, weight, bias, found, 1, eps, _group(layout)), layout)
+    return _apply(x, weight, bias, found, 1, eps, group)
+
+
+class OverReplicas(TorchFunctionMode):
+    """Inside, batch norm in training takes its statistics from all ranks of the job, split tensors or whole.
+
+    `ranks` are those of a replica, which hold the same of what is whole.
+    """
+
+    def __init__(self, ranks: int):
+        super().__init__()
+        self._ranks = ranks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            return self._batch_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training or (isinstance(input, SpatialTensor) and input._layout.is_split(1)):
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        everyone: Any = dist.group.WORLD
+        options = running_mean, running_var, weight, bias, momentum, eps, everyone
+        if not isinstance(input, SpatialTensor):
+            return _over_ranks(input, *options, self._ranks)
+        holders = dist.get_world_size(_group(input._layout))
+        return wrap(_over_ranks(local_of(input), *options, self._ranks // holders), input._layout)
 
 
 @rule(F.instance_norm)

@@ -83,7 +83,7 @@ def _at_the_edges(x: SpatialTensor, dim: int, before: int, after: int, mode: str
     spatial = max(x.dim() - 2, x.dim() - dim)  # torch wants the padding of every dim of the image
     pad = [0] * (2 * spatial)
     pad[2 * (x.dim() - 1 - dim) : 2 * (x.dim() - dim)] = mine
-    local = F.pad(local_of(x), pad, mode) if any(mine) else local_of(x)
+    local = F.pad(local_of(x), pad, mode)  # also by nothing: recompute needs the same graph on every rank
     *inner, last = (b + before for b in placement.extents.bounds[1:])
     extents = Extents((0, *inner, last + after))
     shape = (*layout.shape[:dim], extents.size, *layout.shape[dim + 1 :])

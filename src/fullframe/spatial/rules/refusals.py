@@ -46,7 +46,7 @@ _REFUSED: dict[str, str] = {
         __deepcopy__ stride dim_order _nested_tensor_size _nested_tensor_storage_offsets _nested_tensor_strides
         _clear_non_serializable_cached_data from_file to_mkldnn qscheme
     """,
-    "hooks would see one part's gradient": "register_hook register_post_accumulate_grad_hook",
+    "a hook would see one part's gradient": "register_post_accumulate_grad_hook",
     "it changes the shape in place": "squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_ t_ moveaxis_",
     "it is recurrent over a sequence": """
         gru gru_cell lstm lstm_cell rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell ctc_loss miopen_rnn conv_tbc
@@ -67,7 +67,7 @@ _REFUSED: dict[str, str] = {
         rms_norm alias_copy detach_copy expand_copy narrow_copy permute_copy select_copy slice_copy split_copy
         split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy unsqueeze_copy view_copy
         view_as_complex_copy view_as_real_copy unsafe_chunk unsafe_split unsafe_split_with_sizes autocast
-        _autocast_to_full_precision _autocast_to_reduced_precision _backward_hooks _base _cdata _grad _grad_fn
+        _autocast_to_full_precision _autocast_to_reduced_precision _backward_hooks _cdata _grad _grad_fn
         _post_accumulate_grad_hooks _version _is_view grad_dtype name output_nr volatile is_distributed
     """,
     "it draws random numbers in an order no shard can follow": """

@@ -38,6 +38,7 @@ class Taps(NamedTuple):
 
 
 @lru_cache(maxsize=256)
+@torch.inference_mode(False)  # what is kept from an evaluation serves in training too
 def taps(size: int, size_out: int, mode: str, align_corners: bool | None, scale: float | None, antialias: bool,
          dtype: torch.dtype) -> Taps:  # fmt: skip
     """What `F.interpolate` does along one dim, read off its own result on an identity matrix."""

@@ -1,0 +1,1 @@
+"""What an optimizer keeps and needs for each parameter of the model."""

@@ -1,0 +1,1 @@
+"""Does a simulated step hold as many bytes as the real one?"""

@@ -1,0 +1,84 @@
+"""`fullframe calibrate`: measure this machine's device once, so that plans count with what it really does."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import arg
+
+from fullframe.errors import DeviceError
+
+if TYPE_CHECKING:
+    from fullframe.simulation.calibration import Rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate:
+    """Measure this machine's GPU, or its CPU: matrix products, convolutions, copies, launches, the link.
+
+    They are kept in ~/.cache/fullframe/devices, from where `plan` and `simulate` take them for that device.
+    """
+
+    processes: Annotated[int, arg(metavar="N")] = 1
+    """Ranks that measure at the same time; with 2 the link between them is measured too."""
+    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Write the rates to this file in place of the cache."""
+    json: bool = False
+    """Print the rates as one JSON object on stdout."""
+
+    def run(self) -> int:
+        """Measure here as one rank, or start the ranks and wait for them."""
+        if not 1 <= self.processes <= 2:
+            raise DeviceError(f"--processes must be 1, or 2 for the link between two ranks, got {self.processes}")
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            return self._measure(int(os.environ["WORLD_SIZE"]))
+        if self.processes == 1:
+            return self._measure(1)
+        from fullframe.launching.local import launch
+
+        words = ["--processes", str(self.processes)] + ["--json"] * self.json
+        words += ["--out", str(self.out)] if self.out is not None else []
+        return launch(self.processes, ["-m", "fullframe.cli", "calibrate", *words])
+
+    def _measure(self, ranks: int) -> int:
+        import torch
+        import torch.distributed as dist
+
+        from fullframe.simulation.calibration import measure, store_rates
+        from fullframe.simulation.devices import name_of_gpu
+        from fullframe.simulation.link import with_link
+        from fullframe.spatial.mesh import init_mesh
+
+        mesh = init_mesh(width=ranks)
+        name, device = f"cpu-{ranks}-ranks", torch.device(mesh.device_type)
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            name = name_of_gpu(properties.name, properties.total_memory)
+        dist.barrier()  # so that the ranks share what they share in a run
+        rates = measure(name, device)
+        rates = with_link(rates, mesh) if ranks == 2 else rates
+        first = dist.get_rank() == 0
+        dist.destroy_process_group()
+        if first:
+            path = store_rates(rates, self.out)
+            if self.json:
+                print(rates.to_json())
+            print("\n".join([*_lines(rates), f"wrote {path}"]), file=sys.stderr if self.json else sys.stdout)
+        return 0
+
+
+def _lines(rates: "Rates") -> list[str]:
+    lines = [f"{rates.device}: {rates.measured_on}"]
+    for what in ("matmul", "convolution", "depthwise"):
+        for dtype, points in getattr(rates, what).items():
+            figures = ", ".join(f"{rate / 1e9:.3g}" for _, rate in points)
+            lines.append(f"{what} {dtype}: {figures} x 1e9 operations a second, small to large")
+    lines.append(f"copy: {', '.join(f'{rate / 1e9:.3g}' for _, rate in rates.copy)} x 1e9 bytes a second")
+    lines.append(f"launch: {rates.launch_seconds * 1e6:.1f} microseconds")
+    for what, points in (("link", rates.link), ("all-reduce", rates.all_reduce)):
+        if points:
+            figures = ", ".join(f"{size / rate * 1e6:.0f} us for {size / 1024:.0f} KiB" for size, rate in points)
+            lines.append(f"{what}: {figures}")
+    return lines

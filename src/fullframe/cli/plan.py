@@ -1,0 +1,171 @@
+"""`fullframe plan`: which strategies fit on which GPUs and how fast they are, without the GPUs."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+from tyro.conf import Positional, arg
+
+from fullframe.errors import DeviceError, RecipeError
+from fullframe.strategy import Precision
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fullframe.planning.plan import Planned
+    from fullframe.planning.plans import Plan as OnePlan
+
+_ROWS = 12
+_WIDTH = 160  # of a table that goes into a file or a pipe
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Find the fastest strategy for a recipe that fits on given GPUs; no GPU is needed.
+
+    Enumerates splits, microbatches, precision, recompute and sharding, simulates what may fit and be fastest, and
+    says of every other why it loses. Rates are those of the data sheets, or what `fullframe calibrate` measured.
+    """
+
+    recipe: Positional[Path]
+    """Python file with a function recipe() -> fullframe.Recipe."""
+    gpus: Annotated[str, arg(metavar="NxNAME")]
+    """4xV100-16GB: one node of 4; 2x8xA100-80GB: 2 nodes of 8; 2xcpu: ranks on this machine's CPU."""
+    batch_size: Annotated[int | None, arg(metavar="N")] = None
+    """Samples of one step of the whole job: the recipe's unless given."""
+    precision: tuple[Precision, ...] = ()
+    """Precisions to choose from: what the device is fast in, and fp32, unless given."""
+    allow_optimizer: bool = False
+    """Other optimizers may take the recipe's place."""
+    memory_limit_gib: Annotated[float | None, arg(metavar="GIB")] = None
+    """What one rank may use, in place of the device's memory."""
+    benchmark: bool = False
+    """Time each distinct op on this machine's own device; on the CPU that is always done."""
+    seconds: Annotated[float, arg(metavar="S")] = 45.0
+    """After this long no further strategy is simulated."""
+    all: bool = False
+    """Also list the strategies that were not simulated."""
+    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Write the plans as JSON; `fullframe train --plan FILE` trains with the first."""
+    html: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Draw bytes and seconds of the plans."""
+    json: bool = False
+    """Print the plans as one JSON list on stdout; everything else goes to stderr."""
+
+    def run(self) -> int:
+        """Plan and print; 1 when nothing fits."""
+        from fullframe.planning.plan import plan_in_full
+        from fullframe.planning.plans import winner
+        from fullframe.strategy import load_recipe
+
+        if self.memory_limit_gib is not None and not self.memory_limit_gib > 0:
+            raise DeviceError(f"--memory-limit-gib must be greater than 0, got {self.memory_limit_gib}")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise RecipeError(f"--batch-size must be at least 1, got {self.batch_size}")
+        started = time.monotonic()
+        with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is no plan
+            planned = plan_in_full(
+                load_recipe(self.recipe),
+                self.gpus,
+                batch_size=self.batch_size,
+                precisions=self.precision,
+                allow_optimizer=self.allow_optimizer,
+                memory_limit_bytes=None if self.memory_limit_gib is None else int(self.memory_limit_gib * _GIB),
+                benchmark=self.benchmark or None,
+                workers=min(2, len(os.sched_getaffinity(0))),
+                seconds=self.seconds,
+            )
+        listed = planned.plans if self.all else [p for p in planned.plans if p.prediction is not None]
+        text = json.dumps([plan.as_dict() for plan in listed], indent=1)
+        if self.out is not None:
+            self.out.write_text(text + "\n")
+        if self.html is not None:
+            from fullframe.planning.picture import draw
+
+            draw(planned.plans, f"{self.recipe} on {planned.cluster.name}", self.html)
+        if self.json:
+            print(text)
+        self._report(planned, time.monotonic() - started, sys.stderr if self.json else sys.stdout)
+        return 0 if winner(planned.plans) else 1
+
+    def _report(self, planned: "Planned", seconds: float, stream: TextIO) -> None:
+        from rich.console import Console
+
+        from fullframe.planning.advice import sentences
+        from fullframe.planning.plans import describe, winner
+
+        console = Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else _WIDTH)
+        simulated = [plan for plan in planned.plans if plan.prediction is not None]
+        others = [plan for plan in planned.plans if plan.prediction is None]
+        rows = planned.plans if self.all else simulated[:_ROWS]
+        console.print(_table(planned, rows))
+        if len(simulated) > len(rows):
+            console.print(f"and {len(simulated) - len(rows)} more that were simulated; --all lists every strategy")
+        for reason, count in _counted(others):
+            console.print(f"{count} not simulated: {reason}", soft_wrap=True)
+        for line in _assumptions(planned):
+            console.print(line, soft_wrap=True)
+        if planned.shortfall is not None:
+            for line in sentences(planned.shortfall):
+                console.print(line, soft_wrap=True)
+        best = winner(planned.plans)
+        console.print(
+            f"{len(planned.plans)} strategies in {seconds:.0f} s, {len(simulated)} simulated; "
+            + (f"fastest: {describe(best.strategy)}" if best else "nothing fits"),
+            soft_wrap=True,
+        )
+
+
+def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]") -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    from fullframe.planning.plans import by_category, describe
+
+    memory = plans[0].memory_bytes / _GIB if plans else 0.0
+    table = Table(title=f"{planned.cluster.name}: {memory:.1f} GiB of each to be used", title_justify="left")
+    names = ("GiB", "weights", "gradients", "optimizer", "activations", "other", "free", "seconds", "samples/s")
+    for name in ("", "strategy", *names, "why"):
+        table.add_column(name, justify="right" if name in names else "left", overflow="fold")
+    for number, plan in enumerate(plans, start=1):
+        row = [str(number) if plan.fits else "", describe(plan.strategy)]
+        if plan.prediction is None or plan.headroom_bytes is None:
+            table.add_row(*map(Text, [*row, *[""] * len(names), plan.reason]))
+            continue
+        bytes = by_category(plan.prediction)
+        known = [bytes.get(kind, 0) for kind in ("parameter", "gradient", "optimizer", "activation")]
+        total = plan.prediction.device_bytes
+        row += [f"{size / _GIB:.2f}" for size in (total, *known, total - sum(known), plan.headroom_bytes)]
+        row += [f"{plan.prediction.step_seconds:.3g}", f"{plan.samples_per_second:.3g}"]
+        table.add_row(*map(Text, [*row, plan.reason]))
+    return table
+
+
+def _counted(plans: "list[OnePlan]") -> list[tuple[str, int]]:
+    """Reasons without their figures, and how many strategies have each; refusals in full."""
+    counts: dict[str, int] = {}
+    for plan in plans:
+        reason = plan.reason
+        for kind in ("parameters, gradients and optimizer state alone", "needs about", "saves memory", "about"):
+            if reason.startswith(kind):
+                reason = {
+                    "needs about": "would need more memory than there is",
+                    "saves memory": "would save memory that there is enough of",
+                    "about": "would be slower than the fastest",
+                }.get(kind, "the model's own state would not fit")
+                break
+        counts[reason] = counts.get(reason, 0) + 1
+    return sorted(counts.items(), key=lambda item: -item[1])
+
+
+def _assumptions(planned: "Planned") -> list[str]:
+    device = planned.cluster.device
+    if device.measured is not None:
+        return [f"rates as {device.source['matmul_flops_per_second']}"]
+    return [f"rates of {device.name} from: {device.source['matmul_flops_per_second']}; see docs/devices.md"]

@@ -1,0 +1,85 @@
+"""`fullframe simulate`: what one strategy needs in memory and time on a device that need not be there."""
+
+import contextlib
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+from tyro.conf import OmitArgPrefixes, Positional, arg
+
+from fullframe.cli.planned import first_plan, strategy_of
+from fullframe.cli.techniques import Techniques
+from fullframe.strategy import Strategy
+
+if TYPE_CHECKING:
+    from fullframe.simulation.prediction import Prediction
+
+_GIB = 2**30
+_MODULES = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulate:
+    """Take two steps of a recipe on fake tensors, and say what a rank holds at its peak and how long a step takes."""
+
+    recipe: Positional[Path]
+    """Python file with a function recipe() -> fullframe.Recipe."""
+    gpus: Annotated[str, arg(metavar="NxNAME")]
+    """4xV100-16GB: one node of 4; 2x8xA100-80GB: 2 nodes of 8; 2xcpu: ranks on this machine's CPU."""
+    strategy: Annotated[Path | None, arg(metavar="FILE")] = None
+    """A run's strategy.json, or what `fullframe plan --out` wrote, in place of the options below."""
+    data: Annotated[int, arg(metavar="N")] = 1
+    """Replicas that read different samples."""
+    height: Annotated[int, arg(metavar="N")] = 1
+    """Ranks that share a sample's rows."""
+    width: Annotated[int, arg(metavar="N")] = 1
+    """Ranks that share a sample's columns."""
+    techniques: Annotated[Techniques, OmitArgPrefixes] = field(default_factory=Techniques)
+    benchmark: bool = False
+    """Time each distinct op on this machine's own device in place of counting operations and bytes."""
+    json: bool = False
+    """Print the prediction as one JSON object on stdout; everything else goes to stderr."""
+
+    def run(self) -> int:
+        """Simulate and print."""
+        from fullframe.simulation.devices import parse_cluster
+        from fullframe.simulation.simulate import simulate
+        from fullframe.strategy import load_recipe
+
+        if self.strategy is not None:
+            strategy = strategy_of(first_plan(self.strategy))
+        else:
+            strategy = Strategy(data=self.data, height=self.height, width=self.width, **self.techniques.fields())
+        with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is no prediction
+            cluster = parse_cluster(self.gpus)
+            recipe = load_recipe(self.recipe)
+            prediction = simulate(recipe, strategy, cluster, timings={} if self.benchmark else None)
+        if self.json:
+            print(prediction.to_json())
+        else:
+            _report(prediction, cluster.device.memory_bytes, sys.stdout)
+        return 0
+
+
+def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None:
+    def gib(bytes: int) -> str:
+        return f"{bytes / _GIB:.3f}"
+
+    moment = prediction.moment
+    where = f", in {moment.module}" if moment.module else ""
+    lines = [
+        f"{gib(prediction.device_bytes)} of {gib(memory_bytes)} GiB; allocated {gib(prediction.peak_bytes)}, "
+        f"reserved {gib(prediction.reserved_bytes)}; the peak is in the {moment.phase} of step {moment.step}{where}",
+        "at the peak: " + ", ".join(f"{kind} {gib(size)}" for kind, size in prediction.bytes.items()),
+        "what no tensor shows: " + (", ".join(f"{n} {gib(b)}" for n, b in prediction.terms.items()) or "nothing"),
+        f"{prediction.step_seconds:.4g} s a step: "
+        + ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in prediction.seconds.items() if seconds),
+        "the largest tensors at the peak:",
+    ]
+    for tensor in prediction.largest:
+        shape = "x".join(map(str, tensor.shape))
+        lines.append(f"  {gib(tensor.bytes)}  {tensor.category}  {shape} {tensor.dtype}  {tensor.module}")
+    lines.append("modules that hold most activations:")
+    lines += [f"  {gib(size)}  {name or '(the loss)'}" for name, size in list(prediction.modules.items())[:_MODULES]]
+    print("\n".join(lines), file=stream)

@@ -1,0 +1,145 @@
+"""The ranks of one attempt as processes of this machine: started, watched and ended together."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_LOCAL = "127.0.0.1"  # not the name, which may mean an IPv6 address that nobody listens on
+_REAP_SECONDS = 30.0  # a process that waits in the kernel, for a GPU say, does not even die of SIGKILL
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank that ended with an error."""
+
+    rank: int
+    code: int  # the exit code, or minus the signal that it died of
+    seconds: float  # when; the rank's own account where it left one
+    report: Mapping[str, Any]  # what the rank said of it; empty where it had no time to
+    last_words: str  # the end of its stderr, where that went into a file
+
+    def __str__(self) -> str:
+        if self.report:
+            return f"rank {self.rank}: {self.report['summary']}"
+        return f"rank {self.rank} died ({_signal_name(-self.code) if self.code < 0 else f'exit code {self.code}'})"
+
+
+class Ranks:
+    """`count` processes `python *arguments`, with the environment that torchrun would give them.
+
+    Rank 0 shares this terminal, the others write into `folder`. Every rank leads a session of its own, so that
+    Ctrl-C reaches it only through `send`. Leaving the `with` block kills what is left of them and their children.
+    """
+
+    def __init__(self, count: int, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]):
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._deaths: dict[int, Death] = {}
+        # The ranks start before this process has loaded torch: they find a socket that listens, and wait.
+        listening = socket.create_server((_LOCAL, 0))
+        shared = {
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": _LOCAL,
+            "MASTER_PORT": str(listening.getsockname()[1]),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **environment,
+        }
+        self._processes = [self._start(rank, arguments, shared) for rank in range(count)]
+        self._store = _store(listening)
+
+    def _start(self, rank: int, arguments: Sequence[str], shared: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(self._report(rank))}
+        with contextlib.ExitStack() as files:
+            # Append: two descriptors of one file must not write over each other.
+            out = files.enter_context(open(self._log(rank, "out"), "ab")) if rank else None
+            err = files.enter_context(open(self._log(rank, "err"), "ab")) if rank else None
+            return subprocess.Popen(
+                [sys.executable, *arguments],
+                env={**os.environ, **shared, **own},
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    def running(self) -> bool:
+        """Whether any rank still runs."""
+        self.deaths()
+        return any(process.poll() is None for process in self._processes)
+
+    def codes(self) -> list[int | None]:
+        """Exit codes by rank, None for a rank that runs."""
+        return [process.poll() for process in self._processes]
+
+    def deaths(self) -> list[Death]:
+        """The ranks that ended with an error so far."""
+        for rank, process in enumerate(self._processes):
+            code = process.poll()
+            if code and rank not in self._deaths:
+                report = _read_report(self._report(rank))
+                seconds = float(report.get("seconds", time.time()))
+                self._deaths[rank] = Death(rank, code, seconds, report, _tail(self._log(rank, "err")))
+        return list(self._deaths.values())
+
+    def send(self, number: int) -> None:
+        """Send a signal to every rank that runs."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what a dead rank left: its loader's workers
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_REAP_SECONDS)
+
+    def _log(self, rank: int, kind: str) -> Path:
+        return self._folder / f"rank-{rank}.{kind}"
+
+    def _report(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}.json"
+
+
+def _store(listening: socket.socket) -> Any:
+    """The store through which the ranks find each other; it outlives each of them, rank 0 too."""
+    from torch.distributed import TCPStore
+
+    port = listening.getsockname()[1]
+    return TCPStore(_LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    """What a rank wrote for torch's launcher to read, which is what ours reads."""
+    try:
+        message = json.loads(path.read_text())["message"]
+        return {"summary": message["message"], **message["extraInfo"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _tail(path: Path, lines: int = 30) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""

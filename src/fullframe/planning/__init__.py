@@ -1,0 +1,1 @@
+"""Which strategy to train with: enumerate, estimate, simulate, rank, and say why each loser loses."""

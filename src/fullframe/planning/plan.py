@@ -1,0 +1,150 @@
+"""`plan`: from a recipe and a name of GPUs to strategies, the best first."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter
+
+from fullframe.errors import RecipeError, StrategyError
+from fullframe.planning.advice import Shortfall, shortfall
+from fullframe.planning.candidates import OTHER_OPTIMIZERS, Job, precisions_of
+from fullframe.planning.plans import Plan, plans_of
+from fullframe.planning.search import Search
+from fullframe.planning.workers import runner
+from fullframe.simulation.abstract import abstract_batch, abstract_model
+from fullframe.simulation.devices import Cluster, parse_cluster
+from fullframe.simulation.measured import Timings
+from fullframe.simulation.prediction import Prediction
+from fullframe.simulation.simulate import simulate
+from fullframe.spatial.blocks import repeated_blocks
+from fullframe.strategy import Precision, Recipe, Strategy
+
+KEPT_FREE = 0.03  # of the device's memory, for what no simulation sees
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """All plans, the best first; the cluster they are for; where none fits, what is missing and what would help."""
+
+    cluster: Cluster
+    plans: tuple[Plan, ...]
+    shortfall: Shortfall | None
+
+
+def plan(
+    recipe: Recipe,
+    devices: str | Cluster,
+    *,
+    batch_size: int | None = None,
+    precisions: Sequence[Precision] | None = None,
+    allow_optimizer: bool = False,
+    memory_limit_bytes: int | None = None,
+) -> list[Plan]:
+    """Strategies for `recipe` on e.g. "4xV100-16GB", best first: those that fit by speed, then why others do not.
+
+    batch_size:         of the whole job, in place of the recipe's
+    precisions:         those to choose from; all that the device is faster in, and "fp32", unless given
+    allow_optimizer:    other optimizers may take the recipe's place
+    memory_limit_bytes: what one device may use, in place of its memory
+
+    Raises DeviceError for an unknown device, RecipeError for a recipe without a frame; what the first simulation of
+    the recipe's own model raises.
+    """
+    found = plan_in_full(
+        recipe,
+        devices,
+        batch_size=batch_size,
+        precisions=precisions,
+        allow_optimizer=allow_optimizer,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    return list(found.plans)
+
+
+def plan_in_full(
+    recipe: Recipe,
+    devices: str | Cluster,
+    *,
+    batch_size: int | None = None,
+    precisions: Sequence[Precision] | None = None,
+    allow_optimizer: bool = False,
+    memory_limit_bytes: int | None = None,
+    benchmark: bool | None = None,
+    workers: int = 1,
+    seconds: float = 45.0,
+    advise: bool = True,
+) -> Planned:
+    """As `plan`, and what would help where nothing fits.
+
+    benchmark: time each distinct op on this machine in place of a roofline; on the CPU unless said otherwise
+    workers:   processes that simulate; more than one only where no other thread of this process is at work
+    seconds:   after which no further simulation is begun
+    """
+    if batch_size is not None:
+        recipe = dataclasses.replace(recipe, batch_size=batch_size)
+    cluster = devices if isinstance(devices, Cluster) else parse_cluster(devices)
+    if memory_limit_bytes is not None:
+        cluster = dataclasses.replace(
+            cluster, device=dataclasses.replace(cluster.device, memory_bytes=memory_limit_bytes)
+        )
+    benchmark = not cluster.device.is_cuda if benchmark is None else benchmark
+    if benchmark:
+        _require_present(cluster)
+    timings: Timings | None = {} if benchmark else None
+    job = _job(recipe, cluster, precisions, allow_optimizer)
+    kept_free = 0 if memory_limit_bytes is not None else int(KEPT_FREE * cluster.device.memory_bytes)
+    search = Search(job=job, limit_bytes=cluster.device.memory_bytes - kept_free)
+    predict = partial(_simulate, timings, recipe, cluster=cluster)
+    workers = 1 if benchmark else workers  # two at once would time each other
+    with runner(predict, workers) as run:
+        search.run(run, workers, seconds)
+    missing = shortfall(recipe, search, partial(_simulate, timings)) if advise else None
+    return Planned(cluster=cluster, plans=tuple(plans_of(search)), shortfall=missing)
+
+
+def _simulate(timings: Timings | None, recipe: Recipe, strategy: Strategy, cluster: Cluster) -> Prediction:
+    return simulate(recipe, strategy, cluster, timings=timings)
+
+
+def _job(recipe: Recipe, cluster: Cluster, precisions: Sequence[Precision] | None, allow_optimizer: bool) -> Job:
+    rows, columns = _frame(recipe)
+    device = cluster.device
+    if "bf16" in (precisions or ()) and not device.has_bf16:
+        raise StrategyError(f"{device.name} has no bf16; use fp16, which scales the loss")
+    return Job(
+        cluster=cluster,
+        batch_size=recipe.batch_size,
+        rows=rows,
+        columns=columns,
+        precisions=tuple(precisions or precisions_of(device)),
+        optimizers=("recipe", *OTHER_OPTIMIZERS) if allow_optimizer else ("recipe",),
+        recompute_modules=_without_blocks(recipe),
+    )
+
+
+def _frame(recipe: Recipe) -> tuple[int, int]:
+    """Rows and columns of what the loader will split: the largest tensor of a sample that has both."""
+    fake = FakeTensorMode()
+    tensors = [t for t in tree_iter(abstract_batch(recipe, 1, fake)) if isinstance(t, Tensor) and t.dim() >= 3]
+    frame = max(tensors, key=Tensor.numel, default=None)
+    if frame is None:
+        raise RecipeError("a sample has no tensor with rows and columns, so there is no frame to split")
+    return frame.shape[-2], frame.shape[-1]
+
+
+def _without_blocks(recipe: Recipe) -> tuple[str, ...]:
+    """What to recompute in a model that repeats no block: its outermost modules; () where it does."""
+    model = abstract_model(recipe, FakeTensorMode())
+    if repeated_blocks(model):
+        return ()
+    return tuple(name for name, child in model.named_children() if any(True for _ in child.parameters()))
+
+
+def _require_present(cluster: Cluster) -> None:
+    if cluster.device.is_cuda and not torch.cuda.is_available():
+        raise StrategyError(f"ops can only be timed on a device that is here, and there is no {cluster.device.name}")

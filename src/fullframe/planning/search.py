@@ -1,0 +1,156 @@
+"""The order in which strategies are simulated: a few far apart, then always what may yet be fastest."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from fullframe.errors import UnsupportedOp
+from fullframe.planning.candidates import Job, border, candidates, saves_more, without_recompute
+from fullframe.planning.estimate import Estimate, Estimator
+from fullframe.planning.workers import Runner
+from fullframe.simulation.prediction import Prediction
+from fullframe.strategy import Strategy
+
+_PROOFS = 4  # simulations of what will hardly fit, where nothing else does
+_BUDGET_SHARE = 0.9  # of what is free that a budget of recompute hands out
+
+
+@dataclass(kw_only=True)
+class Search:
+    """What is known so far; `run` fills it.
+
+    known:    what was simulated
+    refused:  what cannot be done, and why
+    needless: what only saves memory where a strategy without does fit
+    left:     what was not simulated, and what it would need
+    """
+
+    job: Job
+    limit_bytes: int
+    known: dict[Strategy, Prediction] = field(default_factory=dict)
+    refused: dict[Strategy, str] = field(default_factory=dict)
+    needless: dict[Strategy, Strategy] = field(default_factory=dict)
+    left: dict[Strategy, Estimate] = field(default_factory=dict)
+
+    def run(self, runner: Runner, width: int, seconds: float) -> None:
+        """Simulate, `width` at a time, until nothing left can be fastest, or for about `seconds`."""
+        end = time.monotonic() + seconds
+        waiting = list(candidates(self.job))
+        chosen = _seeds(waiting, self.job)
+        while chosen:
+            self._simulate(runner, chosen)
+            waiting = self._sorted_out(waiting)
+            self.left = self.estimates(waiting)
+            in_time = time.monotonic() < end
+            chosen = (self._promising() if self.known else waiting)[:width] if in_time else []
+        for more in (self._siblings, self._budgets):
+            if time.monotonic() < end:
+                self._simulate(runner, more()[: 2 * width])
+        self.left = {s: e for s, e in self.left.items() if s not in self.known and s not in self.refused}
+
+    def estimates(self, strategies: Iterable[Strategy]) -> dict[Strategy, Estimate]:
+        """Scaled from what is known; none where nothing is."""
+        estimator = Estimator(self.known, self.job)
+        return {strategy: estimator(strategy) for strategy in strategies} if self.known else {}
+
+    @property
+    def fitting(self) -> dict[Strategy, Prediction]:
+        """What is known to fit."""
+        return {s: p for s, p in self.known.items() if p.device_bytes <= self.limit_bytes}
+
+    def _simulate(self, runner: Runner, strategies: Sequence[Strategy]) -> None:
+        for strategy, outcome in zip(strategies, runner(strategies), strict=True):
+            if isinstance(outcome, Prediction):
+                self.known[strategy] = outcome
+            else:
+                self.refused[strategy] = outcome
+
+    def _sorted_out(self, waiting: Iterable[Strategy]) -> list[Strategy]:
+        """What is still to be thought of: neither known nor refused, nor saving what need not be saved.
+
+        What was refused for its kind is refused at any number of ranks and microbatches.
+        """
+        reasons = {_kind(strategy, reason): reason for strategy, reason in self.refused.items()}
+        fitting = self.fitting
+        kept = []
+        for strategy in waiting:
+            if strategy in self.known or strategy in self.refused:
+                continue
+            reason = next((r for kind, r in reasons.items() if _kind(strategy, r) == kind), None)
+            leaner = next((other for other in fitting if saves_more(strategy, other)), None)
+            if reason is not None:
+                self.refused[strategy] = reason
+            elif leaner is not None:
+                self.needless[strategy] = leaner
+            else:
+                kept.append(strategy)
+        return kept
+
+    def _promising(self) -> list[Strategy]:
+        """What may fit and be faster than all that do, fastest first; what needs least, where nothing does."""
+        fastest = min((p.step_seconds for p in self.fitting.values()), default=None)
+        may_fit = {s: e for s, e in self.left.items() if e.bytes * e.doubt <= self.limit_bytes}
+        if fastest is not None:
+            may_fit = {s: e for s, e in may_fit.items() if e.seconds * e.doubt < fastest}
+        elif not may_fit:
+            least = sorted(self.left, key=lambda s: self.left[s].bytes)
+            tried = sum(p.device_bytes > self.limit_bytes for p in self.known.values())
+            return least if tried < _PROOFS else []
+        return sorted(may_fit, key=lambda s: (may_fit[s].seconds, complexity(s)))
+
+    def _siblings(self) -> list[Strategy]:
+        """The winner with its replicas split in other ways, shortest cuts first: what no estimate tells apart."""
+        fitting = self.fitting
+        if not fitting:
+            return []
+        best = min(fitting, key=lambda s: fitting[s].step_seconds)
+        parts = best.height * best.width
+        alike = {s for s in self.left if replace(s, height=best.height, width=best.width) == best}
+        alike = {s for s in alike if s.height * s.width == parts}
+        return sorted(alike, key=lambda s: border((s.data, s.height, s.width), self.job.rows, self.job.columns))
+
+    def _budgets(self) -> list[Strategy]:
+        """Of the meshes that fit with every block recomputed and not without: as much kept as there is room for."""
+        found = {}
+        for strategy, prediction in self.fitting.items():
+            plain = without_recompute(strategy)
+            without = self.known.get(plain)
+            if strategy.recompute != "blocks" or strategy.offload or plain in self.fitting:
+                continue
+            free = self.limit_bytes - prediction.device_bytes
+            budget = int(prediction.bytes.get("activation", 0) + _BUDGET_SHARE * free)
+            if without is None or budget < without.bytes.get("activation", 0):
+                candidate = replace(strategy, recompute="budget", recompute_budget_bytes=budget)
+                found[candidate] = prediction.step_seconds
+        return sorted(found, key=lambda strategy: found[strategy])
+
+
+def complexity(strategy: Strategy) -> int:
+    """How many techniques a strategy uses, beyond data parallelism; of equals the simpler one is taken."""
+    flags = (strategy.offload, strategy.shard_optimizer, strategy.shard_parameters, strategy.update_in_backward)
+    splits = (strategy.height > 1) + (strategy.width > 1)
+    others = (strategy.recompute != "none") + (strategy.optimizer != "recipe") + (strategy.microbatches > 1)
+    return sum(flags) + splits + others
+
+
+def _kind(strategy: Strategy, reason: str) -> tuple[object, ...]:
+    """What a refusal holds for: an op without a rule for every strategy that splits the same dims."""
+    splits = strategy.height > 1, strategy.width > 1
+    if reason.startswith(UnsupportedOp.__name__):
+        return splits
+    technique = replace(strategy, data=1, height=1, width=1, microbatches=1)
+    return (*splits, strategy.data > 1, strategy.microbatches > 1, technique)
+
+
+def _seeds(strategies: Sequence[Strategy], job: Job) -> list[Strategy]:
+    """Far apart: replicas alone and the finest split, each as it is and with its blocks recomputed."""
+    first = job.precisions[0]
+    plain = [s for s in strategies if s.precision == first and s.optimizer == job.optimizers[0]]
+    plain = [s for s in plain if not (s.shard_optimizer or s.shard_parameters or s.offload)]
+    as_it_is = [s for s in plain if s.recompute == "none" and s.microbatches == 1]
+    most = max(s.ranks for s in as_it_is)
+    fullest = [s for s in as_it_is if s.ranks == most]
+    replicas = max(fullest, key=lambda s: s.data)
+    finest = min(fullest, key=lambda s: s.data)
+    seeds = [replicas, finest]
+    return [s for s in plain if s.microbatches == 1 and without_recompute(s) in seeds]

@@ -1,0 +1,79 @@
+"""A recipe's model and batch without their memory: what is built is real Python, its tensors are fake."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import default_collate
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fullframe.errors import RecipeError
+from fullframe.strategy import Recipe
+
+
+def abstract_model(recipe: Recipe, fake: FakeTensorMode) -> nn.Module:
+    """The recipe's model with fake parameters and buffers; no more than one parameter is ever allocated."""
+    with _parameters_on_meta():
+        model = recipe.model()
+    known: dict[int, Tensor] = {}  # a tensor that two modules share stays shared
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = known.setdefault(id(tensor), _abstract(tensor, fake))
+    return model
+
+
+def _abstract(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
+    with fake:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """A parameter loses its memory as soon as a module has it, before anything is written to it.
+
+    Not `torch.device("meta")`: constructors compute with small tensors and read them, and those stay real.
+    """
+    register = nn.Module.register_parameter
+    moved = WeakTensorKeyDictionary()
+
+    def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            if parameter not in moved:
+                moved[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            parameter = moved[parameter]
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def abstract_batch(recipe: Recipe, samples: int, fake: FakeTensorMode) -> Any:
+    """`samples` samples as the loader would collate them, fake."""
+    sample = _sample(recipe)
+    with fake:
+        sample = tree_map_only(Tensor, lambda tensor: _abstract(tensor, fake), sample)
+        return (recipe.collate or default_collate)([sample] * samples)
+
+
+def _sample(recipe: Recipe) -> Any:
+    if recipe.sample is not None:
+        return recipe.sample()
+    try:
+        return recipe.data()[0]
+    except Exception as error:
+        raise RecipeError(
+            f"recipe.data() gives no sample ({type(error).__name__}: {error}); "
+            "where the data is not at hand, give recipe.sample, a function that returns one with the same shapes"
+        ) from error

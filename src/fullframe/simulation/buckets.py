@@ -1,0 +1,72 @@
+"""DistributedDataParallel on fake tensors, which torch's own refuses: its buckets, its copies and its all-reduces.
+
+As with `gradient_as_bucket_view`: a gradient is copied into its bucket and lies there from then on, between steps too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_FIRST_BYTES, _BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's own limits
+
+
+class FakeDataParallel(nn.Module):
+    """In the place of DistributedDataParallel, for its memory and its messages."""
+
+    in_buckets = True
+
+    def __init__(self, module: nn.Module, *, find_unused_parameters: bool = False, **ignored: Any):
+        super().__init__()
+        self.module = module
+        self.find_unused_parameters = find_unused_parameters
+        self.buckets: list[Tensor] = []
+        self._syncs = True  # outside no_sync()
+        parameters = [p for p in reversed(list(module.parameters())) if p.requires_grad]
+        numbers, _ = dist._compute_bucket_assignment_by_size(parameters, [_FIRST_BYTES, _BUCKET_BYTES])
+        for bucket in numbers:
+            self._make_bucket([parameters[number] for number in bucket])
+
+    def _make_bucket(self, parameters: list[nn.Parameter]) -> None:
+        flat = parameters[0].new_empty(sum(p.numel() for p in parameters)) if self.in_buckets else None
+        views = [None] * len(parameters) if flat is None else flat.split([p.numel() for p in parameters])
+        missing = set(parameters)
+
+        def arrived(parameter: nn.Parameter, place: Tensor | None) -> None:
+            if not self._syncs:
+                return
+            if place is not None and parameter.grad is not place:
+                place.copy_(parameter.grad)
+                parameter.grad = place
+            missing.discard(parameter)
+            if not missing:
+                for sent in [p.grad for p in parameters] if flat is None else [flat]:
+                    dist.all_reduce(sent)
+                missing.update(parameters)
+
+        if flat is not None:
+            self.buckets.append(flat)
+        for parameter, view in zip(parameters, views, strict=True):
+            place = None if view is None else view.view(parameter.shape)
+            parameter.register_post_accumulate_grad_hook(lambda p, place=place: arrived(p, place))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients lie beside the buckets until a backward outside."""
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
+
+class WithoutBuckets(FakeDataParallel):
+    """Gradients lie where autograd puts them."""
+
+    in_buckets = False

@@ -1,0 +1,132 @@
+"""What ops give on fake tensors, remembered: a step meets few kinds of ops, each many times.
+
+FakeTensorMode remembers too, but takes ten times as long to recognise an op; and there is nothing to do for an op in
+place. What is not plainly one of the cases below goes to FakeTensorMode.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+_number_of = torch.ops.aten._local_scalar_dense.default
+_CPU = torch.device("cpu")
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_Kind = Literal["new", "in place", "view", "other"]
+
+
+class _Meta(NamedTuple):
+    """A new tensor to be made."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Outcomes:
+    """`outcomes(func, args, kwargs)` is `func(*args, **kwargs)`."""
+
+    def __init__(self, fake: FakeTensorMode):
+        self.updating = False  # inside an optimizer, where a number that is read decides of no shape
+        self._fake = fake
+        self._known: dict[Hashable, Any] = {}  # by op and arguments: a _Meta, a list of them, or None: not plain
+        self._kinds: dict[Any, _Kind] = {}
+
+    def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind(func)
+        if kind == "other":
+            return self._number(args[0]) if func is _number_of else func(*args, **kwargs)
+        try:
+            key = func, _signature(args), _signature(tuple(kwargs.items()))
+        except _NotPlain:
+            return func(*args, **kwargs)
+        if kind == "view":
+            with in_kernel_invocation_manager(self._fake):
+                out = func(*args, **kwargs)
+            if isinstance(out, Tensor):
+                return FakeTensor(self._fake, out, _CPU)
+            return [FakeTensor(self._fake, tensor, _CPU) for tensor in out]
+        if key not in self._known:
+            out = func(*args, **kwargs)
+            self._known[key] = True if kind == "in place" else _described(out, args)
+            return out
+        known = self._known[key]
+        if known is None:
+            return func(*args, **kwargs)
+        if kind == "in place":
+            return args[0] if isinstance(args[0], Tensor) else None
+        with in_kernel_invocation_manager(self._fake):
+            made = [torch.empty_strided(*meta[:2], dtype=meta[2], device="meta") for meta in known[1]]
+        tensors = [FakeTensor(self._fake, tensor, _CPU) for tensor in made]
+        return tensors[0] if known[0] is None else known[0](tensors)
+
+
+    def _number(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, FakeTensor) and tensor.constant is not None:  # a parameter's count of steps
+            with torch._C._DisableTorchDispatch():
+                return tensor.constant.item()
+        if self.updating and tensor.is_floating_point():
+            return 1.0  # a norm, by which an update is scaled
+        return _number_of(tensor)
+
+
+class _NotPlain(Exception):
+    """An argument by whose shape and type alone the outcome is not decided."""
+
+
+def _kind(func: Any) -> _Kind:
+    schema = func._schema
+    name = func._opname
+    if func.namespace != "aten" or torch.Tag.inplace_view in func.tags or name.startswith("lift"):
+        return "other"
+    if not all(str(value.type) in ("Tensor", "List[Tensor]") for value in schema.returns):
+        return "other"
+    written = [argument for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
+    if written:
+        first_only = len(schema.returns) <= 1 and written[0].name == schema.arguments[0].name
+        lists = not schema.returns and name.startswith("_f")  # _foreach_add_, _fused_adamw_
+        return "in place" if lists or (len(written) == 1 and first_only and schema.returns) else "other"
+    if all(value.alias_info is not None for value in schema.returns):
+        return "view" if func.is_view and len(schema.returns) == 1 else "other"
+    return "new" if all(value.alias_info is None for value in schema.returns) else "other"
+
+
+def _signature(value: Any) -> Hashable:
+    kind = type(value)
+    if kind is FakeTensor or isinstance(value, FakeTensor):
+        if value.constant is not None:
+            raise _NotPlain
+        return value.shape, value.stride(), value.dtype
+    if kind in (list, tuple, torch.Size):
+        return tuple(map(_signature, value))
+    if kind not in _PLAIN:
+        raise _NotPlain
+    return kind, value
+
+
+def _described(out: Any, args: Sequence[Any]) -> Any:
+    """The container and the tensors of an outcome that shares nothing with the arguments; None of any other."""
+    container = type(out) if type(out) in (tuple, list) else None
+    tensors = [out] if container is None else list(out)
+    metas = []
+    for tensor in tensors:
+        if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.storage_offset():
+            return None
+        meta = _Meta(tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.untyped_storage().nbytes() != _bytes(meta) or tensor._is_view():
+            return None
+        metas.append(meta)
+    mine = {tensor.untyped_storage()._cdata for tensor in tensors}
+    given = {leaf.untyped_storage()._cdata for leaf in torch.utils._pytree.tree_iter(args) if isinstance(leaf, Tensor)}
+    return None if mine & given or len(mine) < len(tensors) else (container, metas)
+
+
+def _bytes(meta: _Meta) -> int:
+    if 0 in meta.shape:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride, strict=True))
+    return (last + 1) * meta.dtype.itemsize

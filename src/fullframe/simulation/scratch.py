@@ -1,0 +1,69 @@
+"""What kernels allocate for the time they run, which no tensor of the program shows.
+
+For the CPU it is what oneDNN was seen to take in torch 2.13 on AVX-512: copies in its own layouts, partial sums.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+_BLOCK_CHANNELS = 16  # of oneDNN's layouts
+_PARTIAL_SUMS = 256  # of a depthwise kernel's gradient
+_FP32 = 4
+
+
+def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
+    """Bytes beyond its results that an op on the CPU needs."""
+    if func is _aten.convolution.default:
+        return _convolution(*args[:2], out)
+    if func is _aten.convolution_backward.default:
+        return _convolution_backward(*args[:3], *out[:2])
+    return 0
+
+
+def _convolution(x: Tensor, weight: Tensor, out: Tensor) -> int:
+    if is_channels_last(x, weight):
+        return 2 * weight.nbytes
+    return max(_blocked(x) + weight.nbytes, out.nbytes) if _is_copied(weight) else 0
+
+
+def _convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, of_x: Tensor | None, of_weight: Tensor | None
+) -> int:
+    first = 0 if of_x is None else of_x.nbytes
+    second = 0 if of_weight is None else of_weight.nbytes
+    sums = second * _FP32 // weight.element_size() if weight.element_size() < _FP32 else 0
+    if is_channels_last(x, weight):
+        depthwise = weight.shape[1] == 1 and max(weight.shape[2:]) > 3
+        return _depthwise_sums(x, weight) if depthwise and second else 2 * second + (sums or second)
+    if not _is_copied(weight):
+        return 0
+    for_x = max(grad.nbytes + weight.nbytes, first) + _blocked(x) if first else 0
+    for_weight = first + max(_blocked(x) + grad.nbytes + second, 2 * second) + sums if second else 0
+    return max(for_x, for_weight) - first - second
+
+
+def _depthwise_sums(x: Tensor, weight: Tensor) -> int:
+    sums = _PARTIAL_SUMS * weight.numel() * _FP32
+    if weight.element_size() < _FP32:
+        sums += 16 * x[0].numel() * _FP32  # maps widened for the processor's missing 16-bit arithmetic
+    return sums
+
+
+def _is_copied(weight: Tensor) -> bool:
+    """Whether maps are copied into blocks of channels; 1x1 kernels in fp32 read them as they are."""
+    return prod(weight.shape[2:]) > 1 or weight.element_size() < _FP32
+
+
+def is_channels_last(*tensors: Tensor) -> bool:
+    """Whether any of these maps or kernels has its channels last in memory."""
+    return any(
+        t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last) for t in tensors
+    )
+
+
+def _blocked(x: Tensor) -> int:
+    return x.nbytes // x.shape[1] * (-(-x.shape[1] // _BLOCK_CHANNELS) * _BLOCK_CHANNELS)

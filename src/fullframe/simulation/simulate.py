@@ -1,0 +1,260 @@
+"""One strategy on one device: the step that trains, taken twice on fake tensors, and the account of what it held."""
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_iter
+from torch.utils.data import default_collate
+
+from fullframe.errors import RecipeError, StrategyError
+from fullframe.simulation.abstract import abstract_batch, abstract_model
+from fullframe.simulation.allocator import replay
+from fullframe.simulation.autocast import cuda_autocast
+from fullframe.simulation.buckets import FakeDataParallel, WithoutBuckets
+from fullframe.simulation.devices import Cluster, Device, cpu_device, parse_cluster
+from fullframe.simulation.kernels import cuda_kernels
+from fullframe.simulation.measured import MeasuredClock, Timings
+from fullframe.simulation.memory import account
+from fullframe.simulation.outcomes import Outcomes
+from fullframe.simulation.prediction import Prediction
+from fullframe.simulation.roofline import StepClock
+from fullframe.simulation.step import SimulatedStep
+from fullframe.simulation.terms import TERMS, Terms
+from fullframe.simulation.trace import Tracer
+from fullframe.simulation.world import fake_job
+from fullframe.spatial import parallelize as parallelizing
+from fullframe.spatial.mesh import init_mesh, spatial_of
+from fullframe.spatial.tensor import SpatialTensor
+from fullframe.strategy import Recipe, Strategy
+from fullframe.training.delivery import Collation, Delivery, Grid
+from fullframe.training.optimizers import build_optimizer
+from fullframe.training.randomness import kept_random_state
+
+_STEPS = 2  # the second has the optimizer's state from the start
+
+
+def simulate(
+    recipe: Recipe,
+    strategy: Strategy,
+    device: str | Device | Cluster = "A100-80GB",
+    *,
+    rank: int | None = None,
+    without: Collection[str] = (),
+    timings: Timings | None = None,
+) -> Prediction:
+    """What one rank of a job needs in memory and time, without the device, the other ranks, or the data.
+
+    `rank` is the one that needs most unless given: with a neighbour on each side where there is one. `without` names
+    terms of TERMS to leave out. With `timings` each distinct op is timed on this machine, once for all strategies that
+    are given the same dict, in place of a roofline.
+
+    Raises StrategyError when the batch cannot be spread or a term is unknown, RecipeError when what the step does
+    depends on the numbers in its tensors, and whatever the step itself raises.
+    """
+    rank = _fullest(strategy) if rank is None else rank
+    if not 0 <= rank < strategy.ranks:
+        raise StrategyError(f"rank {rank} is none of the {strategy.ranks} ranks of the strategy, 0 and up")
+    if recipe.batch_size % (strategy.data * strategy.microbatches):
+        raise StrategyError(
+            f"batch_size {recipe.batch_size} cannot be cut into {strategy.data} replicas x {strategy.microbatches} "
+            "microbatches; use a multiple of their product"
+        )
+    unknown = sorted(set(without) - set(TERMS))
+    if unknown:
+        raise StrategyError(f"there is no term {', '.join(map(repr, unknown))}; the terms are {', '.join(TERMS)}")
+    cluster = _cluster(device, strategy)
+    with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device):
+        return _Simulation(recipe, strategy, cluster, without, timings).prediction()
+
+
+class _Simulation:
+    """The recipe's model, optimizer and batch on one rank of the fake job, under a tracer."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        strategy: Strategy,
+        cluster: Cluster,
+        without: Collection[str],
+        timings: Timings | None,
+    ):
+        self._recipe, self._strategy, self._is_cuda = recipe, strategy, cluster.device.is_cuda
+        self._terms = Terms(cluster.device, strategy.precision, without)
+        place = cluster, strategy.precision, (strategy.data, strategy.height, strategy.width)
+        self._clock = StepClock(*place) if timings is None else MeasuredClock(*place, timings)
+        self._mesh = init_mesh(height=strategy.height, width=strategy.width)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._model = abstract_model(recipe, self._fake)
+        names = {module: name for name, module in self._model.named_modules()}
+        self._outcomes = Outcomes(self._fake)
+        self._tracer = Tracer(names, _axes(self._mesh), self._outcomes, self._terms.scratch, self._clock)
+
+    def prediction(self) -> Prediction:
+        """Take the steps and account for them."""
+        tracer = self._tracer
+        with tracer, _readable_errors(tracer), torch.compiler.set_stance("force_eager"):
+            model = self._parallelized()
+            step = self._step(model)
+            batch, *ahead = [self._batch() for _ in range(1 + self._terms.has("prefetched_batch"))]
+            tracer.hold(self._terms.cublas_bytes)
+            tracer.building = False
+            for _ in range(_STEPS):
+                self._clock.reset()
+                with self._fake:
+                    step(batch)
+                tracer.end_step()
+        return self._accounted(model, ahead)
+
+    def _parallelized(self) -> nn.Module:
+        """As `fullframe.fit` has it, but for DDP, which refuses fake tensors."""
+        recipe, strategy, model, tracer = self._recipe, self._strategy, self._model, self._tracer
+        tracer.mark("parameter", list(model.parameters()), list(model.buffers()))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: tracer.mark("gradient", p.grad))
+        data_parallel = FakeDataParallel if self._terms.has("ddp_buckets") else WithoutBuckets
+        with patch.object(parallelizing, "DistributedDataParallel", data_parallel):
+            return parallelizing.parallelize(
+                model,
+                self._mesh,
+                unsupported=recipe.unsupported,
+                find_unused_parameters=recipe.find_unused_parameters,
+                shard_parameters=strategy.shard_parameters,
+                average_gradients=not strategy.update_in_backward,
+            )
+
+    def _step(self, model: nn.Module) -> SimulatedStep:
+        tracer, strategy = self._tracer, self._strategy
+        tracer.mark("parameter", list(model.parameters()))  # where they are sharded, these are others
+        tracer.mark("gradient", self._buckets(model))
+        with self._fake:
+            optimizer = build_optimizer(self._recipe.optimizer, model, strategy)
+            if self._is_cuda:
+                _choose_as_on_cuda(optimizer)
+            optimizer.register_step_pre_hook(lambda *_: setattr(self._outcomes, "updating", True))
+            optimizer.register_step_post_hook(lambda *_: setattr(self._outcomes, "updating", False))
+            step = SimulatedStep(model, self._recipe.loss, optimizer, strategy, self._clock)
+        if step.average is not None:
+            tracer.mark("average", list(step.average.state_dict().values()))
+        return step
+
+    @staticmethod
+    def _buckets(model: nn.Module) -> list[Tensor]:
+        return getattr(model.__dict__["_run"], "buckets", [])
+
+    def _batch(self) -> Any:
+        """A batch as the loader delivers it, fake."""
+        with self._fake:
+            batch = abstract_batch(self._recipe, self._recipe.batch_size // self._strategy.data, self._fake)
+            if self._strategy.height * self._strategy.width > 1:
+                batch = Collation(default_collate, Grid.of(self._mesh), "auto").cut(batch)
+            batch = Delivery(self._mesh).place(batch)
+        self._tracer.mark("batch", _local(batch))
+        return batch
+
+    def _accounted(self, model: nn.Module, ahead: list[Any]) -> Prediction:
+        trace, terms = self._tracer.trace, self._terms
+        held = account(trace)
+        peak = reserved = held.peak_bytes
+        if self._is_cuda:
+            allocator = replay(trace.events)
+            peak, reserved = allocator.most_allocated_bytes, allocator.most_reserved_bytes
+        if not terms.has("caching_allocator"):
+            peak = reserved = held.peak_bytes
+        largest_scratch = max((b.bytes for b in trace.events if b.mark == "workspace" and b.died), default=0)
+        named = {
+            "context": terms.context_bytes,
+            "nccl": terms.nccl_bytes(self._tracer.groups.values()),
+            "cublas_workspace": terms.cublas_bytes,
+            "cudnn_workspace": largest_scratch,
+            "ddp_buckets": sum(t.nbytes for t in self._buckets(model)),
+            "prefetched_batch": sum(t.nbytes for t in tree_iter(_local(ahead)) if isinstance(t, Tensor)),
+            "caching_allocator": reserved - held.peak_bytes,
+        }
+        rounding = {"rounding": peak - held.peak_bytes} if peak > held.peak_bytes else {}
+        return Prediction(
+            peak_bytes=peak,
+            reserved_bytes=reserved,
+            bytes={**held.bytes, **rounding},
+            step_seconds=self._clock.step_seconds,
+            seconds=dict(self._clock.seconds),
+            moment=held.moment,
+            largest=held.largest,
+            modules=held.modules,
+            terms={name: bytes for name, bytes in named.items() if bytes},
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+        )
+
+
+def _local(batch: Any) -> Any:
+    """The plain tensors of nested values."""
+    return [t.local if isinstance(t, SpatialTensor) else t for t in tree_iter(batch) if isinstance(t, Tensor)]
+
+
+def _choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
+    """Where the recipe leaves it open, torch updates many CUDA parameters in one kernel, and CPU ones each by itself."""
+    for group in optimizer.param_groups:
+        open_ = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        if open_ and not group.get("differentiable"):
+            group["foreach"] = True
+
+
+def _cluster(device: str | Device | Cluster, strategy: Strategy) -> Cluster:
+    """One node with all ranks where only a device is named."""
+    if isinstance(device, str):
+        cluster = parse_cluster(device)
+        device = cluster if cluster.ranks > 1 else cluster.device
+    if isinstance(device, Device):
+        device = device if device.is_cuda else cpu_device(strategy.ranks)
+        return Cluster(nodes=1, devices_per_node=strategy.ranks, device=device)
+    if device.ranks < strategy.ranks:
+        raise StrategyError(f"the strategy needs {strategy.ranks} ranks, {device.name} has {device.ranks}")
+    return device
+
+
+def _fullest(strategy: Strategy) -> int:
+    """A rank of the first replica with two neighbours along an axis, or the first of two."""
+    row, column = int(strategy.height > 2), int(strategy.width > 2)
+    return row * strategy.width + column
+
+
+def _axes(mesh: DeviceMesh) -> dict[str, str]:
+    """The mesh axis of each process group, by the group's name, as `StepClock` calls it."""
+    spatial = spatial_of(mesh)
+    groups = {
+        "data": mesh.get_group("data"),
+        "height": spatial.height.group,
+        "width": spatial.width.group,
+        "replica": spatial.replica,
+        "job": dist.group.WORLD,
+    }
+    return {group.group_name: axis for axis, group in groups.items()}  # type: ignore[union-attr]
+
+
+@contextmanager
+def _kernels_of(device: Device) -> Iterator[None]:
+    with ExitStack() as kernels:
+        if device.is_cuda:
+            kernels.enter_context(cuda_autocast())
+            kernels.enter_context(cuda_kernels(has_flash_attention=device.has_bf16))  # both came with Ampere
+        yield
+
+
+@contextmanager
+def _readable_errors(tracer: Tracer) -> Iterator[None]:
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        where = f" in module '{tracer.module}'" if tracer.module else ""
+        raise RecipeError(
+            f"the step cannot be simulated: what {error.func}{where} gives depends on the numbers in its tensors, and "
+            "fake tensors have none; take sizes from shapes and torch.where in the place of boolean indexing, or plan "
+            "with a recipe that leaves that part out"
+        ) from error

@@ -1,0 +1,282 @@
+"""What a step allocates and frees, seen from below autograd: every storage is watched by a weak reference.
+
+Works on fake tensors and on real ones. What a kernel allocates for itself never shows as a tensor; `scratch` says it.
+"""
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+Phase = Literal["build", "forward", "recompute", "backward", "update"]
+Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]  # (func, args, kwargs) -> out
+Scratch = Callable[[Any, tuple[Any, ...], Any], int]  # (func, args, out) -> bytes a kernel needs while it runs
+
+_device_of = torch.ops.prim.device.default
+_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+_running_node: Callable[[], Any] = torch._C._current_autograd_node  # type: ignore[attr-defined]
+
+
+class Clock(Protocol):
+    """What adds up the seconds of the ops that a trace sees."""
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """One aten op that was run."""
+
+    def communicate(self, kind: str, bytes: int, ranks: int, axis: str) -> None:
+        """One collective or message."""
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """One storage: its bytes, the tensor that was first seen on it, and when it lived (numbers of events)."""
+
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    module: str
+    phase: Phase
+    born: int
+    died: int | None = None  # None: it outlived the trace
+    region_end: int | None = None  # of a recompute: where the module that ran again was done
+    mark: str | None = None  # the category, where somebody knows it
+
+
+@dataclass
+class Trace:
+    """What was allocated and freed, in order, and where in that order backward passes and steps lay."""
+
+    events: list[Block] = field(default_factory=list)  # a block's first event is its birth, its second its end
+    backwards: list[range] = field(default_factory=list)  # numbers of events
+    step_ends: list[int] = field(default_factory=list)
+
+
+class Tracer(TorchDispatchMode):
+    """Fills `.trace` while it is entered.
+
+    `names` are the paths of the model's modules; `axes` the mesh axis of each process group, by the group's name.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[nn.Module, str],
+        axes: Mapping[str, str],
+        run: Run,
+        scratch: Scratch,
+        clock: Clock | None = None,
+    ):
+        super().__init__()
+        self.trace = Trace()
+        self.building = True  # what is made now is not of a step
+        self.groups: dict[str, int] = {}  # ranks of the process groups that were used, by name
+        self._names, self._axes, self._run, self._scratch, self._clock = names, axes, run, scratch, clock
+        self._live: dict[int, Block] = {}  # by the address of the storage
+        self._watching: dict[int, weakref.ref[Any]] = {}
+        self._modules: list[str] = []  # that are running, innermost last
+        self._nodes, self._owners = [0], [""]  # the module that made the autograd nodes from a number on
+        self._backward_start: int | None = None
+        self._rerun: list[Block] = []  # made by a module that runs again in backward
+        self._open = ExitStack()
+
+    def __enter__(self) -> "Tracer":
+        self._open.enter_context(_resizes_told_to(self._resized))
+        for hook in (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ):
+            self._open.callback(hook.remove)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._open.close()
+        self._watching.clear()  # what goes from now on is not of the trace
+
+    def end_step(self) -> None:
+        """A step is done; what it made and is still there stays."""
+        self._follow_backward()
+        self.trace.step_ends.append(len(self.trace.events))
+
+    def hold(self, bytes: int) -> None:
+        """A workspace that some library takes now and keeps."""
+        if bytes:
+            self._appeared(bytes, (bytes,), torch.uint8, "workspace")
+
+    @property
+    def module(self) -> str:
+        """The path of the module that is running, "" outside the model."""
+        return self._where()[0]
+
+    def mark(self, category: str, *trees: Any) -> None:
+        """Say of what category the tensors in nested values are; the first to say so is right."""
+        for tensor in tree_iter(trees):
+            if isinstance(tensor, Tensor):
+                self.watch(tensor)
+                for storage in storages(tensor):
+                    block = self._live[storage._cdata]
+                    block.mark = block.mark or category
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _device_of and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        self._follow_backward()
+        out = self._run(func, args, kwargs)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._communicated(func, args, out)
+        elif _makes_storage(func):
+            for leaf in out if type(out) in (tuple, list) else (out,):
+                if isinstance(leaf, Tensor):
+                    self.watch(leaf)
+                elif type(leaf) in (tuple, list):
+                    self.watch(*leaf)
+            scratch = self._scratch(func, args, out)
+            if scratch:
+                block = self._appeared(scratch, (scratch,), torch.uint8, "workspace")
+                self._disappeared(block)
+        if self._clock is not None:
+            self._clock.record(func, args, kwargs, out)
+        return out
+
+    # What lives
+
+    def watch(self, *tensors: Tensor) -> None:
+        """Follow the storages of these tensors from here on, unless they are followed already."""
+        for tensor in tensors:
+            for storage in storages(tensor):
+                key = storage._cdata
+                if key not in self._live:
+                    self._live[key] = self._appeared(storage.nbytes(), tuple(tensor.shape), tensor.dtype)
+                    self._watching[key] = weakref.ref(storage, lambda _, key=key: self._died(key))  # type: ignore[misc]
+
+    def _appeared(self, bytes: int, shape: tuple[int, ...], dtype: torch.dtype, mark: str | None = None) -> Block:
+        module, phase = self._where()
+        block = Block(bytes, shape, str(dtype)[6:], module, phase, len(self.trace.events), mark=mark)
+        self.trace.events.append(block)
+        if phase == "recompute":
+            self._rerun.append(block)
+        return block
+
+    def _disappeared(self, block: Block) -> None:
+        block.died = len(self.trace.events)
+        self.trace.events.append(block)
+
+    def _died(self, key: int) -> None:
+        del self._watching[key]
+        self._disappeared(self._live.pop(key))
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        before = self._live.get(storage._cdata)
+        if before is not None and before.bytes != storage.nbytes():
+            self._disappeared(before)
+            dtype = getattr(torch, before.dtype)
+            mark = before.mark or "parameter"  # gathered
+            self._live[storage._cdata] = self._appeared(storage.nbytes(), before.shape, dtype, mark)
+
+    # Where we are
+
+    def _where(self) -> tuple[str, Phase]:
+        node = _running_node()
+        if node is None:
+            return self._modules[-1] if self._modules else "", "build" if self.building else "forward"
+        if self._modules:
+            return self._modules[-1], "recompute"
+        return self._owners[bisect_right(self._nodes, node._sequence_nr()) - 1], "backward"
+
+    def _follow_backward(self) -> None:
+        inside, now = _running_node() is not None, len(self.trace.events)
+        if inside and self._backward_start is None:
+            self._backward_start = now
+        elif not inside and self._backward_start is not None:
+            self.trace.backwards.append(range(self._backward_start, now))
+            self._backward_start = None
+
+    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        self._modules.append(self._names.get(module, type(module).__name__))
+        self._own_nodes()
+
+    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._modules.pop()
+        self._own_nodes()
+        if not self._modules:
+            for block in self._rerun:
+                block.region_end = len(self.trace.events)
+            self._rerun.clear()
+
+    def _own_nodes(self) -> None:
+        self._nodes.append(_sequence_number())
+        self._owners.append(self._modules[-1] if self._modules else "")
+
+    def _communicated(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        kind = func._schema.name.partition("::")[2].strip("_")
+        functional = func.namespace == "_c10d_functional"
+        if kind in ("wait_tensor", "barrier"):
+            return
+        if functional:
+            self.mark("communication", out)
+        elif kind not in ("send", "broadcast"):
+            self.mark("communication", args[0])
+        group = _group_of(func, args)
+        self.groups[group.group_name] = group.size()
+        if self._clock is not None and kind != "recv":
+            held = args[0] if not functional or kind.startswith("reduce") else out
+            bytes = sum(leaf.nbytes for leaf in tree_iter(held) if isinstance(leaf, Tensor))
+            self._clock.communicate(kind, bytes, group.size(), self._axes.get(group.group_name, "job"))
+
+
+def _group_of(func: Any, args: tuple[Any, ...]) -> torch.distributed.ProcessGroup:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "process_group":
+            return torch.distributed.ProcessGroup.unbox(value)
+        if argument.name == "group_name":
+            return torch.distributed.distributed_c10d._resolve_process_group(value)
+    raise LookupError(f"{func} names no process group")
+
+
+_makes: dict[Any, bool] = {}
+
+
+def _makes_storage(func: Any) -> bool:
+    """Whether some output of the op is, by its schema, neither an input nor a view of one."""
+    known = _makes.get(func)
+    if known is None:
+        known = _makes[func] = any(value.alias_info is None for value in func._schema.returns)
+    return known
+
+
+def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages that hold a tensor; those of its parts where it is made of tensors (a DTensor, an 8-bit state)."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # of a DTensor also the mesh is a part
+                yield from storages(part)
+    else:
+        yield tensor.untyped_storage()
+
+
+@contextmanager
+def _resizes_told_to(listener: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """FSDP frees and refills what it gathered by resizing storages, which is no op."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        listener(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]

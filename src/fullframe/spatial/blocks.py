@@ -1,0 +1,52 @@
+"""The repeated blocks of a model: what recompute computes again and sharding gathers, one at a time.
+
+Found by structure alone: residual layers, transformer layers, encoder levels, whatever a model repeats.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Names of the model's repeated blocks, in the order of `named_modules`; none contains another.
+
+    A block is a module of which its parent holds several: the same class, under the same name but for the number
+    (items of a list, `down1` and `down2`), with at least two weights, since a convolution and its norm are no block.
+    Other modules of such a class are blocks too. A stage, most of which are blocks, gives those.
+    """
+    repeated = {child for module in model.modules() for child in _repeated_children(module)}
+    classes = {type(block) for block in repeated} - {nn.Sequential}  # which says nothing of what is in it
+    repeated |= {module for module in model.modules() if type(module) in classes}
+    return list(_innermost(model, "", repeated))
+
+
+def _repeated_children(module: nn.Module) -> Iterator[nn.Module]:
+    kinds = {name: (type(child), re.sub(r"\d+", "", name)) for name, child in module.named_children()}
+    number = Counter(kinds.values())
+    for name, child in module.named_children():
+        if number[kinds[name]] > 1 and _weights(child) > 1 and not isinstance(child, _NEVER_CALLED):
+            yield child
+
+
+def _weights(module: nn.Module) -> int:
+    """Weights of convolutions and linear layers; norms and biases have one dim."""
+    return sum(parameter.dim() > 1 for parameter in module.parameters())
+
+
+def _innermost(module: nn.Module, name: str, repeated: set[nn.Module]) -> list[str]:
+    """The blocks inside `module`, or its own name where it is one and few of its parameters are in blocks."""
+    children = [(f"{name}.{child}" if name else child, submodule) for child, submodule in module.named_children()]
+    inner = [block for child, submodule in children for block in _innermost(submodule, child, repeated)]
+    if module not in repeated:
+        return inner
+    blocks = [module.get_submodule(block[len(name) + 1 :]) for block in inner]
+    return inner if 2 * _size(*blocks) > _size(module) else [name]
+
+
+def _size(*modules: nn.Module) -> int:
+    return sum(p.numel() for p in {p for module in modules for p in module.parameters()})

@@ -1,0 +1,284 @@
+"""What a recipe measures over the whole of its evaluation data, the same number on all ranks.
+
+Under `torch.no_grad`, not `inference_mode`: what a model keeps from a forward pass in inference mode (a grid of
+coordinates, FSDP2's gathered parameters) cannot be used in training afterwards.
+"""
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullframe.errors import RecipeError
+from fullframe.spatial.sharding import is_sharded
+from fullframe.spatial.tensor import SpatialTensor
+from fullframe.strategy import Precision, Recipe
+from fullframe.training.agreement import on_first_rank
+from fullframe.training.average import ParameterAverage
+from fullframe.training.delivery import mesh_device
+from fullframe.training.loader import evaluation_batches
+from fullframe.training.precision import computing
+from fullframe.training.randomness import kept_random_state
+
+_TOLERANCE = 1e-3  # between ranks of a replica that measured the same; a part of the frame differs by more
+
+
+@dataclass(frozen=True)
+class OfPart:
+    """Around a value that `recipe.evaluate` returns: it was measured on this rank's part of the frame (`x.local`).
+
+    It is then added up over the ranks of a replica too. Other values must be equal on all of them, as they are when
+    they come from ops on split tensors or from whole ones; that they are is checked.
+    """
+
+    value: Any
+
+
+def evaluate(
+    recipe: Recipe,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    precision: Precision = "fp32",
+    average: ParameterAverage | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """What `recipe.evaluate` measures over the whole of its data, the same on all ranks; {} without one.
+
+    `model` is what `parallelize` returned; with `average`, its averaged parameters are evaluated. `progress` is
+    called after each sample, on all ranks equally often, and what it raises ends the evaluation. Raises RecipeError
+    on all ranks when a value is neither (sum, count) nor a torchmetrics Metric, or differs between the ranks of a
+    replica.
+    """
+    if recipe.evaluate is None or recipe.evaluation_data is None:
+        return {}
+    _share_buffers(model, mesh)
+    tally = _Tally()
+    batches = evaluation_batches(
+        recipe.evaluation_data(), mesh, recipe.seed, workers=recipe.workers, collate=recipe.collate
+    )
+    with (
+        evaluating(model),
+        average.applied() if average is not None else nullcontext(),
+        computing(precision, mesh_device(mesh).type),
+    ):
+        for batch, counts in batches:
+            kept = tally if counts else copy.deepcopy(tally)  # a Metric may be the same object in every batch
+            tally.add(recipe.evaluate(model, batch))
+            if not counts:
+                tally.reset()
+                tally = kept
+            try:
+                progress()
+            except BaseException:
+                tally.reset()
+                raise
+        found = tally.found(first=mesh.get_local_rank("height") == mesh.get_local_rank("width") == 0)
+    tally.reset()
+    return _over_ranks(found, mesh)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; afterwards modes and random states are as before."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), kept_random_state():
+            yield
+    finally:
+        model.train(training[model])  # also what a parallelized model keeps beside its modules
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _share_buffers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Running statistics as the first rank has them, which is what the next step takes them for (as DDP does)."""
+    if mesh.size(0) > 1:
+        for buffer in model.buffers():
+            if not is_sharded(buffer):
+                dist.broadcast(buffer, 0)
+
+
+class _Found(NamedTuple):
+    """What one rank measured under one name."""
+
+    of_part: bool
+    content: Any  # (sum, count), a list of metrics, or None where the replica's first rank has the same
+    digest: list[tuple[float, float]]  # of each number or state: its sum, and the sum of its absolute values
+
+
+class _Tally:
+    """What this rank measured so far."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._metrics: dict[str, dict[int, Any]] = {}  # by identity: one that is updated, or a new one for each batch
+        self._of_part: dict[str, bool] = {}
+
+    def add(self, measured: Mapping[str, Any]) -> None:
+        """Take in what `recipe.evaluate` returned for one batch."""
+        for name, value in measured.items():
+            part = isinstance(value, OfPart)
+            value = value.value if isinstance(value, OfPart) else value
+            if self._of_part.setdefault(name, part) != part:
+                raise RecipeError(f"evaluate() marks {name!r} as OfPart for some batches only; mark all or none")
+            if _is_metric(value):
+                self._metrics.setdefault(name, {})[id(value)] = value
+            elif isinstance(value, tuple) and len(value) == 2:
+                total, count = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (total + float(value[0]), count + float(value[1]))
+            else:
+                raise RecipeError(
+                    f"evaluate() must give (sum, count) or a torchmetrics Metric for {name!r}, "
+                    f"got {type(value).__name__}"
+                )
+
+    def reset(self) -> None:
+        """Metrics begin anew, for the next evaluation."""
+        for metrics in self._metrics.values():
+            for metric in metrics.values():
+                metric.reset()
+
+    def found(self, first: bool) -> dict[str, _Found]:
+        """For the first rank; `first` in its replica or not. All ranks of a replica call it."""
+        result = {}
+        for name, part in self._of_part.items():
+            if name in self._sums:
+                content: Any = self._sums[name]
+                digest = [(value, abs(value)) for value in content]
+            else:
+                content = [_on_host(metric) for metric in self._metrics[name].values()]
+                digest = [_digest(state) for metric in content for state in _states(metric)]
+            result[name] = _Found(part, content if first or part else None, [] if part else digest)
+        return result
+
+
+def _over_ranks(found: dict[str, _Found], mesh: DeviceMesh) -> dict[str, float]:
+    ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(found, ranks)
+    replicas = mesh.mesh.flatten(1).tolist()
+
+    def total() -> dict[str, float]:
+        assert ranks is not None
+        names = {name: None for rank in ranks for name in rank}  # in order
+        result: dict[str, float] = {}
+        for name in names:
+            for replica in replicas:
+                _require_same(name, {rank: ranks[rank][name] for rank in replica if name in ranks[rank]})
+            contents = [rank[name].content for rank in ranks if name in rank and rank[name].content is not None]
+            result |= _named(name, _computed(name, contents))
+        return result
+
+    return on_first_rank(total)
+
+
+def _require_same(name: str, found: Mapping[int, _Found]) -> None:
+    """Ranks of a replica that do not measure parts must have measured the same."""
+    first = next(iter(found.values()), None)
+    for rank, other in found.items():
+        if first is not None and (first.of_part != other.of_part or not _alike(first.digest, other.digest)):
+            raise RecipeError(
+                f"evaluate() measured another {name!r} on rank {rank} than on rank {next(iter(found))} of its replica; "
+                "measure on split or whole tensors, or mark what was measured on x.local as OfPart(...)"
+            )
+
+
+def _alike(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> bool:
+    return len(one) == len(other) and all(
+        abs(a - b) <= _TOLERANCE * max(size, size_b) or (math.isnan(a) and math.isnan(b)) or a == b
+        for (a, size), (b, size_b) in zip(one, other, strict=True)
+    )
+
+
+def _computed(name: str, contents: list[Any]) -> Any:
+    """The value over all ranks."""
+    if isinstance(contents[0], tuple):
+        count = sum(count for _, count in contents)
+        return sum(value for value, _ in contents) / count if count else math.nan
+    try:
+        return _merged([metric for metrics in contents for metric in metrics]).compute()
+    except Exception as error:  # the other ranks wait for an answer
+        raise RecipeError(f"the metric {name!r} cannot be computed: {type(error).__name__}: {error}") from error
+
+
+def _merged(metrics: list[Any]) -> Any:
+    """The first metric, with the states of all of them reduced as torchmetrics reduces those of ranks."""
+    for same in zip(*map(_parts, metrics), strict=True):
+        target = same[0]
+        target.distributed_available_fn = lambda: False  # or computing would wait for the other ranks
+        used = [metric for metric in same if metric._update_count] or [target]
+        for name, reduction in target._reductions.items():
+            counts = [metric._update_count for metric in used]
+            setattr(target, name, _reduced([getattr(metric, name) for metric in used], reduction, counts))
+        target._update_count = sum(metric._update_count for metric in same)
+        target._computed = None
+    return metrics[0]
+
+
+def _reduced(values: list[Any], reduction: Any, counts: list[int]) -> Any:
+    from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
+
+    if len(values) == 1:
+        return values[0]
+    if any(isinstance(value, list) for value in values):
+        items = [item for value in values for item in (value if isinstance(value, list) else [value])]
+        return items if reduction in (None, dim_zero_cat) else reduction(items)
+    if reduction is dim_zero_mean:  # of unequally many updates
+        return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
+    return torch.stack(values) if reduction is None else reduction(torch.stack(values))
+
+
+def _is_metric(value: Any) -> bool:
+    torchmetrics = sys.modules.get("torchmetrics")  # where it was not imported, nothing can be one
+    return torchmetrics is not None and isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection))
+
+
+def _parts(metric: Any) -> Iterator[Any]:
+    """The metric, those in a collection, and those in a wrapper: whatever has states of its own."""
+    return (part for part in metric.modules() if hasattr(part, "_reductions"))
+
+
+def _on_host(metric: Any) -> Any:
+    """A copy that any rank can read; split states become whole."""
+    metric = copy.deepcopy(metric)
+    for part in _parts(metric):
+        for name, state in part.metric_state.items():
+            whole = [_whole(item) for item in state] if isinstance(state, list) else _whole(state)
+            setattr(part, name, whole)
+    return metric.cpu()
+
+
+def _whole(value: Any) -> Any:
+    return value.full() if isinstance(value, SpatialTensor) else value
+
+
+def _states(metric: Any) -> Iterator[Tensor]:
+    for part in _parts(metric):
+        for state in part.metric_state.values():
+            yield from (item for item in (state if isinstance(state, list) else [state]) if isinstance(item, Tensor))
+
+
+def _digest(state: Tensor) -> tuple[float, float]:
+    values = state.double()
+    return float(values.sum()), float(values.abs().sum())
+
+
+def _named(name: str, value: Any) -> dict[str, float]:
+    """Plain numbers; of several values (of classes, of a collection) one each, `name.key`."""
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.numel() != 1):
+        items = enumerate(value)
+    else:
+        return {name: float(value)}
+    return {key: number for part, item in items for key, number in _named(f"{name}.{part}", item).items()}

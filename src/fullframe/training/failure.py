@@ -1,0 +1,51 @@
+"""How a rank says why it ends: a file that whoever started it reads, and an exit code. Loads no torch."""
+
+import json
+import os
+import sys
+import time
+
+AGAIN = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the job; start it again from its last checkpoint
+
+RESTART_REASON = "FULLFRAME_RESTART_REASON"  # where our launcher says why it has started the ranks again
+
+_MACHINE = {"DistError", "AcceleratorError"}  # torch's exceptions for lost connections and failing devices
+
+
+class StartAgain(SystemExit):
+    """This rank cannot go on, but the job can when its launcher starts all ranks again."""
+
+    def __init__(self, reason: str, remedy: str):
+        super().__init__(AGAIN)
+        self.reason = reason
+        report(f"{reason}; where nobody starts the ranks again, go on with {remedy}", reason, changed=True)
+
+
+def report(text: str, summary: str, *, consequence: bool = False, changed: bool = False) -> None:
+    """Say what ends this process, once: a rank leaves it to its launcher, in the file that torch's launcher reads.
+
+    `text` is for the user, `summary` is one line of it. A `consequence` of another rank's end is shown only where
+    there is nothing better; `changed` says that another attempt will not meet the same end.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        print(text, file=sys.stderr)
+        return
+    now = time.time()
+    details = {"py_callstack": text, "timestamp": str(int(now)), "seconds": now, "consequence": consequence}
+    details["changed"] = changed
+    with open(file, "w") as out:
+        json.dump({"message": {"message": summary, "extraInfo": details}}, out)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether `error` says that another rank, or this rank's device, is gone, and nothing of what was computed."""
+    # gloo raises a plain RuntimeError that names its source file.
+    return any(kind.__name__ in _MACHINE for kind in type(error).__mro__) or "gloo/transport" in str(error)
+
+
+def restart_reason() -> str:
+    """Why the launcher (ours or torchrun) has started this rank again; "" where it has not."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return ""
+    return os.environ.get(RESTART_REASON) or "a rank had failed"

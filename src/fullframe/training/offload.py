@@ -1,0 +1,158 @@
+"""Saved activations wait for backward in host memory: sent there as they are saved, fetched one ahead of their use.
+
+On a GPU both ways run beside the computation, on a stream of their own, from and to pinned memory.
+"""
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+LEAST_BYTES = 1 << 20  # of a storage; smaller ones gain little and cost a copy each
+LEAVING_BYTES = 512 << 20  # on the device that may wait for their copy; beyond it the host waits too
+
+
+def saving_to_host(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """What to enter around each forward pass on `device`; on a CPU, where it could save nothing, it is nothing."""
+    if device.type != "cpu":
+        return Offload(device).saving
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn("strategy.offload does nothing on a CPU, whose memory is the host's", stacklevel=2)
+    return nullcontext
+
+
+class Offload:
+    """`with offload.saving(): forward()`, for one microbatch after the other.
+
+    Only plain tensors on `device` whose storage has `least_bytes` or more, no parameters; what several nodes save goes
+    once. Under recompute these are the blocks' inputs and what is saved outside the blocks.
+    """
+
+    def __init__(self, device: torch.device, least_bytes: int = LEAST_BYTES):
+        self._road, self._least_bytes = _Road(device), least_bytes
+        self._parked: weakref.WeakValueDictionary[tuple[int, int], _Parked] = weakref.WeakValueDictionary()
+        self._last: weakref.ref[_Parked] | None = None
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Inside, what is saved for backward is sent away."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> "Tensor | _View":
+        if not self._is_wanted(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        # Written to in between, it is another value under the same address.
+        key = StorageWeakRef(storage).cdata, tensor._version
+        parked = self._parked.get(key)
+        if parked is None:
+            before = None if self._last is None else self._last()
+            parked = self._parked[key] = _Parked(storage, self._road, before)
+            self._last = weakref.ref(parked)
+        return _View(parked, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _is_wanted(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is Tensor  # no parameter, no split or sharded tensor
+            and tensor.device.type == self._road.device.type
+            and tensor.layout == torch.strided
+            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+            and tensor.untyped_storage().nbytes() >= self._least_bytes
+            and not isinstance(tensor._base, nn.Parameter)
+        )
+
+    def _unpack(self, packed: "Tensor | _View") -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        storage = packed.parked.take()
+        tensor = torch.empty((), dtype=packed.dtype, device=storage.device)
+        return tensor.set_(storage, packed.offset, packed.size, packed.stride)
+
+
+class _Parked:
+    """One storage in host memory; `before` was sent just before it, and so is wanted just after it."""
+
+    def __init__(self, storage: torch.UntypedStorage, road: "_Road", before: "_Parked | None"):
+        self._address = StorageWeakRef(storage)  # held, so that no other storage gets it meanwhile
+        self._road = road
+        self._before = None if before is None else weakref.ref(before)
+        self._host = road.send(storage)
+        self._ahead: tuple[Tensor, torch.Event | None] | None = None  # fetched, and not used yet
+        self._in_use: weakref.ref[torch.UntypedStorage] | None = None
+
+    def take(self) -> torch.UntypedStorage:
+        """The storage, back on the device, for work that is queued from now on."""
+        storage = None if self._in_use is None else self._in_use()
+        if storage is None:
+            tensor, arrived = self._ahead or self._road.fetch(self._host)
+            self._ahead = None
+            if arrived is not None:
+                torch.accelerator.current_stream().wait_event(arrived)
+            storage = tensor.untyped_storage()
+            self._in_use = weakref.ref(storage)
+        before = None if self._before is None else self._before()
+        if before is not None and before._in_use is None and before._ahead is None:
+            before._ahead = self._road.fetch(before._host)
+        return storage
+
+
+class _View(NamedTuple):
+    """A saved tensor: where it lies in what was sent away."""
+
+    parked: _Parked
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Road:
+    """Bytes between `device` and host memory."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._leaving: deque[tuple[torch.Event, Tensor]] = deque()
+
+    def send(self, storage: torch.UntypedStorage) -> Tensor:
+        """A copy in host memory. The storage is held until the copy is made."""
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._stream is not None)
+        sent = self._copy(source, host)
+        self._let_go()
+        if sent is not None:
+            self._leaving.append((sent, source))
+        return host
+
+    def fetch(self, host: Tensor) -> tuple[Tensor, torch.Event | None]:
+        """A copy on the device, and when it will be there."""
+        self._let_go()
+        tensor = torch.empty_like(host, device=self.device, pin_memory=False)
+        arrived = self._copy(host, tensor)
+        if self._stream is not None:
+            tensor.record_stream(self._stream)  # should nobody come to use it
+        return tensor, arrived
+
+    def _copy(self, source: Tensor, target: Tensor) -> torch.Event | None:
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.accelerator.current_stream())  # `source` and `target` may be in use there
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def _let_go(self) -> None:
+        # The allocator hands out memory when the host asks, long before the device gets there: so the host must wait.
+        while self._leaving:
+            sent, _ = self._leaving[0]
+            if not sent.query() and sum(source.nbytes for _, source in self._leaving) <= LEAVING_BYTES:
+                break
+            sent.synchronize()
+            self._leaving.popleft()

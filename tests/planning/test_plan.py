@@ -1,0 +1,194 @@
+"""Plans of a small network by real simulations; what is said where nothing fits."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fullframe as ff
+from fullframe.errors import DeviceError, FullframeError, RecipeError, StrategyError
+from fullframe.planning.advice import separable
+from fullframe.planning.plan import KEPT_FREE, Planned, plan, plan_in_full
+from fullframe.planning.plans import describe, winner
+from fullframe.simulation.devices import parse_cluster
+
+MIB = 2**20
+
+
+class Block(nn.Module):
+    """Residual; kept activations are three maps."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(F.gelu(self.first(x)))
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.Sequential(*(Block(16) for _ in range(6)))
+        self.deep = nn.Conv2d(16, 256, 3, stride=8, padding=1)
+        self.head = nn.Conv2d(256, 64, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.deep(self.blocks(self.stem(x))))
+
+
+def recipe(**changed: object) -> ff.Recipe:
+    fields: dict[str, object] = {
+        "model": Network,
+        "loss": lambda model, batch: model(batch["image"]).square().mean(),
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        "data": lambda: None,
+        "sample": lambda: {"image": torch.zeros(3, 128, 256)},
+        "batch_size": 2,
+    }
+    return ff.Recipe(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _no_stored_rates(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_the_winner_of_a_v100_is_fp16_and_never_bf16() -> None:
+    plans = plan(recipe(), "2xV100-16GB")
+    first = plans[0]
+    assert first.fits and first.prediction is not None and first.devices == "2xV100-16GB"
+    assert first.strategy.data == 2 and first.strategy.precision == "fp16"  # replicas exchange nothing
+    assert not any(p.strategy.precision == "bf16" for p in plans)
+    simulated = [p for p in plans if p.prediction is not None]
+    assert len(simulated) >= 2
+    times = [p.prediction.step_seconds for p in simulated if p.fits and p.prediction is not None]
+    assert times[0] <= min(times) * 1.03
+    assert first.samples_per_second == pytest.approx(2 / first.prediction.step_seconds)
+
+
+@pytest.fixture(scope="module")
+def crowded() -> Iterator[tuple[int, Planned]]:
+    """A T4 with so little memory that a batch only fits with recompute, or one sample at a time."""
+    cluster = parse_cluster("1xT4")
+    free = plan_in_full(recipe(), cluster, precisions=["fp16"])
+    best = winner(free.plans)
+    assert best is not None and best.prediction is not None
+    limit = int(best.prediction.device_bytes * 0.97)
+    yield limit, plan_in_full(recipe(), cluster, precisions=["fp16"], memory_limit_bytes=limit)
+
+
+def test_what_saves_memory_is_taken_where_it_must(crowded: tuple[int, Planned]) -> None:
+    limit, planned = crowded
+    best = winner(planned.plans)
+    assert best is not None and best.prediction is not None and planned.shortfall is None
+    assert best.prediction.device_bytes <= limit * (1 - KEPT_FREE) == pytest.approx(best.memory_bytes, abs=1)
+    assert best.strategy.microbatches > 1 or best.strategy.recompute != "none" or best.strategy.offload
+    plain = next(p for p in planned.plans if describe(p.strategy) == "one rank, fp16")
+    assert not plain.fits and "more than there is" in plain.reason
+
+
+def test_where_nothing_fits_it_is_said_what_would_help() -> None:
+    cluster = parse_cluster("1xT4")
+    context = cluster.device.context_bytes
+    planned = plan_in_full(recipe(), cluster, precisions=["fp16"], memory_limit_bytes=context + 8 * MIB)
+    missing = planned.shortfall
+    assert winner(planned.plans) is None and missing is not None and missing.missing_bytes > 0
+    closest = next(p for p in planned.plans if p.strategy == missing.closest)
+    assert closest.prediction is not None and closest.headroom_bytes == -missing.missing_bytes
+    saved = [advice.saved_bytes for advice in missing.advice]
+    assert saved == sorted(saved, reverse=True) and all(size > 0 for size in saved)
+    for advice in missing.advice:
+        assert advice.device_bytes == closest.prediction.device_bytes - advice.saved_bytes
+        assert advice.fits is (advice.device_bytes <= closest.memory_bytes)
+    changes = " | ".join(advice.change for advice in missing.advice)
+    assert "optimizer sgd" in changes  # AdamW keeps two numbers a weight, SGD none
+    assert "depthwise-separable in place of head" in changes  # the convolution with most weights
+    assert missing.modules and missing.modules[0][1] > 0
+
+
+def test_another_optimizer_only_where_it_is_allowed() -> None:
+    asked = recipe(sample=lambda: {"image": torch.zeros(3, 32, 32)})
+    given = plan(asked, "1xT4", precisions=["fp16"])
+    allowed = plan(asked, "1xT4", precisions=["fp16"], allow_optimizer=True)
+    assert {p.strategy.optimizer for p in given} == {"recipe"}
+    assert {p.strategy.optimizer for p in allowed} == {"recipe", "adamw", "adamw8bit", "adafactor", "sgd"}
+
+
+def test_the_batch_can_be_another() -> None:
+    plans = plan(recipe(), "1xT4", batch_size=3, precisions=["fp16"])
+    assert {p.batch_size for p in plans} == {3} and {p.strategy.microbatches for p in plans} == {1, 3}
+
+
+def test_a_model_without_blocks_recomputes_its_parts() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(F.gelu(self.first(x)))
+
+    plans = plan(recipe(model=Plain), "1xT4", precisions=["fp16"])
+    recomputed = [p.strategy for p in plans if p.strategy.recompute == "blocks"]
+    assert recomputed and {s.recompute_modules for s in recomputed} == {("first", "second")}
+
+
+def test_on_the_cpu_ops_are_timed() -> None:
+    plans = plan(recipe(sample=lambda: {"image": torch.zeros(3, 32, 64)}), "2xcpu")
+    first = plans[0]
+    assert first.fits and first.prediction is not None and first.prediction.seconds["convolution"] > 0
+    assert first.prediction.terms["context"] > 50 * MIB  # the process itself
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "error", "said"),
+    [
+        ("3xA1", {}, DeviceError, "no device 'A1'"),
+        ("1xV100-16GB", {"precisions": ["bf16"]}, StrategyError, "V100-16GB has no bf16; use fp16"),
+        ("1xT4", {"batch_size": 0}, RecipeError, "batch_size"),
+    ],
+)
+def test_what_cannot_be_planned(
+    devices: str, options: dict[str, object], error: type[FullframeError], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        plan(recipe(), devices, **options)  # type: ignore[arg-type]
+
+
+def test_a_sample_without_a_frame_is_refused() -> None:
+    with pytest.raises(RecipeError, match="no tensor with rows and columns"):
+        plan(recipe(sample=lambda: {"number": torch.zeros(3)}), "1xT4")
+
+
+def test_ops_are_timed_only_on_a_device_that_is_here() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(StrategyError, match="there is no T4"):
+        plan_in_full(recipe(), "1xT4", benchmark=True)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_separable_convolution_has_the_window_of_the_plain_one(dims: int) -> None:
+    kind = (nn.Conv2d, nn.Conv3d)[dims - 2]
+    model = nn.Sequential(nn.Identity(), nn.Sequential(kind(8, 12, 3, stride=2, padding=2, dilation=2)))
+    x = torch.randn(2, 8, *[9] * dims)
+    before, weights = model(x).shape, sum(p.numel() for p in model.parameters())
+    changed = separable(model, ["1.0"])
+    assert changed(x).shape == before
+    assert sum(p.numel() for p in changed.parameters()) == 8 * 3**dims + 8 * 12 + 12 < weights
+
+
+def test_plans_are_plain_data() -> None:
+    import json
+
+    plans = plan(recipe(), "1xT4", precisions=["fp16"])
+    found = json.loads(json.dumps([p.as_dict() for p in plans]))
+    assert ff.Strategy.from_json(json.dumps(found[0]["strategy"])) == plans[0].strategy
+    assert found[0]["prediction"]["device_bytes"] + found[0]["headroom_bytes"] == found[0]["memory_bytes"]
+    assert dataclasses.asdict(plans[0].strategy)["precision"] == "fp16"

@@ -1,0 +1,147 @@
+"""The search against looking at everything, on a cost that is worked out by hand; reasons; advice."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from fullframe.planning.candidates import Job, border, candidates
+from fullframe.planning.plans import Plan, describe, plans_of, rank, winner
+from fullframe.planning.search import Search, complexity
+from fullframe.planning.workers import Outcome
+from fullframe.simulation.prediction import Prediction
+from fullframe.strategy import Strategy
+from tests.planning.test_candidates import GIB, job, prediction
+
+
+def cost(strategy: Strategy, job: Job) -> Prediction:
+    """A model of 4 GiB of weights with AdamW, 40 GiB of activations a frame, of which recompute leaves a fifth.
+
+    Every cut costs some time and some activations, every message something.
+    """
+    share = job.of(strategy)
+    cuts = border((strategy.data, strategy.height, strategy.width), job.rows, job.columns) / job.rows
+    kept = 1.0 if strategy.recompute == "none" else 0.2
+    if strategy.recompute == "budget":
+        kept = 0.5
+    kept *= 0.4 if strategy.offload else 1.0
+    sharded = strategy.ranks if strategy.shard_parameters else 1
+    state = sharded * (strategy.ranks if strategy.shard_optimizer else 1)
+    digits = 1.0 if strategy.precision in ("bf16", "fp16") else 1.7
+    bytes = {
+        "parameter": 4 * GIB // sharded,
+        "gradient": 4 * GIB // sharded,
+        "optimizer": 8 * GIB // state,
+        "activation": int(40 * GIB * share.held * kept * digits * (1 + 0.03 * cuts)),
+    }
+    seconds = {
+        "matmul": share.work * digits * (1.3 if strategy.recompute == "blocks" else 1.15 if kept == 0.5 else 1.0),
+        "exchange": 0.02 * cuts * strategy.microbatches,
+        "launch": 0.01 * strategy.microbatches,
+        "gradients": 0.03 * (strategy.ranks > 1) * (3 if strategy.shard_parameters else 1),
+        "offload": 0.2 * share.work * strategy.offload,
+    }
+    made = prediction(**bytes, context=GIB // 2)
+    return dataclasses.replace(made, seconds=seconds, step_seconds=sum(seconds.values()))
+
+
+def searched(job: Job, limit: int, cost_of: object = cost) -> tuple[Search, list[Plan]]:
+    search = Search(job=job, limit_bytes=limit)
+    search.run(lambda strategies: [cost_of(s, job) for s in strategies], width=2, seconds=60)  # type: ignore[operator]
+    return search, plans_of(search)
+
+
+@pytest.mark.parametrize("gib", [14, 18, 24, 30, 40, 60, 120])
+@pytest.mark.parametrize(
+    ("cluster", "batch"), [("4xV100-16GB", 1), ("8xA100-80GB", 8), ("8xA100-80GB", 6), ("1xT4", 2)]
+)
+def test_the_search_finds_what_looking_at_everything_finds(cluster: str, batch: int, gib: int) -> None:
+    asked = job(cluster, batch)
+    search, plans = searched(asked, gib * GIB)
+    everything = {s: p for s in candidates(asked) if (p := cost(s, asked)).device_bytes <= gib * GIB}
+    best = min(everything, key=lambda s: rank(s, everything[s]), default=None)
+    found = winner(plans)
+    if best is None:
+        assert found is None and search.known
+    else:
+        assert found is not None and found.prediction is not None
+        assert found.prediction.step_seconds <= everything[best].step_seconds * 1.02
+    assert len(search.known) <= 60, len(search.known)
+
+
+def test_every_candidate_has_a_reason() -> None:
+    asked = job("4xA100-80GB", 4)
+    _, plans = searched(asked, 30 * GIB)
+    assert {plan.strategy for plan in plans} >= set(candidates(asked))
+    assert len({plan.strategy for plan in plans}) == len(plans) and all(plan.reason for plan in plans)
+    fits = [plan.fits for plan in plans]
+    assert fits == sorted(fits, reverse=True)
+    first, second = plans[0], plans[1]
+    assert first.reason.startswith("the fastest of") and "times the fastest's step" in second.reason
+    simulated = [plan for plan in plans if plan.prediction is not None]
+    assert simulated == plans[: len(simulated)]
+    for plan in simulated:
+        assert plan.headroom_bytes is not None and (plan.headroom_bytes >= 0) is plan.fits
+        assert plan.fits or "more than there is" in plan.reason
+    rest = " ".join(plan.reason for plan in plans[len(simulated) :])
+    assert "times the fastest's step, scaled from" in rest or "GiB, scaled from" in rest
+
+
+def test_state_that_does_not_fit_alone_is_said_so() -> None:
+    _, plans = searched(job("1xT4", 1), 10 * GIB)
+    assert winner(plans) is None
+    reasons = [plan.reason for plan in plans if plan.prediction is None]
+    assert reasons and all(r.startswith("parameters, gradients and optimizer state alone need 16.0") for r in reasons)
+
+
+def test_a_budget_hands_out_what_recompute_leaves_free() -> None:
+    # One frame on one rank: 57 GiB as it is, 25 with every block recomputed, 37 with a budget.
+    _, plans = searched(job("1xA100-80GB", 1), 40 * GIB)
+    found = plans[0]
+    assert found.fits and found.strategy.recompute == "budget"
+    blocks = next(p for p in plans if p.strategy.recompute == "blocks" and not p.strategy.offload)
+    assert blocks.prediction is not None and blocks.headroom_bytes is not None
+    budget = int(blocks.prediction.bytes["activation"] + 0.9 * blocks.headroom_bytes)
+    assert found.strategy.recompute_budget_bytes == budget
+
+
+def test_of_equals_the_simpler_one_wins() -> None:
+    def equal(strategy: Strategy, job: Job) -> Prediction:
+        return dataclasses.replace(cost(strategy, job), step_seconds=1.0, seconds={"matmul": 1.0})
+
+    _, plans = searched(job("4xA100-80GB", 4), 300 * GIB, equal)
+    assert complexity(plans[0].strategy) == 0 and plans[0].strategy.precision == "bf16"
+
+
+def test_a_refusal_holds_for_all_of_its_kind() -> None:
+    asked = job("4xA100-80GB", 4)
+    calls: list[Strategy] = []
+
+    def runner(strategies: Sequence[Strategy]) -> list[Outcome]:
+        calls.extend(strategies)
+        return ["UnsupportedOp: conv9d" if s.width > 1 or s.height > 1 else cost(s, asked) for s in strategies]
+
+    search = Search(job=asked, limit_bytes=100 * GIB)
+    search.run(runner, width=2, seconds=60)
+    split = {s for s in candidates(asked) if s.height * s.width > 1}
+    assert split == set(search.refused) and len([s for s in calls if s in split]) <= 6
+    plans = plans_of(search)
+    assert plans[0].strategy.data == 4
+    assert plans[-1].reason == "UnsupportedOp: conv9d" and plans[-1].prediction is None and not plans[-1].fits
+
+
+def test_when_everything_is_refused_there_is_no_winner() -> None:
+    search = Search(job=job("2xT4", 1), limit_bytes=GIB)
+    search.run(lambda strategies: ["RecipeError: no model"] * len(strategies), width=2, seconds=60)
+    plans = plans_of(search)
+    assert winner(plans) is None and {plan.reason for plan in plans} == {"RecipeError: no model"}
+
+
+def test_a_strategy_in_words() -> None:
+    assert describe(Strategy()) == "one rank, fp32"
+    assert describe(Strategy(data=2, width=4, precision="fp16", microbatches=3, recompute="blocks", offload=True)) == (
+        "data 2 x width 4, fp16, 3 microbatches, recompute blocks, offload"
+    )
+    assert describe(Strategy(recompute="budget", recompute_budget_bytes=3 * GIB, shard_parameters=True, data=2)) == (
+        "data 2, fp32, recompute to 3.0 GiB, shard parameters"
+    )
