@@ -42,7 +42,7 @@ class Strategy:
                          backward; "budget": the fewest blocks, by seconds per byte, that keep saved activations
                          within `recompute_budget_bytes`
     recompute_modules:   names of the modules to recompute (fnmatch patterns); empty: the repeated blocks are found
-    recompute_budget_bytes: bytes of saved activations a rank may hold in one microbatch; with "budget" only
+    recompute_budget_bytes: saved activations a rank may hold when a microbatch's forward ends; with "budget" only
     offload:             saved activations wait for backward in host memory
     optimizer:           "recipe", or another in its place with the recipe's learning rate: "sgd", "adamw",
                          "adafactor", "adamw8bit"

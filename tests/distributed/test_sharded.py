@@ -177,6 +177,19 @@ def test_every_gradient_is_that_of_one_process(ranks: int, height: int, width: i
         assert max(errors) < 1e-9, errors
 
 
+def _twice() -> float:
+    """Two forward passes, one backward pass."""
+    on, plain = mesh(1, 2), _built(Net)
+    (_loss(plain(_images())) + _loss(plain(_images() + 1))).backward()
+    model = ff.parallelize(_built(Net), on, shard_parameters=True)
+    (_loss(model(_mine(_images(), on))) + _loss(model(_mine(_images() + 1, on)))).backward()
+    return _worst(_gradients(plain), _gradients(model))
+
+
+def test_two_forward_passes_before_backward() -> None:
+    assert max(rank_group(2).run(_twice)) < 1e-9
+
+
 def _errors_of_known_models() -> list[float]:
     from tests.models import zoo
 

@@ -139,6 +139,18 @@ class Drawn(nn.Module):
 """
 
 
+# The data set reads parts; `shift` columns too far to the right they are not the frame that one process reads.
+PARTS = """
+def read(self, index, rows, columns):
+    sample = self[index]
+    at = slice(columns.start + {shift}, columns.stop + {shift}) if columns.stop < 50 else columns
+    cut = {{name: sample[name][..., rows, at] for name in ("image", "target")}}
+    return sample | cut
+
+Frames.read, Frames.size = read, lambda self, index: (33, 50)
+"""
+
+
 def written(folder: Path, middle: str = RIGHT, code: str = "") -> Path:
     """The recipe file, with `middle` as the network's middle block."""
     path = folder / "job.py"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fullframe.doctor.verdict import Verdict
-from tests.doctor.job import DRAWN, LEAK, SCALED, SEAM, SPECTRAL, UNUSED, written
+from tests.doctor.job import DRAWN, LEAK, PARTS, RIGHT, SCALED, SEAM, SPECTRAL, UNUSED, written
 from tests.ranks import RankFailure, rank_group
 
 
@@ -101,6 +101,14 @@ def test_a_wrong_recipe_names_the_module(tmp_path: Path, what: str) -> None:
     assert first.shape == (2, 6, 9, 13) and first.local_shape in ((2, 6, 9, 7), (2, 6, 9, 6))
     assert first.relative > 1e-8
     assert largest(verdict) > 1e-9, "the gradients differ too"
+
+
+def test_samples_that_are_read_in_parts(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, RIGHT, PARTS.format(shift=0)))
+    assert verdict.exact and largest(verdict) < 1e-12, verdict
+    verdict = verified(written(tmp_path, RIGHT, PARTS.format(shift=1)))
+    first = verdict.first_difference
+    assert not verdict.exact and first is not None and (first.phase, first.rank) == ("forward", 0), first
 
 
 def test_what_has_no_rule_is_refused_or_gathered(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def test_a_killed_rank_starts_all_again(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(("code", "shown"), [(2, "error: of the user"), (1, "KeyError")])
-def test_an_error_of_the_job_is_final(tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int, shown: str) -> None:
+def test_an_error_of_the_job_is_final(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int, shown: str
+) -> None:
     script = f"""
 if rank == 1:
     say({shown!r}, {code})
@@ -158,7 +160,9 @@ die_with_launcher()
 open(f"{folder}/ready-{rank}", "w")
 time.sleep(60)
 """
-    code = f"from tests.launching.test_local import run; from pathlib import Path; run(Path({str(tmp_path)!r}), {rank!r})"
+    code = (
+        f"from tests.launching.test_local import run; from pathlib import Path; run(Path({str(tmp_path)!r}), {rank!r})"
+    )
     root = str(Path(__file__).parents[2])
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=root, env={**os.environ, "PYTHONPATH": root})
     try:
@@ -169,5 +173,5 @@ time.sleep(60)
     finally:
         launcher.kill()
         launcher.wait()
-    gone, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import DeviceError, FullframeError, RecipeError, StrategyError
+from fullframe.planning import advice
 from fullframe.planning.advice import separable
 from fullframe.planning.plan import KEPT_FREE, Planned, plan, plan_in_full
 from fullframe.planning.plans import describe, winner
@@ -34,9 +35,9 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        self.blocks = nn.Sequential(*(Block(16) for _ in range(6)))
-        self.deep = nn.Conv2d(16, 256, 3, stride=8, padding=1)
-        self.head = nn.Conv2d(256, 64, 3, padding=1)
+        self.blocks = nn.Sequential(*(Block(16) for _ in range(3)))
+        self.deep = nn.Conv2d(16, 512, 3, stride=8, padding=1)
+        self.head = nn.Conv2d(512, 512, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.deep(self.blocks(self.stem(x))))
@@ -93,20 +94,22 @@ def test_what_saves_memory_is_taken_where_it_must(crowded: tuple[int, Planned]) 
     assert not plain.fits and "more than there is" in plain.reason
 
 
-def test_where_nothing_fits_it_is_said_what_would_help() -> None:
+def test_where_nothing_fits_it_is_said_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "OTHER_OPTIMIZERS", ("sgd",))  # each takes a second
+    monkeypatch.setattr(advice, "_TRIED_CONVOLUTIONS", 1)
     cluster = parse_cluster("1xT4")
     context = cluster.device.context_bytes
-    planned = plan_in_full(recipe(), cluster, precisions=["fp16"], memory_limit_bytes=context + 8 * MIB)
+    planned = plan_in_full(recipe(), cluster, precisions=["fp16"], memory_limit_bytes=context + 8 * MIB, seconds=200)
     missing = planned.shortfall
     assert winner(planned.plans) is None and missing is not None and missing.missing_bytes > 0
     closest = next(p for p in planned.plans if p.strategy == missing.closest)
     assert closest.prediction is not None and closest.headroom_bytes == -missing.missing_bytes
-    saved = [advice.saved_bytes for advice in missing.advice]
+    saved = [each.saved_bytes for each in missing.advice]
     assert saved == sorted(saved, reverse=True) and all(size > 0 for size in saved)
-    for advice in missing.advice:
-        assert advice.device_bytes == closest.prediction.device_bytes - advice.saved_bytes
-        assert advice.fits is (advice.device_bytes <= closest.memory_bytes)
-    changes = " | ".join(advice.change for advice in missing.advice)
+    for each in missing.advice:
+        assert each.device_bytes == closest.prediction.device_bytes - each.saved_bytes
+        assert each.fits is (each.device_bytes <= closest.memory_bytes)
+    changes = " | ".join(each.change for each in missing.advice)
     assert "optimizer sgd" in changes  # AdamW keeps two numbers a weight, SGD none
     assert "depthwise-separable in place of head" in changes  # the convolution with most weights
     assert missing.modules and missing.modules[0][1] > 0

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from fullframe.planning.candidates import Job, border, candidates
-from fullframe.planning.plans import Plan, describe, plans_of, rank, winner
-from fullframe.planning.search import Search, complexity
+from fullframe.planning.plans import Plan, describe, plans_of, winner
+from fullframe.planning.search import Search, complexity, weight
 from fullframe.planning.workers import Outcome
 from fullframe.simulation.prediction import Prediction
 from fullframe.strategy import Strategy
@@ -59,7 +59,7 @@ def test_the_search_finds_what_looking_at_everything_finds(cluster: str, batch: 
     asked = job(cluster, batch)
     search, plans = searched(asked, gib * GIB)
     everything = {s: p for s in candidates(asked) if (p := cost(s, asked)).device_bytes <= gib * GIB}
-    best = min(everything, key=lambda s: rank(s, everything[s]), default=None)
+    best = min(everything, key=lambda s: everything[s].step_seconds * weight(s), default=None)
     found = winner(plans)
     if best is None:
         assert found is None and search.known

@@ -28,7 +28,7 @@ class Block(nn.Module):
         seen.append(len(seen))
         y = F.dropout(self.mix(F.gelu(self.norm(self.conv(x)))), self.dropout, self.training)
         if self.dropout:
-            y = y * (1 + random.random()) * (1 + float(np.random.rand()))
+            y = (y * (1 + random.random()) + float(np.random.rand())).sin()
         return x + y * extra["scale"], {"mean": y.mean((2, 3), keepdim=True), "number": len(seen)}
 
 

@@ -192,7 +192,7 @@ def within(strategy: ff.Strategy, budget: int) -> tuple[Any, list[int], Any]:
 
 @pytest.mark.parametrize(
     "strategy",
-    [ff.Strategy(microbatches=2), ff.Strategy(width=2), ff.Strategy(data=2, microbatches=2)],
+    [ff.Strategy(microbatches=2), ff.Strategy(width=2), ff.Strategy(data=2, microbatches=2, shard_parameters=True)],
     ids=lambda s: f"{s.data}x{s.height}x{s.width}",
 )
 def test_a_step_stays_within_its_budget_and_is_the_same(strategy: ff.Strategy) -> None:

@@ -259,6 +259,11 @@ def test_a_state_that_cannot_be_stored_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"model/weight is torch.complex128, torch.strided, which a checkpoint"):
         write(state_at(model=nn.Linear(2, 2, dtype=torch.complex128)), tmp_path)
     assert checkpoints_in(tmp_path) == []
+    with pytest.raises(CheckpointError, match=r"model/weight is torch.complex128"):
+        ff.fit(recipe(model=lambda: nn.Linear(2, 2, dtype=torch.complex128)), ff.Strategy(), tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    with pytest.raises(CheckpointError, match="0 checkpoints cannot be kept; keep at least 1"):
+        Checkpoints(tmp_path, keep=0)
 
 
 def test_what_the_recipe_changed_since_is_said(tmp_path):
@@ -275,6 +280,10 @@ def test_what_the_recipe_changed_since_is_said(tmp_path):
         "body.0.bias, body.0.weight, body.1.bias, ... (4) are no longer trained",
         "the checkpoint has no average of the parameters; it begins with their values now",
     ]
+    write(fresh, tmp_path)
+    assert restored(tmp_path, state_at(model=frozen_body()))[-1] == (
+        "the checkpoint's average of the parameters is dropped, as ema_decay is not given"
+    )
 
 
 # Written beside the training
@@ -616,9 +625,7 @@ def test_a_run_whose_disk_is_full_stops_and_goes_on_when_there_is_room(small_dis
     fit(small_disk / "run", 2)
     with open(small_disk / "something else", "wb") as file:
         file.write(bytes(shutil.disk_usage(small_disk).free - 200_000))
-    with pytest.raises(
-        CheckpointError, match="No space left on device: it needs .* step-00000002 is whole, go on from"
-    ):
+    with pytest.raises(CheckpointError, match=r"No space left on device: it needs .* step-00000002 is whole, go on"):
         fit(small_disk / "run", 5, resume=True)
     (small_disk / "something else").unlink()
     fit(small_disk / "run", 5, resume=True)

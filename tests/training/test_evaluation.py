@@ -10,15 +10,11 @@ from torch import nn
 import fullframe as ff
 from fullframe.errors import RecipeError
 from fullframe.training.average import ParameterAverage
-from fullframe.training.evaluation import OfPart, evaluate
+from fullframe.training.evaluation import OfPart, evaluate, whole
 from tests.ranks import rank_group
 from tests.training import tiny
 
 CLASSES = 4
-
-
-def whole(x):
-    return x.full() if isinstance(x, ff.SpatialTensor) else x
 
 
 def running():
@@ -124,6 +120,21 @@ def sorted_list(found):
 
 def twice(make, width, samples):
     return measured(make, width, samples, times=2)
+
+
+def test_an_evaluation_that_is_given_up_leaves_nothing_behind():
+    mesh = ff.init_mesh()
+    torch.manual_seed(0)
+    model = ff.parallelize(tiny.Network(), mesh)
+    recipe = tiny.recipe(evaluation_data=lambda: tiny.Frames(3), evaluate=running())
+    wanted = evaluate(recipe, model, mesh)
+
+    def stop():
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        evaluate(recipe, model, mesh, progress=stop)
+    assert evaluate(recipe, model, mesh) == wanted and model.training
 
 
 def test_parts_are_added_up_and_must_be_marked():

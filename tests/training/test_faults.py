@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -83,7 +82,7 @@ class Victim:
         return found
 
     def wait_until(self, condition: Callable[[], bool], pause: float = 0.02) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not condition():
             assert self.process.poll() is None, f"the run ended: {self.process.stdout.read()}"
             assert time.monotonic() < deadline, "nothing happens"
@@ -91,7 +90,7 @@ class Victim:
 
     def end(self) -> tuple[int, str]:
         """The exit code and all output."""
-        output, _ = self.process.communicate(timeout=180)
+        output, _ = self.process.communicate(timeout=600)
         return self.process.returncode, output
 
     def __enter__(self) -> "Victim":
@@ -123,12 +122,14 @@ def calm(recipe: Path, strategy: ff.Strategy, run_dir: Path, steps: int, resume:
     ff.fit(load_recipe(recipe), strategy, run_dir, steps=steps, resume=resume)
 
 
+@pytest.mark.timeout(3600)  # with --kills 20
 def test_ranks_killed_at_random_moments(tmp_path, request, seed):
     """In a step, while a checkpoint is written, while the ranks start; `--kills 20` is the whole of it, on 4 ranks."""
     kills = request.config.getoption("--kills")
     draw = random.Random(seed)
     width, data = 2, 1 if kills <= 3 else 2
-    moments = (["checkpoint", "step", "start"] + draw.choices(["step", "checkpoint", "start"], [3, 2, 1], k=kills))[:kills]
+    others = draw.choices(["step", "checkpoint", "start"], [3, 2, 1], k=kills)
+    moments = ["checkpoint", "step", "start", *others][:kills]
     steps = 8 * kills + 8
     recipe = written(tmp_path, pause=0.03, ballast_bytes=32 << 20)
     options = ("--data", data, "--width", width, "--steps", steps, "--checkpoint-every", 4, "--max-restarts", kills)
@@ -142,8 +143,7 @@ def test_ranks_killed_at_random_moments(tmp_path, request, seed):
                 victim.wait_until(lambda target=target: victim.step >= target)
                 time.sleep(draw.uniform(0, 0.05))
             elif moment == "checkpoint":
-                folder, before = tmp_path / "run" / "checkpoints", victim.step
-                victim.wait_until(lambda folder=folder: any(folder.glob("*.partial")), pause=0.001)
+                victim.wait_until(lambda: any((tmp_path / "run" / "checkpoints").glob("*.partial")), pause=0.001)
                 time.sleep(draw.uniform(0, 0.03))
             else:
                 time.sleep(draw.uniform(0, 4))
@@ -181,7 +181,7 @@ def test_told_to_stop_then_abandoned_then_under_torchrun(tmp_path):
         victim.wait_until(lambda: victim.step >= before + 3)
         rest = psutil.Process(victim.process.pid).children(recursive=True)
         victim.process.kill()
-        gone, alive = psutil.wait_procs(rest, timeout=30)
+        _, alive = psutil.wait_procs(rest, timeout=30)
         assert not alive, "ranks and their workers outlive the launcher"
 
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
@@ -217,9 +217,9 @@ def test_a_rank_hangs_and_a_rank_runs_out_of_memory(tmp_path):
     assert "the job hangs, no rank got on for 8 s" in log
     assert f"rank 1 does not reach the others: step 4, {recipe}, line {line}, in loss" in log
     assert "rank 0 waits for that: step 4, " in log and "module body.0 (Conv2d)" in log
-    assert f'File "{recipe}", line {line} in loss' in (run_dir / "stacks-rank-1-before.txt").read_text()
-    assert "out of memory in step 6 (CUDA out of memory. Tried to allocate 2.00 GiB): going on with 2 microbatches" in log
-    assert "batch norm now takes its statistics over these smaller microbatches" in log
+    assert f'File "{recipe}", line {line} in loss' in (run_dir / "stacks" / "rank-1-before.txt").read_text()
+    problem = "CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert f"out of memory in step 6 ({problem}): going on with 2 microbatches; batch norm now takes its" in log
     assert log.count("out of memory in step") == 1 and "resumed after step 5" in log
     assert ff.Strategy.from_json((run_dir / "strategy.json").read_text()) == ff.Strategy(width=2, microbatches=2)
 

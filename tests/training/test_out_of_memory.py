@@ -10,7 +10,7 @@ import torch
 import fullframe as ff
 from fullframe.errors import RunError
 from fullframe.training.out_of_memory import cut_finer
-from tests.training.tiny import Frames, Network, Plain, loss, recipe
+from tests.training.tiny import Plain, loss, recipe
 
 
 def numbers(run_dir):
@@ -74,7 +74,7 @@ def test_batch_norm_is_mentioned_only_where_there_is_some(tmp_path):
     messages = []
     job = recipe(model=Plain, loss=Short(1, on_the_gpu))
     ff.fit(job, ff.Strategy(), tmp_path, steps=1, on_message=messages.append)
-    assert messages[0] == "out of memory in step 1 (CUDA out of memory. Tried to allocate 2.00 GiB): going on with 2 microbatches"
+    assert messages[0].endswith("Tried to allocate 2.00 GiB): going on with 2 microbatches")
 
 
 def test_the_counts_are_divisors_of_a_replicas_batch():

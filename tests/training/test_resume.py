@@ -27,6 +27,7 @@ CASES = {
     "1, fp16": ff.Strategy(precision="fp16", microbatches=2, **ON_ONE),
     "1x2, sharded optimizer": ff.Strategy(width=2, shard_optimizer=True, **ON_ONE),
     "1x2, fp16, sharded": ff.Strategy(width=2, precision="fp16", shard_parameters=True, **ON_ONE),
+    "2 replicas, sharded": ff.Strategy(data=2, shard_parameters=True, **ON_ONE),
     "2x2": ff.Strategy(height=2, width=2, **ON_ONE),
     "2x2, sharded": ff.Strategy(height=2, width=2, shard_parameters=True, microbatches=2, **ON_ONE),
     "2 replicas x 1x2, fp16": ff.Strategy(data=2, width=2, precision="fp16", shard_optimizer=True, **ON_ONE),
@@ -62,7 +63,7 @@ def run_at_once_and_in_parts(strategy, folder, workers):
 def on_ranks(strategy, function, *args):
     if strategy.ranks == 1:
         return [function(*args)]
-    return rank_group(strategy.ranks).run(function, *args)
+    return rank_group(strategy.ranks).run(function, *args, timeout_seconds=250)
 
 
 def numbers(run_dir):
@@ -73,7 +74,7 @@ def numbers(run_dir):
 @pytest.mark.parametrize("name", CASES)
 def test_ten_steps_are_five_and_five_to_the_last_bit(name, tmp_path):
     strategy = CASES[name]
-    workers = 2 if name in ("1", "2 replicas x 1x2, sharded") else 0
+    workers = 2 if name in ("1", "2 replicas, sharded") else 0
     on_ranks(strategy, run_at_once_and_in_parts, strategy, tmp_path, workers)
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
     assert len({line["loss"] for line in numbers(tmp_path / "whole")}) == 10

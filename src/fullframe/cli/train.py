@@ -55,7 +55,6 @@ class Train:
     """Steps between two checkpoints; one more is written after the last step."""
     keep_checkpoints: Annotated[int, arg(metavar="K")] = 3
     """How many of the newest checkpoints stay on the disk."""
-    techniques: Annotated[Techniques, OmitArgPrefixes] = field(default_factory=Techniques)
     check_every: Annotated[int, arg(metavar="K")] = 100
     """Steps between two comparisons of what all ranks should hold alike, to the bit; 0: never."""
     max_skipped: Annotated[int, arg(metavar="N")] = 10
@@ -64,6 +63,7 @@ class Train:
     """Time without progress after which ranks write their stacks, name who hangs and start again; 0: never."""
     max_restarts: Annotated[int, arg(metavar="N")] = 3
     """Times in a row that ranks are started again after one died, without a later step than before."""
+    techniques: Annotated[Techniques, OmitArgPrefixes] = field(default_factory=Techniques)
     strict_memory: Annotated[float | None, arg(metavar="SHARE")] = None
     """Stop when after two steps the memory that was measured is off the prediction by more than this share, say 0.1."""
     json: bool = False
@@ -83,11 +83,12 @@ class Train:
     def _check_counts(self) -> None:
         if self.strict_memory is not None and not self.strict_memory > 0:
             raise StrategyError(f"--strict-memory must be greater than 0, got {self.strict_memory}")
-        names = ("processes", "data", "height", "width", "steps", "checkpoint_every")
-        for name in (*names, "keep_checkpoints"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise MeshError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        names = ("processes", "data", "height", "width", "steps", "checkpoint_every", "keep_checkpoints")
+        least = dict.fromkeys((*names, "max_skipped"), 1)
+        least |= dict.fromkeys(("check_every", "hang_timeout", "max_restarts"), 0)
+        for name, value in ((name, getattr(self, name)) for name in least):
+            if value is not None and value < least[name]:
+                raise MeshError(f"--{name.replace('_', '-')} must be at least {least[name]}, got {value}")
         if not self.recipe.is_file():
             raise RecipeError(f"there is no recipe file {self.recipe}; check the path")
 

@@ -64,7 +64,8 @@ def launch(
             furthest = max(furthest, reached)
             if in_vain > restarts:
                 _explain(cause)
-                _say(f"error: {in_vain} attempts in a row got no further than step {furthest}; giving up")
+                hint = "; unless someone killed it, host memory ran out" if cause.code == -signal.SIGKILL else ""
+                _say(f"error: {in_vain} attempts in a row got no further than step {furthest}; giving up{hint}")
                 return code
             reason = str(cause)
             _restore_cursor()

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fullframe.errors import FullframeError
 from fullframe.planning.candidates import OTHER_OPTIMIZERS, Job, candidates
-from fullframe.planning.plans import describe, gib
+from fullframe.planning.plans import amount, describe
 from fullframe.planning.search import Search
+from fullframe.planning.workers import in_time, runner
 from fullframe.simulation.abstract import abstract_model
 from fullframe.simulation.devices import Cluster
 from fullframe.simulation.prediction import Prediction
@@ -46,21 +46,34 @@ class Shortfall:
     advice: tuple[Advice, ...]
 
 
-def shortfall(recipe: Recipe, search: Search, simulate: SimulateOn) -> Shortfall | None:
-    """What to do where nothing of what was simulated fits; None where something does, or nothing could be simulated."""
+def shortfall(
+    recipe: Recipe, search: Search, simulate: SimulateOn, workers: int = 1, seconds: float = 15.0
+) -> Shortfall | None:
+    """What to do where nothing of what was simulated fits; None where something does, or nothing could be simulated.
+
+    No further change is tried after `seconds`; what cannot be done is no advice.
+    """
     if search.fitting or not search.known:
         return None
     closest, prediction = min(search.known.items(), key=lambda item: item[1].device_bytes)
+    changes = list(_changes(recipe, closest, search))
+
+    def changed_prediction(number: int) -> Prediction:
+        return simulate(*changes[number][1:])
+
+    with runner(changed_prediction, workers) as run:
+        outcomes = in_time(run, range(len(changes)), workers, seconds)
     found = []
-    for change, variant, strategy, cluster in _changes(recipe, closest, search):
-        try:
-            changed = simulate(variant, strategy, cluster)
-        except FullframeError:
-            continue  # it cannot be done, so it is no advice
-        saved = prediction.device_bytes - changed.device_bytes
-        if saved > 0:
-            fits = changed.device_bytes <= search.limit_bytes
-            found.append(Advice(change=change, device_bytes=changed.device_bytes, saved_bytes=saved, fits=fits))
+    for (change, *_), changed in zip(changes, outcomes, strict=False):
+        if isinstance(changed, Prediction) and changed.device_bytes < prediction.device_bytes:
+            found.append(
+                Advice(
+                    change=change,
+                    device_bytes=changed.device_bytes,
+                    saved_bytes=prediction.device_bytes - changed.device_bytes,
+                    fits=changed.device_bytes <= search.limit_bytes,
+                )
+            )
     return Shortfall(
         closest=closest,
         missing_bytes=prediction.device_bytes - search.limit_bytes,
@@ -74,7 +87,6 @@ Change = tuple[str, Recipe, Strategy, Cluster]
 
 def _changes(recipe: Recipe, closest: Strategy, search: Search) -> Iterator[Change]:
     cluster = search.job.cluster
-    yield from _more_gpus(recipe, search)
     others = [name for name in OTHER_OPTIMIZERS if name not in search.job.optimizers]
     for optimizer in others:
         yield f"optimizer {optimizer}", recipe, replace(closest, optimizer=optimizer), cluster
@@ -85,6 +97,7 @@ def _changes(recipe: Recipe, closest: Strategy, search: Search) -> Iterator[Chan
         smaller = replace(recipe, batch_size=closest.data)
         change = f"a batch of {closest.data} in place of {recipe.batch_size}, which is another training"
         yield change, smaller, replace(closest, microbatches=1), cluster
+    yield from _more_gpus(recipe, search)
     for names, variant in _leaner_models(recipe):
         change = f"depthwise-separable in place of {', '.join(names)}, which is another model"
         yield change, variant, closest, cluster
@@ -157,10 +170,11 @@ def separable(model: nn.Module, names: Iterable[str]) -> nn.Module:
 
 def sentences(found: Shortfall) -> list[str]:
     """For a person, one line each."""
-    lines = [f"nothing fits: {gib(found.missing_bytes)} GiB are missing with {describe(found.closest)}"]
+    lines = [f"nothing fits: {amount(found.missing_bytes)} missing with {describe(found.closest)}"]
     for advice in found.advice:
         enough = "fits" if advice.fits else "does not fit yet"
-        lines.append(f"  saves {gib(advice.saved_bytes)} GiB, {enough}: {advice.change}")
+        lines.append(f"  saves {amount(advice.saved_bytes)}, {enough}: {advice.change}")
     if found.modules:
-        lines.append("  most activations: " + ", ".join(f"{name} {gib(size)} GiB" for name, size in found.modules))
+        modules = ", ".join(f"{name or 'the loss'} {amount(size)}" for name, size in found.modules)
+        lines.append(f"  most activations: {modules}")
     return lines

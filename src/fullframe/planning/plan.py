@@ -24,6 +24,7 @@ from fullframe.simulation.simulate import simulate
 from fullframe.spatial.blocks import repeated_blocks
 from fullframe.strategy import Precision, Recipe, Strategy
 
+ADVICE_SHARE = 0.3  # of the seconds, where nothing fits
 KEPT_FREE = 0.03  # of the device's memory, for what no simulation sees
 
 
@@ -97,13 +98,16 @@ def plan_in_full(
         _require_present(cluster)
     timings: Timings | None = {} if benchmark else None
     job = _job(recipe, cluster, precisions, allow_optimizer)
-    kept_free = 0 if memory_limit_bytes is not None else int(KEPT_FREE * cluster.device.memory_bytes)
-    search = Search(job=job, limit_bytes=cluster.device.memory_bytes - kept_free)
-    predict = partial(_simulate, timings, recipe, cluster=cluster)
+    search = Search(job=job, limit_bytes=int(cluster.device.memory_bytes * (1 - KEPT_FREE)))
+    predict = partial(_simulate, timings)
     workers = 1 if benchmark else workers  # two at once would time each other
-    with runner(predict, workers) as run:
-        search.run(run, workers, seconds)
-    missing = shortfall(recipe, search, partial(_simulate, timings)) if advise else None
+
+    def of_recipe(strategy: Strategy) -> Prediction:
+        return predict(recipe, strategy, cluster)
+
+    with runner(of_recipe, workers) as run:
+        search.run(run, workers, seconds * (1 - ADVICE_SHARE))
+    missing = shortfall(recipe, search, predict, workers, seconds * ADVICE_SHARE) if advise else None
     return Planned(cluster=cluster, plans=tuple(plans_of(search)), shortfall=missing)
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullframe.planning.estimate import Estimate
-from fullframe.planning.search import Search, complexity
+from fullframe.planning.search import Search, weight
 from fullframe.simulation.devices import GIB
 from fullframe.simulation.prediction import Prediction
 from fullframe.strategy import Strategy
+
+MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class Plan:
 def plans_of(search: Search) -> list[Plan]:
     """Those that fit, fastest first; those that do not, least bytes first; what was not simulated; what was refused."""
     fitting = search.fitting
-    order = sorted(fitting, key=lambda s: rank(s, fitting[s]))
+    order = sorted(fitting, key=lambda s: (fitting[s].step_seconds * weight(s), fitting[s].device_bytes))
     too_large = sorted((s for s in search.known if s not in fitting), key=lambda s: search.known[s].device_bytes)
     left = sorted(search.left, key=lambda s: search.left[s].seconds)
     fastest = fitting[order[0]].step_seconds if order else None
@@ -90,11 +92,6 @@ def plans_of(search: Search) -> list[Plan]:
     ]
 
 
-def rank(strategy: Strategy, prediction: Prediction) -> tuple[float, int]:
-    """Seconds, of which a hundredth is not worth a technique."""
-    return prediction.step_seconds * (1 + 0.01 * complexity(strategy)), -prediction.device_bytes
-
-
 def _first(search: Search) -> str:
     return f"the fastest of {len(search.fitting)} that fit, of {len(search.known)} simulated"
 
@@ -102,16 +99,16 @@ def _first(search: Search) -> str:
 def _too_large(prediction: Prediction, limit: int) -> str:
     most = max(prediction.bytes, key=lambda kind: prediction.bytes[kind], default="")
     return (
-        f"needs {gib(prediction.device_bytes)} GiB, {gib(prediction.device_bytes - limit)} more than there is; "
-        f"{gib(prediction.bytes.get(most, 0))} of it {most}"
+        f"needs {amount(prediction.device_bytes)}, {amount(prediction.device_bytes - limit)} more than there is; "
+        f"{amount(prediction.bytes.get(most, 0))} of it {most}"
     )
 
 
 def _passed_over(estimate: Estimate, limit: int, fastest: float | None) -> str:
     if estimate.state_bytes > limit:
-        return f"parameters, gradients and optimizer state alone need {gib(estimate.state_bytes)} GiB"
+        return f"parameters, gradients and optimizer state alone need {amount(estimate.state_bytes)}"
     if estimate.bytes * estimate.doubt > limit:
-        return f"needs about {gib(estimate.bytes)} GiB, scaled from: {describe(estimate.like)}"
+        return f"needs about {amount(estimate.bytes)}, scaled from: {describe(estimate.like)}"
     slower = f"about {estimate.seconds / fastest:.2f} times the fastest's step" if fastest else "nothing fits"
     return f"{slower}, scaled from: {describe(estimate.like)}"
 
@@ -123,7 +120,7 @@ def describe(strategy: Strategy) -> str:
     if strategy.microbatches > 1:
         words.append(f"{strategy.microbatches} microbatches")
     if strategy.recompute == "budget":
-        words.append(f"recompute to {gib(strategy.recompute_budget_bytes or 0)} GiB")
+        words.append(f"recompute to {amount(strategy.recompute_budget_bytes or 0)}")
     elif strategy.recompute != "none":
         words.append(f"recompute {strategy.recompute}")
     if strategy.optimizer != "recipe":
@@ -133,9 +130,9 @@ def describe(strategy: Strategy) -> str:
     return ", ".join(words)
 
 
-def gib(bytes: float) -> str:
-    """As printed: 12.3."""
-    return f"{bytes / GIB:.2f}" if bytes < GIB else f"{bytes / GIB:.1f}"
+def amount(bytes: float) -> str:
+    """As printed: 12.3 GiB, 53 MiB."""
+    return f"{bytes / GIB:.1f} GiB" if bytes >= GIB else f"{bytes / MIB:.0f} MiB"
 
 
 def winner(plans: Sequence[Plan]) -> Plan | None:

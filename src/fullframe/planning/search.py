@@ -32,7 +32,7 @@ class Search:
     needless: dict[Strategy, Strategy] = field(default_factory=dict)
     left: dict[Strategy, Estimate] = field(default_factory=dict)
 
-    def run(self, runner: Runner, width: int, seconds: float) -> None:
+    def run(self, runner: Runner[Strategy], width: int, seconds: float) -> None:
         """Simulate, `width` at a time, until nothing left can be fastest, or for about `seconds`."""
         end = time.monotonic() + seconds
         waiting = list(candidates(self.job))
@@ -58,7 +58,7 @@ class Search:
         """What is known to fit."""
         return {s: p for s, p in self.known.items() if p.device_bytes <= self.limit_bytes}
 
-    def _simulate(self, runner: Runner, strategies: Sequence[Strategy]) -> None:
+    def _simulate(self, runner: Runner[Strategy], strategies: Sequence[Strategy]) -> None:
         for strategy, outcome in zip(strategies, runner(strategies), strict=True):
             if isinstance(outcome, Prediction):
                 self.known[strategy] = outcome
@@ -96,7 +96,7 @@ class Search:
             least = sorted(self.left, key=lambda s: self.left[s].bytes)
             tried = sum(p.device_bytes > self.limit_bytes for p in self.known.values())
             return least if tried < _PROOFS else []
-        return sorted(may_fit, key=lambda s: (may_fit[s].seconds, complexity(s)))
+        return sorted(may_fit, key=lambda s: may_fit[s].seconds * weight(s))
 
     def _siblings(self) -> list[Strategy]:
         """The winner with its replicas split in other ways, shortest cuts first: what no estimate tells apart."""
@@ -125,6 +125,11 @@ class Search:
         return sorted(found, key=lambda strategy: found[strategy])
 
 
+def weight(strategy: Strategy) -> float:
+    """A hundredth of a step is not worth a technique."""
+    return 1 + 0.01 * complexity(strategy)
+
+
 def complexity(strategy: Strategy) -> int:
     """How many techniques a strategy uses, beyond data parallelism; of equals the simpler one is taken."""
     flags = (strategy.offload, strategy.shard_optimizer, strategy.shard_parameters, strategy.update_in_backward)
@@ -143,14 +148,9 @@ def _kind(strategy: Strategy, reason: str) -> tuple[object, ...]:
 
 
 def _seeds(strategies: Sequence[Strategy], job: Job) -> list[Strategy]:
-    """Far apart: replicas alone and the finest split, each as it is and with its blocks recomputed."""
-    first = job.precisions[0]
-    plain = [s for s in strategies if s.precision == first and s.optimizer == job.optimizers[0]]
-    plain = [s for s in plain if not (s.shard_optimizer or s.shard_parameters or s.offload)]
-    as_it_is = [s for s in plain if s.recompute == "none" and s.microbatches == 1]
-    most = max(s.ranks for s in as_it_is)
-    fullest = [s for s in as_it_is if s.ranks == most]
-    replicas = max(fullest, key=lambda s: s.data)
-    finest = min(fullest, key=lambda s: s.data)
-    seeds = [replicas, finest]
-    return [s for s in plain if s.microbatches == 1 and without_recompute(s) in seeds]
+    """Far apart: replicas alone and the finest split, as simple as can be."""
+    simple = [s for s in strategies if s.precision == job.precisions[0] and s.optimizer == job.optimizers[0]]
+    simple = [s for s in simple if not any(saves_more(s, other) for other in simple)]
+    most = max(s.ranks for s in simple)
+    fullest = [s for s in simple if s.ranks == most]
+    return list(dict.fromkeys((max(fullest, key=lambda s: s.data), min(fullest, key=lambda s: s.data))))

@@ -1,49 +1,59 @@
 """Simulations side by side: forked processes, for a recipe is functions, which no pickle carries."""
 
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from fullframe.errors import FullframeError
 from fullframe.simulation.prediction import Prediction
-from fullframe.strategy import Strategy
 
-Simulate = Callable[[Strategy], Prediction]
+T = TypeVar("T")
 Outcome = Prediction | str  # what was predicted, or why nothing could be
-Runner = Callable[[Sequence[Strategy]], list[Outcome]]
+Runner = Callable[[Sequence[T]], list[Outcome]]
 
-_simulate: Simulate | None = None  # in a worker: what it was forked with
+_work: Callable[[Any], Prediction] | None = None  # in a worker: what it was forked with
 
 
 @contextmanager
-def runner(simulate: Simulate, workers: int) -> Iterator[Runner]:
-    """Runs strategies `workers` at a time; with 1 in this process, where other threads may be at work.
+def runner(simulate: Callable[[T], Prediction], workers: int) -> Iterator[Runner[T]]:
+    """Simulates items `workers` at a time; with 1 in this process, where other threads may be at work.
 
-    A refusal (FullframeError) is an outcome; anything else is raised.
+    What `simulate` knows is forked, its items are pickled. A refusal (FullframeError) is an outcome; anything else is
+    raised.
     """
     if workers == 1:
-        yield lambda strategies: [_outcome(simulate, strategy) for strategy in strategies]
+        yield lambda items: [_outcome(simulate, item) for item in items]
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _begin, (simulate,)) as pool:
-        yield lambda strategies: list(pool.map(_work, strategies))
+        yield lambda items: list(pool.map(_run, items))
 
 
-def _begin(simulate: Simulate) -> None:
+def in_time(run: Runner[T], items: Sequence[T], width: int, seconds: float) -> list[Outcome]:
+    """The outcomes of the first items, `width` at a time, until `seconds` are over."""
+    end, done = time.monotonic() + seconds, list[Outcome]()
+    while len(done) < len(items) and time.monotonic() < end:
+        done += run(items[len(done) : len(done) + width])
+    return done
+
+
+def _begin(simulate: Callable[[Any], Prediction]) -> None:
     import torch
 
-    global _simulate
-    _simulate = simulate
+    global _work
+    _work = simulate
     torch.set_num_threads(1)
 
 
-def _work(strategy: Strategy) -> Outcome:
-    assert _simulate is not None
-    return _outcome(_simulate, strategy)
+def _run(item: Any) -> Outcome:
+    assert _work is not None
+    return _outcome(_work, item)
 
 
-def _outcome(simulate: Simulate, strategy: Strategy) -> Outcome:
+def _outcome(simulate: Callable[[T], Prediction], item: T) -> Outcome:
     try:
-        return simulate(strategy)
+        return simulate(item)
     except FullframeError as error:
         return f"{type(error).__name__}: {error}"

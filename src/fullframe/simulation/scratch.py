@@ -35,7 +35,7 @@ def _convolution_backward(
 ) -> int:
     first = 0 if of_x is None else of_x.nbytes
     second = 0 if of_weight is None else of_weight.nbytes
-    sums = second * _FP32 // weight.element_size() if weight.element_size() < _FP32 else 0
+    sums = _wide_sums(grad, x, weight) if second else 0
     if is_channels_last(x, weight):
         depthwise = weight.shape[1] == 1 and max(weight.shape[2:]) > 3
         return _depthwise_sums(x, weight) if depthwise and second else 2 * second + (sums or second)
@@ -44,6 +44,14 @@ def _convolution_backward(
     for_x = max(grad.nbytes + weight.nbytes, first) + _blocked(x) if first else 0
     for_weight = first + max(_blocked(x) + grad.nbytes + second, 2 * second) + sums if second else 0
     return max(for_x, for_weight) - first - second
+
+
+def _wide_sums(grad: Tensor, x: Tensor, weight: Tensor) -> int:
+    """What 16-bit numbers need more: the kernel's gradient in fp32, and one sample's maps with pixels in pairs."""
+    if weight.element_size() == _FP32:
+        return 0
+    pairs = (_blocked(x) + grad.nbytes) // x.shape[0] if prod(weight.shape[2:]) > 1 and weight.shape[1] > 1 else 0
+    return weight.numel() * _FP32 + pairs
 
 
 def _depthwise_sums(x: Tensor, weight: Tensor) -> int:

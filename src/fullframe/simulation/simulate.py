@@ -31,6 +31,7 @@ from fullframe.simulation.trace import Tracer
 from fullframe.simulation.world import fake_job
 from fullframe.spatial import parallelize as parallelizing
 from fullframe.spatial.mesh import init_mesh, spatial_of
+from fullframe.spatial.rules import random as drawing
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.strategy import Recipe, Strategy
 from fullframe.training.delivery import Collation, Delivery, Grid
@@ -70,7 +71,9 @@ def simulate(
     if unknown:
         raise StrategyError(f"there is no term {', '.join(map(repr, unknown))}; the terms are {', '.join(TERMS)}")
     cluster = _cluster(device, strategy)
-    with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device):
+    # A shard's generator is seeded with a number that is read from a tensor, which a fake one does not hold.
+    unseeded = patch.object(drawing, "shard_generator", lambda x: torch.Generator())
+    with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), unseeded:
         return _Simulation(recipe, strategy, cluster, without, timings).prediction()
 
 

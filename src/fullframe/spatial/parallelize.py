@@ -91,6 +91,7 @@ class ParallelModel(nn.Module):
         self._sharded = sharded
         self._replicas = dist.get_world_size() // spatial.size
         self._syncing = True  # outside no_sync()
+        self._queued = False  # a check at the end of the backward pass that is running
         self.find_unused_parameters = find_unused_parameters
         self.average_gradients = average_gradients
 
@@ -118,12 +119,11 @@ class ParallelModel(nn.Module):
 
         DDP averages nothing in a bucket that misses a gradient, and says so one step late: say it at once.
         """
-        queued = False
+        self._queued = False
 
         def reached(gradient: Tensor) -> None:
-            nonlocal queued
-            if not queued and self._syncing:
-                queued = True
+            if not self._queued and self._syncing:
+                self._queued = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
         for result in results:
@@ -131,6 +131,7 @@ class ParallelModel(nn.Module):
                 when_gradient_arrives(result, reached)
 
     def _after_backward(self) -> None:
+        self._queued = False
         if self.find_unused_parameters:
             if self._sharded is not None:
                 self._sharded.forget_zeros()
@@ -156,8 +157,7 @@ class ParallelModel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """As DDP's: gradients are accumulated here, and averaged by the first backward outside."""
-        run = self.__dict__["_run"]
-        with run.no_sync() if isinstance(run, DistributedDataParallel) else nullcontext():
+        with getattr(self.__dict__["_run"], "no_sync", nullcontext)():
             before = self._syncing
             self._sync(False)
             try:

@@ -345,7 +345,7 @@ def _name(func: Any) -> str:
 def say_gathered(name: str, reason: str, shell: SpatialTensor) -> None:
     """Warn, once a call site and on the job's first rank, that `shell` is made whole."""
     where = module_path()
-    if (name, where) in _said:
+    if (name, where) in _said or torch._C._current_graph_task_id() != -1:  # in backward: recompute, of what was said
         return
     _said.add((name, where))
     if torch.distributed.get_rank() == 0:

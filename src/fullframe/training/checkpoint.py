@@ -4,6 +4,7 @@ A checkpoint is a folder `step-N` with one safetensors file a rank and a manifes
 is unpickled. The folder must be visible to all ranks.
 """
 
+import contextlib
 import errno
 import os
 import re
@@ -56,10 +57,16 @@ class Checkpoints:
         on_written: Callable[[Path], None] = lambda path: None,
         beat: Callable[[str], None] = lambda doing: None,
     ):
+        if keep < 1:
+            raise CheckpointError(f"{keep} checkpoints cannot be kept; keep at least 1")
         self._folder, self._keep, self._on_written, self._beat = folder, keep, on_written, beat
         # What a thread sends must not meet what the training sends.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
         self._writing: _Writing | None = None
+
+    def require_storable(self, state: RunState) -> None:
+        """Raises CheckpointError on all ranks when the state holds what a checkpoint cannot."""
+        on_all_ranks(lambda: (state.tensors(dist.get_rank() == 0), state.facts()))
 
     def save(self, state: RunState) -> None:
         """Begin to write `step-N`, once the checkpoint before is written."""
@@ -112,7 +119,7 @@ class Checkpoints:
         if kind is None:
             self.wait()
         elif self._writing is not None:
-            self._writing.join()  # also when training failed: what was begun is worth having
+            self._writing.watch(self._beat)  # also when training failed: what was begun is worth having
         dist.destroy_process_group(self._group)
 
 
@@ -162,15 +169,13 @@ class _Writing:
         needed_bytes = sum(from_all_ranks(sum(shape.size_bytes for shape in shapes.values()), self._group))
         on_first_rank(lambda: self._begin(needed_bytes), self._group)
         outcome: FileRecord | OSError
+        self._busy = True
         try:
             path = self._partial / file_of(dist.get_rank(self._group))
-            self._busy = True
             outcome = write_tensors(path, shapes, self._copies.tensors.pop)
             sync_folder(self._partial)
-        except OSError as error:
-            outcome = error
         except Exception as error:  # the other ranks wait for the outcome, whatever it is
-            outcome = OSError(f"{type(error).__name__}: {error}")
+            outcome = _as_os_error(error)
         self._busy = False
         outcomes = from_all_ranks(outcome, self._group)
         on_first_rank(lambda: self._commit(outcomes, needed_bytes), self._group)
@@ -191,14 +196,14 @@ class _Writing:
             for rank, outcome in enumerate(outcomes):
                 if isinstance(outcome, OSError):
                     raise self._failed(rank, outcome, needed_bytes)
-            try:
-                self._publish({file_of(rank): o for rank, o in enumerate(outcomes) if isinstance(o, FileRecord)})
-            except OSError as error:
-                raise self._failed(0, error, needed_bytes) from error
-        except CheckpointError:
+            self._publish({file_of(rank): o for rank, o in enumerate(outcomes) if isinstance(o, FileRecord)})
+        except Exception as error:  # the other ranks wait for the outcome, whatever it is
             shutil.rmtree(self._partial, ignore_errors=True)  # its bytes are needed
-            raise
-        self._prune()
+            if isinstance(error, CheckpointError):
+                raise
+            raise self._failed(0, _as_os_error(error), needed_bytes) from error
+        with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
+            self._prune()
 
     def _publish(self, files: dict[str, FileRecord]) -> None:
         """Each name appears only when what it names is on the disk."""
@@ -303,6 +308,10 @@ def _damage(path: Path, manifest: Manifest) -> str:
         except OSError as error:
             return f"{name}: {error.strerror or error}"
     return ""
+
+
+def _as_os_error(error: Exception) -> OSError:
+    return error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
 
 
 def _step_of(path: Path) -> int:

@@ -42,6 +42,11 @@ class OfPart:
     value: Any
 
 
+def whole(value: Any) -> Any:
+    """The whole of a split tensor, on every rank; anything else, as there is on a mesh without a split, as it is."""
+    return value.full() if isinstance(value, SpatialTensor) else value
+
+
 def evaluate(
     recipe: Recipe,
     model: nn.Module,
@@ -65,24 +70,21 @@ def evaluate(
     batches = evaluation_batches(
         recipe.evaluation_data(), mesh, recipe.seed, workers=recipe.workers, collate=recipe.collate
     )
-    with (
-        evaluating(model),
-        average.applied() if average is not None else nullcontext(),
-        computing(precision, mesh_device(mesh).type),
-    ):
-        for batch, counts in batches:
-            kept = tally if counts else copy.deepcopy(tally)  # a Metric may be the same object in every batch
-            tally.add(recipe.evaluate(model, batch))
-            if not counts:
-                tally.reset()
-                tally = kept
-            try:
+    counted = tally
+    try:
+        with (
+            evaluating(model),
+            average.applied() if average is not None else nullcontext(),
+            computing(precision, mesh_device(mesh).type),
+        ):
+            for batch, counts in batches:
+                if not counts:  # the last one; a Metric may be the same object in every batch
+                    counted = copy.deepcopy(tally)
+                tally.add(recipe.evaluate(model, batch))
                 progress()
-            except BaseException:
-                tally.reset()
-                raise
-        found = tally.found(first=mesh.get_local_rank("height") == mesh.get_local_rank("width") == 0)
-    tally.reset()
+            found = counted.found(first=mesh.get_local_rank("height") == mesh.get_local_rank("width") == 0)
+    finally:
+        tally.reset()  # for the next evaluation, also when this one ends early
     return _over_ranks(found, mesh)
 
 
@@ -143,7 +145,7 @@ class _Tally:
                 )
 
     def reset(self) -> None:
-        """Metrics begin anew, for the next evaluation."""
+        """Metrics begin anew."""
         for metrics in self._metrics.values():
             for metric in metrics.values():
                 metric.reset()
@@ -173,21 +175,25 @@ def _over_ranks(found: dict[str, _Found], mesh: DeviceMesh) -> dict[str, float]:
         result: dict[str, float] = {}
         for name in names:
             for replica in replicas:
-                _require_same(name, {rank: ranks[rank][name] for rank in replica if name in ranks[rank]})
+                _require_same(name, {rank: ranks[rank].get(name) for rank in replica})
             contents = [rank[name].content for rank in ranks if name in rank and rank[name].content is not None]
-            result |= _named(name, _computed(name, contents))
+            result |= _computed(name, contents)
         return result
 
     return on_first_rank(total)
 
 
-def _require_same(name: str, found: Mapping[int, _Found]) -> None:
-    """Ranks of a replica that do not measure parts must have measured the same."""
-    first = next(iter(found.values()), None)
-    for rank, other in found.items():
-        if first is not None and (first.of_part != other.of_part or not _alike(first.digest, other.digest)):
+def _require_same(name: str, found: Mapping[int, _Found | None]) -> None:
+    """Ranks of a replica that do not measure parts must have measured the same, or all of them nothing."""
+    (first_rank, first), *others = found.items()
+    for rank, other in others:
+        if first is None or other is None:
+            same = other is first
+        else:
+            same = first.of_part == other.of_part and _alike(first.digest, other.digest)
+        if not same:
             raise RecipeError(
-                f"evaluate() measured another {name!r} on rank {rank} than on rank {next(iter(found))} of its replica; "
+                f"evaluate() measured another {name!r} on rank {rank} than on rank {first_rank} of its replica; "
                 "measure on split or whole tensors, or mark what was measured on x.local as OfPart(...)"
             )
 
@@ -199,13 +205,13 @@ def _alike(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> 
     )
 
 
-def _computed(name: str, contents: list[Any]) -> Any:
-    """The value over all ranks."""
+def _computed(name: str, contents: list[Any]) -> dict[str, float]:
+    """The value over all ranks, or several under names of their own."""
     if isinstance(contents[0], tuple):
         count = sum(count for _, count in contents)
-        return sum(value for value, _ in contents) / count if count else math.nan
+        return {name: sum(value for value, _ in contents) / count if count else math.nan}
     try:
-        return _merged([metric for metrics in contents for metric in metrics]).compute()
+        return _named(name, _merged([metric for metrics in contents for metric in metrics]).compute())
     except Exception as error:  # the other ranks wait for an answer
         raise RecipeError(f"the metric {name!r} cannot be computed: {type(error).__name__}: {error}") from error
 
@@ -252,13 +258,8 @@ def _on_host(metric: Any) -> Any:
     metric = copy.deepcopy(metric)
     for part in _parts(metric):
         for name, state in part.metric_state.items():
-            whole = [_whole(item) for item in state] if isinstance(state, list) else _whole(state)
-            setattr(part, name, whole)
+            setattr(part, name, [whole(item) for item in state] if isinstance(state, list) else whole(state))
     return metric.cpu()
-
-
-def _whole(value: Any) -> Any:
-    return value.full() if isinstance(value, SpatialTensor) else value
 
 
 def _states(metric: Any) -> Iterator[Tensor]:

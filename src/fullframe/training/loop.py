@@ -57,7 +57,8 @@ def fit(
     `on_record` and `on_message` are called on every rank, after the run directory was written.
 
     checkpoint_every: a checkpoint is written every so many steps and after the last one
-    check_every:      steps between two comparisons of what all ranks should hold alike; 0: never
+    check_every:      steps between two comparisons of what all ranks should hold alike, also made before each
+                      checkpoint; 0: never
     max_skipped:      steps in a row that may be skipped because the loss or a gradient is not finite
     hang_timeout:     seconds without progress after which the ranks say where they are and end; 0: never
 
@@ -90,12 +91,24 @@ def fit(
             say(f"started again: {reason}")
         if goes_on:
             _go_on(state, step, run, checkpoints, say)
-        todo = Steps(recipe, strategy, mesh, model, state, step, run, checkpoints, stop, watchdog, say, max_skipped)
+        checkpoints.require_storable(state)  # now rather than at the first checkpoint
+        todo = Steps(
+            recipe=recipe,
+            strategy=strategy,
+            mesh=mesh,
+            model=model,
+            state=state,
+            step=step,
+            run=run,
+            checkpoints=checkpoints,
+            stop=stop,
+            watchdog=watchdog,
+            say=say,
+            max_skipped=max_skipped,
+        )
         for number in range(state.step + 1, steps + 1):
             last = number == steps
             record = todo.take(number)
-            if _due(number, check_every):
-                require_same_numbers(state.model, mesh, number)
             line = _line(number, record)
             if recipe.evaluate and (_due(number, recipe.evaluate_every) or last):
                 line = _joined(line, todo.evaluate(number, last))
@@ -103,7 +116,10 @@ def fit(
             on_record(line)
             asked = heard(stop, run) if record.hands or last else 0
             checkpoints.poll()
-            if _due(number, checkpoint_every) or last or asked:
+            saves = _due(number, checkpoint_every) or last or asked
+            if _due(number, check_every) or (saves and check_every):
+                require_same_numbers(state.model, mesh, number)
+            if saves:
                 watchdog.beat(f"copying the state of step {number}")
                 checkpoints.save(state)
             if asked and not last:

@@ -102,12 +102,15 @@ class RunState:
         if self.average is not None and not _names(manifest, "average/"):
             self.average.load_state_dict({name: p.detach() for name, p in self.model.named_parameters()})
             said.append("the checkpoint has no average of the parameters; it begins with their values now")
+        if self.average is None and _names(manifest, "average/"):
+            said.append("the checkpoint's average of the parameters is dropped, as ema_decay is not given")
         if self.scale is not None and facts["scale"] is not None:
             self.scale.load_state_dict(facts["scale"])
         if tuple(facts["mesh"]) != self.mesh:
+            other = "dropout" if facts["mesh"][0] == self.mesh[0] else "dropout and what batch norm takes together"
             said.append(
                 f"the checkpoint is of data x height x width = {_product(facts['mesh'])}, this run is of "
-                f"{_product(self.mesh)}: the same numbers but for rounding, and dropout draws other masks"
+                f"{_product(self.mesh)}: the same numbers but for rounding, {other}"
             )
         self.step = manifest.step
         return said

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from fullframe.training.stopping import StopSignals
 from fullframe.training.watchdog import Watchdog
 
 
+@dataclass(kw_only=True)
 class Steps:
     """`take(number)` reads the next batch, takes the step and leaves `state` after it.
 
@@ -33,36 +35,32 @@ class Steps:
     where nothing can be cut finer; StartAgain where the launcher is to start the ranks again.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        strategy: Strategy,
-        mesh: DeviceMesh,
-        model: nn.Module,
-        state: RunState,
-        step: TrainStep,
-        run: RunDirectory,
-        checkpoints: Checkpoints,
-        stop: StopSignals,
-        watchdog: Watchdog,
-        say: Callable[[str], None],
-        max_skipped: int,
-    ):
-        self._recipe, self._strategy, self._mesh = recipe, strategy, mesh
-        self._model, self._state, self._step = model, state, step  # the parallelized model, the run's state
-        self._run, self._checkpoints, self._stop, self._watchdog, self._say = run, checkpoints, stop, watchdog, say
-        self._max_skipped, self._skipped_in_a_row = max_skipped, 0
-        self._batches = _endless(state.loader)
+    recipe: Recipe
+    strategy: Strategy
+    mesh: DeviceMesh
+    model: nn.Module  # what `parallelize` returned
+    state: RunState
+    step: TrainStep
+    run: RunDirectory
+    checkpoints: Checkpoints
+    stop: StopSignals
+    watchdog: Watchdog
+    say: Callable[[str], None]
+    max_skipped: int
+
+    def __post_init__(self) -> None:
+        self._batches = _endless(self.state.loader)
+        self._skipped_in_a_row = 0
 
     def take(self, number: int) -> StepRecord:
         """The next step of the run."""
-        self._watchdog.beat(f"reading the batch of step {number}")
-        self._unread = self._state.loader.state_dict()
+        self.watchdog.beat(f"reading the batch of step {number}")
+        self._unread = self.state.loader.state_dict()
         batch = next(self._batches)
-        self._watchdog.beat(f"step {number}")
-        set_learning_rate(self._state.optimizer, self._recipe.schedule(number))
+        self.watchdog.beat(f"step {number}")
+        set_learning_rate(self.state.optimizer, self.recipe.schedule(number))
         record = self._attempt(number, batch)
-        self._state.step = number
+        self.state.step = number
         self._count(number, record, batch)
         return record
 
@@ -70,63 +68,61 @@ class Steps:
         """What the recipe measures after a step; {} when the run is asked to stop meanwhile and goes on later."""
 
         def progress() -> None:
-            self._watchdog.beat(f"evaluating after step {number}")
-            if not last and on_any_rank(bool(self._stop.number)):
+            self.watchdog.beat(f"evaluating after step {number}")
+            if not last and on_any_rank(bool(self.stop.number)):
                 raise _LeftOut
 
-        average, precision = self._state.average, self._strategy.precision
+        average, precision = self.state.average, self.strategy.precision
         try:
             progress()
-            return evaluate(
-                self._recipe, self._model, self._mesh, precision=precision, average=average, progress=progress
-            )
+            return evaluate(self.recipe, self.model, self.mesh, precision=precision, average=average, progress=progress)
         except _LeftOut:
-            self._say(f"the evaluation after step {number} is left out, as the run is asked to stop")
+            self.say(f"the evaluation after step {number} is left out, as the run is asked to stop")
             return {}
 
     def _attempt(self, number: int, batch: Any) -> StepRecord:
         while True:
             self._seed(number)
-            record = attempt(self._step, batch, hand=bool(self._stop.number or self._run.trouble))
+            record = attempt(self.step, batch, hand=bool(self.stop.number or self.run.trouble))
             if isinstance(record, StepRecord):
                 return record
             self._cut_finer(number, problem=record)
 
     def _cut_finer(self, number: int, problem: str) -> None:
         """Go on with more microbatches: here, or after a new start from the state before the step."""
-        self._strategy = cut_finer(self._strategy, self._recipe.batch_size, problem)
-        count = self._strategy.microbatches
+        self.strategy = cut_finer(self.strategy, self.recipe.batch_size, problem)
+        count = self.strategy.microbatches
         text = f"out of memory in step {number} ({problem}): going on with {count} microbatches"
-        text += batch_norm_warning(self._state.model)
+        text += batch_norm_warning(self.state.model)
         if dist.get_world_size() == 1:
-            write_strategy(self._run.path, self._strategy)
-            self._step.slice_finer(count)
-            self._say(text)
+            write_strategy(self.run.path, self.strategy)
+            self.step.slice_finer(count)
+            self.say(text)
             return
-        if self._strategy.shard_parameters or self._strategy.shard_optimizer:
+        if self.strategy.shard_parameters or self.strategy.shard_optimizer:
             text += "; from the last checkpoint, for no rank holds the whole state"
-            by_one_rank(lambda: write_strategy(self._run.path, self._strategy))
+            by_one_rank(lambda: write_strategy(self.run.path, self.strategy))
         else:
             by_one_rank(self._write_state)
         raise StartAgain(text, remedy=f"--resume --microbatches {count}")
 
     def _write_state(self) -> None:
-        self._state.loader.load_state_dict(self._unread)
-        self._checkpoints.save_alone(self._state)
-        write_strategy(self._run.path, self._strategy)
+        self.state.loader.load_state_dict(self._unread)
+        self.checkpoints.save_alone(self.state)
+        write_strategy(self.run.path, self.strategy)
 
     def _count(self, number: int, record: StepRecord, batch: Any) -> None:
         """Stop when nothing but skipped steps is left; an fp16 scale that is still falling is not that."""
         if not record.skipped:
             self._skipped_in_a_row = 0
             return
-        self._say(f"step {number} skipped: loss {record.loss}, gradient norm {record.grad_norm}; nothing was updated")
-        if math.isfinite(record.loss) and self._step.scale is not None and self._step.scale.falling:
+        self.say(f"step {number} skipped: loss {record.loss}, gradient norm {record.grad_norm}; nothing was updated")
+        if math.isfinite(record.loss) and self.step.scale is not None and self.step.scale.falling:
             return
         self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= self._max_skipped:
+        if self._skipped_in_a_row >= self.max_skipped:
             self._seed(number)
-            origin = origin_of_nonfinite(self._state.model, batch, lambda: self._step.forward(batch))
+            origin = origin_of_nonfinite(self.state.model, batch, lambda: self.step.forward(batch))
             raise RunError(
                 f"{self._skipped_in_a_row} steps in a row were skipped up to step {number}; {origin}. Lower the "
                 "learning rate, clip gradients (clip_norm) or mend the data, and go on with --resume, or allow more "
@@ -138,7 +134,7 @@ class Steps:
 
         Replicas draw different masks, the ranks of one replica start from the same state.
         """
-        seed_everything(mixed_seed(self._recipe.seed, self._mesh.get_local_rank("data"), number))
+        seed_everything(mixed_seed(self.recipe.seed, self.mesh.get_local_rank("data"), number))
 
 
 class _LeftOut(Exception):

@@ -1,7 +1,8 @@
 """A rank that hangs makes all others wait for ever: after a set time every rank says where it is, and the job ends.
 
-The ranks tell each other through files in the run directory, `stacks-rank-N.txt`, because the process group is what
-they hang in. A rank that does not even write one is stopped, or stuck in code that holds the interpreter.
+The ranks tell each other through files in the run directory, because the process group is what they hang in: whoever
+has waited long enough touches `stacks/alarm`, and every rank answers with `stacks/rank-N.txt`. One that does not is
+stopped, or stuck in code that holds the interpreter.
 """
 
 import contextlib
@@ -22,18 +23,20 @@ import torch.distributed as dist
 from fullframe.spatial.tensor import module_path
 from fullframe.training.failure import AGAIN, report
 
-_SETTLE_SECONDS = 10.0  # how much later than the first a rank may notice
+_TICK_SECONDS = 1.0
+_ANSWER_SECONDS = 10.0
 # Where the innermost line of Python is, while messages of other ranks, or a device that waits for them, are waited for.
 _TORCH, _PACKAGE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _WAITING = tuple(f"{_TORCH}/{part}/" for part in ("distributed", "autograd", "nn/parallel"))
-_WAITING += (f"{_PACKAGE}/spatial/", f"{_PACKAGE}/training/step.py")
+_WAITING += tuple(f"{_PACKAGE}/{part}" for part in ("spatial/", "training/step.py", "training/checkpoint.py"))
 _LIBRARY = (f"{_TORCH}/", f"{_PACKAGE}/", f"{Path(os.__file__).parent}/", "<")
 
 
 class Whereabouts(NamedTuple):
-    """Where a rank was when the time was over."""
+    """Where a rank was when it was asked."""
 
     doing: str  # "step 12"
+    idle_seconds: float  # since it last got on
     where: str  # "job.py, line 9, in loss, module head.1 (Conv2d)"
     waits: bool  # for other ranks
 
@@ -42,11 +45,12 @@ class Watchdog:
     """Inside `with`, a thread watches that `beat` is called at least every `timeout_seconds` (0: it does not watch).
 
     When it is not: in a job of several ranks all of them write their stacks, name who holds up the others, and
-    end with exit code 75, whatever they are doing; a process alone writes its stacks and says so.
+    end with exit code 75, whatever they are doing, unless one gets on and is only slow; a process alone writes its
+    stacks and says so.
     """
 
     def __init__(self, folder: Path, timeout_seconds: float, say: Callable[[str], None]):
-        self._folder, self._timeout, self._say = folder, timeout_seconds, say
+        self._folder, self._timeout, self._say = folder / "stacks", timeout_seconds, say
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._ended = threading.Event()
         self._main = threading.get_ident()
@@ -59,9 +63,10 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         self.beat("starting")
         if self._timeout:
+            self._folder.mkdir(exist_ok=True)
             with contextlib.suppress(OSError):
-                stacks = _stacks(self._folder, self._rank)
-                stacks.replace(stacks.with_stem(f"{stacks.stem}-before"))  # of an earlier hang
+                self._file().replace(self._file("-before"))  # of an earlier hang
+            self._stuck = open(self._file("-stuck"), "w")
             self._thread.start()
         return self
 
@@ -69,51 +74,69 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        if self._thread.is_alive():
+        if self._timeout:
             self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
+            self._stuck.close()
+            if not os.path.getsize(self._stuck.name):
+                os.unlink(self._stuck.name)
 
     def _watch(self) -> None:
-        told = 0.0
-        while not self._ended.wait(min(self._timeout / 4, 1.0)):
-            since = self._since
-            if time.monotonic() - since > self._timeout and since != told:
-                told = since
-                self._hangs(since)
+        answered, rang = _changed(self._folder / "alarm"), self._since
+        while not self._ended.wait(min(self._timeout / 4, _TICK_SECONDS)):
+            # Needs no interpreter: for a rank that is stuck in code which does not let go of its lock.
+            faulthandler.dump_traceback_later(self._timeout, file=self._stuck)
+            if time.monotonic() - max(self._since, rang) > self._timeout:
+                rang = time.monotonic()
+                self._ring()
+            elif _changed(self._folder / "alarm") != answered:
+                answered = _changed(self._folder / "alarm")
+                self._answer()
 
-    def _hangs(self, since: float) -> None:
-        mine = self._write_stacks()
+    def _ring(self) -> None:
+        """This rank has waited long enough: ask all where they are, and end unless one of them gets on."""
+        mine, since = self._answer(), self._since
         if self._ranks == 1:
-            stacks = _stacks(self._folder, self._rank)
-            self._say(f"{mine.doing} has taken {self._timeout:g} s so far: {mine.where}; stacks are in {stacks}")
+            self._say(f"{mine.doing} has taken {self._timeout:g} s so far: {mine.where}; stacks are in {self._file()}")
             return
-        everyone = self._whereabouts(since)
+        (self._folder / "alarm").touch()
+        everyone = self._everyone(since)
         if self._since != since:  # it was only slow
-            _stacks(self._folder, self._rank).unlink(missing_ok=True)
+            return
+        busy = [(rank, one) for rank, one in enumerate(everyone) if one and one.idle_seconds < self._timeout / 2]
+        if busy:
+            rank, one = busy[0]
+            self._say(f"all wait for rank {rank}, which gets on: {one.doing}, {one.where}")
             return
         text = verdict(everyone, self._timeout, self._folder)
         report(f"error: {text}", text)
         os._exit(AGAIN)
 
-    def _write_stacks(self) -> Whereabouts:
+    def _answer(self) -> Whereabouts:
+        """Write where this rank is, with the stacks of all its threads."""
         frame = sys._current_frames().get(self._main)
-        mine = Whereabouts(self._doing, _where(frame), _waits(frame))
-        path = _stacks(self._folder, self._rank)
-        partial = path.with_suffix(".partial")
+        idle_seconds = round(time.monotonic() - self._since, 1)
+        mine = Whereabouts(self._doing, idle_seconds, _where(frame), _waits(frame))
+        partial = self._file(".partial")
         with contextlib.suppress(OSError), open(partial, "w") as file:
             file.write(json.dumps(mine._asdict()) + "\n\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-            os.replace(partial, path)
+            os.replace(partial, self._file())
         return mine
 
-    def _whereabouts(self, since: float) -> list[Whereabouts | None]:
-        """Every rank's, None of one that has written nothing; waits for those a little behind."""
-        deadline = time.monotonic() + min(self._timeout, _SETTLE_SECONDS)
+    def _everyone(self, since: float) -> list[Whereabouts | None]:
+        """Where every rank is, None for one that does not answer; cut short when this rank gets on."""
+        asked = _changed(self._folder / "alarm") - min(self._timeout / 4, _TICK_SECONDS)  # some rang a little earlier
+        deadline = time.monotonic() + min(self._timeout, _ANSWER_SECONDS)
         while True:
-            everyone = [_read(_stacks(self._folder, rank)) for rank in range(self._ranks)]
+            everyone = [_read(self._folder / f"rank-{rank}.txt", asked) for rank in range(self._ranks)]
             if all(everyone) or time.monotonic() > deadline or self._since != since:
                 return everyone
             time.sleep(0.1)
+
+    def _file(self, kind: str = "") -> Path:
+        return self._folder / f"rank-{self._rank}{kind}.txt"
 
 
 def verdict(everyone: list[Whereabouts | None], timeout_seconds: float, folder: Path) -> str:
@@ -132,17 +155,24 @@ def verdict(everyone: list[Whereabouts | None], timeout_seconds: float, folder: 
         lines.append(f"rank {names} waits {whom}: {one.doing}, {one.where}")
     return (
         f"the job hangs, no rank got on for {timeout_seconds:g} s; {'; '.join(lines)}. Stacks of all threads are in "
-        f"{folder}/stacks-rank-*.txt; if a step may take so long, give --hang-timeout"
+        f"{folder}; if a step may take so long, give --hang-timeout"
     )
 
 
-def _stacks(folder: Path, rank: int) -> Path:
-    return folder / f"stacks-rank-{rank}.txt"
+def _changed(path: Path) -> float:
+    """When it was last written, by the file system's clock, which all ranks share; 0 when it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
-def _read(path: Path) -> Whereabouts | None:
+def _read(path: Path, asked: float) -> Whereabouts | None:
+    """What a rank answered since it was asked."""
     try:
         with open(path) as file:
+            if os.fstat(file.fileno()).st_mtime < asked:
+                return None
             return Whereabouts(**json.loads(file.readline()))
     except (OSError, ValueError, TypeError):
         return None
@@ -160,7 +190,9 @@ def _where(frame: FrameType | None) -> str:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    return frame is not None and frame.f_code.co_filename.startswith(_WAITING)
+    """Whether the innermost line is one at which a rank waits for others; waiting for a thread is waiting for them."""
+    frames = (one for one in _outwards(frame) if one.f_code.co_filename != threading.__file__)
+    return next((one.f_code.co_filename.startswith(_WAITING) for one in frames), False)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

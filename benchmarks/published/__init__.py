@@ -1,0 +1,1 @@
+"""Do predictions meet what others have published?"""

@@ -1,0 +1,86 @@
+"""`python -m benchmarks.published [--json]`: what was published, and what a simulation says of the same set-up."""
+
+import json as json_text
+import warnings
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import tyro
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine, reader
+from benchmarks.published.figures import FIGURES, GIB, Figure
+from fullframe.simulation.simulate import simulate
+from fullframe.strategy import Recipe
+
+TARGET = 0.05
+
+
+def predicted(figure: Figure, make: Callable[[], Recipe]) -> int:
+    """Bytes by the figure's own measure."""
+    told = simulate(make(), figure.strategy, figure.device, without=("prefetched_batch",))
+    context = told.terms["context"] if figure.context_bytes is None else figure.context_bytes
+    by_measure = {
+        "allocated": told.peak_bytes,
+        "reserved": told.reserved_bytes,
+        "device": told.reserved_bytes + context,
+    }
+    return by_measure[figure.measure] + figure.extra_bytes(told.parameters)
+
+
+def compared(figure: Figure) -> dict[str, Any]:
+    """One row."""
+    bytes = predicted(figure, figure.make)
+    others = {assumed: predicted(figure, make) for assumed, make in figure.others.items()}
+    return {
+        "name": figure.name,
+        "measure": figure.measure,
+        "published_bytes": figure.published_bytes,
+        "predicted_bytes": bytes,
+        "error": bytes / figure.published_bytes - 1,
+        "source": figure.source,
+        "assumed": figure.assumed,
+        "others": others,
+    }
+
+
+def print_table(found: dict[str, Any], console: Console) -> None:
+    """The findings for a reader."""
+    console.print(found["machine"], highlight=False)
+    table = Table(title="Peak memory, GiB", box=SIMPLE)
+    for heading in ("set-up", "measure", "published", "predicted", "error", "left open"):
+        table.add_column(heading)
+    for row in found["rows"]:
+        table.add_row(
+            row["name"],
+            row["measure"],
+            f"{row['published_bytes'] / GIB:.2f}",
+            f"{row['predicted_bytes'] / GIB:.2f}",
+            f"{row['error']:+.1%}",
+            ", ".join(f"{assumed}: {bytes / GIB:.2f}" for assumed, bytes in row["others"].items()),
+        )
+    console.print(table)
+    console.print(f"median error {found['median_error']:.1%} (target {TARGET:.0%})", highlight=False)
+
+
+def main(json: bool = False, only: tuple[int, ...] = ()) -> None:
+    """Predicted against published peak memory.
+
+    Args:
+        json: Print one JSON object and nothing else.
+        only: Numbers of the figures to take; all without.
+    """
+    warnings.filterwarnings("ignore")
+    rows = [compared(figure) for number, figure in enumerate(FIGURES) if not only or number in only]
+    found = {"machine": machine(), "rows": rows, "median_error": median(abs(row["error"]) for row in rows)}
+    if json:
+        print(json_text.dumps(found))
+    else:
+        print_table(found, reader())
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,181 @@
+"""`plan`, `simulate` and `calibrate` as a user runs them, and what `train` does with a plan."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullframe.cli.application import run
+from fullframe.cli.comparison import Comparison
+from fullframe.cli.planned import first_plan, strategy_of
+from fullframe.errors import RunError, StrategyError
+from fullframe.planning.plans import describe
+from fullframe.simulation.calibration import load_rates
+from fullframe.strategy import Strategy
+from tests.cli.test_train import fullframe, steps_in, written
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_plan_is_trained_and_compared_with_what_is_measured(tmp_path: Path) -> None:
+    recipe, out, html = written(tmp_path), tmp_path / "plan.json", tmp_path / "plan.html"
+    planned = fullframe("plan", recipe, "--gpus", "2xcpu", "--json", "--out", out, "--html", html)
+    assert planned.returncode == 0, planned.stderr
+    plans = json.loads(planned.stdout)
+    assert plans == json.loads(out.read_text()) and plans[0]["fits"] and plans[0]["devices"] == "2xcpu"
+    best = strategy_of(plans[0])
+    assert "samples/s" in planned.stderr and f"fastest: {describe(best)}" in planned.stderr
+    assert describe(best) in html.read_text() and "https://cdn" not in html.read_text()
+
+    run_dir = tmp_path / "run"
+    trained = fullframe("train", recipe, "--plan", out, "--steps", 3, "--run-dir", run_dir)
+    assert trained.returncode == 0, trained.stderr
+    assert Strategy.from_json((run_dir / "strategy.json").read_text()) == best
+    assert steps_in(run_dir) == [1, 2, 3]
+    said = re.search(r"process (\S+) predicted, (\S+) GiB measured \(([+-]\d+)%\); step seconds", trained.stdout)
+    assert said is not None, trained.stdout
+    predicted, measured, share = map(float, said.groups())
+    assert 100 * (measured / predicted - 1) == pytest.approx(share, abs=2)
+    assert abs(share) < 60  # of a process that is nearly all Python and torch
+
+
+def test_a_prediction_that_is_off_stops_all_ranks(tmp_path: Path) -> None:
+    recipe, run_dir = written(tmp_path), tmp_path / "run"
+    options = ("--width", 2, "--steps", 4, "--run-dir", run_dir, "--strict-memory", 1e-9)
+    stopped = fullframe("train", recipe, *options)
+    assert stopped.returncode == 2, stopped.stdout
+    assert "--strict-memory 1e-09: process memory is off by" in stopped.stderr
+    assert stopped.stderr.count("error:") == 1 and steps_in(run_dir) == [1, 2]
+
+
+def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(written(tmp_path)), "--gpus", "cpu", "--memory-limit-gib", "0.01", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert not any(plan["fits"] for plan in json.loads(printed.out))
+    assert "nothing fits: " in printed.err and "missing with" in printed.err
+
+
+def test_a_strategy_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(written(tmp_path))
+    assert run(["simulate", recipe, "--gpus", "2xT4", "--width", "2", "--precision", "fp16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["peak_bytes"] <= found["reserved_bytes"] < found["device_bytes"]
+    assert run(["simulate", recipe, "--gpus", "2xT4", "--width", "2", "--precision", "fp16"]) == 0
+    text = capsys.readouterr().out
+    assert "at the peak: " in text and "s a step: " in text and "body" in text
+
+
+def test_what_was_calibrated_is_what_a_plan_counts_with(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = fullframe("calibrate", "--processes", 2)
+    assert measured.returncode == 0, measured.stderr
+    path = cache / "fullframe" / "devices" / "cpu-2-ranks.json"
+    assert f"wrote {path}" in measured.stdout and "all-reduce" in measured.stdout
+    rates = load_rates(path)
+    assert len(rates.link) == len(rates.all_reduce) == 5 and all(rate > 0 for _, rate in rates.link)
+    assert run(["plan", str(written(tmp_path)), "--gpus", "2xcpu"]) == 0
+    assert f"rates as measured on {rates.measured_on}" in capsys.readouterr().out
+
+
+WRONG = [
+    (("plan", "{recipe}", "--gpus", "3xA1"), "no device 'A1'"),
+    (("plan", "{recipe}", "--gpus", "T4", "--precision", "bf16"), "T4 has no bf16"),
+    (("plan", "{recipe}", "--gpus", "T4", "--memory-limit-gib", "0"), "--memory-limit-gib must be greater than 0"),
+    (("plan", "nowhere.py", "--gpus", "T4"), "there is no recipe file nowhere.py"),
+    (("calibrate", "--processes", "3"), "--processes must be 1, or 2"),
+    (("simulate", "{recipe}", "--gpus", "T4", "--width", "2"), "the strategy needs 2 ranks, 1xT4 has 1"),
+    (("train", "{recipe}", "--plan", "nowhere.json"), "cannot read the plan nowhere.json"),
+    (("train", "{recipe}", "--plan", "{plan}", "--width", "2"), "leave out the options of the mesh"),
+    (("train", "{recipe}", "--plan", "{plan}", "--processes", "3"), "the plan is for 1 ranks, there are 3"),
+    (("train", "{recipe}", "--strict-memory", "0"), "--strict-memory must be greater than 0"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG)
+def test_wrong_use(
+    words: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe, plan = written(tmp_path), tmp_path / "plan.json"
+    plan.write_text(Strategy().to_json())
+    monkeypatch.chdir(tmp_path)
+    assert run([word.format(recipe=recipe, plan=plan) for word in words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ("3", "neither a list of plans nor a strategy"),
+        ('[{"fits": true}]', "neither a list of plans nor a strategy"),
+        ('[{"strategy": {}, "fits": false}]', "none of the 1 strategies"),
+        ("[]", "none of the 0 strategies"),
+    ],
+)
+def test_a_file_that_is_no_plan(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(StrategyError, match=said):
+        first_plan(path)
+
+
+def test_the_first_plan_that_fits_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plans = [{"strategy": {"width": width}, "fits": width == 4} for width in (2, 4)]
+    path.write_text(json.dumps(plans))
+    assert strategy_of(first_plan(path)) == Strategy(width=4)
+    with pytest.raises(StrategyError, match="unknown strategy field 'depth'"):
+        strategy_of({"strategy": {"depth": 3}})
+
+
+def test_pictures_need_plotly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    words = ["plan", str(written(tmp_path)), "--gpus", "cpu", "--html", str(tmp_path / "plan.html")]
+    assert run(words) == 2
+    assert "pip install 'fullframe[pictures]'" in capsys.readouterr().err
+
+
+def compared(tmp_path: Path, predicted: dict[str, Any] | None, strict: float | None = None) -> list[str]:
+    """What is said of two records on the CPU, with a prediction from a plan."""
+    said: list[str] = []
+    plan = {"devices": "1xcpu", "prediction": predicted}
+    with Comparison(written(tmp_path, trouble="raise ValueError"), Strategy(), said.append, plan, strict) as comparison:
+        for seconds in (9.0, 0.5):
+            comparison.record({"step_seconds": seconds})
+    return said
+
+
+def test_predicted_and_measured_side_by_side(tmp_path: Path) -> None:
+    (line,) = compared(tmp_path, {"device_bytes": 2**30, "peak_bytes": 2**20, "step_seconds": 0.25})
+    memory, _, seconds = line.partition("; ")
+    assert re.fullmatch(r"process 1 predicted, [\d.]+ GiB measured \([+-]\d+%\)", memory)
+    assert seconds == "step seconds 0.25 predicted, 0.5 s measured (+100%)"
+
+
+def test_strict_is_about_memory_alone(tmp_path: Path) -> None:
+    import resource
+
+    here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    prediction = {"device_bytes": here, "step_seconds": 1e-9}
+    assert len(compared(tmp_path, prediction, strict=0.05)) == 1
+    with pytest.raises(RunError, match="process memory is off by"):
+        compared(tmp_path, {**prediction, "device_bytes": here * 0.9}, strict=0.05)
+
+
+def test_strict_stops_where_nothing_can_be_predicted(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="prediction memory is off"):
+        compared(tmp_path, None, strict=0.05)
