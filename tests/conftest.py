@@ -22,7 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help=f"draw other examples and random numbers than those every run repeats (seed {DEFAULT_SEED})",
     )
-    parser.addoption("--kills", type=int, default=3, help="how many ranks tests/training/test_faults.py kills in one run")
+    parser.addoption(
+        "--kills", type=int, default=3, help="how many ranks tests/training/test_faults.py kills in one run"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -46,7 +46,9 @@ def compared(number: int, case: Case) -> dict[str, Any]:
     """The rank whose prediction is furthest off."""
     warnings.filterwarnings("ignore")
     start = time.process_time()
-    predicted = [simulate(case.recipe, case.strategy, "cpu", rank=rank).peak_bytes for rank in range(case.strategy.ranks)]
+    predicted = [
+        simulate(case.recipe, case.strategy, "cpu", rank=rank).peak_bytes for rank in range(case.strategy.ranks)
+    ]
     seconds = (time.process_time() - start) / case.strategy.ranks
     pairs = list(zip(predicted, measured(number), strict=True))
     predicted_bytes, measured_bytes = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))

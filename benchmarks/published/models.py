@@ -1,5 +1,6 @@
 """The published set-ups as recipes; weights are never made, only shapes and the order of the steps matter."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -96,16 +97,14 @@ class Simplified(nn.Module):
 
         def cell(before: int, between: int, after: int) -> nn.Sequential:
             sizes = [before, *[between] * (convolutions - 1), after]
-            return nn.Sequential(*(_layer(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True)))
+            return nn.Sequential(*(_layer(a, b) for a, b in itertools.pairwise(sizes)))
 
         width = [int(channels * 2.0**level) for level in range(-1, depth + 1)]  # from half of `channels`
         self.down = nn.ModuleList(
             cell(3 if level == 0 else width[level], width[level + 1], width[level + 1]) for level in range(depth)
         )
         self.middle = cell(width[depth], width[depth + 1], width[depth])
-        self.up = nn.ModuleList(
-            cell(width[level + 2], width[level], width[level]) for level in reversed(range(depth))
-        )
+        self.up = nn.ModuleList(cell(width[level + 2], width[level], width[level]) for level in reversed(range(depth)))
         self.head = nn.Conv2d(width[0], 1, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -68,8 +68,8 @@ class Structured(Net):
 
     class Block(Block):
         def forward(self, x: Tensor, *, extra: dict[str, Tensor]) -> dict[str, Any]:  # type: ignore[override]
-            y = F.interpolate(super().forward(x) + extra["skip"], scale_factor=1.0)
-            return {"pair": (y[..., :], y.mean((1, 2, 3), keepdim=True)), "name": "block"}
+            y = (super().forward(x) + extra["skip"]).transpose(2, 3)
+            return {"pair": (y, 0.5), "name": "block"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,9 +77,9 @@ class Structured(Net):
 
     def features(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            y, mean = block(x * 1, extra={"skip": x})["pair"]
-            y += mean
-            x = y
+            y, shift = block(x * 1, extra={"skip": x})["pair"]
+            y += shift
+            x = y.transpose(2, 3)
         return x
 
 
@@ -234,9 +234,10 @@ def _after_evaluation() -> float:
     """The parameters change between an evaluation and the next forward pass, as an average swapped in does it."""
     on = mesh(1, 2)
     model, plain = ff.parallelize(_built(Net), on, shard_parameters=True), _built(Net)
+    parameters = [*model.parameters(), *plain.parameters()]
     with torch.no_grad():
         model(_mine(_images(), on))
-        for parameter in (*model.parameters(), *plain.parameters()):
+        for parameter in parameters:
             parameter.mul_(1.5)
         return relative(plain(_images()), model(_mine(_images(), on)).full())
 

@@ -1,5 +1,7 @@
 """The model of PyTorch's caching allocator: pictures of single rules, and what must hold for any trace."""
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,7 +112,7 @@ def test_what_is_live_fits_into_what_is_allocated_and_that_into_what_is_reserved
         assert sum(b.bytes for b in live) <= allocator.allocated_bytes <= allocator.reserved_bytes
         assert allocator.allocated_bytes == sum(piece.bytes for piece in live.values())
         spans = sorted((piece.address, piece.address + piece.bytes) for piece in live.values())
-        assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
 
 
 @few

@@ -105,7 +105,8 @@ def test_a_dtype_without_matrix_units_runs_on_the_vector_units() -> None:
     [
         ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80GB"),
         ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40GB"),
-        ("NVIDIA A10G", 22.0, "A10"),
+        ("NVIDIA A10G", 22.0, "a10g"),  # half the matrix units of an A10
+        ("NVIDIA A10", 22.0, "A10"),
         ("Tesla V100-SXM2-32GB", 31.7, "V100-32GB"),
         ("NVIDIA GeForce RTX 4090", 23.5, "RTX4090"),
         ("NVIDIA H100 80GB HBM3", 79.1, "H100"),

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections import OrderedDict
 from pathlib import Path
@@ -704,6 +705,7 @@ def failing(folder, where):
             if where == "poll":
                 while True:
                     checkpoints.poll()
+                    time.sleep(0.01)
             elif where == "save":
                 checkpoints.save(state)
     except CheckpointError as error:

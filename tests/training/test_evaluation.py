@@ -99,6 +99,7 @@ def require_close(found, wanted):
         assert math.isclose(found[name], value, rel_tol=1e-5), (name, found[name], value)
 
 
+@pytest.mark.filterwarnings("ignore:The variance of predictions")
 @pytest.mark.parametrize("samples", [5, 1])
 def test_replicas_and_parts_measure_what_one_process_does(samples):
     """5 samples on 2 replicas: 3 and 2; 1 sample: 1 and none. Twice, for metrics that start anew."""

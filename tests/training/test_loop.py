@@ -231,9 +231,10 @@ def evaluated(strategy):
 
 def test_evaluation_is_spread_over_the_replicas():
     expected, *_ = evaluated(ff.Strategy())
-    for found, *modes in rank_group(2).run(evaluated, ff.Strategy(data=2)):
-        assert found == pytest.approx(expected, rel=1e-12)
-        assert modes == [True, False, True], "every module's own mode comes back"
+    for strategy in (ff.Strategy(data=2), ff.Strategy(data=2, width=2)):
+        for found, *modes in rank_group(strategy.ranks).run(evaluated, strategy):
+            assert found == pytest.approx(expected, rel=1e-12)
+            assert modes == [True, False, True], "every module's own mode comes back"
 
 
 def test_evaluation_may_not_hide_the_record(tmp_path):

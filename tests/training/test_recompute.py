@@ -190,6 +190,27 @@ def test_names_that_are_not_there() -> None:
         blocks_to_recompute(Plain(), ff.Strategy(recompute="blocks"))
 
 
+class Writing(Count):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.relu_())
+
+
+def writing(width: int) -> str:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), Writing(), Writing())
+    mesh = ff.init_mesh(width=width)
+    strategy = ff.Strategy(width=width, recompute="blocks")
+    given = ff.parallelize(model, mesh)
+    step = ff.TrainStep(given, lambda model, x: model(x).sum(), torch.optim.SGD(given.parameters(), lr=0.1), strategy)
+    with pytest.raises(StrategyError) as raised:
+        step(ff.shard(torch.ones(1, 3, 8, 8), mesh) if width > 1 else torch.ones(1, 3, 8, 8))
+    return str(raised.value)
+
+
+def test_a_block_that_writes_to_its_input_is_refused() -> None:
+    for message in (writing(1), *rank_group(2).run(writing, 2)):
+        assert message.startswith("1 writes to its input, so it cannot be recomputed from it; use inplace=False")
+
+
 class PassedBy(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from fullframe.cli.simulate import Simulate
 from fullframe.cli.train import Train
 from fullframe.cli.verify import Verify
 from fullframe.errors import FullframeError
-from fullframe.training.failure import AGAIN, is_lost_connection, report
+from fullframe.training.failure import AGAIN, is_machines_fault, report
 
 _DESCRIPTION = "Train perception models on the full frame, split over GPUs. `fullframe --version` prints the version."
 
@@ -58,6 +58,6 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        lost = is_lost_connection(error)
-        report(traceback.format_exc().rstrip(), f"{type(error).__name__}: {error}", consequence=lost)
-        return AGAIN if lost else 1
+        machine = is_machines_fault(error)
+        report(traceback.format_exc().rstrip(), f"{type(error).__name__}: {error}", consequence=machine)
+        return AGAIN if machine else 1

@@ -1,7 +1,7 @@
 """A job on this machine: its ranks are started, told to stop, and started again when the machine failed them.
 
-Not torchrun's agent: it restarts a job whatever ended it, also for an error in the recipe, and raises in the middle
-of its own work when it is told to stop. Ranks cannot tell the two apart; under torchrun they resume as well.
+Not by torchrun's agent, which starts a job again whatever ended it, an error in the recipe too, and raises in the
+middle of its own work when it is told to stop. Ranks that torchrun starts again resume all the same.
 """
 
 import itertools

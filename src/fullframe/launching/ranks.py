@@ -30,7 +30,7 @@ class Death:
 
     def __str__(self) -> str:
         if self.report:
-            return f"rank {self.rank}: {self.report['summary']}"
+            return f"rank {self.rank}: {self.report['summary'].splitlines()[0]}"
         return f"rank {self.rank} died ({_signal_name(-self.code) if self.code < 0 else f'exit code {self.code}'})"
 
 
@@ -38,7 +38,8 @@ class Ranks:
     """`count` processes `python *arguments`, with the environment that torchrun would give them.
 
     Rank 0 shares this terminal, the others write into `folder`. Every rank leads a session of its own, so that
-    Ctrl-C reaches it only through `send`. Leaving the `with` block kills what is left of them and their children.
+    Ctrl-C reaches it only through `send`. Leaving the `with` block kills those that did not end well, with their
+    children.
     """
 
     def __init__(self, count: int, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]):
@@ -104,8 +105,9 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what a dead rank left: its loader's workers
+            if process.poll() != 0:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # also what a dead rank left: its loader's workers
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_REAP_SECONDS)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -14,17 +16,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fullframe.errors import RecipeError
 from fullframe.strategy import Recipe
 
+_LARGE = 2**20  # elements
+
 
 def abstract_model(recipe: Recipe, fake: FakeTensorMode) -> nn.Module:
-    """The recipe's model with fake parameters and buffers; no more than one parameter is ever allocated."""
-    with _parameters_on_meta():
+    """The recipe's model with fake parameters and buffers; what is large was never allocated."""
+    with _parameters_on_meta(), _LargeOnMeta():
         model = recipe.model()
     known: dict[int, Tensor] = {}  # a tensor that two modules share stays shared
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
-                    table[name] = known.setdefault(id(tensor), _abstract(tensor, fake))
+                    table[name] = known.setdefault(id(tensor), _abstract(tensor, fake))  # type: ignore[assignment]
     return model
 
 
@@ -52,11 +56,23 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = moved[parameter]
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """What a constructor makes from sizes alone (`torch.empty` and its like) has no memory where it is large."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _device_constructors() and kwargs.get("device") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() > _LARGE:
+                return made
+        return func(*args, **kwargs)
 
 
 def abstract_batch(recipe: Recipe, samples: int, fake: FakeTensorMode) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -26,7 +25,7 @@ class FakeDataParallel(nn.Module):
         self.buckets: list[Tensor] = []
         self._syncs = True  # outside no_sync()
         parameters = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        numbers, _ = dist._compute_bucket_assignment_by_size(parameters, [_FIRST_BYTES, _BUCKET_BYTES])
+        numbers, _ = dist._compute_bucket_assignment_by_size(list[Tensor](parameters), [_FIRST_BYTES, _BUCKET_BYTES])
         for bucket in numbers:
             self._make_bucket([parameters[number] for number in bucket])
 
@@ -38,7 +37,7 @@ class FakeDataParallel(nn.Module):
         def arrived(parameter: nn.Parameter, place: Tensor | None) -> None:
             if not self._syncs:
                 return
-            if place is not None and parameter.grad is not place:
+            if place is not None and parameter.grad is not None and parameter.grad is not place:
                 place.copy_(parameter.grad)
                 parameter.grad = place
             missing.discard(parameter)

@@ -6,7 +6,6 @@ Replaces torch's choice of kernels for CPU tensors; the kernels chosen exist for
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F

@@ -3,6 +3,7 @@
 The code for CUDA is written with care and has never run on a GPU.
 """
 
+import math
 import os
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from fullframe.simulation.roofline import Op, StepClock
 _REPEATS = 5
 _ENOUGH_SECONDS = 0.01
 
-Timings = dict[Hashable, float]  # of an op with the shapes, strides and dtypes it got
+Timings = dict[Hashable, float]  # of an op on so many threads with the shapes, strides and dtypes it got
 
 
 class MeasuredClock(StepClock):
@@ -39,11 +40,11 @@ class MeasuredClock(StepClock):
         self.timings: Timings = {} if timings is None else timings
         self.guessed: dict[str, str] = {}  # op: why it could not be run
         self._place = torch.device("cuda" if self.device.is_cuda else "cpu")
-        each = self.cluster.devices_per_node
-        self._threads = None if self.device.is_cuda else max(len(os.sched_getaffinity(0)) // each, 1)
+        sharing = min(math.prod(mesh), self.cluster.devices_per_node)
+        self._threads = None if self.device.is_cuda else max(len(os.sched_getaffinity(0)) // sharing, 1)
 
     def op_seconds(self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-        key = (func, _signature(args), _signature(tuple(kwargs.items())))
+        key = (func, self._threads, _signature(args), _signature(tuple(kwargs.items())))
         if key not in self.timings:
             try:
                 self.timings[key] = self._measure(func, args, kwargs)

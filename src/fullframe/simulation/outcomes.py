@@ -4,7 +4,7 @@ FakeTensorMode remembers too, but takes ten times as long to recognise an op; an
 place. What is not plainly one of the cases below goes to FakeTensorMode.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -64,7 +64,6 @@ class Outcomes:
         tensors = [FakeTensor(self._fake, tensor, _CPU) for tensor in made]
         return tensors[0] if known[0] is None else known[0](tensors)
 
-
     def _number(self, tensor: Tensor) -> Any:
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:  # a parameter's count of steps
             with torch._C._DisableTorchDispatch():
@@ -85,7 +84,9 @@ def _kind(func: Any) -> _Kind:
         return "other"
     if not all(str(value.type) in ("Tensor", "List[Tensor]") for value in schema.returns):
         return "other"
-    written = [argument for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
+    written = [
+        argument for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
+    ]
     if written:
         first_only = len(schema.returns) <= 1 and written[0].name == schema.arguments[0].name
         lists = not schema.returns and name.startswith("_f")  # _foreach_add_, _fused_adamw_

@@ -9,7 +9,7 @@ OUTSIDE_ALLOCATOR = ("context", "nccl")  # terms that no torch counter shows
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """When in a step: "forward", "backward", "recompute" (of activations, within backward) or "update"; in which module."""
+    """When in a step ("forward", "backward", "recompute" of activations within it, "update") and in which module."""
 
     step: int  # counted from 1; 0 is before the first
     phase: str

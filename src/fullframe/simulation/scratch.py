@@ -18,7 +18,7 @@ _FP32 = 4
 def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
     """Bytes beyond its results that an op on the CPU needs."""
     if func is _aten.convolution.default:
-        return _convolution(*args[:2], out)
+        return _convolution(args[0], args[1], out)
     if func is _aten.convolution_backward.default:
         return _convolution_backward(*args[:3], *out[:2])
     return 0

@@ -202,7 +202,7 @@ def _local(batch: Any) -> Any:
 
 
 def _choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Where the recipe leaves it open, torch updates many CUDA parameters in one kernel, and CPU ones each by itself."""
+    """Where the recipe leaves it open, torch updates many CUDA parameters in one kernel, CPU ones each by itself."""
     for group in optimizer.param_groups:
         open_ = "foreach" in group and group["foreach"] is None and not group.get("fused")
         if open_ and not group.get("differentiable"):

@@ -1,6 +1,5 @@
 """The training step where there are no numbers to read, no seconds to wait and no host memory."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -10,7 +10,6 @@ caching_allocator  what torch's allocator holds and does not use at the peak
 """
 
 from collections.abc import Collection
-from math import prod
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ class Terms:
 
     @property
     def cublas_bytes(self) -> int:
-        """cuBLAS's workspaces."""
+        """Workspaces of cuBLAS."""
         hopper = self._device.name in ("H100", "H200")
         each = _CUBLAS_BYTES_HOPPER if hopper else _CUBLAS_BYTES
         return each * _CUBLAS_THREADS if self.has("cublas_workspace") else 0
@@ -79,7 +78,7 @@ class Terms:
         if func is _aten.convolution_backward.default:
             return self._layout_copies(args[1], args[2], args[0])
         if func is _aten._scaled_dot_product_flash_attention_backward.default:
-            return args[1].numel() * torch.float32.itemsize  # the queries' gradient is added up in fp32
+            return int(args[1].numel()) * torch.float32.itemsize  # the queries' gradient is added up in fp32
         return 0
 
     def _layout_copies(self, x: Tensor, weight: Tensor, y: Tensor) -> int:

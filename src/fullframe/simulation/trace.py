@@ -22,8 +22,8 @@ Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]  # (func, args, kwargs
 Scratch = Callable[[Any, tuple[Any, ...], Any], int]  # (func, args, out) -> bytes a kernel needs while it runs
 
 _device_of = torch.ops.prim.device.default
-_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
-_running_node: Callable[[], Any] = torch._C._current_autograd_node  # type: ignore[attr-defined]
+_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_running_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 class Clock(Protocol):
@@ -74,7 +74,7 @@ class Tracer(TorchDispatchMode):
         scratch: Scratch,
         clock: Clock | None = None,
     ):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.building = True  # what is made now is not of a step
         self.groups: dict[str, int] = {}  # ranks of the process groups that were used, by name
@@ -94,11 +94,11 @@ class Tracer(TorchDispatchMode):
             register_module_forward_hook(self._leave_module, always_call=True),
         ):
             self._open.callback(hook.remove)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._open.close()
         self._watching.clear()  # what goes from now on is not of the trace
 

@@ -86,7 +86,9 @@ class Checkpoints:
             return
         alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         copies = copy_to_host(state.tensors(first_rank=True), alone)
-        _Writing(self._folder, self._keep, state.step, state.facts(), copies, alone).result()
+        writing = _Writing(self._folder, self._keep, state.step, state.facts(), copies, alone)
+        writing.watch(self._beat)
+        writing.result()
 
     def poll(self) -> None:
         """See whether what is being written is written; does not wait."""

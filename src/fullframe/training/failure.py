@@ -9,7 +9,9 @@ AGAIN = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the job; start it
 
 RESTART_REASON = "FULLFRAME_RESTART_REASON"  # where our launcher says why it has started the ranks again
 
-_MACHINE = {"DistError", "AcceleratorError"}  # torch's exceptions for lost connections and failing devices
+# Torch's exceptions for lost connections and failing devices, and what it says in a plain RuntimeError.
+_MACHINE = {"DistError", "AcceleratorError"}
+_MACHINE_SIGNS = ("gloo/transport", "is killed by signal", "exited unexpectedly")  # the latter two of loader workers
 
 
 class StartAgain(SystemExit):
@@ -38,10 +40,11 @@ def report(text: str, summary: str, *, consequence: bool = False, changed: bool 
         json.dump({"message": {"message": summary, "extraInfo": details}}, out)
 
 
-def is_lost_connection(error: BaseException) -> bool:
-    """Whether `error` says that another rank, or this rank's device, is gone, and nothing of what was computed."""
-    # gloo raises a plain RuntimeError that names its source file.
-    return any(kind.__name__ in _MACHINE for kind in type(error).__mro__) or "gloo/transport" in str(error)
+def is_machines_fault(error: BaseException) -> bool:
+    """Whether `error` says that another rank, a loader's worker or the device is gone, and nothing about the job."""
+    if any(kind.__name__ in _MACHINE for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _MACHINE_SIGNS)
 
 
 def restart_reason() -> str:

@@ -78,13 +78,13 @@ def recompute(model: nn.Module, names: Sequence[str]) -> None:
     """From now on the named modules keep their inputs only. `patching.restore` takes it back."""
     for name in names:
         block = model.get_submodule(name)
-        block.forward = _Recomputed(block)
+        block.forward = _Recomputed(block, name)
 
 
 class _Recomputed(PatchedForward):
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, name: str):
         super().__init__(module)
-        self._module = module
+        self._module, self._name = module, name
         self.was_called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,6 +97,7 @@ class _Recomputed(PatchedForward):
         layouts = [leaf._layout if isinstance(leaf, SpatialTensor) else None for leaf in leaves]
         locals_ = [local_of(leaf) if isinstance(leaf, SpatialTensor) else leaf for leaf in leaves]
         given = [(args, kwargs)]  # the first pass gets the very objects, which it may change; and lets go of them
+        versions = [(tensor, tensor._version) for tensor in locals_ if isinstance(tensor, Tensor)]
         del leaves, args, kwargs
 
         def run(*again: Any) -> Any:
@@ -108,7 +109,13 @@ class _Recomputed(PatchedForward):
             return self.original(*args, **kwargs)
 
         before = _Before(self._module)
-        return checkpoint(run, *locals_, use_reentrant=False, context_fn=lambda: (before, _Again(before)))
+        result = checkpoint(run, *locals_, use_reentrant=False, context_fn=lambda: (before, _Again(before)))
+        if any(tensor._version != version for tensor, version in versions):
+            raise StrategyError(
+                f"{self._name} writes to its input, so it cannot be recomputed from it; use inplace=False in its first "
+                "layer, or name other modules with recompute_modules"
+            )
+        return result
 
 
 class _Before:

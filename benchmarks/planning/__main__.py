@@ -1,0 +1,137 @@
+"""`python -m benchmarks.planning [--json]`: plans of a large model by the clock, plans of a small one against runs."""
+
+import json as json_text
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine, reader
+from benchmarks.planning.measure import HERE, environment, planned, trained
+from fullframe.planning.plan import plan_in_full
+from fullframe.planning.plans import describe, winner
+from fullframe.simulation.devices import parse_cluster
+from fullframe.simulation.measured import Timings
+from fullframe.simulation.simulate import simulate
+from fullframe.strategy import Strategy, load_recipe
+
+CLUSTERS = ("4xV100-16GB", "8xA100-80GB", "1xT4")
+GIB = 2**30
+PARTS = ("to_half", "to_quarter", "aggregate", "refine")  # of the stereo network, which repeats no block
+RECOMPUTED = {"recompute": "blocks", "recompute_modules": PARTS}
+STRATEGIES = (
+    Strategy(width=2),
+    Strategy(height=2),
+    Strategy(),
+    Strategy(width=2, **RECOMPUTED),
+    Strategy(height=2, **RECOMPUTED),
+    Strategy(**RECOMPUTED),
+    Strategy(width=2, shard_optimizer=True),
+    Strategy(width=2, shard_parameters=True),
+)
+PLAN_SECONDS, NEAR = 60.0, 1.15
+
+
+def against_runs(limit_gib: float, steps: int, cache: Path) -> dict[str, Any]:
+    """The stereo example on 2 ranks of this CPU: the plan within a limit, and strategies predicted and run."""
+    subprocess.run([sys.executable, "-m", "fullframe.cli", "calibrate", "--processes", "2"], check=True,
+                   env=environment(cache), stdout=subprocess.DEVNULL)  # fmt: skip
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    recipe, limit = load_recipe(HERE / "stereo.py"), int(limit_gib * GIB)
+    best = winner(plan_in_full(recipe, "2xcpu", memory_limit_bytes=limit, precisions=["fp32"]).plans)
+    if best is None:
+        raise SystemExit(f"nothing fits in {limit_gib} GiB; give a larger --limit-gib")
+    cluster, timings = parse_cluster("2xcpu"), Timings()
+    rows = []
+    for strategy in dict.fromkeys((best.strategy, *STRATEGIES)):
+        prediction = simulate(recipe, strategy, cluster, timings=timings)
+        run = trained(strategy, steps, cache)
+        rows.append(
+            {
+                "strategy": describe(strategy),
+                "predicted_fits": prediction.device_bytes <= limit,
+                "fits": run.process_bytes <= limit,
+                "predicted_bytes": prediction.device_bytes,
+                "bytes": run.process_bytes,
+                "predicted_seconds": prediction.step_seconds,
+                "seconds": run.step_seconds,
+            }
+        )
+    fitting = [row for row in rows if row["predicted_fits"]]
+    fastest = min(row["seconds"] for row in fitting)
+    first = min(fitting, key=lambda row: row["predicted_seconds"])
+    return {
+        "limit_bytes": limit,
+        "winner": rows[0]["strategy"],
+        "winner_runs_within_the_limit": rows[0]["fits"],
+        "strategies_that_fit": len(fitting),
+        "fastest_predicted": first["strategy"],
+        "over_the_fastest_measured": first["seconds"] / fastest,
+        "reached": rows[0]["fits"] and len(fitting) >= 6 and first["seconds"] <= NEAR * fastest,
+        "rows": rows,
+    }
+
+
+def print_tables(found: dict[str, Any], console: Console) -> None:
+    """The findings for a reader."""
+    console.print(found["machine"], highlight=False)
+    table = Table(title="fullframe plan, ConvNeXt-XL, 7 frames of 512 x 2048", box=SIMPLE)
+    for heading in ("GPUs", "seconds", "strategies", "simulated", "winner", "GiB", "s a step", "reached"):
+        table.add_column(heading)
+    for row in found["plans"]:
+        numbers = (f"{row['gib']:.1f}", f"{row['step_seconds']:.3g}")
+        reached = "[green]yes[/]" if row["seconds"] <= PLAN_SECONDS else "[red]no[/]"
+        seconds = f"{row['seconds']:.0f}"
+        table.add_row(
+            row["gpus"], seconds, str(row["strategies"]), str(row["simulated"]), row["winner"], *numbers, reached
+        )
+    console.print(table)
+    stereo = found["stereo"]
+    if stereo is None:
+        return
+    table = Table(title=f"stereo example, 2 ranks, {stereo['limit_bytes'] / GIB:.2f} GiB each", box=SIMPLE)
+    for heading in ("strategy", "GiB predicted", "measured", "s a step predicted", "measured", "fits"):
+        table.add_column(heading)
+    for row in stereo["rows"]:
+        figures = (row["predicted_bytes"] / GIB, row["bytes"] / GIB, row["predicted_seconds"], row["seconds"])
+        table.add_row(row["strategy"], *(f"{figure:.3f}" for figure in figures), "yes" if row["fits"] else "no")
+    console.print(table)
+    console.print(
+        f"winner: {stereo['winner']}; fastest predicted of {stereo['strategies_that_fit']} that fit: "
+        f"{stereo['fastest_predicted']}, {stereo['over_the_fastest_measured']:.2f} of the fastest measured; "
+        f"{'reached' if stereo['reached'] else 'not reached'}"
+    )
+
+
+def main(json: bool = False, limit_gib: float = 0.75, steps: int = 23, plans: bool = True, stereo: bool = True) -> None:
+    """How long planning takes, and whether what it says of a CPU is so.
+
+    Args:
+        json: Print one JSON object and nothing else.
+        limit_gib: What one rank of the stereo example may use.
+        steps: Optimizer steps of each run.
+        plans: Plan the large model.
+        stereo: Run the small one.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder)
+        found = {
+            "machine": machine(),
+            "plans": [planned(gpus, cache) for gpus in CLUSTERS] if plans else [],
+            "stereo": against_runs(limit_gib, steps, cache) if stereo else None,
+        }
+    if json:
+        print(json_text.dumps(found))
+    else:
+        print_tables(found, reader())
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
