@@ -20,8 +20,10 @@ PUBLIC = {
     "fit",
     "init_mesh",
     "parallelize",
+    "plan",
     "rule",
     "shard",
+    "simulate",
 }
 
 

@@ -92,7 +92,7 @@ def main(json: bool = False) -> None:
     Args:
         json: Print one JSON object and nothing else.
     """
-    found = measured(Console(quiet=True) if json else reader())
+    found = measured(Console(stderr=True) if json else reader())
     if json:
         print(json_text.dumps(found))
     else:

@@ -19,6 +19,7 @@ class Segmenter(nn.Module):
 
         config = transformers.ConvNextConfig(hidden_sizes=[256, 512, 1024, 2048], depths=[3, 3, 27, 3])
         self.backbone = transformers.ConvNextModel(config)
+        self.backbone.layernorm = nn.Identity()  # of the pooled output, which is not used: it would get no gradient
         self.head = nn.Conv2d(2048, CLASSES, 1)
 
     def forward(self, image: Tensor) -> Tensor:

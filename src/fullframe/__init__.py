@@ -19,12 +19,16 @@ __all__ = [
     "fit",
     "init_mesh",
     "parallelize",
+    "plan",
     "rule",
     "shard",
+    "simulate",
 ]
 
 if TYPE_CHECKING:
     from fullframe.errors import FullframeError, UnsupportedOp
+    from fullframe.planning.plan import plan
+    from fullframe.simulation.simulate import simulate
     from fullframe.spatial.mesh import init_mesh
     from fullframe.spatial.parallelize import parallelize
     from fullframe.spatial.rules.registry import rule
@@ -47,8 +51,10 @@ else:
         "fit": "fullframe.training.loop",
         "init_mesh": "fullframe.spatial.mesh",
         "parallelize": "fullframe.spatial.parallelize",
+        "plan": "fullframe.planning.plan",
         "rule": "fullframe.spatial.rules.registry",
         "shard": "fullframe.spatial.shard",
+        "simulate": "fullframe.simulation.simulate",
     }
 
     def __getattr__(name):
