@@ -106,6 +106,9 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    # As a rank that a launcher has started: it may have children, and its loader's workers are forks.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)

@@ -35,7 +35,8 @@ def test_a_plan_is_trained_and_compared_with_what_is_measured(tmp_path: Path) ->
     assert describe(best) in html.read_text() and re.search("<script[^>]* src=", html.read_text()) is None
 
     run_dir = tmp_path / "run"
-    trained = fullframe("train", recipe, "--plan", out, "--steps", 3, "--run-dir", run_dir)
+    options = ("--steps", 3, "--run-dir", run_dir, "--strict-memory", 0.6)  # of what is nearly all Python and torch
+    trained = fullframe("train", recipe, "--plan", out, *options)
     assert trained.returncode == 0, trained.stderr
     assert Strategy.from_json((run_dir / "strategy.json").read_text()) == best
     assert steps_in(run_dir) == [1, 2, 3]
@@ -43,7 +44,6 @@ def test_a_plan_is_trained_and_compared_with_what_is_measured(tmp_path: Path) ->
     assert said is not None, trained.stdout
     predicted, measured, share = map(float, said.groups())
     assert 100 * (measured / predicted - 1) == pytest.approx(share, abs=2)
-    assert abs(share) < 60  # of a process that is nearly all Python and torch
 
 
 def test_a_prediction_that_is_off_stops_all_ranks(tmp_path: Path) -> None:

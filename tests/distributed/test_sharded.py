@@ -168,9 +168,7 @@ def _error(build: Build, on: DeviceMesh, *size: int) -> float:
 
 
 def _errors(height: int, width: int) -> list[float]:
-    # Known fault: without a split, nested results of sharded blocks end the process in backward (README's table).
-    nets = [build for build in NETS if height * width > 1 or build is not Structured]
-    return [_error(build, mesh(height, width)) for build in nets]
+    return [_error(build, mesh(height, width)) for build in NETS]
 
 
 @pytest.mark.parametrize(("ranks", "height", "width"), MESHES)

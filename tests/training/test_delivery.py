@@ -1,6 +1,5 @@
 """A batch is cut where it is read, and a data set that can read a part is asked for no more than it."""
 
-import multiprocessing
 import random
 from typing import Any
 
@@ -72,9 +71,7 @@ class Parts(Frames):
 
 
 def loader_of(data, height, width, workers=0, batch_size=4, **options):
-    multiprocessing.current_process()._config["daemon"] = False  # which the tests' ranks are, real ones are not
-    how = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-    read = DataLoader(data, batch_size, shuffle=True, **how)
+    read = DataLoader(data, batch_size, shuffle=True, num_workers=workers)
     return ff.ShardedLoader(read, ff.init_mesh(height=height, width=width), seed=5, **options)
 
 

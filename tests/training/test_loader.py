@@ -1,6 +1,5 @@
 """Replicas read different samples, the ranks of a replica their slice of the same one, whatever the augmentation."""
 
-import multiprocessing
 import random
 
 import numpy as np
@@ -20,9 +19,12 @@ SAMPLES, BATCH = 11, 4  # two whole batches an epoch; three samples are left out
 
 def loader_of(height=1, width=1, workers=0, shuffle=True, split="auto", dataset=None, **options):
     mesh = ff.init_mesh(height=height, width=width)
-    how = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}  # the tests' ranks would spawn
     read = options.get("kind", DataLoader)(
-        dataset or Frames(SAMPLES), options.get("batch_size", BATCH), shuffle, collate_fn=options.get("collate"), **how
+        dataset or Frames(SAMPLES),
+        options.get("batch_size", BATCH),
+        shuffle,
+        collate_fn=options.get("collate"),
+        num_workers=workers,
     )
     return ff.ShardedLoader(read, mesh, split=split, seed=options.get("seed", 5), prefetch=options.get("prefetch"))
 
@@ -59,8 +61,6 @@ def test_a_replica_reads_what_one_process_reads(height, width, workers):
 
 
 def epochs_of(count, height, width, workers):
-    # The tests' ranks are daemons, which may have no children; real ranks are not.
-    multiprocessing.current_process()._config["daemon"] = False
     return epochs(count, height=height, width=width, workers=workers)
 
 

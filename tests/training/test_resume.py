@@ -1,7 +1,6 @@
 """A resumed run goes on bit for bit on the same mesh, and to rounding on any other mesh and sharding."""
 
 import json
-import multiprocessing
 import warnings
 from pathlib import Path
 
@@ -49,7 +48,6 @@ def many_frames():
 
 def run_at_once_and_in_parts(strategy, folder, workers):
     """Ten steps, and five and five; where a process's random states stand plays no part."""
-    multiprocessing.current_process()._config["daemon"] = False  # a rank of the tests may have no children otherwise
     changes = {"workers": workers, "data": many_frames if workers else Frames}  # an epoch starts processes
     if strategy.precision == "fp16":
         changes |= {"model": single_precision, "data": single_frames}

@@ -50,6 +50,8 @@ class Comparison:
         if self._child is not None:
             self._child.kill()
             self._child.communicate()
+            if error is None:
+                self._say("the run ended before it could be compared with a prediction; --strict-memory waits for one")
 
     def record(self, record: Mapping[str, Any]) -> None:
         """One step; every rank calls it with the same record but for its seconds."""

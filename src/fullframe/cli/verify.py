@@ -119,15 +119,17 @@ class Verify:
 
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is not the verdict
             verdict = verify(self.recipe, strategy, unsupported=self.unsupported, tolerance=self.tolerance)
-            first, folder = dist.get_rank() == 0, os.environ.get(_FOLDER)
-            dist.destroy_process_group()
-        if folder is not None:
-            if first:
+        folder = os.environ.get(_FOLDER)
+        if dist.get_rank() == 0:
+            if folder is None:
+                self._print(verdict)
+            else:
                 (Path(folder) / "verdict.json").write_text(verdict.to_json())
-            return 0  # the verdict is not an accident of this rank: the command that started it gives the exit code
-        if first:
-            self._print(verdict)
-        return verdict.exit_code
+        with contextlib.redirect_stdout(sys.stderr):
+            dist.barrier()  # torchrun ends the other ranks when the first one leaves with an exit code
+            dist.destroy_process_group()
+        # The verdict is not an accident of this rank: where a command started it, that one gives the exit code.
+        return 0 if folder is not None else verdict.exit_code
 
     def _print(self, verdict: "Verdict") -> None:
         if self.json:

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 
 from fullframe.errors import MeshError
 from fullframe.spatial.blocks import repeated_blocks
+from fullframe.spatial.tensor import SpatialTensor
 
 
 def is_sharded(parameter: object) -> bool:
@@ -46,6 +48,7 @@ class ShardedParameters:
             module = model.get_submodule(name)
             if not isinstance(module, FSDPModule):
                 _require_one_dtype(name, module)
+                module.register_forward_hook(_without_views)  # before torch's own, which hooks what it returns
                 # Also the root: torch would keep its parameters whole after a forward pass without a backward pass,
                 # and go on with those when the optimizer or an average has long changed the sharded ones.
                 fully_shard(module, mesh=mesh, reshard_after_forward=True)
@@ -107,6 +110,19 @@ class ShardedParameters:
     def set_gradient_sync(self, on: bool) -> None:
         """Whether backward averages gradients over the ranks, or adds them up whole on each."""
         self._root.set_requires_gradient_sync(on)
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """The output with copies in place of plain views.
+
+    Torch gathers a unit's parameters for backward by a hook on its output, which a view loses when something is
+    written to it in place: backward would go on with freed parameters. A split tensor puts the hook on its base.
+    """
+    return tree_map_only(Tensor, lambda t: t.clone() if _loses_hooks(t) else t, output)
+
+
+def _loses_hooks(value: Tensor) -> bool:
+    return value.requires_grad and not isinstance(value, SpatialTensor) and value._is_view()
 
 
 def require_whole(model: nn.Module) -> None:
