@@ -1,9 +1,12 @@
 """The benchmarks, one folder a question, and the line about the machine that every result carries."""
 
+import json as json_text
 import os
 import platform
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -12,6 +15,14 @@ def reader() -> Console:
     """The terminal, or 120 columns where the output goes to a file."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
+
+
+def show(found: Mapping[str, Any], print_table: Callable[[Any, Console], None], json: bool) -> None:
+    """What was found, as one JSON object or as a table."""
+    if json:
+        print(json_text.dumps(found))
+    else:
+        print_table(found, reader())
 
 
 def machine() -> str:

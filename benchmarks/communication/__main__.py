@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, reader
+from benchmarks import machine, show
 from benchmarks.communication.measure import SHAPE, on_rank
 
 RANKS = (2, 4)
@@ -59,10 +59,7 @@ def main(json: bool = False) -> None:
         json: Print one JSON object and nothing else.
     """
     found = {"machine": machine(), "shape": list(SHAPE), "rows": measured()}
-    if json:
-        print(json_text.dumps(found))
-    else:
-        print_table(found, reader())
+    show(found, print_table, json)
 
 
 if __name__ == "__main__":

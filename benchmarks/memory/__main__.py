@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, reader
+from benchmarks import machine, reader, show
 from benchmarks.memory.measure import BUDGET_BYTES, OPTIMIZERS, SHAPE, TECHNIQUES
 from benchmarks.spatial_memory.__main__ import ALLOCATOR
 
@@ -93,10 +93,7 @@ def main(json: bool = False) -> None:
         json: Print one JSON object and nothing else.
     """
     found = measured(Console(stderr=True) if json else reader())
-    if json:
-        print(json_text.dumps(found))
-    else:
-        print_table(found, reader())
+    show(found, print_table, json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, reader
+from benchmarks import machine, show
 from benchmarks.optimizers.measure import on_rank
 
 OPTIMIZERS = ("sgd", "adamw", "adafactor", "adamw8bit")
@@ -61,10 +61,7 @@ def main(json: bool = False) -> None:
         json: Print one JSON object and nothing else.
     """
     found = {"machine": machine(), "rows": measured()}
-    if json:
-        print(json_text.dumps(found))
-    else:
-        print_table(found, reader())
+    show(found, print_table, json)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import fullframe as ff
 from benchmarks.networks import convnext_tiny
 from fullframe.training.optimizers import build_optimizer, state_bytes
+from fullframe.training.parallelized import parallelize_for
 
 STEPS = 3  # of which the last is measured; optimizers make their state in the first
 SHAPE = (2, 3, 64, 64)  # small: activations are not the question
@@ -41,12 +42,11 @@ def bytes_per_parameter(strategy: ff.Strategy) -> dict[str, float]:
     """Bytes on this rank over the model's number of parameters."""
     plain = convnext_tiny()
     total = sum(p.numel() for p in plain.parameters())
-    model = ff.parallelize(
+    model = parallelize_for(
+        strategy,
         plain,
         ff.init_mesh(),
         find_unused_parameters=True,  # the pooled output's norm
-        shard_parameters=strategy.shard_parameters,
-        average_gradients=not strategy.update_in_backward,
     )
     optimizer = build_optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-4), model, strategy)
     step = ff.TrainStep(model, loss, optimizer, strategy)

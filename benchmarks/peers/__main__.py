@@ -1,6 +1,5 @@
 """`python -m benchmarks.peers [--json] [--quick] [--peers-path DIR]`: asks every library every case, prints a table."""
 
-import json as json_text
 import math
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, reader
+from benchmarks import machine, show
 from benchmarks.peers.cases import CASES, Case
 from benchmarks.peers.launch import Failure, on_ranks
 from benchmarks.peers.libraries import LIBRARIES, OURS, RANKS, loaded
@@ -119,10 +118,7 @@ def main(json: bool = False, quick: bool = False, peers_path: Path | None = None
         "skipped": {name: reason for name, reason in state.items() if reason is not None},
         "cases": asked(cases, state, 5 if quick else 21, Console(stderr=True)),
     }
-    if json:
-        print(json_text.dumps(found))
-    else:
-        print_table(found, reader())
+    show(found, print_table, json)
 
 
 if __name__ == "__main__":

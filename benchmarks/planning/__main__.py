@@ -1,6 +1,5 @@
 """`python -m benchmarks.planning [--json]`: plans of a large model by the clock, plans of a small one against runs."""
 
-import json as json_text
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, reader
+from benchmarks import machine, show
 from benchmarks.planning.measure import HERE, environment, planned, trained
 from fullframe.planning.plan import plan_in_full
 from fullframe.planning.plans import describe, winner
@@ -127,10 +126,7 @@ def main(json: bool = False, limit_gib: float = 0.75, steps: int = 23, plans: bo
             "plans": [planned(gpus, cache) for gpus in CLUSTERS] if plans else [],
             "stereo": against_runs(limit_gib, steps, cache) if stereo else None,
         }
-    if json:
-        print(json_text.dumps(found))
-    else:
-        print_tables(found, reader())
+    show(found, print_tables, json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, reader
+from benchmarks import machine, reader, show
 from benchmarks.prediction.cases import CASES, Case
 from fullframe.simulation.simulate import simulate
 
@@ -111,10 +111,7 @@ def main(json: bool = False, only: tuple[int, ...] = ()) -> None:
         "worst_error": max(map(abs, errors)),
         "most_below": max(0.0, -min(errors)),
     }
-    if json:
-        print(json_text.dumps(found))
-    else:
-        print_table(found, console)
+    show(found, print_table, json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """`python -m benchmarks.published [--json]`: what was published, and what a simulation says of the same set-up."""
 
-import json as json_text
 import warnings
 from collections.abc import Callable
 from statistics import median
@@ -11,7 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, reader
+from benchmarks import machine, show
 from benchmarks.published.figures import FIGURES, GIB, Figure
 from fullframe.simulation.simulate import simulate
 from fullframe.strategy import Recipe
@@ -76,10 +75,7 @@ def main(json: bool = False, only: tuple[int, ...] = ()) -> None:
     warnings.filterwarnings("ignore")
     rows = [compared(figure) for number, figure in enumerate(FIGURES) if not only or number in only]
     found = {"machine": machine(), "rows": rows, "median_error": median(abs(row["error"]) for row in rows)}
-    if json:
-        print(json_text.dumps(found))
-    else:
-        print_table(found, reader())
+    show(found, print_table, json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, reader
+from benchmarks import machine, show
 from benchmarks.spatial_efficiency.measure import CASES, RANKS, on_rank
 
 STEP_TARGETS = dict(zip(CASES, (0.94, 0.87), strict=False))  # share of the bound, at least
@@ -84,10 +84,7 @@ def main(json: bool = False, quick: bool = False) -> None:
         quick: A few rounds only: for trying it, not for a number to keep.
     """
     found = measured(quick)
-    if json:
-        print(json_text.dumps(found))
-    else:
-        print_tables(found, reader())
+    show(found, print_tables, json)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, reader
+from benchmarks import machine, show
 from benchmarks.spatial_memory.measure import RANKS
 from benchmarks.spatial_memory.models import CASES
 
@@ -99,10 +99,7 @@ def main(json: bool = False) -> None:
         json: Print one JSON object and nothing else.
     """
     found = measured()
-    if json:
-        print(json_text.dumps(found))
-    else:
-        print_table(found, reader())
+    show(found, print_table, json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from fullframe.data import DETECTION_CLASSES, NuScenes, Padded, SliceReader
 from fullframe.errors import DataError, ShapeError
-from fullframe.training.step import microbatches
+from fullframe.training.microbatches import microbatches
 
 CAMERAS = ("CAM_FRONT", "CAM_BACK", "CAM_BACK_LEFT")
 H, W = 12, 20

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fullframe as ff
 from fullframe.spatial.sharding import is_sharded, whole_value
 from fullframe.training.optimizers import build_optimizer
+from fullframe.training.parallelized import parallelize_for
 from tests.ranks import rank_group
 
 BATCH, STEPS = 6, 5
@@ -107,11 +108,10 @@ def trained(strategy: ff.Strategy) -> tuple[list[Tensor], bool, list[float]]:
     """The change of each parameter, whether parameters are sharded, and the losses."""
     dtype, loss_of, make = settings(strategy.precision)
     mesh = ff.init_mesh(height=strategy.height, width=strategy.width)
-    model = ff.parallelize(
+    model = parallelize_for(
+        strategy,
         network(dtype),
         mesh,
-        shard_parameters=strategy.shard_parameters,
-        average_gradients=not strategy.update_in_backward,
     )
     step = ff.TrainStep(model, loss_of, build_optimizer(make, model, strategy), strategy)
     replica, share = mesh.get_local_rank("data"), BATCH // strategy.data

@@ -14,6 +14,7 @@ import fullframe as ff
 from fullframe.errors import GradientError, StrategyError
 from fullframe.spatial.sharding import whole_value
 from fullframe.training.optimizers import build_optimizer, set_learning_rate, state_bytes
+from fullframe.training.parallelized import parallelize_for
 from tests.ranks import RankFailure, rank_group
 from tests.training import tiny
 from tests.training.test_combinations import BATCH, STEPS, batch_of, error, exact_loss, loss, network
@@ -49,11 +50,10 @@ ADAMW = grouped(AdamW)
 def trained(strategy, make=ADAMW, dtype=torch.float64, schedule=None, loss_of=exact_loss, build=network):
     """Parameters after some steps, the state's bytes on this rank, the gradient norms, and the averages."""
     mesh = ff.init_mesh(height=strategy.height, width=strategy.width)
-    model = ff.parallelize(
+    model = parallelize_for(
+        strategy,
         build(dtype),
         mesh,
-        shard_parameters=strategy.shard_parameters,
-        average_gradients=not strategy.update_in_backward,
     )
     optimizer = build_optimizer(make, model, strategy)
     step = ff.TrainStep(model, loss_of, optimizer, strategy)
@@ -264,9 +264,7 @@ def tangled(dtype=torch.float64):
 def most_gradients(strategy, find_unused=True):
     """Parameters after two steps; the most gradients that lived at once; gradients left over."""
     mesh = ff.init_mesh(width=strategy.width)
-    model = ff.parallelize(
-        tangled(), mesh, find_unused_parameters=find_unused, average_gradients=not strategy.update_in_backward
-    )
+    model = parallelize_for(strategy, tangled(), mesh, find_unused_parameters=find_unused)
     model.module.use_some = mesh.get_local_rank("data") == 0
     most = 0
 

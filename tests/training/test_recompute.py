@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
 from fullframe.errors import StrategyError
+from fullframe.training.parallelized import parallelize_for
 from fullframe.training.randomness import random_state, seed_everything
 from fullframe.training.recompute import blocks_to_recompute
 from tests.models.zoo import ZOO
@@ -38,11 +39,10 @@ def steps(strategy: ff.Strategy, **options: Any) -> dict[str, Any]:
     mesh = ff.init_mesh(height=strategy.height, width=strategy.width)
     dtype = torch.float64 if strategy.precision == "fp32" else torch.float32
     plain = blocks.network(dtype, **options)
-    model = ff.parallelize(
+    model = parallelize_for(
+        strategy,
         plain,
         mesh,
-        shard_parameters=strategy.shard_parameters,
-        average_gradients=not strategy.update_in_backward,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = ff.TrainStep(model, blocks.loss, optimizer, strategy)

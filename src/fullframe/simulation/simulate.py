@@ -36,6 +36,7 @@ from fullframe.spatial.tensor import SpatialTensor
 from fullframe.strategy import Recipe, Strategy
 from fullframe.training.delivery import Collation, Delivery, Grid
 from fullframe.training.optimizers import build_optimizer
+from fullframe.training.parallelized import parallelize_for
 from fullframe.training.randomness import kept_random_state
 
 _STEPS = 2  # the second has the optimizer's state from the start
@@ -124,13 +125,12 @@ class _Simulation:
                 parameter.register_post_accumulate_grad_hook(lambda p: tracer.mark("gradient", p.grad))
         data_parallel = FakeDataParallel if self._terms.has("ddp_buckets") else WithoutBuckets
         with patch.object(parallelizing, "DistributedDataParallel", data_parallel):
-            return parallelizing.parallelize(
+            return parallelize_for(
+                strategy,
                 model,
                 self._mesh,
                 unsupported=recipe.unsupported,
                 find_unused_parameters=recipe.find_unused_parameters,
-                shard_parameters=strategy.shard_parameters,
-                average_gradients=not strategy.update_in_backward,
             )
 
     def _step(self, model: nn.Module) -> SimulatedStep:

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from fullframe.errors import RecipeError
 from fullframe.spatial.mesh import init_mesh
-from fullframe.spatial.parallelize import parallelize
 from fullframe.spatial.sharding import is_sharded, whole_value
 from fullframe.strategy import Recipe, Strategy
 from fullframe.training.agreement import from_all_ranks
@@ -24,6 +23,7 @@ from fullframe.training.evaluation import evaluating
 from fullframe.training.failure import restart_reason
 from fullframe.training.loader import ShardedLoader
 from fullframe.training.optimizers import build_optimizer
+from fullframe.training.parallelized import parallelize_for
 from fullframe.training.randomness import seed_everything
 from fullframe.training.run_directory import Resume, RunDirectory, open_run, strategy_of_restart
 from fullframe.training.run_state import RunState
@@ -137,13 +137,12 @@ def build(recipe: Recipe, strategy: Strategy, mesh: DeviceMesh) -> tuple[nn.Modu
     """The parallelized model, and the run's state before its first step."""
     seed_everything(recipe.seed)
     plain = recipe.model().to(mesh_device(mesh))
-    model = parallelize(
+    model = parallelize_for(
+        strategy,
         plain,
         mesh,
         unsupported=recipe.unsupported,
         find_unused_parameters=recipe.find_unused_parameters,
-        shard_parameters=strategy.shard_parameters,
-        average_gradients=not strategy.update_in_backward,
     )
     optimizer = build_optimizer(recipe.optimizer, model, strategy)
     read = DataLoader(

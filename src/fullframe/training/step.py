@@ -7,7 +7,7 @@ replica each hold their replica's full count.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from fullframe.errors import GradientError, RecipeError, ShapeError, StrategyError
-from fullframe.spatial.sharding import is_sharded
+from fullframe.errors import GradientError, RecipeError, StrategyError
 from fullframe.strategy import Strategy
 from fullframe.training.average import ParameterAverage
 from fullframe.training.batchnorm import synchronize_batchnorm
 from fullframe.training.budget import Costs, device_clock, measured
+from fullframe.training.microbatches import microbatches
 from fullframe.training.offload import saving_to_host
+from fullframe.training.parallelized import require_parallelized_for
 from fullframe.training.patching import restore
 from fullframe.training.precision import LossScale, computing
 from fullframe.training.randomness import kept_random_state
@@ -69,7 +70,7 @@ class TrainStep:
                 "pass fullframe.parallelize(model, mesh)"
             )
         if self._ranks > 1:
-            _require_parallelized_for(strategy, model)
+            require_parallelized_for(strategy, model)
         self._model, self._loss, self._optimizer, self._strategy = model, loss, optimizer, strategy
         parameter = next(model.parameters(), None)
         self._device_type = "cpu" if parameter is None else parameter.device.type
@@ -299,20 +300,6 @@ class KeptBuffers:
                 buffer.copy_(kept)
 
 
-def _require_parallelized_for(strategy: Strategy, model: Any) -> None:
-    """Raises StrategyError when `parallelize` was asked for something else than the strategy."""
-    wanted = {
-        "shard_parameters": (any(map(is_sharded, model.parameters())), strategy.shard_parameters),
-        "average_gradients": (getattr(model, "average_gradients", True), not strategy.update_in_backward),
-    }
-    for option, (is_so, should_be) in wanted.items():
-        if is_so != should_be:
-            raise StrategyError(
-                f"with this strategy (shard_parameters={strategy.shard_parameters}, update_in_backward="
-                f"{strategy.update_in_backward}) pass fullframe.parallelize(model, mesh, {option}={should_be})"
-            )
-
-
 def _sum_and_count(output: Any) -> tuple[Tensor, Tensor]:
     """A mean counts as the sum over one element, so that microbatches and replicas weigh alike."""
     value, count = output if isinstance(output, tuple) and len(output) == 2 else (output, 1)
@@ -322,49 +309,3 @@ def _sum_and_count(output: Any) -> tuple[Tensor, Tensor]:
     if isinstance(count, Tensor) and count.dim() != 0:
         raise RecipeError(f"the loss's count must be one number, got shape {tuple(count.shape)}; reduce it with .sum()")
     return value, torch.as_tensor(count, dtype=torch.float64, device=value.device).detach()
-
-
-def microbatches(batch: Any, count: int) -> Iterator[Any]:
-    """`count` equal slices of a nested batch along its first dim; scalars and strings go to every slice.
-
-    Raises ShapeError when the tensors' first dims differ or are no multiple of `count`.
-    """
-    if count == 1:
-        yield batch
-        return
-    sizes = {name: length for name, length in _lengths(batch, "batch")}
-    if len(set(sizes.values())) != 1:
-        found = ", ".join(f"{name}: {length}" for name, length in sizes.items()) or "no tensor"
-        raise ShapeError(f"microbatches need one common first dim, got {found}; use microbatches=1")
-    samples = next(iter(sizes.values()))
-    if samples % count:
-        raise ShapeError(f"{samples} samples a replica cannot be cut into {count} equal microbatches")
-    size = samples // count
-    for start in range(0, samples, size):
-        yield _cut(batch, start, start + size, samples)
-
-
-def _lengths(value: Any, name: str) -> Iterator[tuple[str, int]]:
-    if isinstance(value, Tensor):
-        if value.dim():
-            yield name, value.shape[0]
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _lengths(item, str(key))
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from _lengths(item, f"{name}[{number}]")
-
-
-def _cut(value: Any, start: int, stop: int, samples: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[start:stop] if value.dim() else value
-    if isinstance(value, Mapping):
-        return {key: _cut(item, start, stop, samples) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        # A list without tensors, one entry a sample (names, paths), is cut as the tensors are.
-        if len(value) == samples and not any(_lengths(value, "")):
-            return value[start:stop]
-        items = [_cut(item, start, stop, samples) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
