@@ -69,6 +69,8 @@ class RankGroup:
             self.close()
             errors += [(rank, "TimeoutError", "", f"no answer within {timeout_seconds} s") for rank in silent]
         if errors:
+            if not silent and function is not _forget_meshes:
+                self.run(_forget_meshes)
             raise RankFailure(errors)
         return [answers[rank][1] for rank in range(self.size)]
 
@@ -100,6 +102,13 @@ def _close_groups() -> None:
     for group in _groups.values():
         if group.alive:
             group.close()
+
+
+def _forget_meshes() -> None:
+    """A message that nobody read before an error must not meet the next case."""
+    from fullframe.spatial.mesh import forget_meshes
+
+    forget_meshes()
 
 
 def _serve(rank: int, size: int, store: str, pipe: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks.communication.traffic import counted
 from benchmarks.peers.cases import BY_NAME, Case, Size, built
 from benchmarks.peers.libraries import LIBRARIES, OURS, Library, columns, leaf
+from benchmarks.timing import slowest
 
 TOLERANCE = 1e-11
 NOISE = 1e-3  # of the largest gradient: below it a gradient that is zero in theory has only rounding to show
@@ -96,13 +97,6 @@ class Step:
         output = self.library.local(self.run(*self.split))
         torch.autograd.backward(output, torch.ones_like(output))
         self.library.settle(self.module)
-
-
-def slowest(seconds: float) -> float:
-    """The largest over the ranks."""
-    value = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
 
 
 def timed(begin: Callable[[], None], run: Callable[[], object]) -> float:

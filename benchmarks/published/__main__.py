@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from benchmarks import machine, show
 from benchmarks.published.figures import FIGURES, GIB, Figure
+from benchmarks.published.models import inputs_of_softmax_kept
 from fullframe.simulation.simulate import simulate
 from fullframe.strategy import Recipe
 
@@ -20,7 +22,8 @@ TARGET = 0.05
 
 def predicted(figure: Figure, make: Callable[[], Recipe]) -> int:
     """Bytes by the figure's own measure."""
-    told = simulate(make(), figure.strategy, figure.device, without=("prefetched_batch",))
+    with inputs_of_softmax_kept() if figure.softmax_keeps_input else nullcontext():
+        told = simulate(make(), figure.strategy, figure.device, without=("prefetched_batch",))
     context = told.terms["context"] if figure.context_bytes is None else figure.context_bytes
     by_measure = {
         "allocated": told.peak_bytes,

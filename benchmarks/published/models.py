@@ -1,8 +1,10 @@
 """The published set-ups as recipes; weights are never made, only shapes and the order of the steps matter."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +64,37 @@ def bert_large() -> nn.Module:
 def bert_loss(model: Any, batch: Any) -> Tensor:
     """The model's own."""
     return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss  # type: ignore[no-any-return]
+
+
+class _Softmax(torch.autograd.Function):
+    """Softmax, or its logarithm, that keeps its input for backward beside its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, log: bool) -> Tensor:
+        result = (torch.log_softmax if log else torch.softmax)(x, dim)
+        ctx.save_for_backward(x, result)
+        ctx.dim, ctx.log = dim, log
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        x, result = ctx.saved_tensors
+        backward = torch._log_softmax_backward_data if ctx.log else torch._softmax_backward_data
+        return backward(gradient, result, ctx.dim, x.dtype), None, None
+
+
+@contextmanager
+def inputs_of_softmax_kept() -> Iterator[None]:
+    """As before torch 1.11 (pytorch/pytorch issue 64000, mended by pull request 65242)."""
+
+    def softmax(x: Tensor, dim: int, **options: Any) -> Tensor:
+        return _Softmax.apply(x.float(), dim, False)  # type: ignore[no-any-return]
+
+    def cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+        return F.nll_loss(_Softmax.apply(logits.float(), 1, True), target)
+
+    with patch.object(F, "softmax", softmax), patch.object(F, "cross_entropy", cross_entropy):
+        yield
 
 
 def convnext_xl(stochastic_depth: float) -> nn.Module:
@@ -156,7 +189,7 @@ class UPerNet(nn.Module):
     def _loss(self, head: nn.Module, maps: Any, target: Tensor) -> Tensor:
         logits = head(maps)
         logits = F.interpolate(logits, size=target.shape[-2:], mode="bilinear", align_corners=False)
-        return F.cross_entropy(logits.float(), target)
+        return F.cross_entropy(logits, target)
 
 
 def upernet_convnext(widths: list[int], depths: list[int]) -> nn.Module:

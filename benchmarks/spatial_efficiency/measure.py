@@ -5,11 +5,10 @@ gradients are exchanged. A split that borrows rows, and still gets the numbers o
 """
 
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fullframe as ff
 from benchmarks.networks import UNet, convnext_tiny, resnet50
+from benchmarks.timing import Timed, interleaved, ratio
 
 RANKS = 2
 NETWORKS: dict[str, Callable[[], nn.Module]] = {"ConvNeXt-tiny": convnext_tiny, "ResNet-50": resnet50, "UNet": UNet}
@@ -32,13 +32,6 @@ CASES = (
 AXES = ("height", "width")
 
 
-class Timed(NamedTuple):
-    """A thing to time; `run` is None on a rank that stands by."""
-
-    name: str
-    run: Callable[[], object] | None
-
-
 def training_step(model: nn.Module, image: Tensor) -> None:
     """Forward and backward; where there is a pooled output the loss reads it too: every parameter has a gradient."""
     output = model(image)
@@ -47,39 +40,6 @@ def training_step(model: nn.Module, image: Tensor) -> None:
     else:
         loss = output.last_hidden_state.square().mean() + output.pooler_output.tanh().mean()
     loss.backward()
-
-
-def slowest(seconds: float) -> float:
-    """The largest over the ranks. A rank that waits here is blocked in the kernel; it does not spin."""
-    value = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
-
-
-def interleaved(variants: Sequence[Timed], rounds: int, before: Callable[[], None]) -> dict[str, list[float]]:
-    """Seconds of each variant, by round; every round times all of them, each time beginning with another one."""
-    for variant in variants:  # warm-up
-        before()
-        dist.barrier()
-        if variant.run is not None:
-            variant.run()
-    seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    for number in range(rounds):
-        first = number % len(variants)
-        for variant in [*variants[first:], *variants[:first]]:
-            before()
-            dist.barrier()
-            begin = time.perf_counter()
-            if variant.run is not None:
-                variant.run()
-            seconds[variant.name].append(slowest(time.perf_counter() - begin))
-    return seconds
-
-
-def ratio(over: list[float], under: list[float]) -> dict[str, float]:
-    """Median over median, and the quartiles of the ratio within a round."""
-    low, _, high = statistics.quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
-    return {"median": statistics.median(over) / statistics.median(under), "low": low, "high": high}
 
 
 class Models:

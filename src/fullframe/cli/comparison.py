@@ -50,8 +50,8 @@ class Comparison:
         if self._child is not None:
             self._child.kill()
             self._child.communicate()
-            if error is None:
-                self._say("the run ended before it could be compared with a prediction; --strict-memory waits for one")
+            if error is None and self._plan:
+                self._say("the run ended before a prediction for these devices was made; --strict-memory waits for it")
 
     def record(self, record: Mapping[str, Any]) -> None:
         """One step; every rank calls it with the same record but for its seconds."""

@@ -135,6 +135,11 @@ def mailboxes_of(group: dist.ProcessGroup) -> Mailboxes | None:
     return _made[ranks]
 
 
+def forget_mailboxes() -> None:
+    """Make new ones from now on, on all ranks."""
+    _made.clear()
+
+
 def _make(ranks: tuple[int, ...], group: dist.ProcessGroup) -> Mailboxes | None:
     name: list[str | None] = [None]
     if len(ranks) == 1 or dist.get_backend(group) != "gloo":

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import MeshError
-from fullframe.spatial.mailbox import Mailboxes, mailboxes_of
+from fullframe.spatial.mailbox import Mailboxes, forget_mailboxes, mailboxes_of
 
 AXES = ("data", "height", "width")
 
@@ -67,7 +67,8 @@ def init_mesh(height: int = 1, width: int = 1) -> DeviceMesh:
     """The mesh ("data", "height", "width") over all ranks; data = world / (height * width).
 
     Under torchrun it starts the process group (nccl with GPUs, else gloo); without torchrun it is one process;
-    a group that is already there is used. Every rank of the job calls it.
+    a group that is already there is used. Every rank of the job calls it. The same call gives the same mesh: each new
+    one would bring process groups, whose threads gloo wakes a hundred times a second for as long as the job lasts.
 
     Raises MeshError when `height * width` does not divide the world.
     """
@@ -80,9 +81,30 @@ def init_mesh(height: int = 1, width: int = 1) -> DeviceMesh:
             f"start a multiple of {height * width} ranks or choose a mesh whose product divides {world}"
         )
     _start_process_group()
-    device = "cuda" if _backend_device() == "cuda" else "cpu"
-    ranks = torch.arange(world).view(world // (height * width), height, width)
-    return DeviceMesh(device, ranks, mesh_dim_names=AXES)
+    made = _made_in(dist.group.WORLD)
+    if (height, width) not in made:
+        device = "cuda" if _backend_device() == "cuda" else "cpu"
+        ranks = torch.arange(world).view(world // (height * width), height, width)
+        made[height, width] = DeviceMesh(device, ranks, mesh_dim_names=AXES)
+    return made[height, width]
+
+
+_made: tuple[dist.ProcessGroup | None, dict[tuple[int, int], DeviceMesh]] = None, {}
+
+
+def _made_in(job: dist.ProcessGroup | None) -> dict[tuple[int, int], DeviceMesh]:
+    """The meshes of this job by height and width; those of an earlier job are let go."""
+    global _made
+    if _made[0] is not job:
+        _made = job, {}
+    return _made[1]
+
+
+def forget_meshes() -> None:
+    """Make new ones from now on, on all ranks: after an error a message may lie between ranks of the old ones."""
+    global _made
+    _made = None, {}
+    forget_mailboxes()
 
 
 def _start_process_group() -> None:
