@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fullframe.cli.application import run
-from fullframe.cli.comparison import Comparison
+from fullframe.cli.comparison import Comparison, measured
 from fullframe.cli.planned import first_plan, strategy_of
 from fullframe.errors import RunError, StrategyError
 from fullframe.planning.plans import describe
@@ -167,9 +167,7 @@ def test_predicted_and_measured_side_by_side(tmp_path: Path) -> None:
 
 
 def test_strict_is_about_memory_alone(tmp_path: Path) -> None:
-    import resource
-
-    here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    here = measured()["process_bytes"]
     prediction = {"device_bytes": here, "step_seconds": 1e-9}
     assert len(compared(tmp_path, prediction, strict=0.05)) == 1
     with pytest.raises(RunError, match="process memory is off by"):
