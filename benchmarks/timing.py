@@ -44,6 +44,6 @@ def interleaved(variants: Sequence[Timed], rounds: int, before: Callable[[], Non
 
 
 def ratio(over: list[float], under: list[float]) -> dict[str, float]:
-    """Median over median, and the quartiles of the ratio within a round."""
-    low, _, high = statistics.quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
-    return {"median": statistics.median(over) / statistics.median(under), "low": low, "high": high}
+    """Median over median, and the quartiles of the ratio within a round with the median between them."""
+    low, paired, high = statistics.quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
+    return {"median": statistics.median(over) / statistics.median(under), "low": low, "paired": paired, "high": high}

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine, show
-from benchmarks.published.figures import FIGURES, GIB, Figure
+from benchmarks.published.figures import DURATIONS, FIGURES, GIB, Duration, Figure
 from benchmarks.published.models import inputs_of_softmax_kept
 from fullframe.simulation.simulate import simulate
 from fullframe.strategy import Recipe
@@ -49,6 +49,20 @@ def compared(figure: Figure) -> dict[str, Any]:
     }
 
 
+def timed(duration: Duration) -> dict[str, Any]:
+    """Seconds of a step for each set-up that the source leaves open."""
+    told = {
+        name: simulate(duration.make(), strategy, duration.device) for name, strategy in duration.strategies.items()
+    }
+    return {
+        "name": duration.name,
+        "published_seconds": duration.published_seconds,
+        "predicted_seconds": {name: prediction.step_seconds for name, prediction in told.items()},
+        "source": duration.source,
+        "assumed": duration.assumed,
+    }
+
+
 def print_table(found: dict[str, Any], console: Console) -> None:
     """The findings for a reader."""
     console.print(found["machine"], highlight=False)
@@ -65,6 +79,11 @@ def print_table(found: dict[str, Any], console: Console) -> None:
             ", ".join(f"{assumed}: {bytes / GIB:.2f}" for assumed, bytes in row["others"].items()),
         )
     console.print(table)
+    for row in found["durations"]:
+        said = ", ".join(f"{precision}: {seconds:.3f}" for precision, seconds in row["predicted_seconds"].items())
+        console.print(
+            f"{row['name']}: {row['published_seconds']} s a step published; predicted {said}", highlight=False
+        )
     console.print(f"median error {found['median_error']:.1%} (target {TARGET:.0%})", highlight=False)
 
 
@@ -77,7 +96,13 @@ def main(json: bool = False, only: tuple[int, ...] = ()) -> None:
     """
     warnings.filterwarnings("ignore")
     rows = [compared(figure) for number, figure in enumerate(FIGURES) if not only or number in only]
-    found = {"machine": machine(), "rows": rows, "median_error": median(abs(row["error"]) for row in rows)}
+    durations = [timed(duration) for duration in DURATIONS] if not only else []
+    found = {
+        "machine": machine(),
+        "rows": rows,
+        "durations": durations,
+        "median_error": median(abs(row["error"]) for row in rows),
+    }
     show(found, print_table, json)
 
 

@@ -45,8 +45,8 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def plain_steps(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Iterator[float]:
     """The loop that everybody writes: DDP, a distributed sampler, the loss read after each step."""
-    ranks, data = dist.get_world_size(), Frames(shape[1:])
-    model = DistributedDataParallel(build()) if ranks > 1 else build()
+    data = Frames(shape[1:])
+    model = DistributedDataParallel(build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for batch in DataLoader(data, shape[0], sampler=DistributedSampler(data, shuffle=True)):
         optimizer.zero_grad()

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 _number_of = torch.ops.aten._local_scalar_dense.default
+_lift = torch.ops.aten.lift_fresh.default
+_MESSAGES = {getattr(torch.ops.c10d, name).default for name in ("broadcast_", "allreduce_", "send", "recv_")}
 _CPU = torch.device("cpu")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _Kind = Literal["new", "in place", "view", "other"]
@@ -33,13 +35,14 @@ class Outcomes:
         self._fake = fake
         self._known: dict[Hashable, Any] = {}  # by op and arguments: a _Meta, a list of them, or None: not plain
         self._kinds: dict[Any, _Kind] = {}
+        self._works: dict[Any, Any] = {}  # by op: how a fake message ends, at once and always alike
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind(func)
         if kind == "other":
-            return self._number(args[0]) if func is _number_of else func(*args, **kwargs)
+            return self._other(func, args, kwargs)
         try:
             key = func, _signature(args), _signature(tuple(kwargs.items()))
         except _NotPlain:
@@ -63,6 +66,27 @@ class Outcomes:
             made = [torch.empty_strided(*meta[:2], dtype=meta[2], device="meta") for meta in known[1]]
         tensors = [FakeTensor(self._fake, tensor, _CPU) for tensor in made]
         return tensors[0] if known[0] is None else known[0](tensors)
+
+    def _other(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if func is _number_of:
+            return self._number(args[0])
+        if func is _lift and type(args[0]) is Tensor:
+            return self._lifted(args[0])
+        work = self._works.get(func)
+        if work is not None:
+            return (args[0], work) if func._schema.name.endswith("_") and len(func._schema.returns) == 2 else work
+        out = func(*args, **kwargs)
+        if func in _MESSAGES:
+            self._works[func] = out[1] if isinstance(out, tuple) else out
+        return out
+
+    def _lifted(self, number: Tensor) -> Tensor:
+        """A fake tensor that knows its value, as `torch.tensor(0.0)` gives."""
+        with in_kernel_invocation_manager(self._fake):
+            meta = torch.empty_strided(number.shape, number.stride(), dtype=number.dtype, device="meta")
+        lifted = FakeTensor(self._fake, meta, _CPU, constant=number)
+        self._fake.fake_tensor_converter.add_constant_storage_mapping(lifted)
+        return lifted
 
     def _number(self, tensor: Tensor) -> Any:
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:  # a parameter's count of steps

@@ -123,7 +123,9 @@ class TrainStep:
             self.scale.update(overflowed=broken_ranks > 0)
         grad_norm = scaled_norm * factor
         if not skipped:
-            torch._foreach_mul_(gradients, factor * self._clipping(grad_norm))
+            factor *= self._clipping(grad_norm)
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
             self.updating = True
             self._optimizer.step()
         return loss_sum_of_all, count_of_all, grad_norm, skipped, hands
