@@ -1,0 +1,160 @@
+"""Simulated steps against what can be counted by hand, and against what torch's profiler counts of a real step."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import fullframe as ff
+from fullframe.errors import RecipeError, StrategyError
+from fullframe.simulation.prediction import Prediction
+
+PLAIN = ("context", "cublas_workspace", "cudnn_workspace", "prefetched_batch", "caching_allocator", "ddp_buckets")
+
+
+class Network(nn.Module):
+    """Three convolutions, of which two are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = F.gelu(block(x))
+        return x
+
+
+NUMBERS = sum(p.numel() for p in Network().parameters())
+
+
+def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return model(batch["image"]).square().mean()  # type: ignore[no-any-return]
+
+
+def recipe(**changed: Any) -> ff.Recipe:
+    fields: dict[str, Any] = {
+        "model": Network,
+        "loss": loss,
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        "data": lambda: None,
+        "sample": lambda: {"image": torch.zeros(3, 24, 40)},
+        "batch_size": 4,
+    }
+    return ff.Recipe(**fields | changed)
+
+
+def simulated(strategy: ff.Strategy, device: str = "A100-80GB", **changed: Any) -> Prediction:
+    return ff.simulate(recipe(**changed), strategy, device, without=PLAIN)
+
+
+def tiny() -> dict[str, Any]:
+    """So little that the peak is in the update, where gradients are still there."""
+    return {"image": torch.zeros(3, 2, 2)}
+
+
+def test_what_does_not_depend_on_the_batch() -> None:
+    found = simulated(ff.Strategy(), sample=tiny)
+    assert found.moment.phase == "update"
+    assert found.parameters == NUMBERS
+    assert found.bytes["parameter"] == found.bytes["gradient"] == 4 * NUMBERS
+    assert found.bytes["optimizer"] == 2 * 4 * NUMBERS  # AdamW's counts of steps lie on the host
+
+
+def test_state_that_is_sharded() -> None:
+    whole = simulated(ff.Strategy(data=2), sample=tiny)
+    spread = simulated(ff.Strategy(data=2, shard_parameters=True), sample=tiny)
+    assert 0.45 * whole.bytes["optimizer"] < spread.bytes["optimizer"] < 0.6 * whole.bytes["optimizer"]
+    assert spread.bytes.get("gradient", 0) < 0.6 * whole.bytes["gradient"]
+    zero = simulated(ff.Strategy(data=2, shard_optimizer=True), sample=tiny)
+    assert zero.bytes["gradient"] == whole.bytes["gradient"]
+    assert 0.3 * whole.bytes["optimizer"] < zero.bytes["optimizer"] < 0.7 * whole.bytes["optimizer"]
+
+
+def test_activations_follow_the_part_that_a_rank_has() -> None:
+    """Stem, two convolutions and two gelus keep a map of 8 channels each, and the loss its square's argument."""
+    map_bytes = 4 * 8 * 24 * 40 * 4
+    whole = simulated(ff.Strategy()).bytes["activation"]
+    assert 5 * map_bytes <= whole <= 5.5 * map_bytes
+    for strategy in (ff.Strategy(data=2), ff.Strategy(microbatches=2)):
+        assert simulated(strategy).bytes["activation"] == pytest.approx(whole / 2, rel=0.02)
+    split = simulated(ff.Strategy(width=2)).bytes["activation"]
+    assert split == pytest.approx(whole / 2, rel=0.1)  # with the columns that it borrows
+
+
+def test_recompute_drops_what_lies_within_the_blocks() -> None:
+    kept = simulated(ff.Strategy())
+    saved = simulated(ff.Strategy(recompute="blocks", recompute_modules=("blocks.*",)))
+    assert saved.peak_bytes <= kept.peak_bytes
+
+
+def test_the_tensors_that_are_named_are_live_at_the_peak() -> None:
+    found = simulated(ff.Strategy())
+    assert sum(found.bytes.values()) == found.peak_bytes == found.reserved_bytes == found.device_bytes
+    assert [tensor.bytes for tensor in found.largest] == sorted((t.bytes for t in found.largest), reverse=True)
+    assert set(found.modules) >= {"stem", "blocks.0", "blocks.1"}
+    assert sum(found.seconds.values()) == pytest.approx(found.step_seconds)
+
+
+def test_terms_can_be_left_out_one_by_one() -> None:
+    every = ff.simulate(recipe(), ff.Strategy(width=2), "2xA100-80GB")
+    assert {"context", "nccl", "cublas_workspace", "ddp_buckets"} <= set(every.terms)
+    without = ff.simulate(recipe(), ff.Strategy(width=2), "2xA100-80GB", without=("nccl",))
+    assert every.device_bytes - without.device_bytes == every.terms["nccl"]
+
+
+def measured_bytes() -> int:
+    """The largest running sum of torch's own memory events over two real steps."""
+    torch.manual_seed(0)
+    batch = {"image": torch.zeros(4, 3, 24, 40)}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        model = Network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        image = {name: value.clone() for name, value in batch.items()}
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss(model, image).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    held = most = 0
+    events = profiled.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+def test_a_real_step_on_the_cpu_holds_as_much() -> None:
+    found = ff.simulate(recipe(), ff.Strategy(), "cpu", without=("context",))
+    assert found.peak_bytes == pytest.approx(measured_bytes(), rel=0.03)
+
+
+class Choosy(Network):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x[x > 0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changed", "options", "error", "said"),
+    [
+        (ff.Strategy(data=3), {}, {}, StrategyError, "batch_size 4 cannot be cut into 3 replicas"),
+        (ff.Strategy(), {}, {"without": ("weather",)}, StrategyError, "there is no term 'weather'"),
+        (ff.Strategy(width=2), {}, {"rank": 2}, StrategyError, "rank 2 is none of the 2 ranks"),
+        (ff.Strategy(width=4), {"device": "2xA100-80GB"}, {}, StrategyError, "2xA100-80GB has 2"),
+        (ff.Strategy(), {"model": Choosy}, {}, RecipeError, "depends on the numbers in its tensors"),
+    ],
+)
+def test_what_cannot_be_simulated(
+    strategy: ff.Strategy, changed: dict[str, Any], options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    device = changed.pop("device", "A100-80GB")
+    with pytest.raises(error, match=said), warnings.catch_warnings(action="ignore"):
+        ff.simulate(recipe(**changed), strategy, device, **options)
