@@ -24,7 +24,7 @@ def measured(quick: bool) -> dict[str, Any]:
     for ranks in RANKS:
         with tempfile.TemporaryDirectory() as directory:
             store, result = Path(directory, "store"), Path(directory, "result.json")
-            options = (ranks, str(store), str(result), 5 if quick else 45)
+            options = (ranks, str(store), str(result), 5 if quick else 31)
             torch.multiprocessing.spawn(on_rank, args=options, nprocs=ranks)
             rows += json_text.loads(result.read_text())
     return {"machine": machine(), "threads": 1, "quick": quick, "target": TARGET, "rows": rows}
