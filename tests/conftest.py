@@ -1,6 +1,7 @@
 """One seed for everything drawn: hypothesis repeats the same examples in every run unless `--seed` asks for others."""
 
 import random
+import signal
 import sys
 
 import numpy
@@ -29,6 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; children would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = config.getoption("--seed")  # hypothesis's own plugin reads it after this hook
     settings.load_profile("repeatable" if config.option.hypothesis_seed is None else "seeded")
