@@ -80,7 +80,7 @@ def crowded() -> Iterator[tuple[int, Planned]]:
     free = plan_in_full(recipe(), cluster, precisions=["fp16"])
     best = winner(free.plans)
     assert best is not None and best.prediction is not None
-    limit = int(best.prediction.device_bytes * 0.97)
+    limit = int(best.prediction.device_bytes * 0.94 / (1 - KEPT_FREE))
     yield limit, plan_in_full(recipe(), cluster, precisions=["fp16"], memory_limit_bytes=limit)
 
 
