@@ -219,7 +219,8 @@ def test_a_rank_hangs_and_a_rank_runs_out_of_memory(tmp_path):
     line = next(n for n, text in enumerate(recipe.read_text().splitlines(), start=1) if "sleep(1000)" in text)
     assert "the job hangs, no rank got on for 8 s" in log
     assert f"rank 1 does not reach the others: step 4, {recipe}, line {line}, in loss" in log
-    assert "rank 0 waits for that: step 4, " in log and "module body.0 (Conv2d)" in log
+    assert "rank 0 waits for that: step 4, " in log, log
+    assert "module body.0 (Conv2d)" in log
     assert f'File "{recipe}", line {line} in loss' in (run_dir / "stacks" / "rank-1-before.txt").read_text()
     problem = "CUDA out of memory. Tried to allocate 2.00 GiB"
     assert f"out of memory in step 6 ({problem}): going on with 2 microbatches; batch norm now takes its" in log

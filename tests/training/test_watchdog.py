@@ -1,12 +1,18 @@
 """Who hangs: whoever does not wait for the others. That all ranks end is tested in test_faults.py."""
 
+import io
 import json
+import os
+import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 import fullframe as ff
+from fullframe.spatial import mailbox
+from fullframe.training import watchdog
 from fullframe.training.watchdog import Watchdog, Whereabouts, verdict
 from tests.ranks import rank_group
 from tests.training.tiny import loss, recipe
@@ -23,6 +29,20 @@ def test_the_verdict_names_who_does_not_wait():
         "run/stacks; if a step may take so long, give --hang-timeout"
     )
     assert "rank 0, 1 waits for each other: they do not run the same program" in verdict([waits, waits], 60.0, Path())
+
+
+def test_a_rank_that_looks_whether_another_still_runs_waits_for_it(monkeypatch):
+    seen = []
+
+    def looked_at(*args, **options):  # called by the standard library, and that by the mailbox
+        seen.append(watchdog._waits(sys._getframe(1)))
+        raise OSError
+
+    monkeypatch.setattr(io, "open", looked_at)
+    assert not mailbox._runs(os.getpid())
+    with pytest.raises(OSError):
+        Path(__file__).read_text()  # whoever reads files of their own does not wait
+    assert seen == [True, False]
 
 
 def test_a_process_alone_says_so_and_goes_on(tmp_path):
@@ -48,10 +68,10 @@ def test_a_process_alone_says_so_and_goes_on(tmp_path):
 def one_is_slow(folder):
     """Rank 1 is busy three times as long as a rank may be silent, and says so; what rank 0 says meanwhile."""
     said = []
-    with Watchdog(folder, 2.0, said.append) as watchdog:
+    with Watchdog(folder, 2.0, said.append) as watching:
         for _ in range(30 * dist.get_rank()):
             time.sleep(0.2)
-            watchdog.beat("writing a lot")
+            watching.beat("writing a lot")
         dist.barrier()
     return said
 

@@ -190,9 +190,13 @@ def _where(frame: FrameType | None) -> str:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Whether the innermost line is one at which a rank waits for others; waiting for a thread is waiting for them."""
-    frames = (one for one in _outwards(frame) if one.f_code.co_filename != threading.__file__)
+    """Whether a rank waits for others there; what the standard library does, it does for whoever called it."""
+    frames = (one for one in _outwards(frame) if _package(one) not in sys.stdlib_module_names)
     return next((one.f_code.co_filename.startswith(_WAITING) for one in frames), False)
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
