@@ -1,5 +1,6 @@
 """The mesh ("data", "height", "width") and the few facts about it that every op needs."""
 
+import atexit
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -105,6 +106,19 @@ def forget_meshes() -> None:
     global _made
     _made = None, {}
     forget_mailboxes()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Let go of a destroyed job's groups, which ends gloo's threads: one that still ends a message aborts Python's end.
+
+    Not of a job that was left standing: a thread may wait for a rank that never answers.
+    """
+    if dist.is_initialized():
+        return
+    for mesh in _made[1].values():
+        vars(mesh).pop("_fullframe_spatial", None)  # which holds the mesh that holds it
+    forget_meshes()
 
 
 def _start_process_group() -> None:
