@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import fullframe as ff
 from fullframe.errors import RecipeError, StrategyError
 from fullframe.simulation.prediction import Prediction
+from fullframe.simulation.step import SimulatedStep
 
 PLAIN = ("context", "cublas_workspace", "cudnn_workspace", "prefetched_batch", "caching_allocator", "ddp_buckets")
 
@@ -30,6 +31,17 @@ class Network(nn.Module):
         for block in self.blocks:
             x = F.gelu(block(x))
         return x
+
+
+class Normalized(Network):
+    """With a batch norm, whose buffers a step keeps a copy of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
 
 
 NUMBERS = sum(p.numel() for p in Network().parameters())
@@ -108,6 +120,38 @@ def test_terms_can_be_left_out_one_by_one() -> None:
     assert {"context", "nccl", "cublas_workspace", "ddp_buckets"} <= set(every.terms)
     without = ff.simulate(recipe(), ff.Strategy(width=2), "2xA100-80GB", without=("nccl",))
     assert every.device_bytes - without.device_bytes == every.terms["nccl"]
+
+
+def take_both(step: SimulatedStep, batch: Any) -> None:
+    for _ in range(2):
+        step._clock.reset()
+        step(batch)
+        step._tracer.end_step()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ff.Strategy(microbatches=2, ema_decay=0.9),
+        ff.Strategy(width=2, recompute="blocks", recompute_modules=("blocks.*",), clip_norm=1.0),
+        ff.Strategy(data=2, precision="fp16"),
+        ff.Strategy(data=2, shard_parameters=True),
+        ff.Strategy(data=2, shard_optimizer=True),
+        ff.Strategy(optimizer="adafactor"),
+        ff.Strategy(update_in_backward=True),
+        ff.Strategy(recompute="budget", recompute_modules=("blocks.*",), recompute_budget_bytes=2**20),
+    ],
+    ids=str,
+)
+def test_the_second_step_may_be_copied_from_the_first(strategy: ff.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = ff.simulate(recipe(model=Normalized), strategy)
+    monkeypatch.setattr(SimulatedStep, "twice", take_both)
+    taken = ff.simulate(recipe(model=Normalized), strategy)
+    rounding = {one.bytes.pop("rounding", 0) for one in (copied, taken)}  # FSDP's blocks are cut a little otherwise
+    assert max(rounding) - min(rounding) <= 2**13
+    assert (copied.bytes, copied.moment, copied.largest) == (taken.bytes, taken.moment, taken.largest)
+    assert copied.reserved_bytes == taken.reserved_bytes
+    assert copied.step_seconds == pytest.approx(taken.step_seconds, abs=5e-5)  # a few launches of the first step
 
 
 def measured_bytes() -> int:

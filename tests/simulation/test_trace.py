@@ -82,3 +82,34 @@ def test_what_an_optimizer_makes_and_keeps() -> None:
     kept = [block for block in traced.trace.events if block.died is None and block.bytes == 200]
     assert [block.mark for block in kept] == ["parameter", None, "gradient"], "the momentum is the one without a mark"
     assert account(traced.trace).bytes["optimizer"] == 200
+
+
+def two_steps(repeated: bool) -> Tracer:
+    """SGD with momentum on real numbers; the second step taken, or copied from the first."""
+    weight = torch.ones(50, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    with tracer() as traced:
+        traced.mark("parameter", weight)
+        weight.register_post_accumulate_grad_hook(lambda p: traced.mark("gradient", p.grad))
+        traced.building = False
+        optimizer.zero_grad()
+        start = len(traced.trace.events)
+        (weight.exp() * 2).sum().backward()
+        optimizer.step()
+        traced.end_step()
+        optimizer.zero_grad()
+        if repeated:
+            traced.repeat_step(start)
+        else:
+            (weight.exp() * 2).sum().backward()
+            optimizer.step()
+            traced.end_step()
+    return traced
+
+
+def test_a_copied_step_is_the_one_that_would_have_been_taken() -> None:
+    taken, copied = two_steps(repeated=False), two_steps(repeated=True)
+    assert lives(copied) == lives(taken)
+    assert copied.trace.backwards == taken.trace.backwards and len(taken.trace.backwards) == 2
+    assert copied.trace.step_ends == taken.trace.step_ends
+    assert account(copied.trace) == account(taken.trace)

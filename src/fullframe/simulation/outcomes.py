@@ -13,10 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 _number_of = torch.ops.aten._local_scalar_dense.default
 _lift = torch.ops.aten.lift_fresh.default
-_MESSAGES = {getattr(torch.ops.c10d, name).default for name in ("broadcast_", "allreduce_", "send", "recv_")}
+_MESSAGES = {
+    getattr(torch.ops.c10d, name).default
+    for name in ("broadcast_", "allreduce_", "send", "recv_", "_allgather_base_", "_reduce_scatter_base_")
+}
 _CPU = torch.device("cpu")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_Kind = Literal["new", "in place", "view", "other"]
+_Kind = Literal["new", "in place", "all in place", "view", "other"]
 
 
 class _Meta(NamedTuple):
@@ -33,6 +36,7 @@ class Outcomes:
     def __init__(self, fake: FakeTensorMode):
         self.updating = False  # inside an optimizer, where a number that is read decides of no shape
         self._fake = fake
+        self._attributes = FakeTensor(fake, torch.empty(0, device="meta"), _CPU).__dict__
         self._known: dict[Hashable, Any] = {}  # by op and arguments: a _Meta, a list of them, or None: not plain
         self._kinds: dict[Any, _Kind] = {}
         self._works: dict[Any, Any] = {}  # by op: how a fake message ends, at once and always alike
@@ -47,12 +51,12 @@ class Outcomes:
             key = func, _signature(args), _signature(tuple(kwargs.items()))
         except _NotPlain:
             return func(*args, **kwargs)
+        if kind == "all in place":
+            return None
         if kind == "view":
             with in_kernel_invocation_manager(self._fake):
                 out = func(*args, **kwargs)
-            if isinstance(out, Tensor):
-                return FakeTensor(self._fake, out, _CPU)
-            return [FakeTensor(self._fake, tensor, _CPU) for tensor in out]
+            return self._made(out) if isinstance(out, Tensor) else [self._made(tensor) for tensor in out]
         if key not in self._known:
             out = func(*args, **kwargs)
             self._known[key] = True if kind == "in place" else _described(out, args)
@@ -61,17 +65,27 @@ class Outcomes:
         if known is None:
             return func(*args, **kwargs)
         if kind == "in place":
-            return args[0] if isinstance(args[0], Tensor) else None
-        with in_kernel_invocation_manager(self._fake):
-            made = [torch.empty_strided(*meta[:2], dtype=meta[2], device="meta") for meta in known[1]]
-        tensors = [FakeTensor(self._fake, tensor, _CPU) for tensor in made]
+            return args[0]
+        with torch._C._DisableTorchDispatch():
+            empty = [meta and torch.empty_strided(*meta[:2], dtype=meta[2], device="meta") for meta in known[1]]
+        tensors = [None if tensor is None else self._made(tensor) for tensor in empty]
         return tensors[0] if known[0] is None else known[0](tensors)
+
+    def _made(self, meta: Tensor) -> Tensor:
+        """`FakeTensor(fake, meta, "cpu")`, whose constructor sets each attribute anew."""
+        made = Tensor._make_subclass(FakeTensor, meta, dispatch_device=True, device_for_backend_keys=_CPU)
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made.__dict__.update(self._attributes)
+        return made
 
     def _other(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func is _number_of:
             return self._number(args[0])
         if func is _lift and type(args[0]) is Tensor:
             return self._lifted(args[0])
+        if func.namespace == "profiler":  # marks in a profile, which name no tensor
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
         work = self._works.get(func)
         if work is not None:
             return (args[0], work) if func._schema.name.endswith("_") and len(func._schema.returns) == 2 else work
@@ -82,7 +96,7 @@ class Outcomes:
 
     def _lifted(self, number: Tensor) -> Tensor:
         """A fake tensor that knows its value, as `torch.tensor(0.0)` gives."""
-        with in_kernel_invocation_manager(self._fake):
+        with torch._C._DisableTorchDispatch():
             meta = torch.empty_strided(number.shape, number.stride(), dtype=number.dtype, device="meta")
         lifted = FakeTensor(self._fake, meta, _CPU, constant=number)
         self._fake.fake_tensor_converter.add_constant_storage_mapping(lifted)
@@ -104,17 +118,18 @@ class _NotPlain(Exception):
 def _kind(func: Any) -> _Kind:
     schema = func._schema
     name = func._opname
+    written = [
+        argument for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if written and not schema.returns and (name.startswith(("_foreach", "_fused")) or func.namespace == "fsdp"):
+        return "all in place"
     if func.namespace != "aten" or torch.Tag.inplace_view in func.tags or name.startswith("lift"):
         return "other"
     if not all(str(value.type) in ("Tensor", "List[Tensor]") for value in schema.returns):
         return "other"
-    written = [
-        argument for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
-    ]
     if written:
         first_only = len(schema.returns) <= 1 and written[0].name == schema.arguments[0].name
-        lists = not schema.returns and name.startswith("_f")  # _foreach_add_, _fused_adamw_
-        return "in place" if lists or (len(written) == 1 and first_only and schema.returns) else "other"
+        return "in place" if len(written) == 1 and first_only and schema.returns else "other"
     if all(value.alias_info is not None for value in schema.returns):
         return "view" if func.is_view and len(schema.returns) == 1 else "other"
     return "new" if all(value.alias_info is None for value in schema.returns) else "other"
@@ -137,17 +152,20 @@ def _described(out: Any, args: Sequence[Any]) -> Any:
     """The container and the tensors of an outcome that shares nothing with the arguments; None of any other."""
     container = type(out) if type(out) in (tuple, list) else None
     tensors = [out] if container is None else list(out)
-    metas = []
+    metas: list[_Meta | None] = []
     for tensor in tensors:
+        if tensor is None:  # a gradient that nobody asked for
+            metas.append(None)
+            continue
         if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.storage_offset():
             return None
         meta = _Meta(tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.untyped_storage().nbytes() != _bytes(meta) or tensor._is_view():
             return None
         metas.append(meta)
-    mine = {tensor.untyped_storage()._cdata for tensor in tensors}
+    mine = {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
     given = {leaf.untyped_storage()._cdata for leaf in torch.utils._pytree.tree_iter(args) if isinstance(leaf, Tensor)}
-    return None if mine & given or len(mine) < len(tensors) else (container, metas)
+    return None if mine & given or len(mine) < len(metas) - metas.count(None) else (container, metas)
 
 
 def _bytes(meta: _Meta) -> int:

@@ -1,4 +1,4 @@
-"""One strategy on one device: the step that trains, taken twice on fake tensors, and the account of what it held."""
+"""One strategy on one device: the step that trains, on fake tensors, and the account of what two of it hold."""
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,8 +38,6 @@ from fullframe.training.delivery import Collation, Delivery, Grid
 from fullframe.training.optimizers import build_optimizer
 from fullframe.training.parallelized import parallelize_for
 from fullframe.training.randomness import kept_random_state
-
-_STEPS = 2  # the second has the optimizer's state from the start
 
 
 def simulate(
@@ -109,11 +107,8 @@ class _Simulation:
             batch, *ahead = [self._batch() for _ in range(1 + self._terms.has("prefetched_batch"))]
             tracer.hold(self._terms.cublas_bytes)
             tracer.building = False
-            for _ in range(_STEPS):
-                self._clock.reset()
-                with self._fake:
-                    step(batch)
-                tracer.end_step()
+            with self._fake:
+                step.twice(batch)
         return self._accounted(model, ahead)
 
     def _parallelized(self) -> nn.Module:
@@ -143,7 +138,7 @@ class _Simulation:
                 _choose_as_on_cuda(optimizer)
             optimizer.register_step_pre_hook(lambda *_: setattr(self._outcomes, "updating", True))
             optimizer.register_step_post_hook(lambda *_: setattr(self._outcomes, "updating", False))
-            step = SimulatedStep(model, self._recipe.loss, optimizer, strategy, self._clock)
+            step = SimulatedStep(model, self._recipe.loss, optimizer, strategy, self._clock, tracer)
         if step.average is not None:
             tracer.mark("average", list(step.average.state_dict().values()))
         return step

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fullframe.simulation.offload import SimulatedOffload
 from fullframe.simulation.roofline import StepClock
+from fullframe.simulation.trace import Tracer
 from fullframe.strategy import Strategy
 from fullframe.training.budget import Costs, measured
 from fullframe.training.precision import computing
@@ -15,14 +16,50 @@ from fullframe.training.step import Loss, TrainStep
 
 
 class SimulatedStep(TrainStep):
-    """`TrainStep` on fake tensors; time passes on `clock`."""
+    """`TrainStep` on fake tensors, under `tracer`; time passes on `clock`."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, clock: StepClock
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        clock: StepClock,
+        tracer: Tracer,
     ):
         super().__init__(model, loss, optimizer, strategy)
-        self._clock = clock
+        self._clock, self._tracer = clock, tracer
         self._offload = SimulatedOffload(clock)
+        self._started = 0  # the event with which the step's own begin, after what was left by the one before
+        self._has_state = False  # the optimizer has been called
+
+    def twice(self, batch: Any) -> None:
+        """Two steps. The second does what the first did, so it is not run but copied, where nothing says otherwise.
+
+        Only what the first makes and leaves is not made again: the optimizer's state, mostly.
+        """
+        self._clock.reset()
+        self(batch)
+        self._tracer.end_step()
+        if self._strategy.recompute == "budget" or self._strategy.update_in_backward:
+            self._clock.reset()
+            self(batch)
+            self._tracer.end_step()
+        else:
+            started = self._started
+            self._begin()
+            self._tracer.repeat_step(started)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._started = len(self._tracer.trace.events)
+
+    def _update(self) -> None:
+        if not self._has_state:
+            with self._clock.stopped():
+                super()._update()
+            self._has_state = True
+        super()._update()
 
     def _read(self, *scalars: Tensor) -> list[float]:
         """A loss of 1 over 1 element; nobody is broken or raises a hand. The host waits for them."""

@@ -4,10 +4,10 @@ Works on fake tensors and on real ones. What a kernel allocates for itself never
 """
 
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -106,6 +106,35 @@ class Tracer(TorchDispatchMode):
         """A step is done; what it made and is still there stays."""
         self._follow_backward()
         self.trace.step_ends.append(len(self.trace.events))
+
+    def repeat_step(self, start: int) -> None:
+        """Another step just like the one that has ended, from its event `start` on: its events are copied.
+
+        Blocks of it that still live are there already and are not made again; those that died since it ended live on.
+        """
+        trace, end = self.trace, self.trace.step_ends[-1]
+        events = [(n, block) for n, block in enumerate(trace.events[start:end], start) if block.died is not None]
+        events = [(n, block) for n, block in events if block.born >= start]
+        offset, numbers = len(trace.events), [n for n, _ in events]
+
+        def copied(number: int) -> int:
+            """Where what follows an event of the step lies in the copy."""
+            return offset + bisect_left(numbers, number)
+
+        copies: dict[Block, Block] = {}
+        for _, block in events:
+            if block not in copies:
+                died = block.died if block.died is not None and block.died < end else None
+                copies[block] = replace(
+                    block,
+                    born=copied(block.born),
+                    died=None if died is None else copied(died),
+                    region_end=None if block.region_end is None else copied(block.region_end),
+                )
+            trace.events.append(copies[block])
+        backwards = [backward for backward in trace.backwards if backward.start >= start]
+        trace.backwards += [range(copied(backward.start), copied(backward.stop)) for backward in backwards]
+        trace.step_ends.append(len(trace.events))
 
     def hold(self, bytes: int) -> None:
         """A workspace that some library takes now and keeps."""

@@ -89,8 +89,7 @@ class TrainStep:
     def __call__(self, batch: Any, hand: bool = False) -> StepRecord:
         """Take the step. With `hand` this rank asks for the others' attention: all learn how many did."""
         started = time.perf_counter()
-        self._model.zero_grad(set_to_none=True)
-        self._buffers.keep()
+        self._begin()
         take = self._update_after_backward if self._in_backward is None else self._update_in_backward
         loss_sum, count, grad_norm, skipped, hands = take(batch, hand)
         if skipped:
@@ -105,6 +104,10 @@ class TrainStep:
             seconds=time.perf_counter() - started,
             hands=round(hands),
         )
+
+    def _begin(self) -> None:
+        self._model.zero_grad(set_to_none=True)
+        self._buffers.keep()
 
     def _update_after_backward(self, batch: Any, hand: bool) -> tuple[float, float, float, bool, float]:
         """The whole job's loss sum and count, gradient norm, whether nothing was updated, and the hands raised."""
@@ -126,9 +129,12 @@ class TrainStep:
             factor *= self._clipping(grad_norm)
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
-            self.updating = True
-            self._optimizer.step()
+            self._update()
         return loss_sum_of_all, count_of_all, grad_norm, skipped, hands
+
+    def _update(self) -> None:
+        self.updating = True
+        self._optimizer.step()
 
     def _update_in_backward(self, batch: Any, hand: bool) -> tuple[float, float, float, bool, float]:
         """The same; whether to update, and by what to divide, is agreed before backward."""
