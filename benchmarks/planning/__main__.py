@@ -35,7 +35,7 @@ STRATEGIES = (
     Strategy(width=2, shard_optimizer=True),
     Strategy(width=2, shard_parameters=True),
 )
-PLAN_SECONDS, NEAR = 60.0, 1.15
+PLAN_SECONDS, SIMULATION_SECONDS, NEAR = 60.0, 3.0, 1.15
 
 
 def against_runs(limit_gib: float, steps: int, cache: Path) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def against_runs(limit_gib: float, steps: int, cache: Path) -> dict[str, Any]:
                 "seconds": run.step_seconds,
             }
         )
-    fitting = [row for row in rows if row["predicted_fits"]]
+    fitting = [row for row in rows if row["predicted_fits"] and row["fits"]]
     fastest = min(row["seconds"] for row in fitting)
     first = min(fitting, key=lambda row: row["predicted_seconds"])
     return {
@@ -71,6 +71,7 @@ def against_runs(limit_gib: float, steps: int, cache: Path) -> dict[str, Any]:
         "winner": rows[0]["strategy"],
         "winner_runs_within_the_limit": rows[0]["fits"],
         "strategies_that_fit": len(fitting),
+        "predicted_to_fit_and_do_not": sum(row["predicted_fits"] and not row["fits"] for row in rows),
         "fastest_predicted": first["strategy"],
         "over_the_fastest_measured": first["seconds"] / fastest,
         "reached": rows[0]["fits"] and len(fitting) >= 6 and first["seconds"] <= NEAR * fastest,
@@ -82,15 +83,25 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
     """The findings for a reader."""
     console.print(found["machine"], highlight=False)
     table = Table(title="fullframe plan, ConvNeXt-XL, 7 frames of 512 x 2048", box=SIMPLE)
-    for heading in ("GPUs", "seconds", "strategies", "simulated", "winner", "GiB", "s a step", "reached"):
+    for heading in (
+        "GPUs",
+        "seconds",
+        "one simulation",
+        "strategies",
+        "simulated",
+        "winner",
+        "GiB",
+        "s a step",
+        "reached",
+    ):
         table.add_column(heading)
     for row in found["plans"]:
         numbers = (f"{row['gib']:.1f}", f"{row['step_seconds']:.3g}")
-        reached = "[green]yes[/]" if row["seconds"] <= PLAN_SECONDS else "[red]no[/]"
-        seconds = f"{row['seconds']:.0f}"
-        table.add_row(
-            row["gpus"], seconds, str(row["strategies"]), str(row["simulated"]), row["winner"], *numbers, reached
-        )
+        in_time = row["seconds"] <= PLAN_SECONDS and row["simulation_seconds"] <= SIMULATION_SECONDS
+        reached = "[green]yes[/]" if in_time else "[red]no[/]"
+        times = f"{row['seconds']:.0f}", f"{row['simulation_seconds']:.1f}"
+        counts = str(row["strategies"]), str(row["simulated"])
+        table.add_row(row["gpus"], *times, *counts, row["winner"], *numbers, reached)
     console.print(table)
     stereo = found["stereo"]
     if stereo is None:
@@ -109,7 +120,7 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
     )
 
 
-def main(json: bool = False, limit_gib: float = 0.75, steps: int = 23, plans: bool = True, stereo: bool = True) -> None:
+def main(json: bool = False, limit_gib: float = 1.25, steps: int = 23, plans: bool = True, stereo: bool = True) -> None:
     """How long planning takes, and whether what it says of a CPU is so.
 
     Args:

@@ -11,6 +11,8 @@ from tyro.conf import arg
 from fullframe.errors import DeviceError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fullframe.simulation.calibration import Rates
 
 
@@ -56,6 +58,7 @@ class Calibrate:
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             name = name_of_gpu(properties.name, properties.total_memory)
+        _train_a_little(mesh)
         dist.barrier()  # so that the ranks share what they share in a run
         rates = measure(name, device)
         rates = with_link(rates, mesh) if ranks == 2 else rates
@@ -67,6 +70,29 @@ class Calibrate:
                 print(rates.to_json())
             print("\n".join([*_lines(rates), f"wrote {path}"]), file=sys.stderr if self.json else sys.stdout)
         return 0
+
+
+def _train_a_little(mesh: "DeviceMesh") -> None:
+    """One small step: what it loads, a training process holds beside its tensors."""
+    import torch
+    from torch import nn
+
+    from fullframe.spatial.parallelize import parallelize
+    from fullframe.spatial.shard import shard
+    from fullframe.strategy import Strategy
+    from fullframe.training import loop  # noqa: F401
+    from fullframe.training.delivery import mesh_device
+    from fullframe.training.step import TrainStep
+
+    device = mesh_device(mesh)
+    model = parallelize(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)).to(device), mesh)
+    step = TrainStep(
+        model,
+        lambda model, frames: model(frames).square().mean(),
+        torch.optim.AdamW(model.parameters()),
+        Strategy(width=mesh.size()),
+    )
+    step(shard(torch.ones(2, 3, 32, 32, device=device), mesh))
 
 
 def _lines(rates: "Rates") -> list[str]:
