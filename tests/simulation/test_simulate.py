@@ -14,6 +14,7 @@ import fullframe as ff
 from fullframe.errors import RecipeError, StrategyError
 from fullframe.simulation.prediction import Prediction
 from fullframe.simulation.step import SimulatedStep
+from fullframe.training.step import TrainStep
 
 PLAIN = ("context", "cublas_workspace", "cudnn_workspace", "prefetched_batch", "caching_allocator", "ddp_buckets")
 
@@ -152,6 +153,21 @@ def test_the_second_step_may_be_copied_from_the_first(strategy: ff.Strategy, mon
     assert (copied.bytes, copied.moment, copied.largest) == (taken.bytes, taken.moment, taken.largest)
     assert copied.reserved_bytes == taken.reserved_bytes
     assert copied.step_seconds == pytest.approx(taken.step_seconds, abs=5e-5)  # a few launches of the first step
+
+
+@pytest.mark.parametrize("device", ["A100-80GB", "2xT4", "cpu"])
+def test_microbatches_may_be_copied_from_the_second(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ff.Strategy(
+        data=2 if "x" in device else 1, microbatches=6, recompute="blocks", recompute_modules=("b*",)
+    )
+    options: dict[str, Any] = {"timings": {}} if device == "cpu" else {}
+    copied = ff.simulate(recipe(model=Normalized, batch_size=12), strategy, device, **options)
+    monkeypatch.setattr(SimulatedStep, "_numbered", TrainStep._numbered)
+    taken = ff.simulate(recipe(model=Normalized, batch_size=12), strategy, device, **options)
+    assert taken.peak_bytes - 6 * 512 <= copied.peak_bytes <= taken.peak_bytes  # the sums of losses are not copied
+    assert copied.reserved_bytes == taken.reserved_bytes or device == "cpu"
+    assert copied.step_seconds == pytest.approx(taken.step_seconds, rel=1e-3)
+    assert copied.seconds == pytest.approx(taken.seconds, rel=1e-3)
 
 
 def measured_bytes() -> int:

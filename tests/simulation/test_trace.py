@@ -97,9 +97,11 @@ def two_steps(repeated: bool) -> Tracer:
         (weight.exp() * 2).sum().backward()
         optimizer.step()
         traced.end_step()
+        end = len(traced.trace.events)
         optimizer.zero_grad()
         if repeated:
-            traced.repeat_step(start)
+            traced.repeat(start, end)
+            traced.end_step()
         else:
             (weight.exp() * 2).sum().backward()
             optimizer.step()

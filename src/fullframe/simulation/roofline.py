@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +75,15 @@ class _Batch:
     bytes: int = 0
 
 
+class Reading(NamedTuple):
+    """What a clock shows: seconds by kind; until when the device, the host and the messages are busy."""
+
+    seconds: dict[str, float]
+    now: float
+    issued: float
+    wires: dict[str, float]
+
+
 class StepClock:
     """The seconds of one step on one rank; `record` every op of it, then read `seconds` and `step_seconds`.
 
@@ -108,10 +117,20 @@ class StepClock:
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """What happens inside takes no time."""
-        before = self.seconds, self._now, self._issued, self._wires
-        self.seconds, self._wires = self.seconds.copy(), self._wires.copy()
+        before = self.reading()
         yield
         self.seconds, self._now, self._issued, self._wires = before
+
+    def reading(self) -> Reading:
+        """What the clock shows."""
+        return Reading(self.seconds.copy(), self._now, self._issued, self._wires.copy())
+
+    def repeat(self, since: Reading, times: int) -> None:
+        """The same again as since a reading."""
+        worked, issued = times * (self._now - since.now), times * (self._issued - since.issued)
+        self.seconds = {kind: s + times * (s - since.seconds[kind]) for kind, s in self.seconds.items()}
+        self._now, self._issued = self._now + worked, self._issued + issued
+        self._wires = {kind: done + worked for kind, done in self._wires.items()}
 
     @property
     def step_seconds(self) -> float:
@@ -376,7 +395,10 @@ def tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 def bytes_of(tensor: Tensor) -> int:
     """What it takes to read it once; an expanded dim is read once."""
+    strides = tensor.stride()
+    if 0 not in strides:
+        return tensor.nbytes
     count = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+    for size, stride in zip(tensor.shape, strides, strict=True):
         count *= size if stride or size == 0 else 1
     return count * tensor.element_size()

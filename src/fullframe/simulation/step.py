@@ -1,5 +1,6 @@
 """The training step where there are no numbers to read, no seconds to wait and no host memory."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -46,13 +47,26 @@ class SimulatedStep(TrainStep):
             self(batch)
             self._tracer.end_step()
         else:
-            started = self._started
+            started, ended = self._started, len(self._tracer.trace.events)
             self._begin()
-            self._tracer.repeat_step(started)
+            self._tracer.repeat(started, ended)
+            self._tracer.end_step()
 
     def _begin(self) -> None:
         super()._begin()
         self._started = len(self._tracer.trace.events)
+
+    def _numbered(self, batch: Any) -> Iterator[tuple[int, Any]]:
+        """The first microbatch makes the gradients, the last one sends them; those between are all like the second."""
+        first, *others = super()._numbered(batch)
+        between, last = others[:-1], others[-1:]
+        yield first
+        for number, microbatch in between[:1]:
+            started, before = len(self._tracer.trace.events), self._clock.reading()
+            yield number, microbatch
+            self._tracer.repeat(started, times=len(between) - 1)
+            self._clock.repeat(before, times=len(between) - 1)
+        yield from last
 
     def _update(self) -> None:
         if not self._has_state:

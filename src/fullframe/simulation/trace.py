@@ -107,34 +107,33 @@ class Tracer(TorchDispatchMode):
         self._follow_backward()
         self.trace.step_ends.append(len(self.trace.events))
 
-    def repeat_step(self, start: int) -> None:
-        """Another step just like the one that has ended, from its event `start` on: its events are copied.
+    def repeat(self, start: int, end: int | None = None, times: int = 1) -> None:
+        """The same again as from event `start` to `end` (now): these events are copied.
 
-        Blocks of it that still live are there already and are not made again; those that died since it ended live on.
+        Blocks of them that still live are there already and are not made again; those that died since `end` live on.
         """
-        trace, end = self.trace, self.trace.step_ends[-1]
+        self._follow_backward()
+        trace = self.trace
+        end = len(trace.events) if end is None else end
         events = [(n, block) for n, block in enumerate(trace.events[start:end], start) if block.died is not None]
         events = [(n, block) for n, block in events if block.born >= start]
-        offset, numbers = len(trace.events), [n for n, _ in events]
-
-        def copied(number: int) -> int:
-            """Where what follows an event of the step lies in the copy."""
-            return offset + bisect_left(numbers, number)
-
-        copies: dict[Block, Block] = {}
-        for _, block in events:
-            if block not in copies:
-                died = block.died if block.died is not None and block.died < end else None
-                copies[block] = replace(
-                    block,
-                    born=copied(block.born),
-                    died=None if died is None else copied(died),
-                    region_end=None if block.region_end is None else copied(block.region_end),
-                )
-            trace.events.append(copies[block])
-        backwards = [backward for backward in trace.backwards if backward.start >= start]
-        trace.backwards += [range(copied(backward.start), copied(backward.stop)) for backward in backwards]
-        trace.step_ends.append(len(trace.events))
+        backwards = [backward for backward in trace.backwards if start <= backward.start < end]
+        numbers = [n for n, _ in events]
+        for _ in range(times):
+            first = len(trace.events)
+            at = {number: first + bisect_left(numbers, number) for number in range(start, end + 1)}
+            copies: dict[Block, Block] = {}
+            for _, block in events:
+                if block not in copies:
+                    died = block.died if block.died is not None and block.died < end else None
+                    copies[block] = replace(
+                        block,
+                        born=at[block.born],
+                        died=None if died is None else at[died],
+                        region_end=None if block.region_end is None else at[block.region_end],
+                    )
+                trace.events.append(copies[block])
+            trace.backwards += [range(at[backward.start], at[backward.stop]) for backward in backwards]
 
     def hold(self, bytes: int) -> None:
         """A workspace that some library takes now and keeps."""
@@ -154,6 +153,11 @@ class Tracer(TorchDispatchMode):
                 for storage in storages(tensor):
                     block = self._live[storage._cdata]
                     block.mark = block.mark or category
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing is compiled here, and torch would wrap what follows, which is called 50,000 times."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

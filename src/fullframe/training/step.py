@@ -7,7 +7,7 @@ replica each hold their replica's full count.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -214,13 +214,17 @@ class TrainStep:
         no_sync = getattr(self._model, "no_sync", nullcontext)
         if self._strategy.shard_parameters:
             no_sync = nullcontext  # until they are sent, gradients are whole on every rank
-        for number, microbatch in enumerate(microbatches(batch, pieces), start=1):
+        for number, microbatch in self._numbered(batch):
             with nullcontext() if number == pieces else no_sync():
                 loss_sum, count = self._forward(microbatch)
                 self._scaled(loss_sum, count).backward()
             totals.append(torch.stack([loss_sum.detach().double(), count]))
         loss_sum, count = torch.stack(totals).sum(0).unbind()
         return loss_sum, count
+
+    def _numbered(self, batch: Any) -> Iterator[tuple[int, Any]]:
+        """The microbatches, from 1 on. A simulation leaves out those that are like others."""
+        return enumerate(microbatches(batch, self._strategy.microbatches), start=1)
 
     def _forward(self, microbatch: Any) -> tuple[Tensor, Tensor]:
         if self.recomputation.names is None:
