@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine, show
-from benchmarks.planning.measure import HERE, environment, planned, trained
+from benchmarks.planning.measure import HERE, Run, environment, planned, trained
 from fullframe.planning.plan import plan_in_full
 from fullframe.planning.plans import describe, winner
+from fullframe.planning.search import weight
 from fullframe.simulation.devices import parse_cluster
 from fullframe.simulation.measured import Timings
 from fullframe.simulation.simulate import simulate
@@ -48,10 +49,14 @@ def against_runs(limit_gib: float, steps: int, cache: Path) -> dict[str, Any]:
     if best is None:
         raise SystemExit(f"nothing fits in {limit_gib} GiB; give a larger --limit-gib")
     cluster, timings = parse_cluster("2xcpu"), Timings()
+    strategies = list(dict.fromkeys((best.strategy, *STRATEGIES)))
+    # In turns, and the better of two runs counts: a shared machine is slower for minutes at a time.
+    runs = [trained(strategy, steps, cache) for _ in range(2) for strategy in strategies]
     rows = []
-    for strategy in dict.fromkeys((best.strategy, *STRATEGIES)):
+    for number, strategy in enumerate(strategies):
         prediction = simulate(recipe, strategy, cluster, timings=timings)
-        run = trained(strategy, steps, cache)
+        both = runs[number :: len(strategies)]
+        run = Run(min(one.step_seconds for one in both), max(one.process_bytes for one in both))
         rows.append(
             {
                 "strategy": describe(strategy),
@@ -60,12 +65,13 @@ def against_runs(limit_gib: float, steps: int, cache: Path) -> dict[str, Any]:
                 "predicted_bytes": prediction.device_bytes,
                 "bytes": run.process_bytes,
                 "predicted_seconds": prediction.step_seconds,
+                "rank": prediction.step_seconds * weight(strategy),  # as the plan has it: of equals the simpler one
                 "seconds": run.step_seconds,
             }
         )
     fitting = [row for row in rows if row["predicted_fits"] and row["fits"]]
     fastest = min(row["seconds"] for row in fitting)
-    first = min(fitting, key=lambda row: row["predicted_seconds"])
+    first = min(fitting, key=lambda row: row["rank"])
     return {
         "limit_bytes": limit,
         "winner": rows[0]["strategy"],
@@ -120,7 +126,7 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
     )
 
 
-def main(json: bool = False, limit_gib: float = 1.25, steps: int = 23, plans: bool = True, stereo: bool = True) -> None:
+def main(json: bool = False, limit_gib: float = 1.25, steps: int = 13, plans: bool = True, stereo: bool = True) -> None:
     """How long planning takes, and whether what it says of a CPU is so.
 
     Args:
