@@ -115,15 +115,14 @@ class Tracer(TorchDispatchMode):
         self._follow_backward()
         trace = self.trace
         end = len(trace.events) if end is None else end
-        events = [(n, block) for n, block in enumerate(trace.events[start:end], start) if block.died is not None]
-        events = [(n, block) for n, block in events if block.born >= start]
+        copied = [n for n in range(start, end) if trace.events[n].died is not None and trace.events[n].born >= start]
         backwards = [backward for backward in trace.backwards if start <= backward.start < end]
-        numbers = [n for n, _ in events]
         for _ in range(times):
             first = len(trace.events)
-            at = {number: first + bisect_left(numbers, number) for number in range(start, end + 1)}
+            at = {number: first + bisect_left(copied, number) for number in range(start, end + 1)}  # in the copy
             copies: dict[Block, Block] = {}
-            for _, block in events:
+            for number in copied:
+                block = trace.events[number]
                 if block not in copies:
                     died = block.died if block.died is not None and block.died < end else None
                     copies[block] = replace(
