@@ -67,23 +67,6 @@ def test_the_account_of_a_step() -> None:
     assert [tensor.bytes for tensor in found.largest] == [200, 200, 200, 200, 4, 4]
 
 
-def test_what_an_optimizer_makes_and_keeps() -> None:
-    weight = torch.ones(50, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    with tracer() as traced:
-        traced.mark("parameter", weight)
-        weight.register_post_accumulate_grad_hook(lambda p: traced.mark("gradient", p.grad))
-        traced.building = False
-        for _ in range(2):
-            optimizer.zero_grad()
-            (weight * 2).sum().backward()
-            optimizer.step()
-            traced.end_step()
-    kept = [block for block in traced.trace.events if block.died is None and block.bytes == 200]
-    assert [block.mark for block in kept] == ["parameter", None, "gradient"], "the momentum is the one without a mark"
-    assert account(traced.trace).bytes["optimizer"] == 200
-
-
 def two_steps(repeated: bool) -> Tracer:
     """SGD with momentum on real numbers; the second step taken, or copied from the first."""
     weight = torch.ones(50, requires_grad=True)
@@ -107,6 +90,13 @@ def two_steps(repeated: bool) -> Tracer:
             optimizer.step()
             traced.end_step()
     return traced
+
+
+def test_what_an_optimizer_makes_and_keeps() -> None:
+    trace = two_steps(repeated=False).trace
+    kept = [block for block in trace.events if block.died is None and block.bytes == 200]
+    assert [block.mark for block in kept] == ["parameter", None, "gradient"], "the momentum is the one without a mark"
+    assert account(trace).bytes["optimizer"] == 200
 
 
 def test_a_copied_step_is_the_one_that_would_have_been_taken() -> None:

@@ -166,6 +166,9 @@ def _counted(plans: "list[OnePlan]") -> list[tuple[str, int]]:
 
 def _assumptions(planned: "Planned") -> list[str]:
     device = planned.cluster.device
-    if device.measured is not None:
-        return [f"rates as {device.source['matmul_flops_per_second']}"]
-    return [f"rates of {device.name} from: {device.source['matmul_flops_per_second']}; see docs/devices.md"]
+    source = device.source["matmul_flops_per_second"]
+    lines = [
+        f"rates as {source}" if device.measured else f"rates of {device.name} from: {source}; see docs/devices.md",
+        "on a CPU malloc keeps up to half a GiB more than is listed: leave that room below --memory-limit-gib",
+    ]
+    return lines[:1] if device.is_cuda else lines
