@@ -167,8 +167,9 @@ def _counted(plans: "list[OnePlan]") -> list[tuple[str, int]]:
 def _assumptions(planned: "Planned") -> list[str]:
     device = planned.cluster.device
     source = device.source["matmul_flops_per_second"]
-    lines = [
-        f"rates as {source}" if device.measured else f"rates of {device.name} from: {source}; see docs/devices.md",
-        "on a CPU malloc keeps up to half a GiB more than is listed: leave that room below --memory-limit-gib",
-    ]
-    return lines[:1] if device.is_cuda else lines
+    lines = [f"rates as {source}" if device.measured else f"rates of {device.name} from: {source}; see docs/devices.md"]
+    if not device.is_cuda:
+        lines.append(
+            "on a CPU malloc keeps up to half a GiB more than is listed: leave that room below --memory-limit-gib"
+        )
+    return lines

@@ -66,9 +66,7 @@ class Outcomes:
             return func(*args, **kwargs)
         if kind == "in place":
             return args[0]
-        with torch._C._DisableTorchDispatch():
-            empty = [meta and torch.empty_strided(*meta[:2], dtype=meta[2], device="meta") for meta in known[1]]
-        tensors = [None if tensor is None else self._made(tensor) for tensor in empty]
+        tensors = [None if meta is None else self._made(_empty(*meta)) for meta in known[1]]
         return tensors[0] if known[0] is None else known[0](tensors)
 
     def _made(self, meta: Tensor) -> Tensor:
@@ -96,8 +94,7 @@ class Outcomes:
 
     def _lifted(self, number: Tensor) -> Tensor:
         """A fake tensor that knows its value, as `torch.tensor(0.0)` gives."""
-        with torch._C._DisableTorchDispatch():
-            meta = torch.empty_strided(number.shape, number.stride(), dtype=number.dtype, device="meta")
+        meta = _empty(number.shape, number.stride(), number.dtype)
         lifted = FakeTensor(self._fake, meta, _CPU, constant=number)
         self._fake.fake_tensor_converter.add_constant_storage_mapping(lifted)
         return lifted
@@ -166,6 +163,12 @@ def _described(out: Any, args: Sequence[Any]) -> Any:
     mine = {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
     given = {leaf.untyped_storage()._cdata for leaf in torch.utils._pytree.tree_iter(args) if isinstance(leaf, Tensor)}
     return None if mine & given or len(mine) < len(metas) - metas.count(None) else (container, metas)
+
+
+def _empty(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """On the meta device, unseen by any mode."""
+    with torch._C._DisableTorchDispatch():
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def _bytes(meta: _Meta) -> int:

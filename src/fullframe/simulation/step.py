@@ -31,8 +31,8 @@ class SimulatedStep(TrainStep):
         super().__init__(model, loss, optimizer, strategy)
         self._clock, self._tracer = clock, tracer
         self._offload = SimulatedOffload(clock)
+        self._is_copied = not (strategy.recompute == "budget" or strategy.update_in_backward)
         self._started = 0  # the event with which the step's own begin, after what was left by the one before
-        self._has_state = False  # the optimizer has been called
 
     def twice(self, batch: Any) -> None:
         """Two steps. The second does what the first did, so it is not run but copied, where nothing says otherwise.
@@ -42,15 +42,14 @@ class SimulatedStep(TrainStep):
         self._clock.reset()
         self(batch)
         self._tracer.end_step()
-        if self._strategy.recompute == "budget" or self._strategy.update_in_backward:
-            self._clock.reset()
-            self(batch)
-            self._tracer.end_step()
-        else:
+        if self._is_copied:
             started, ended = self._started, len(self._tracer.trace.events)
             self._begin()
             self._tracer.repeat(started, ended)
-            self._tracer.end_step()
+        else:
+            self._clock.reset()
+            self(batch)
+        self._tracer.end_step()
 
     def _begin(self) -> None:
         super()._begin()
@@ -69,10 +68,10 @@ class SimulatedStep(TrainStep):
         yield from last
 
     def _update(self) -> None:
-        if not self._has_state:
+        """A step that stands for the second, too, takes the time of one that has its state: it is made beforehand."""
+        if self._is_copied:
             with self._clock.stopped():
                 super()._update()
-            self._has_state = True
         super()._update()
 
     def _read(self, *scalars: Tensor) -> list[float]:
