@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fullframe.simulation.calibration import clock_of
 from fullframe.simulation.devices import Cluster, Device
-from fullframe.simulation.roofline import Op, StepClock
+from fullframe.simulation.ops import Op
+from fullframe.simulation.roofline import StepClock
 
 _REPEATS = 5
 _ENOUGH_SECONDS = 0.01
