@@ -170,6 +170,6 @@ def _assumptions(planned: "Planned") -> list[str]:
     lines = [f"rates as {source}" if device.measured else f"rates of {device.name} from: {source}; see docs/devices.md"]
     if not device.is_cuda:
         lines.append(
-            "on a CPU malloc keeps up to half a GiB more than is listed: leave that room below --memory-limit-gib"
+            "on a CPU malloc keeps up to 0.6 GiB more than is listed: leave that room below --memory-limit-gib"
         )
     return lines
