@@ -244,7 +244,7 @@ def test_no_gradient_is_dropped_when_functions_are_gathered() -> None:
 def _shell_with_a_graph() -> str:
     """The last net: a shell that has got a graph of its own, however it came by it."""
     x = ff.shard(_image().requires_grad_(), mesh(1, 2))
-    from fullframe.spatial.tensor import _apply_function
+    from fullframe.spatial.function_guard import apply_function as _apply_function
 
     doubled = _apply_function(Doubled, x)
     with pytest.raises(UnsupportedOp) as caught:

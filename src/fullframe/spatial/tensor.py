@@ -4,26 +4,26 @@ The data and the autograd graph live on the local tensor; the shell has neither.
 to its rule. A value that is not split is an ordinary tensor, equal on all ranks of a replica.
 """
 
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from types import FrameType
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter
 
-from fullframe.errors import ShapeError, UnsupportedOp
+from fullframe.errors import MeshError, ShapeError, UnsupportedOp
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements, local_factors
 from fullframe.spatial.exchange import fetch
 from fullframe.spatial.mesh import Spatial
-from fullframe.spatial.rules.refusals import REASONS
-from fullframe.spatial.rules.registry import RULES, Refused, getter
+from fullframe.spatial.module_path import module_path
+from fullframe.spatial.rules.registry import QUICK, Refused, general, getter
+from fullframe.spatial.views import View, share_memory, version_of
 
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _shell_grad_fn = getter("grad_fn")
@@ -38,6 +38,7 @@ class Layout:
     shape: tuple[int, ...]
     placements: Placements
     gather: bool  # what has no rule is gathered rather than refused
+    strides: tuple[int, ...] | None = None  # of the whole tensor as torch would have it; None: contiguous
 
     def of(self, dim: int) -> Placement | None:
         """The placement of a dim that is nothing but one split factor; None when the dim is whole.
@@ -59,6 +60,24 @@ class Layout:
         """The layout of a result with this shape and these placements."""
         return layout_of(self.spatial, tuple(shape), placements, self.gather)
 
+    def strided(self, strides: tuple[int, ...] | None) -> "Layout":
+        """The same layout with these strides of the whole tensor."""
+        return layout_of(self.spatial, self.shape, self.placements, self.gather, strides)
+
+    @cached_property
+    def facts(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """What torch would know of the whole tensor beside its dtype."""
+        return self.shape, self.strides
+
+    @cached_property
+    def elementwise(self) -> "Layout":
+        """The layout of the result of a pointwise function: torch keeps the order of strides, not their gaps."""
+        if self.strides is None:
+            return self
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            result = torch.empty_strided(self.shape, self.strides, device="meta") + 1
+            return self.strided(None if result.is_contiguous() else result.stride())
+
     @property
     def coordinates(self) -> dict[str, int]:
         """This rank's part along each spatial axis."""
@@ -66,9 +85,15 @@ class Layout:
 
 
 @lru_cache(maxsize=16384)
-def layout_of(spatial: Spatial, shape: tuple[int, ...], placements: Placements, gather: bool = False) -> Layout:
+def layout_of(
+    spatial: Spatial,
+    shape: tuple[int, ...],
+    placements: Placements,
+    gather: bool = False,
+    strides: tuple[int, ...] | None = None,
+) -> Layout:
     """The one `Layout` object for these facts."""
-    return Layout(spatial, shape, placements, gather)
+    return Layout(spatial, shape, placements, gather, strides)
 
 
 class SpatialTensor(Tensor):
@@ -78,24 +103,21 @@ class SpatialTensor(Tensor):
     raises `UnsupportedOp` on all ranks alike.
     """
 
-    __slots__ = ("_layout", "_local")
+    __slots__ = ("_layout", "_local", "_view")
     _local: Tensor
     _layout: Layout
+    _view: View | None  # set where memory that torch would share is not shared
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not args and kwargs and "input" in kwargs:  # torch's name for the first operand
-            args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
-        rule = RULES.get(func)
-        try:
-            if rule is None:
-                raise Refused(REASONS.get(func, "there is no exact rule for it on split tensors"))
-            return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
-        except Refused as refused:
-            reason, fix = refused.reason, refused.fix
-        return _unsupported(func, args, kwargs or {}, reason, fix)
+        quick = QUICK.get(func)
+        if quick is not None:
+            result = quick(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return general[0](func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -104,7 +126,7 @@ class SpatialTensor(Tensor):
         shells = [a for a in tree_iter((args, kwargs)) if isinstance(a, SpatialTensor)]
         raise UnsupportedOp(
             str(func),
-            _described(shells),
+            described(shells),
             module_path(),
             "it bypasses torch functions (a C++ kernel or a custom op called directly), so no rule can see it",
             "Call it on the .local tensor if it is pointwise, or on .full(); or register a rule with fullframe.rule.",
@@ -142,33 +164,53 @@ class SpatialTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedOp(
-            "pickle", _described([self]), "", "a split tensor lives on a mesh of ranks", "Save x.full() or x.local."
+            "pickle", described([self]), "", "a split tensor lives on a mesh of ranks", "Save x.full() or x.local."
         )
 
 
 def wrap(local: Tensor, layout: Layout) -> Tensor:
     """The shell around `local`; a layout without splits gives `local` itself, as what is whole is a plain tensor."""
-    if not layout.placements:
-        return local
+    return shell_of(local, layout, None) if layout.placements else local
+
+
+def shell_of(local: Tensor, layout: Layout, view: View | None) -> SpatialTensor:
+    """The shell around `local`, also where nothing is split: a whole view whose writes must reach a split base."""
     shell: SpatialTensor = _make_shell(
-        SpatialTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        SpatialTensor,
+        layout.shape,
+        strides=layout.strides,
+        dtype=local.dtype,
+        device=local.device,
+        requires_grad=local.requires_grad,
     )
     shell._local = local
     shell._layout = layout
+    shell._view = view
     return shell
+
+
+def viewed(base: SpatialTensor, local: Tensor, layout: Layout, replay: Any, put: Any) -> Tensor:
+    """The shell of what torch makes a view of `base`; `replay(base)` takes it again, `put(view)` writes it back."""
+    shared = share_memory(local, base._local)
+    if shared and base._view is None and layout.placements:
+        return wrap(local, layout)
+    return shell_of(local, layout, View(base, replay, None if shared else put, base._local, version_of(base._local)))
 
 
 def local_of(shell: SpatialTensor) -> Tensor:
     """The local tensor of a shell that has no graph of its own.
 
     A shell that went through `autograd.Function.apply` has one: its gradient would bypass the local tensor and be lost.
+    A view that had to be copied is taken anew where its base was written since.
     """
+    if shell._view is not None:
+        shell._view.refresh(shell, local_of(shell._view.base))
     with _no_torch_function():
         own_graph = _shell_grad_fn(shell)
     if own_graph is not None:
         raise UnsupportedOp(
             type(own_graph).__name__,
-            _described([shell]),
+            described([shell]),
             module_path(),
             "an autograd.Function was applied to a split tensor and would lose its gradient",
             "Apply it to x.local if it is pointwise, or to x.full(); or write it with torch functions.",
@@ -223,6 +265,7 @@ def sliced(whole: Tensor, layout: Layout, cut: Placements = ()) -> Tensor:
         dim = p.dim - offset
         if dim < 0 or whole.shape[dim] == 1 or any(q.axis == p.axis for q in cut):
             continue
+        _require(whole, dim, layout, p, cut)
         rows = p.extents.ranges[layout.spatial.axis(p.axis).part]
         if p.is_plain:
             whole = whole.narrow(dim, rows.start, len(rows))
@@ -233,6 +276,15 @@ def sliced(whole: Tensor, layout: Layout, cut: Placements = ()) -> Tensor:
     return whole
 
 
+def _require(whole: Tensor, dim: int, layout: Layout, p: Placement, cut: Placements) -> None:
+    """The operand has as many rows as the dim it is cut along; torch would refuse any other but 1."""
+    outer, rows, inner = (1, p.extents.size, 1) if p.is_plain else local_factors(p, cut, layout.coordinates)
+    if whole.shape[dim] != outer * rows * inner:
+        raise ShapeError(
+            f"an operand of shape {tuple(whole.shape)} does not broadcast to {layout.shape} in dim {p.dim}"
+        )
+
+
 def aligned(value: Tensor, layout: Layout) -> Tensor:
     """The local part of an operand that broadcasts against `layout`, cut where `layout` is cut."""
     if not isinstance(value, SpatialTensor):
@@ -240,6 +292,8 @@ def aligned(value: Tensor, layout: Layout) -> Tensor:
     local, own = local_of(value), value._layout
     if own is layout:
         return local
+    if own.spatial is not layout.spatial:
+        raise MeshError("tensors that are split over different meshes meet; shard both over one mesh")
     offset = len(layout.shape) - len(own.shape)
     target = {p.axis: p for p in layout.placements}
     for p in own.placements:
@@ -295,51 +349,12 @@ def shells_in(*trees: Any) -> Iterator[SpatialTensor]:
     return (leaf for leaf in tree_iter(trees) if isinstance(leaf, SpatialTensor))
 
 
-def _described(shells: Sequence[SpatialTensor]) -> tuple[str, ...]:
+def described(shells: Sequence[SpatialTensor]) -> tuple[str, ...]:
+    """Split tensors as an error's message names them."""
     return tuple(repr(shell) for shell in shells)
 
 
 _said: set[tuple[str, str]] = set()
-
-
-def _unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, fix: str) -> Any:
-    shells = list(shells_in(args, kwargs))
-    name = _name(func)
-    if not any(shell._layout.gather for shell in shells) or kwargs.get("out") is not None:
-        raise UnsupportedOp(name, _described(shells), module_path(), reason, fix)
-    say_gathered(name, reason, shells[0])
-    if _writes(name, kwargs) and isinstance(args[0], SpatialTensor):
-        return gathered_write(func, args, kwargs)
-    return gathered_call(func, args, kwargs, shells[0]._layout)
-
-
-_WRITING = {"__setitem__", "__imatmul__"} | {
-    f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-}
-
-
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
-    name = name.rsplit(".", 1)[-1]
-    return bool(kwargs.get("inplace")) or name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-
-
-def gathered_write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run an in-place `func` on the whole of its first operand, and write this rank's part back."""
-    target: SpatialTensor = args[0]
-    whole = target.full().clone()
-    rest, kwargs = tree_map_only(SpatialTensor, lambda shell: shell.full(), (args[1:], kwargs))
-    result = func(whole, *rest, **kwargs)
-    if tuple(whole.shape) != target._layout.shape:
-        raise ShapeError(f"{_name(func)} changes the shape of a split tensor in place; use the form that does not")
-    local_of(target).copy_(sliced(whole, target._layout))
-    return None if result is None else target
-
-
-def _name(func: Any) -> str:
-    owner = getattr(func, "__self__", None)
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        return f"{owner.__name__}.apply"
-    return torch.overrides.resolve_name(func) or getattr(func, "__qualname__", None) or str(func)
 
 
 def say_gathered(name: str, reason: str, shell: SpatialTensor) -> None:
@@ -350,66 +365,3 @@ def say_gathered(name: str, reason: str, shell: SpatialTensor) -> None:
     _said.add((name, where))
     if torch.distributed.get_rank() == 0:
         warnings.warn(f"{name} ({where or 'outside a module'}) runs on the gathered {shell!r}: {reason}", stacklevel=5)
-
-
-def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, layout: Layout) -> Any:
-    """Run `func` whole on every rank; results of the shape of `layout` are cut like it, others stay whole."""
-    args, kwargs = tree_map_only(SpatialTensor, lambda shell: shell.full(), (args, kwargs))
-    result = func(*args, **kwargs)
-    return tree_map_only(
-        Tensor, lambda out: wrap(sliced(out, layout), layout) if tuple(out.shape) == layout.shape else out, result
-    )
-
-
-# FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.
-_FSDP_IDENTITY = ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "RegisterPostBackwardFunction")
-
-_apply_function = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-
-def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """`autograd.Function.apply`, which torch hands to no `__torch_function__`, made to do so.
-
-    It would see a shell without a graph: a plain result would backpropagate into the shell, and be lost.
-    """
-    if any(type(arg) is SpatialTensor for arg in args):
-        if (function.__module__, function.__name__) == _FSDP_IDENTITY:
-            return _apply_to_locals(function, args)
-        fix = (
-            "Apply it to x.local if it is pointwise, or to x.full(); parallelize(..., unsupported='gather') does that."
-        )
-        return _unsupported(function.apply, args, kwargs, "an autograd.Function would lose a split gradient", fix)
-    return _apply_function(function, *args, **kwargs)
-
-
-def _apply_to_locals(identity: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """A function that returns its tensors as they are, applied to the local ones."""
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    results = _apply_function(identity, *(local_of(arg) if type(arg) is SpatialTensor else arg for arg in args))
-    return tuple(
-        wrap(result, arg._layout) if type(arg) is SpatialTensor else result
-        for result, arg in zip(results, tensors, strict=True)
-    )
-
-
-torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
-
-
-def module_path(frame: FrameType | None = None) -> str:
-    """Path and class of the user's module whose forward is running, from the stack; "" outside a module.
-
-    `frame` is the innermost line of another thread's stack, this thread's unless given.
-    """
-    modules: list[nn.Module] = []
-    frame = frame or sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name in ("forward", "_call_impl") and isinstance(owner, nn.Module):
-            modules.append(owner)
-        frame = frame.f_back
-    users = [m for m in modules if not type(m).__module__.startswith(("fullframe.", "torch.nn.parallel"))]
-    if not users:
-        return ""
-    innermost, root = users[0], users[-1]
-    name = next((name for name, module in root.named_modules() if module is innermost), "")
-    return f"{name} ({type(innermost).__name__})" if name else type(innermost).__name__

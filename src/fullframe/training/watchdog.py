@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullframe.spatial.tensor import module_path
+from fullframe.spatial.module_path import module_path
 from fullframe.training.failure import AGAIN, report
 
 _TICK_SECONDS = 1.0

@@ -9,7 +9,7 @@ from fullframe.spatial.rules.registry import Refused, getter, rule
 from fullframe.spatial.tensor import SpatialTensor, local_of
 
 
-@rule(Tensor.register_hook)
+@rule(Tensor.register_hook, checked=False)
 def _register_hook(func: Any, x: SpatialTensor, hook: Callable[[Tensor], Any]) -> Any:
     if not type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp."):
         raise Refused("a hook would see one part's gradient", "Register it on x.local, whose gradient is one part's.")
@@ -25,6 +25,6 @@ def when_gradient_arrives(value: Tensor, hook: Callable[[Tensor], Any]) -> Any:
     return (value if base is None or not base.requires_grad else base).register_hook(hook)
 
 
-@rule(getter("_base"))
+@rule(getter("_base"), checked=False)
 def _base(func: Any, x: SpatialTensor) -> None:
     """None: FSDP2 would warn of the views that lose their hooks."""

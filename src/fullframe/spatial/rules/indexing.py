@@ -11,54 +11,91 @@ from fullframe.geometry.window import Slice
 from fullframe.spatial.rules.reduction import without
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.windowed import plan_windows, region
-from fullframe.spatial.tensor import SpatialTensor, local_of, refetched, wrap
+from fullframe.spatial.tensor import Layout, SpatialTensor, local_of, refetched, viewed, wrap
 
 
 def sliced_rows(x: Tensor, dim: int, start: int, stop: int, step: int = 1) -> Tensor:
-    """Rows `start:stop:step` of a dim, all inside the tensor."""
-    if not isinstance(x, SpatialTensor):
+    """Rows `start:stop:step` of a dim, all inside the tensor: a view of `x`."""
+    if not isinstance(x, SpatialTensor) or not x._layout.placements:
         return x[(slice(None),) * dim + (slice(start, stop, step),)]
     layout = x._layout
     size = max(0, -(-(stop - start) // step))
     shape = (*layout.shape[:dim], size, *layout.shape[dim + 1 :])
     if not layout.is_split(dim):
         local = local_of(x)[(slice(None),) * dim + (slice(start, stop, step),)]
-        return wrap(local, layout.with_(shape, layout.placements))
-    if (start, stop, step) == (0, layout.shape[dim], 1):
+        result = layout.with_(shape, layout.placements)
+    elif (start, stop, step) == (0, layout.shape[dim], 1):
         return x
-    plan = plan_windows(layout, [dim], [Slice(start, step)], [size], shape)
-    if plan.too_small:
-        return _few_rows(x, dim, range(start, stop, step))
-    local = region(local_of(x), plan)
-    return wrap(local[(slice(None),) * dim + (slice(None, None, step),)] if step > 1 else local, plan.layout)
+    else:
+        local, result = _rows(x, dim, range(start, stop, step), shape)
+
+    def replay(base: SpatialTensor) -> Tensor:
+        again = sliced_rows(base, dim, start, stop, step)
+        assert isinstance(again, SpatialTensor)
+        return again._local
+
+    return viewed(x, local, result, replay, lambda view: put_rows(x, view, dim, range(start, stop, step)))
 
 
-def _few_rows(x: SpatialTensor, dim: int, rows: range) -> Tensor:
-    """Rows of a split dim, whole on every rank of its axis; only these rows travel."""
-    layout = x._layout
+def _rows(x: SpatialTensor, dim: int, rows: range, shape: tuple[int, ...]) -> tuple[Tensor, Layout]:
+    """This rank's share of some rows of a split dim; all of them where they are too few to be split."""
+    layout, step = x._layout, rows.step
+    plan = plan_windows(layout, [dim], [Slice(rows.start, step)], [len(rows)], shape)
+    if not plan.too_small:
+        local = region(local_of(x), plan)
+        return local[(slice(None),) * dim + (slice(None, None, step),)] if step > 1 else local, plan.layout
     placement = layout.of(dim)
     assert placement is not None
     wanted = range(rows.start, rows.stop if rows else rows.start)
     local = refetched(local_of(x), layout, placement, layout.placements, (wanted,) * placement.extents.parts)
-    local = local[(slice(None),) * dim + (slice(None, None, rows.step),)]
-    shape = (*layout.shape[:dim], len(rows), *layout.shape[dim + 1 :])
-    return wrap(local, layout.with_(shape, tuple(p for p in layout.placements if p.axis != placement.axis)))
+    local = local[(slice(None),) * dim + (slice(None, None, step),)]
+    return local, layout.with_(shape, tuple(p for p in layout.placements if p.axis != placement.axis))
+
+
+def put_rows(x: SpatialTensor, view: SpatialTensor, dim: int, rows: range) -> None:
+    """Write `view`, which is rows `rows` of dim `dim`, into the rows of `x` that this rank owns.
+
+    Every rank writes, if only nothing: the graphs and the versions of its memory are to be alike.
+    """
+    layout, step = x._layout, rows.step
+    placement = layout.of(dim)
+    assert placement is not None
+    wanted = tuple(  # which of the view's rows lie in each part
+        range(*(min(max(-(-(bound - rows.start) // step), 0), len(rows)) for bound in (own.start, own.stop)))
+        for own in placement.extents.ranges
+    )
+    held = view._layout.of(dim)
+    mine = wanted[layout.spatial.axis(placement.axis).part]
+    if held is None:
+        local = local_of(view).narrow(dim, mine.start if mine else 0, len(mine))
+    else:
+        wanted = tuple(r if r else range(0) for r in wanted)
+        local = refetched(local_of(view), view._layout, held, view._layout.placements, wanted)
+    own = placement.extents.ranges[layout.spatial.axis(placement.axis).part]
+    first = rows.start + mine.start * step - own.start if mine else 0
+    stop = first + (len(mine) - 1) * step + 1 if mine else 0
+    local_of(x)[(slice(None),) * dim + (slice(first, stop, step),)].copy_(local)
 
 
 @rule(torch.select, Tensor.select)
 def select(func: Any, x: Tensor, dim: int, index: int) -> Tensor:
-    """Row `index` of a dim, which is removed."""
-    dim %= x.dim()
-    size = x.shape[dim]
-    if not -size <= index < size:
-        raise IndexError(f"index {index} is out of range for dim {dim} of size {size}")
-    index %= size
-    if isinstance(x, SpatialTensor) and x._layout.is_split(dim):
-        x = _few_rows(x, dim, range(index, index + 1))
-        index = 0
+    """Row `index` of a dim, which is removed: a view of `x`."""
+    dim, index = dim % x.dim(), index % x.shape[dim]
+    if not isinstance(x, SpatialTensor) or not x._layout.is_split(dim):
+        return _selected(x, dim, index)
+    return _selected(sliced_rows(x, dim, index, index + 1), dim, 0)
+
+
+def _selected(x: Tensor, dim: int, index: int) -> Tensor:
     if not isinstance(x, SpatialTensor):
         return x.select(dim, index)
-    return wrap(local_of(x).select(dim, index), without(x._layout, (dim,), False))
+    return viewed(
+        x,
+        local_of(x).select(dim, index),
+        without(x._layout, (dim,), False),
+        lambda base: local_of(base).select(dim, index),
+        None,
+    )
 
 
 @rule(Tensor.__getitem__)
@@ -75,8 +112,6 @@ def _getitem(func: Any, x: Tensor, index: Any) -> Tensor:
             dim += 1
         elif isinstance(item, slice):
             rows = range(*item.indices(result.shape[dim]))
-            if rows.step < 0:
-                raise ValueError("step must be greater than zero")
             result = sliced_rows(result, dim, rows.start, max(rows.stop, rows.start), rows.step)  # type: ignore[assignment]
             dim += 1
         elif isinstance(item, bool):
@@ -88,18 +123,20 @@ def _getitem(func: Any, x: Tensor, index: Any) -> Tensor:
 
 @rule(Tensor.__setitem__)
 def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
-    """Write a number or a whole tensor into slices; each rank writes the rows it owns."""
-    if not isinstance(x, SpatialTensor) or isinstance(value, SpatialTensor):
-        raise Refused("a split value is written into a slice", "Use torch.where or torch.cat.")
+    """Write into slices; each rank writes the rows it owns."""
+    if not isinstance(x, SpatialTensor):
+        raise Refused("a split value is written into a whole tensor", "Use torch.where or torch.cat.")
     items = _spelled_out(x, index)
-    if any(isinstance(i, (Tensor, list, bool)) or i is None for i in items):
-        raise Refused("it writes at index tensors or new dims", "Use torch.where.")
+    if any(isinstance(i, (Tensor, list, bool)) or hasattr(i, "__array__") for i in items):
+        raise Refused("it writes at index tensors", "Use torch.where.")
+    strange = any(i is None or (isinstance(i, slice) and i.step not in (None, 1)) for i in items)
+    if isinstance(value, SpatialTensor) or strange:
+        _written(x[index], value)
+        return
     layout, local, written = x._layout, local_of(x), []
     for dim, item in enumerate(items + [slice(None)] * (x.dim() - len(items))):
         size = layout.shape[dim]
         rows = range(*item.indices(size)) if isinstance(item, slice) else range(size)[item : item + 1 or None]
-        if rows.step != 1:
-            raise Refused("it writes every few rows", "Use torch.where.")
         keep = isinstance(item, slice)
         placement = layout.of(dim)
         own = range(size) if placement is None else placement.extents.ranges[layout.spatial.axis(placement.axis).part]
@@ -117,6 +154,15 @@ def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
             if value.dim() > behind:
                 value = value.unsqueeze(value.dim() - behind)
     local[...] = value  # also where nothing is owned: every rank's graph must hold `value`, or DDP waits for it
+
+
+def _written(view: Tensor, value: Any) -> None:
+    """Write `value` into a slice, whose own write reaches the tensor it was cut from."""
+    if isinstance(value, Tensor):
+        extra = value.dim() - view.dim()
+        view.copy_(value.flatten(0, extra) if extra > 0 else value)
+    else:
+        view.fill_(value)
 
 
 def _spelled_out(x: Tensor, index: Any) -> list[Any]:
@@ -161,8 +207,8 @@ def _narrow(func: Any, x: SpatialTensor, dim: int, start: Any, length: int) -> T
 
 
 @rule(torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes)
-def _split(func: Any, x: SpatialTensor, split_size_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
-    sizes = kwargs.get("split_size", split_size_or_sections)
+def _split(func: Any, x: SpatialTensor, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+    sizes = named.get("split_size", named.get("split_sizes", split_size_or_sections))
     size = x.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, size - start) for start in range(0, size, sizes)]
@@ -185,13 +231,16 @@ def _chunk(func: Any, x: SpatialTensor, chunks: int, dim: int = 0) -> Any:
 
 
 @rule(torch.tensor_split, Tensor.tensor_split)
-def _tensor_split(func: Any, x: SpatialTensor, indices_or_sections: Any, dim: int = 0) -> Any:
-    size = x.shape[dim]
-    if isinstance(indices_or_sections, int):
-        return _pieces(x, Extents.even(size, indices_or_sections).sizes, dim)
-    stops = [min(max(i, 0), size) for i in (*indices_or_sections, size)]
-    starts = [0, *stops[:-1]]
-    return tuple(sliced_rows(x, dim % x.dim(), a, max(a, b)) for a, b in zip(starts, stops, strict=True))
+def _tensor_split(func: Any, x: SpatialTensor, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+    where = named.pop("sections", named.pop("indices", indices_or_sections))
+    if isinstance(where, SpatialTensor):
+        raise Refused("the places to split at are split themselves", "Gather them with .full().")
+    where = where.tolist() if isinstance(where, Tensor) else where
+    size, dim = x.shape[dim], dim % x.dim()
+    if isinstance(where, int):
+        return _pieces(x, Extents.even(size, where).sizes, dim)
+    slices = [slice(a, b).indices(size) for a, b in zip((None, *where), (*where, None), strict=True)]
+    return tuple(sliced_rows(x, dim, a, max(a, b)) for a, b, _ in slices)
 
 
 @rule(torch.unbind, Tensor.unbind)

@@ -114,6 +114,8 @@ def _matmul(func: Any, a: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
 @rule(torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm)
 def _add_matmul(func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     product = torch.matmul(a, b)
+    if not product.is_floating_point() and not product.is_complex():
+        beta, alpha = int(beta), int(alpha)  # as torch reads them
     product = product if alpha == 1 else product * alpha
     return product if beta == 0 else product + (input if beta == 1 else input * beta)
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from fullframe.spatial.rules.registry import Refused, getter, rule
+from fullframe.spatial.rules.registry import QUICK, RULES, Refused, getter, rule, writes
 from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, local_of, merged, wrap
 
 _UNARY = """
@@ -46,8 +47,8 @@ _METHODS = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__
     __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__
     __rlshift__ __rshift__ __rrshift__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
-    float double half bfloat16 int long short byte char bool contiguous clone detach cpu cuda pin_memory
-    zero_ fill_ copy_ requires_grad_ detach_
+    float double half bfloat16 int long short byte char bool clone detach
+    zero_ fill_ copy_
 """
 _FUNCTIONAL = """
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu sigmoid silu
@@ -76,30 +77,53 @@ def _functions() -> set[Any]:
     return {f for f in found if callable(f)} | {getter("data"), getter("real"), getter("imag")}
 
 
+def _quick(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """The common cases, kept short (a few microseconds an op): nothing to align and no view that hears of a write."""
+    count = len(args)
+    if not 1 <= count <= 2:
+        return NotImplemented
+    first = args[0]
+    if type(first) is not SpatialTensor or first._view is not None:
+        return NotImplemented
+    if kwargs:
+        if _holds_tensor(kwargs) or not kwargs.keys().isdisjoint(_FORMATS):
+            return NotImplemented
+        if count == 1:
+            return _result(func(local_of(first), **kwargs), first)
+    elif count == 1:
+        return _result(func(local_of(first)), first)
+    layout, second = first._layout, args[1]
+    if type(second) is SpatialTensor:
+        if second._layout is not layout or second._view is not None:
+            return NotImplemented
+        second = local_of(second)
+    elif isinstance(second, Tensor):
+        if not _rides_along(second, layout):
+            return NotImplemented
+    elif type(second) not in _NUMBERS:
+        return NotImplemented
+    return _result(func(local_of(first), second, **kwargs) if kwargs else func(local_of(first), second), first)
+
+
+_FORMATS = frozenset(("memory_format", "axis", "keepdims", "input", "x1", "x2"))
+_NUMBERS = frozenset((int, float, bool, complex, str, type(None), torch.dtype))
+QUICK.update(dict.fromkeys(_functions(), _quick))
+
+
 @rule(*_functions())
 def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply `func` to the local parts; an in-place function returns the operand it changed."""
-    first = args[0]
-    if type(first) is SpatialTensor and len(args) <= 2 and not (kwargs and _holds_tensor(kwargs)):
-        # The common case, kept short: a few microseconds an op.
-        if len(args) == 1:
-            return _result(func(local_of(first), **kwargs), first)
-        layout, second = first._layout, args[1]
-        if type(second) is SpatialTensor and second._layout is layout:
-            return _result(func(local_of(first), local_of(second), **kwargs), first)
-        if not isinstance(second, Tensor) or (type(second) is not SpatialTensor and _rides_along(second, layout)):
-            return _result(func(local_of(first), second, **kwargs), first)
     layout = merged([leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)])
-    target = kwargs.get("out")
-    if target is None and _in_place(func, kwargs):
-        target = first
+    target = args[0] if writes(func, kwargs) else None
     if target is not None and (not isinstance(target, SpatialTensor) or target._layout.shape != layout.shape):
         raise Refused("it would write a split result into a smaller or whole tensor", "Write x = x + y, not in place.")
     if target is not None:
         layout = target._layout
-    args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, layout), (args, kwargs))
-    result = func(*args, **kwargs)
-    return _result(result, target) if target is not None else wrap(result, layout)
+    local_args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, layout), (args, kwargs))
+    result = func(*local_args, **kwargs)
+    if type(args[0]) is SpatialTensor and (target is not None or result is args[0]._local):
+        return _result(result, args[0])
+    return wrap(result, layout.elementwise)
 
 
 def _holds_tensor(kwargs: dict[str, Any]) -> bool:
@@ -121,18 +145,11 @@ def _rides_along(whole: Tensor, layout: Layout) -> bool:
 def _result(result: Tensor, operand: SpatialTensor) -> Tensor:
     """The shell around `result`; `operand` itself where the function worked in place on it."""
     if result is not operand._local:
-        return wrap(result, operand._layout)
+        return wrap(result, operand._layout.elementwise)
     with torch._C.DisableTorchFunctionSubclass():
         if operand.requires_grad != result.requires_grad:  # keep the mirror by which lost gradients are found
             operand.requires_grad_(result.requires_grad)
     return operand
-
-
-def _in_place(func: Any, kwargs: dict[str, Any]) -> bool:
-    name: str = func.__name__
-    if name.startswith("__"):
-        return name in _IN_PLACE_DUNDERS.split()
-    return bool(kwargs.get("inplace")) or name.endswith("_")
 
 
 @rule(
@@ -144,34 +161,72 @@ def _in_place(func: Any, kwargs: dict[str, Any]) -> bool:
     torch.is_same_size,
     *_named(torch, "get_device is_conj is_inference is_neg is_signed"),
     torch.result_type,
+    *_named(Tensor, "stride dim_order"),
+    checked=False,
 )
 def _of_the_shell(func: Any, *args: Any, **kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-@rule(getter("grad_fn"), getter("grad"), getter("retains_grad"), Tensor.retain_grad, Tensor.type, Tensor.record_stream)
+def _quick_of_the_shell(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+QUICK.update({func: _quick_of_the_shell for func, found in RULES.items() if found is _of_the_shell})
+
+
+@rule(Tensor.contiguous)
+def _contiguous(func: Any, x: SpatialTensor, memory_format: Any = torch.contiguous_format) -> Tensor:
+    """The tensor itself where the whole would be it; how the local part lies is nobody's concern."""
+    with torch._C.DisableTorchFunctionSubclass():
+        already = x.is_contiguous(memory_format=memory_format)
+    if already:
+        return x
+    local = local_of(x)
+    made = local.contiguous(memory_format=memory_format)
+    return wrap(made if made is not local else local.clone(), x._layout)
+
+
+@rule(
+    getter("grad_fn"), getter("grad"), getter("retains_grad"), Tensor.retain_grad, Tensor.type, Tensor.record_stream,
+    checked=False,
+)  # fmt: skip
 def _of_the_local(func: Any, x: SpatialTensor, *args: Any) -> Any:
     result = func(local_of(x), *args)
     return wrap(result, x._layout) if isinstance(result, Tensor) else result
 
 
-@rule(Tensor.to, Tensor.type_as)
+@rule(Tensor.to, Tensor.type_as, *_named(Tensor, "cpu cuda pin_memory"), checked=False)
 def _converted(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Only dtype and device are taken of another tensor, split or not."""
     args, kwargs = tree_map_only(SpatialTensor, local_of, (args, kwargs))
     if not isinstance(x, SpatialTensor):
         return func(x, *args, **kwargs)  # type: ignore[no-any-return]
-    return wrap(func(local_of(x), *args, **kwargs), x._layout)
+    local, wanted = local_of(x), kwargs.get("memory_format", torch.preserve_format)
+    made = func(local, *args, **kwargs)
+    if made is local:
+        return x
+    if wanted is torch.preserve_format:
+        return wrap(made, x._layout.elementwise)
+    with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
+        strides = torch.empty(x._layout.shape, device="meta", memory_format=wanted).stride()
+    return wrap(made, x._layout.strided(None if wanted is torch.contiguous_format else strides))
 
 
-@rule(*_named(Tensor, "new_zeros new_ones new_full new_empty new_tensor"))
+@rule(Tensor.requires_grad_, Tensor.detach_, checked=False)
+def _of_itself(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _result(func(local_of(x), *args, **kwargs), x)
+
+
+@rule(*_named(Tensor, "new_zeros new_ones new_full new_empty new_tensor"), checked=False)
 def _new(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
     """A tensor of a given size is whole."""
     return func(local_of(x), *args, **kwargs)  # type: ignore[no-any-return]
 
 
-@rule(Tensor.backward)
+@rule(Tensor.backward, checked=False)
 def _backward(func: Any, x: SpatialTensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
     if gradient is None:
         raise Refused("backward needs a scalar or a gradient", "Reduce the loss with .mean() or .sum() first.")

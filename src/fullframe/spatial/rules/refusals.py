@@ -43,7 +43,7 @@ _REFUSED: dict[str, str] = {
     "it reaches for the storage, which holds one part": """
         data_ptr const_data_ptr storage untyped_storage storage_offset storage_type set_ resize resize_ resize_as
         resize_as_ resize_as_sparse_ share_memory_ is_set_to is_shared module_load __setstate__ __reduce_ex__
-        __deepcopy__ stride dim_order _nested_tensor_size _nested_tensor_storage_offsets _nested_tensor_strides
+        __deepcopy__ _nested_tensor_size _nested_tensor_storage_offsets _nested_tensor_strides
         _clear_non_serializable_cached_data from_file to_mkldnn qscheme
     """,
     "a hook would see one part's gradient": "register_post_accumulate_grad_hook",

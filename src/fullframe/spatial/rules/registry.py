@@ -1,4 +1,7 @@
-"""The one table from torch function to rule; a second rule for the same function is an error."""
+"""The one table from torch function to rule; a second rule for the same function is an error.
+
+Beside it: the short ways of functions that are called so often that microseconds count, and which functions write.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,6 +12,9 @@ Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
 
 RULES: dict[Any, Rule] = {}
+UNCHECKED: set[Any] = set()  # functions whose calls are not held to what torch does with the whole tensors
+QUICK: dict[Any, Rule] = {}  # (func, args, kwargs) -> the result, or NotImplemented for the general way
+general: list[Rule] = []  # the general way, put in by `dispatch`; in a list, as it needs the tensor that calls it
 
 
 class Refused(Exception):
@@ -24,11 +30,14 @@ def getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
-def rule(*functions: Any) -> Callable[[R], R]:
+def rule(*functions: Any, checked: bool = True) -> Callable[[R], R]:
     """Register a rule for torch functions: it is called as `rule(function, *args, **kwargs)` on every rank.
 
     The arguments are those the user gave, with `SpatialTensor`s among them; the result is a `SpatialTensor` or a
-    plain tensor that is equal on all ranks. A function that has a rule already raises ValueError.
+    plain tensor that is equal on all ranks. Before a rule is called the function itself is run on meta tensors of the
+    global shapes: what torch refuses is refused, and the result is held to torch's shape and dtype. `checked=False`
+    leaves that out, for functions that cannot run on meta tensors or have side effects; functions that are not
+    torch's are never so run. A function that has a rule already raises ValueError.
     """
 
     def register(function_rule: R) -> R:
@@ -36,6 +45,25 @@ def rule(*functions: Any) -> Callable[[R], R]:
             if function in RULES:
                 raise ValueError(f"{function} has a rule already: {RULES[function].__qualname__}")
             RULES[function] = function_rule
+            if not checked or not _of_torch(function):
+                UNCHECKED.add(function)
         return function_rule
 
     return register
+
+
+def _of_torch(function: Any) -> bool:
+    home = getattr(function, "__module__", None) or getattr(getattr(function, "__objclass__", None), "__module__", "")
+    return not home or home.partition(".")[0] == "torch"
+
+
+_OPERATORS = "add sub mul matmul div truediv floordiv mod pow and or xor lshift rshift"
+_WRITING = frozenset(("__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())))
+
+
+def writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether `func` writes into its first operand, by its name and the option `inplace`."""
+    name: str = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name in _WRITING
+    return bool(kwargs.get("inplace")) or name.endswith("_")

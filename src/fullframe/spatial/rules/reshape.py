@@ -12,7 +12,7 @@ from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import coarsened, grain, local_shape, permuted, reshaped
 from fullframe.spatial.rules.registry import Refused, getter, rule
 from fullframe.spatial.rules.windowed import nonempty
-from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, resplit, wrap
+from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, gather_axes, local_of, resplit, viewed, wrap
 
 
 def _at_multiples(local: Tensor, layout: Layout, shape: Sequence[int]) -> tuple[Tensor, Layout]:
@@ -42,28 +42,36 @@ def _reshaped(func: Any, x: SpatialTensor, shape: Sequence[int]) -> Tensor:
     shape = list(shape)
     if -1 in shape:
         shape[shape.index(-1)] = math.prod(layout.shape) // max(math.prod(s for s in shape if s != -1), 1)
-    if math.prod(shape) != math.prod(layout.shape):
-        raise RuntimeError(f"shape {tuple(shape)} is invalid for input of shape {layout.shape}")
-    local, layout = _at_multiples(local_of(x), layout, shape)
+    local, result = _reshaped_local(local_of(x), layout, shape)
+
+    def put(view: SpatialTensor) -> None:
+        local_of(x).copy_(aligned(_reshaped(Tensor.reshape, view, layout.shape), layout))
+
+    return viewed(x, local, result, lambda base: _reshaped_local(local_of(base), base._layout, shape)[0], put)
+
+
+def _reshaped_local(local: Tensor, layout: Layout, shape: Sequence[int]) -> tuple[Tensor, Layout]:
+    local, layout = _at_multiples(local, layout, shape)
     placements = reshaped(layout.placements, layout.shape, shape)
     if placements is None:
         raise Refused(f"the shape {tuple(shape)} would cut a split dim in pieces")
     result = layout.with_(shape, placements)
     coordinates = [layout.spatial.axis(p.axis).part for p in placements]
-    sizes = local_shape(shape, placements, coordinates)
     # A part cut from a larger tensor may need a copy where the whole would not.
-    return wrap(local.view(sizes) if func is Tensor.view and local.is_contiguous() else local.reshape(sizes), result)
+    return local.reshape(local_shape(shape, placements, coordinates)), result
 
 
 @rule(Tensor.view, Tensor.reshape, torch.reshape)
 def _view(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
-    if args and isinstance(args[0], torch.dtype):
+    if "dtype" in kwargs or (args and isinstance(args[0], torch.dtype)):
         raise Refused("a view of another dtype is not split")
-    return _reshaped(func, x, _sizes(args) if args else kwargs["shape"])
+    return _reshaped(func, x, _sizes(args) if args else kwargs["shape" if "shape" in kwargs else "size"])
 
 
 @rule(Tensor.view_as, Tensor.reshape_as)
-def _view_as(func: Any, x: SpatialTensor, other: Tensor) -> Tensor:
+def _view_as(func: Any, x: Tensor, other: Tensor) -> Tensor:
+    if not isinstance(x, SpatialTensor):  # whole, as is its view
+        return (x.view if func is Tensor.view_as else x.reshape)(tuple(other.shape))
     return _reshaped(Tensor.view if func is Tensor.view_as else Tensor.reshape, x, tuple(other.shape))
 
 
@@ -140,7 +148,8 @@ def _unsqueeze(func: Any, x: SpatialTensor, dim: int) -> Tensor:
 
 
 @rule(Tensor.expand, torch.broadcast_to, Tensor.broadcast_to, Tensor.expand_as)
-def _expand(func: Any, x: Tensor, *args: Any) -> Tensor:
+def _expand(func: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
+    args = args or tuple(named[name] for name in ("size", "other") if name in named)
     if not isinstance(x, SpatialTensor):  # a whole tensor, expanded as a split one is: a view, whole as well
         return x.expand(args[0].shape)
     shape = args[0].shape if isinstance(args[0], Tensor) else _sizes(args)
@@ -153,9 +162,9 @@ def _expand(func: Any, x: Tensor, *args: Any) -> Tensor:
 
 
 @rule(Tensor.repeat, torch.tile, Tensor.tile)
-def _repeat(func: Any, x: SpatialTensor, *args: Any) -> Tensor:
+def _repeat(func: Any, x: SpatialTensor, *args: Any, **named: Any) -> Tensor:
     layout: Layout = x._layout
-    repeats = list(_sizes(args))
+    repeats = list(_sizes(args or tuple(named.values())))
     if func is not Tensor.repeat:
         repeats = [1] * (len(layout.shape) - len(repeats)) + repeats
     extra = len(repeats) - len(layout.shape)

@@ -1,0 +1,325 @@
+"""The general way of a torch function on split tensors: what all rules need, once.
+
+Arguments are bound to torch's names; what torch refuses is refused; the rule runs, or the function is refused by name,
+or runs on gathered tensors; the result has torch's shape, dtype and strides and shares memory with an operand just
+where torch's does; what was written reaches every tensor that torch would have it reach.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
+
+from fullframe.errors import FullframeError, ShapeError, UnsupportedOp
+from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
+from fullframe.spatial.module_path import module_path
+from fullframe.spatial.rules.refusals import REASONS
+from fullframe.spatial.rules.registry import RULES, UNCHECKED, Refused, general, writes
+from fullframe.spatial.tensor import (
+    Layout,
+    SpatialTensor,
+    described,
+    local_of,
+    say_gathered,
+    shell_of,
+    shells_in,
+    sliced,
+    wrap,
+)
+from fullframe.spatial.views import View, share_memory, version_of
+
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x1": "input", "x2": "other"}  # as torch itself translates them
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func(*args, **kwargs)`, with split tensors among the arguments."""
+    if kwargs:
+        args, kwargs = _renamed(args, kwargs)
+    operands: list[Tensor] = []
+    target = kwargs.pop("out") if kwargs.get("out") is not None else None
+    facts = facts_of(func, args, kwargs, operands)
+    if facts is None:
+        args, kwargs = tuple(map(_number, args)), {name: _number(value) for name, value in kwargs.items()}
+        facts = facts_of(func, args, kwargs, operands)
+        operands = operands or [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    if any(type(operand) is SpatialTensor and not operand._layout.placements for operand in operands):
+        return _with_whole_views(func, args, kwargs if target is None else {**kwargs, "out": target})
+    try:
+        result = _ruled(func, args, kwargs, operands, facts)
+        return result if target is None else _into(target, result, func)
+    except Refused as refused:
+        reason, fix = refused.reason, refused.fix
+    return unsupported(func, args, kwargs if target is None else {**kwargs, "out": target}, reason, fix)
+
+
+general.append(dispatch)
+
+
+def _renamed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments by torch's own names, the first in its place."""
+    if not _NUMPY_NAMES.keys().isdisjoint(kwargs):
+        kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
+    if not args:
+        first = next((name for name in ("input", "self") if name in kwargs), None)
+        if first is not None:
+            return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
+    return args, dict(kwargs)
+
+
+def _number(value: Any) -> Any:
+    kind = type(value)
+    if kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", 1):
+        return value.item()
+    if kind is tuple or kind is list:
+        return kind(_number(item) for item in value)
+    return value
+
+
+def _ruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor], facts: Any) -> Any:
+    """What the rule of `func` makes of it, held to what torch would; raises Refused."""
+    rule = RULES.get(func)
+    if rule is None:
+        raise Refused(REASONS.get(func, "there is no exact rule for it on split tensors"))
+    expected = None if facts is None or func in UNCHECKED else expected_of(facts, func, args, kwargs)
+    if expected is not None and expected.error is not None:
+        raise type(expected.error)(*expected.error.args)
+    try:
+        result = rule(func, *args, **kwargs) if kwargs else rule(func, *args)
+    except TypeError as error:
+        _explain(rule, func, args, kwargs, error)
+        raise
+    if expected is not None:
+        result = _as_torch_has_it(result, expected, operands, func, args)
+    first = args[0] if args else None
+    if type(first) is SpatialTensor and first._view is not None and (result is first or writes(func, kwargs)):
+        settle(first)
+    return result
+
+
+def _explain(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
+    """Raise Refused where the rule does not know an option that torch accepts."""
+    try:
+        inspect.signature(rule).bind(func, *args, **kwargs)
+    except TypeError as unknown:
+        raise Refused(f"this form of the call has no exact rule ({unknown})") from error
+
+
+def _as_torch_has_it(result: Any, expected: Expected, operands: list[Tensor], func: Any, args: tuple[Any, ...]) -> Any:
+    if isinstance(result, Tensor) and len(expected.leaves) == 1:
+        return _conformed(result, expected.leaves[0], expected.typed, operands, func, args, 0)
+    leaves, tree = tree_flatten(result)
+    tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if len(tensors) != len(expected.leaves):
+        return result  # a Python value, or torch's own choice of what to leave out
+    for number, (n, leaf) in enumerate(zip(tensors, expected.leaves, strict=True)):
+        leaves[n] = _conformed(leaves[n], leaf, expected.typed, operands, func, args, number)
+    return tree_unflatten(leaves, tree)
+
+
+def _conformed(
+    result: Tensor, leaf: Leaf, typed: bool, operands: list[Tensor], func: Any, args: tuple[Any, ...], number: int
+) -> Tensor:
+    """`result` with the dtype and strides of `leaf`, and sharing memory where it does."""
+    alias = None if leaf.alias is None else operands[leaf.alias]
+    if result is alias:
+        return result
+    if type(result) is SpatialTensor:
+        local, layout, view = result._local, result._layout, result._view
+    else:
+        local, layout, view = result, _whole_layout(result, operands), None
+    if layout.shape != leaf.shape:
+        raise FullframeError(
+            f"{name_of(func)} would give shape {layout.shape} where torch gives {leaf.shape}: a fault of fullframe; "
+            "please report it, and gather the operands with .full() meanwhile"
+        )
+    if typed and local.dtype is not leaf.dtype:
+        local = local.to(leaf.dtype)
+    if alias is None:
+        view = None
+        if any(share_memory(local, _memory(operand)) for operand in operands):
+            local = local.clone()
+    elif view is None:
+        view = _view_of(alias, local, func, args, number)
+    if local is _memory(result) and layout.strides == leaf.strides and (view is None or view is result._view):  # type: ignore[attr-defined]
+        return result
+    if not layout.placements and view is None:
+        return local
+    return shell_of(local, layout.strided(leaf.strides), view)
+
+
+def _whole_layout(result: Tensor, operands: list[Tensor]) -> Layout:
+    layout: Layout = next(operand._layout for operand in operands if type(operand) is SpatialTensor)
+    return layout.with_(result.shape, ())
+
+
+def _memory(operand: Tensor) -> Tensor:
+    return operand._local if type(operand) is SpatialTensor else operand
+
+
+def _view_of(base: Tensor, local: Tensor, func: Any, args: tuple[Any, ...], number: int) -> View | None:
+    """How a result that torch makes a view of `base` is one; None where sharing the local memory says all."""
+    if type(base) is not SpatialTensor:
+        return None
+    shared = share_memory(local, base._local)
+    if shared and base._view is None:
+        return None
+
+    def replay(base: SpatialTensor) -> Tensor:
+        again = [leaf for leaf in tree_iter(general[0](func, (base, *args[1:]), {})) if isinstance(leaf, Tensor)]
+        return _memory(again[number])
+
+    def refuse(view: SpatialTensor) -> None:
+        name = name_of(func)
+        reason = f"torch would write into the base of what {name} returned, which is a copy here"
+        raise UnsupportedOp(f"a write to a view by {name}", described([view]), module_path(), reason, "Use .clone().")
+
+    return View(base, replay, None if shared else refuse, base._local, version_of(base._local))
+
+
+def settle(shell: SpatialTensor) -> None:
+    """Carry a write into a view on to its base, and on."""
+    while shell._view is not None:
+        shell._view.settle(shell)
+        shell = shell._view.base
+
+
+def _with_whole_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with whole tensors that are views of split ones: plain tensors but for who must hear of a write."""
+    views = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is SpatialTensor and not leaf._layout.placements]
+    locals_, options = tree_map_only(SpatialTensor, plain, (args, kwargs))
+    result = func(*locals_, **options)
+    memories = [(view, view._local) for view in views]
+    written = writes(func, kwargs) or kwargs.get("out") is not None
+    leaves, tree = tree_flatten(result)
+    for n, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or type(leaf) is SpatialTensor:
+            continue
+        base = next((view for view, local in memories if share_memory(leaf, local)), None)
+        if base is None:
+            continue
+        if leaf is base._local:
+            leaves[n] = base
+            written = written or base is args[0]
+        else:
+            leaves[n] = _derived(base, leaf, func, args, kwargs, n)
+    if written:
+        for view in views:
+            if view is args[0] or view is kwargs.get("out"):
+                settle(view)
+    return tree_unflatten(leaves, tree)
+
+
+def _derived(base: SpatialTensor, leaf: Tensor, func: Any, args: Any, kwargs: Any, number: int) -> SpatialTensor:
+    """A view of a whole view, which shares its memory."""
+
+    def replay(base: SpatialTensor) -> Tensor:
+        again = tree_map_only(SpatialTensor, plain, ((base, *args[1:]), kwargs))
+        found = tree_flatten(func(*again[0], **again[1]))[0][number]
+        assert isinstance(found, Tensor)
+        return found
+
+    layout = base._layout.with_(tuple(leaf.shape), ())
+    layout = layout if leaf.is_contiguous() else layout.strided(leaf.stride())
+    return shell_of(leaf, layout, View(base, replay, None, base._local, version_of(base._local)))
+
+
+def plain(value: Any) -> Any:
+    """The plain tensor of a shell that is whole; anything else as it is."""
+    return local_of(value) if type(value) is SpatialTensor and not value._layout.placements else value
+
+
+def _into(target: Any, result: Any, func: Any) -> Any:
+    """`out=`: the result is written into the tensors of `target` as torch does it."""
+    targets = [target] if isinstance(target, Tensor) else list(target)
+    results = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+    for goal, value in zip(targets, results, strict=True):
+        _check_out(goal, value, func)
+    for goal, value in zip(targets, results, strict=True):
+        with torch.no_grad():
+            goal.copy_(value)
+    return target if isinstance(target, Tensor) else type(result)(targets)
+
+
+def _check_out(goal: Tensor, value: Tensor, func: Any) -> None:
+    name = name_of(func)
+    if torch.is_grad_enabled() and (goal.requires_grad or value.requires_grad):
+        raise RuntimeError(f"{name}(): functions with out=... arguments don't support automatic differentiation")
+    if not torch.can_cast(value.dtype, goal.dtype):
+        raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {goal.dtype}")
+    if tuple(goal.shape) != tuple(value.shape):
+        raise Refused(f"out= has shape {tuple(goal.shape)}, the result {tuple(value.shape)}", "Give out= its size.")
+    if isinstance(value, SpatialTensor) and not isinstance(goal, SpatialTensor):
+        raise Refused("out= is whole and the result split", "Leave out= away, or give a split tensor.")
+
+
+def unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, fix: str) -> Any:
+    """Refuse `func` by name, or run it on gathered tensors where the user asked for that."""
+    shells = list(shells_in(args, kwargs))
+    name = name_of(func)
+    if not any(shell._layout.gather for shell in shells) or kwargs.get("out") is not None:
+        raise UnsupportedOp(name, described(shells), module_path(), reason, fix)
+    say_gathered(name, reason, shells[0])
+    if writes(func, kwargs) and isinstance(args[0], SpatialTensor):
+        return gathered_write(func, args, kwargs)
+    return gathered_call(func, args, kwargs, shells[0]._layout)
+
+
+def gathered_write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run an in-place `func` on the whole of its first operand, and write this rank's part back."""
+    target: SpatialTensor = args[0]
+    whole = target.full().clone()
+    rest, kwargs = tree_map_only(SpatialTensor, lambda shell: shell.full(), (args[1:], kwargs))
+    result = func(whole, *rest, **kwargs)
+    if tuple(whole.shape) != target._layout.shape:
+        raise ShapeError(f"{name_of(func)} changes the shape of a split tensor in place; use the form that does not")
+    local_of(target).copy_(sliced(whole, target._layout))
+    settle(target)
+    return None if result is None else target
+
+
+def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, layout: Layout) -> Any:
+    """Run `func` whole on every rank; results of the shape of `layout` are cut like it, others stay whole.
+
+    A result that torch makes a view of an operand is one: what is written to it reaches the operand.
+    """
+    wholes: dict[int, tuple[SpatialTensor, SpatialTensor]] = {}
+
+    def gather(shell: SpatialTensor) -> Tensor:
+        if id(shell) not in wholes:
+            wholes[id(shell)] = shell, _whole_view(shell)
+        return wholes[id(shell)][1]._local
+
+    args_, kwargs_ = tree_map_only(SpatialTensor, gather, (args, kwargs))
+    leaves, tree = tree_flatten(func(*args_, **kwargs_))
+    for n, out in enumerate(leaves):
+        if not isinstance(out, Tensor):
+            continue
+        base = next((whole for _, whole in wholes.values() if share_memory(out, whole._local)), None)
+        if base is not None:
+            swapped = tuple(base if t is base._local else t for t in args_)
+            leaves[n] = _derived(base, out, func, swapped, kwargs_, n)
+        elif tuple(out.shape) == layout.shape:
+            leaves[n] = wrap(sliced(out, layout), layout.strided(None if out.is_contiguous() else out.stride()))
+    return tree_unflatten(leaves, tree)
+
+
+def _whole_view(shell: SpatialTensor) -> SpatialTensor:
+    """`shell` gathered, as a view of it that was copied."""
+
+    def put(view: SpatialTensor) -> None:
+        local_of(shell).copy_(sliced(view._local, shell._layout))
+
+    whole = shell.full()
+    layout = shell._layout.with_(shell._layout.shape, ())
+    return shell_of(whole, layout, View(shell, lambda base: base.full(), put, shell._local, version_of(shell._local)))
+
+
+def name_of(func: Any) -> str:
+    """What the user calls `func`."""
+    owner = getattr(func, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return f"{owner.__name__}.apply"
+    return torch.overrides.resolve_name(func) or getattr(func, "__qualname__", None) or str(func)

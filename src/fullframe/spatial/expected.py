@@ -1,0 +1,151 @@
+"""What plain torch would do with the whole tensors: the op itself, run on meta tensors of the global shapes.
+
+So whatever torch refuses is refused on all ranks alike with torch's own exception, and a rule's result is held to
+torch's shape and dtype, and to whether it shares memory with an operand. Remembered by function and arguments.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from fullframe.spatial.tensor import SpatialTensor
+
+_PLAIN = frozenset(
+    (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout,
+     type(Ellipsis))
+)  # fmt: skip
+_MOST = 65536  # calls that are remembered
+
+
+class Leaf(NamedTuple):
+    """One tensor that torch would return."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None  # None: contiguous
+    dtype: torch.dtype
+    alias: int | None  # the operand, by its number among the tensors of the call, whose memory it shares
+
+
+class Expected(NamedTuple):
+    """The tensors torch would return, or the exception it would raise; `typed` where the dtypes are to be trusted."""
+
+    leaves: tuple[Leaf, ...]
+    error: Exception | None
+    typed: bool
+
+
+class _Unknown(Exception):
+    """An argument that cannot be described by what all ranks know."""
+
+
+_known: dict[Any, Expected | None] = {}
+
+
+def facts_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
+    """The call as something hashable that all ranks know; fills `operands` with its tensors in order.
+
+    None where an argument cannot be described so, a number of numpy's for instance.
+    """
+    try:
+        facts = _facts(args, operands)
+        if kwargs:
+            names = tuple(kwargs)
+            return func, facts, names, _facts(kwargs.values(), operands), torch._C._is_any_autocast_enabled()
+        return func, facts, torch._C._is_any_autocast_enabled()
+    except _Unknown:
+        operands.clear()
+        return None
+
+
+def expected_of(key: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Expected | None:
+    """What torch would do in the call whose facts are `key`; None where that cannot be told."""
+    found = _known.get(key, _known)
+    if found is not _known:
+        return found  # type: ignore[return-value]
+    if len(_known) > _MOST:
+        _known.clear()
+    result = _known[key] = _run(func, args, kwargs, key[-1])
+    return result
+
+
+def _facts(values: Any, operands: list[Tensor]) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for value in values:
+        kind = type(value)
+        found.append(kind)
+        if kind is SpatialTensor:
+            operands.append(value)
+            found += (value._layout.facts, value._local.dtype)
+        elif kind in _PLAIN:
+            found.append(value)
+        elif isinstance(value, Tensor):
+            operands.append(value)
+            found += (value.shape, value.stride(), value.dtype)
+        elif kind is tuple or kind is list:
+            found.append(_facts(value, operands))
+        elif kind is slice:
+            found.append(_facts((value.start, value.stop, value.step), operands))
+        elif kind is torch.Size:
+            found.append(value)
+        elif kind is dict:
+            found += (tuple(value), _facts(value.values(), operands))
+        else:
+            raise _Unknown
+    return tuple(found)
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], cast: bool) -> Expected | None:
+    metas: list[Tensor] = []
+    with (
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.autocast("cpu", enabled=False),
+        torch.no_grad(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        args, kwargs = (_on_meta(tree, metas, cast) for tree in (args, kwargs))
+        try:
+            result = func(*args, **kwargs)
+        except NotImplementedError:
+            return None
+        except Exception as error:
+            if "meta" in str(error) or "Meta" in str(error):  # it would read a value
+                return None
+            return Expected((), error.with_traceback(None), False)
+        return Expected(tuple(_leaf(t, metas) for t in tree_leaves(result) if isinstance(t, Tensor)), None, not cast)
+
+
+def _on_meta(value: Any, metas: list[Tensor], cast: bool) -> Any:
+    if isinstance(value, Tensor):
+        if type(value) is SpatialTensor:
+            shape, strides, dtype = value._layout.shape, value._layout.strides, value._local.dtype
+        else:
+            shape, strides, dtype = tuple(value.shape), value.stride(), value.dtype
+        if cast and dtype.is_floating_point:
+            dtype = torch.float32  # autocast brings the operands to one dtype, on their own device alone
+        if strides is None:
+            meta = torch.empty(shape, dtype=dtype, device="meta")
+        else:
+            meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        metas.append(meta)
+        return meta
+    if isinstance(value, (tuple, list)):
+        items = [_on_meta(item, metas, cast) for item in value]
+        return type(value)(items) if type(value) in (tuple, list) else tuple(items)
+    if type(value) is dict:
+        return {name: _on_meta(item, metas, cast) for name, item in value.items()}
+    if type(value) is torch.device:
+        return torch.device("meta")
+    return value
+
+
+def _leaf(result: Tensor, metas: list[Tensor]) -> Leaf:
+    alias = next((n for n, meta in enumerate(metas) if torch._C._is_alias_of(result, meta)), None)  # type: ignore[attr-defined]
+    strides = None if result.is_contiguous() else result.stride()
+    return Leaf(tuple(result.shape), strides, result.dtype, alias)

@@ -1,0 +1,43 @@
+"""`autograd.Function.apply` on a split tensor, which torch hands to no `__torch_function__`, made to do so.
+
+It would see a shell without a graph: a plain result would backpropagate into the shell, and be lost. Importing this
+module puts the guard in place.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullframe.spatial.dispatch import plain, unsupported
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+
+# FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.
+_FSDP_IDENTITY = ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "RegisterPostBackwardFunction")
+
+apply_function = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+
+def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    if not any(type(arg) is SpatialTensor for arg in args):
+        return apply_function(function, *args, **kwargs)
+    if (function.__module__, function.__name__) == _FSDP_IDENTITY:
+        return _apply_to_locals(function, args)
+    args = tuple(plain(arg) for arg in args)
+    if not any(type(arg) is SpatialTensor for arg in args):
+        return apply_function(function, *args, **kwargs)
+    fix = "Apply it to x.local if it is pointwise, or to x.full(); parallelize(..., unsupported='gather') does that."
+    return unsupported(function.apply, args, kwargs, "an autograd.Function would lose a split gradient", fix)
+
+
+def _apply_to_locals(identity: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """A function that returns its tensors as they are, applied to the local ones."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    results = apply_function(identity, *(local_of(arg) if type(arg) is SpatialTensor else arg for arg in args))
+    return tuple(
+        wrap(result, arg._layout) if type(arg) is SpatialTensor else result
+        for result, arg in zip(results, tensors, strict=True)
+    )
+
+
+torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
