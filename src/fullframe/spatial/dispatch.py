@@ -63,7 +63,7 @@ def _renamed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     if not _NUMPY_NAMES.keys().isdisjoint(kwargs):
         kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
     if not args:
-        first = next((name for name in ("input", "self") if name in kwargs), None)
+        first = next((name for name in ("condition", "input", "self") if name in kwargs), None)
         if first is not None:
             return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
     return args, dict(kwargs)
