@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from fullframe.spatial.expected import forget_expected
+
 LOWER_PRECISION = frozenset(
     [
         "_convolution.deprecated",
@@ -163,10 +165,12 @@ def cuda_autocast() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         for name, kernel in _kernels().items():
             library.impl(name, kernel, _CPU_KEY)
+    forget_expected()
     try:
         yield
     finally:
         library._destroy()
+        forget_expected()
 
 
 def _kernels() -> dict[str, Any]:

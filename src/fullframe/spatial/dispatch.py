@@ -87,7 +87,10 @@ def _ruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: l
     if expected is not None and expected.error is not None:
         raise type(expected.error)(*expected.error.args)
     try:
-        result = rule(func, *args, **kwargs) if kwargs else rule(func, *args)
+        if expected is not None and expected.widens:
+            result = _in_fp32(rule, func, args, kwargs)
+        else:
+            result = rule(func, *args, **kwargs) if kwargs else rule(func, *args)
     except TypeError as error:
         _explain(rule, func, args, kwargs, error)
         raise
@@ -97,6 +100,19 @@ def _ruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: l
     if type(first) is SpatialTensor and first._view is not None and (result is first or writes(func, kwargs)):
         settle(first)
     return result
+
+
+def _in_fp32(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As autocast has it where it widens: the operands in fp32, whatever functions the rule is made of."""
+
+    def widened(value: Tensor) -> Tensor:
+        dtype = value._local.dtype if type(value) is SpatialTensor else value.dtype
+        return value.float() if dtype in (torch.bfloat16, torch.float16) else value
+
+    args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
+    device = next(t._local.device.type for t in tree_iter((args, kwargs)) if type(t) is SpatialTensor)
+    with torch.autocast(device, enabled=False):
+        return rule(func, *args, **kwargs)
 
 
 def _explain(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
@@ -109,18 +125,18 @@ def _explain(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _as_torch_has_it(result: Any, expected: Expected, operands: list[Tensor], func: Any, args: tuple[Any, ...]) -> Any:
     if isinstance(result, Tensor) and len(expected.leaves) == 1:
-        return _conformed(result, expected.leaves[0], expected.typed, operands, func, args, 0)
+        return _conformed(result, expected.leaves[0], operands, func, args, 0)
     leaves, tree = tree_flatten(result)
     tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(tensors) != len(expected.leaves):
         return result  # a Python value, or torch's own choice of what to leave out
     for number, (n, leaf) in enumerate(zip(tensors, expected.leaves, strict=True)):
-        leaves[n] = _conformed(leaves[n], leaf, expected.typed, operands, func, args, number)
+        leaves[n] = _conformed(leaves[n], leaf, operands, func, args, number)
     return tree_unflatten(leaves, tree)
 
 
 def _conformed(
-    result: Tensor, leaf: Leaf, typed: bool, operands: list[Tensor], func: Any, args: tuple[Any, ...], number: int
+    result: Tensor, leaf: Leaf, operands: list[Tensor], func: Any, args: tuple[Any, ...], number: int
 ) -> Tensor:
     """`result` with the dtype and strides of `leaf`, and sharing memory where it does."""
     alias = None if leaf.alias is None else operands[leaf.alias]
@@ -135,7 +151,7 @@ def _conformed(
             f"{name_of(func)} would give shape {layout.shape} where torch gives {leaf.shape}: a fault of fullframe; "
             "please report it, and gather the operands with .full() meanwhile"
         )
-    if typed and local.dtype is not leaf.dtype:
+    if local.dtype is not leaf.dtype:
         local = local.to(leaf.dtype)
     if alias is None:
         view = None

@@ -1,15 +1,18 @@
 """What plain torch would do with the whole tensors: the op itself, run on meta tensors of the global shapes.
 
 So whatever torch refuses is refused on all ranks alike with torch's own exception, and a rule's result is held to
-torch's shape and dtype, and to whether it shares memory with an operand. Remembered by function and arguments.
+torch's shape and dtype, and to whether it shares memory with an operand. Remembered by function and arguments. Under
+autocast fake tensors take the place of meta tensors, as autocast looks at the device.
 """
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -32,11 +35,11 @@ class Leaf(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """The tensors torch would return, or the exception it would raise; `typed` where the dtypes are to be trusted."""
+    """The tensors torch would return, or the exception it would raise."""
 
     leaves: tuple[Leaf, ...]
     error: Exception | None
-    typed: bool
+    widens: bool = False  # autocast has it computed in fp32, which its operands are not all in
 
 
 class _Unknown(Exception):
@@ -55,8 +58,8 @@ def facts_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: l
         facts = _facts(args, operands)
         if kwargs:
             names = tuple(kwargs)
-            return func, facts, names, _facts(kwargs.values(), operands), torch._C._is_any_autocast_enabled()
-        return func, facts, torch._C._is_any_autocast_enabled()
+            return func, facts, names, _facts(kwargs.values(), operands), _autocast(operands)
+        return func, facts, _autocast(operands)
     except _Unknown:
         operands.clear()
         return None
@@ -99,47 +102,59 @@ def _facts(values: Any, operands: list[Tensor]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], cast: bool) -> Expected | None:
-    metas: list[Tensor] = []
-    with (
-        _disable_current_modes(),
-        torch._C.DisableTorchFunction(),
-        torch.autocast("cpu", enabled=False),
-        torch.no_grad(),
-        warnings.catch_warnings(),
-    ):
+def _autocast(operands: list[Tensor]) -> tuple[str, torch.dtype] | None:
+    """The device and dtype of the autocast that is on for the operands, None where there is none."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    kind = next((t._local.device.type for t in operands if type(t) is SpatialTensor), "cpu")
+    return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+
+
+def forget_expected() -> None:
+    """Ask again from now on: another policy of autocast holds."""
+    _known.clear()
+
+
+def _run(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], cast: tuple[str, torch.dtype] | None
+) -> Expected | None:
+    made: list[Tensor] = []
+    device = "meta" if cast is None else cast[0]
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        args, kwargs = (_on_meta(tree, metas, cast) for tree in (args, kwargs))
-        try:
-            result = func(*args, **kwargs)
-        except Exception as error:
-            if "meta" in str(error).lower():  # it has no kernel there, or would read a value
-                return None
-            return Expected((), error.with_traceback(None), False)
-        return Expected(tuple(_leaf(t, metas) for t in tree_leaves(result) if isinstance(t, Tensor)), None, not cast)
+        with FakeTensorMode() if cast else nullcontext():
+            args, kwargs = (_without_values(tree, device, made) for tree in (args, kwargs))
+            try:
+                result = func(*args, **kwargs)
+            except Exception as error:
+                home = type(error).__module__
+                if "meta" in str(error).lower() or home.startswith("torch._subclasses"):  # it would read a value
+                    return None
+                return Expected((), error.with_traceback(None))
+            leaves = tuple(_leaf(t, made) for t in tree_leaves(result) if isinstance(t, Tensor))
+    lower = any(t.dtype in (torch.bfloat16, torch.float16) for t in made)
+    return Expected(leaves, None, bool(cast) and lower and any(leaf.dtype is torch.float32 for leaf in leaves))
 
 
-def _on_meta(value: Any, metas: list[Tensor], cast: bool) -> Any:
+def _without_values(value: Any, device: str, made: list[Tensor]) -> Any:
+    """`value` with tensors of the global shapes on `device` in place of those it holds."""
     if isinstance(value, Tensor):
         if type(value) is SpatialTensor:
             shape, strides, dtype = value._layout.shape, value._layout.strides, value._local.dtype
         else:
             shape, strides, dtype = tuple(value.shape), value.stride(), value.dtype
-        if cast and dtype.is_floating_point:
-            dtype = torch.float32  # autocast brings the operands to one dtype, on their own device alone
         if strides is None:
-            meta = torch.empty(shape, dtype=dtype, device="meta")
+            made.append(torch.empty(shape, dtype=dtype, device=device))
         else:
-            meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        metas.append(meta)
-        return meta
+            made.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+        return made[-1]
     if isinstance(value, (tuple, list)):
-        items = [_on_meta(item, metas, cast) for item in value]
+        items = [_without_values(item, device, made) for item in value]
         return type(value)(items) if type(value) in (tuple, list) else tuple(items)
     if type(value) is dict:
-        return {name: _on_meta(item, metas, cast) for name, item in value.items()}
+        return {name: _without_values(item, device, made) for name, item in value.items()}
     if type(value) is torch.device:
-        return torch.device("meta")
+        return torch.device(device)
     return value
 
 
