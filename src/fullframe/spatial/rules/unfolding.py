@@ -5,11 +5,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from fullframe.geometry.extents import Extents
+from fullframe.geometry.placement import Placement, local_shape
 from fullframe.geometry.window import Window
 from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.rules.windowed import ints, plan_windows, region
-from fullframe.spatial.tensor import SpatialTensor, gather_axes, local_of, wrap
+from fullframe.spatial.rules.windowed import WindowPlan, ints, plan_windows, region
+from fullframe.spatial.tensor import SpatialTensor, aligned, gather_axes, local_of, wrap
 
 
 @rule(F.unfold)
@@ -49,22 +52,55 @@ def _fold(
     padding: Any = 0,
     stride: Any = 1,
 ) -> Tensor:
-    """A transposed convolution whose weights put each element where its window had it."""
-    size, kernel, stride, dilation, padding = (
-        ints(value, 2) for value in (output_size, kernel_size, stride, dilation, padding)
-    )
+    """The windows (N, C * k * k, rows * columns) added up into the image (N, C, H, W), which is cut evenly."""
+    if input.dim() != 3:
+        raise Refused("only a batch of windows (N, C * k * k, L) is folded split")
+    options = [ints(value, 2) for value in (kernel_size, stride, dilation, padding)]
+    windows = [Window(*row) for row in zip(*options, strict=True)]
+    sizes = ints(output_size, 2)
     samples, deep, _ = input._layout.shape
-    windows = [Window(*row) for row in zip(kernel, stride, dilation, padding, strict=True)]
-    rows, columns = (w.output_size(n) for w, n in zip(windows, size, strict=True))
-    area = kernel[0] * kernel[1]
-    weight = torch.eye(area, dtype=input.dtype, device=input.device).view(area, 1, *kernel)
-    extra = [
-        n - ((m - 1) * w.stride - 2 * w.padding + w.span)
-        for n, m, w in zip(size, (rows, columns), windows, strict=True)
-    ]
-    image = input.reshape(samples, deep, rows, columns)
-    weight = weight.repeat(deep // area, 1, 1, 1)
-    return F.conv_transpose2d(image, weight, None, stride, padding, extra, deep // area, dilation)
+    rows, columns = (w.output_size(n) for w, n in zip(windows, sizes, strict=True))
+    cells = input.reshape(samples, deep, rows, columns)
+    if not isinstance(cells, SpatialTensor):
+        return func(cells.flatten(2), sizes, *(options[n] for n in (0, 2, 3, 1)))  # type: ignore[no-any-return]
+    layout = cells._layout
+    image = tuple(
+        p if p.dim < 2 else Placement(p.axis, p.dim, Extents.even(sizes[p.dim - 2], p.extents.parts))
+        for p in layout.placements
+    )
+    small = [p.axis for p in image if p.extents.has_empty]
+    channels = deep // (options[0][0] * options[0][1])
+    goal = layout.with_((samples, channels, *sizes), image)
+    plan = plan_windows(goal, (2, 3), windows, (rows, columns), layout.shape) if not small else None
+    small += plan.too_small if plan is not None else ()
+    if plan is None or small:
+        whole = wrap(*gather_axes(local_of(cells), layout, small)).flatten(2)
+        return F.fold(whole, sizes, *(options[n] for n in (0, 2, 3, 1)))
+    kernel, stride, dilation, padding = options
+    inner = [0 if goal.is_split(dim) else p for dim, p in zip((2, 3), padding, strict=True)]
+    local = aligned(cells, plan.layout)
+    held = local_shape(goal.shape, goal.placements, [goal.spatial.axis(p.axis).part for p in goal.placements])
+    return wrap(_Fold.apply(local, plan, held, (kernel, dilation, inner, stride)), goal)  # type: ignore[no-untyped-call]
+
+
+class _Fold(torch.autograd.Function):
+    """The adjoint of taking a region and unfolding it: what falls into a neighbour's rows is sent there and added."""
+
+    @staticmethod
+    def forward(ctx: Any, cells: Tensor, plan: WindowPlan, held: tuple[int, ...], options: Any) -> Tensor:
+        ctx.plan, ctx.options, ctx.shape = plan, options, cells.shape
+        with torch.enable_grad():
+            image = cells.new_zeros(held).requires_grad_()
+            joined = region(image, plan)
+            folded = F.fold(cells.detach().flatten(2), tuple(joined.shape[2:]), *options)
+            (result,) = torch.autograd.grad(joined, image, folded)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        windows = F.unfold(region(gradient, ctx.plan), *ctx.options)
+        return windows.view(ctx.shape), None, None, None
 
 
 @rule(Tensor.unfold)
