@@ -67,3 +67,30 @@ def _answers(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], on: Devic
                 gradient /= dist.get_world_size()
             answers[f"gradient {n}"] = gradient
     return answers
+
+
+def unlike(
+    op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], height: int, width: int, tolerance: float
+) -> list[str]:
+    """What of `differences` differs, told in words; infinities and NaN must stand where they stand in one process."""
+    here = _answers(op, split, whole, None)
+    there = _answers(op, split, whole, mesh(height, width))
+    missing = [f"{name} is in one of them alone" for name in here.keys() ^ there.keys()]
+    return missing + [
+        f"{name}: {fault}"
+        for name in here.keys() & there.keys()
+        if (fault := _unlike(here[name], there[name], tolerance))
+    ]
+
+
+def _unlike(expected: Tensor, got: Tensor, tolerance: float) -> str:
+    facts = [(tuple(t.shape), t.dtype) for t in (expected, got)]
+    if facts[0] != facts[1]:
+        return f"{facts[1]} for {facts[0]}"
+    expected, got = expected.to(torch.complex128), got.to(torch.complex128)
+    finite = expected.isfinite() & got.isfinite()
+    same = (expected == got) | (expected.isnan() & got.isnan())
+    scale = expected[finite].abs().max().clamp_min(1) if finite.any() else 1
+    wrong = torch.where(finite, (expected - got).abs() > tolerance * scale, ~same)
+    at = [tuple(index) for index in wrong.nonzero()[:3].tolist()]
+    return ", ".join(f"{got[i].real.item():.8g} for {expected[i].real.item():.8g} at {i}" for i in at)

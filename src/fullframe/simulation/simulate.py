@@ -71,7 +71,7 @@ def simulate(
         raise StrategyError(f"there is no term {', '.join(map(repr, unknown))}; the terms are {', '.join(TERMS)}")
     cluster = _cluster(device, strategy)
     # A shard's generator is seeded with a number that is read from a tensor, which a fake one does not hold.
-    unseeded = patch.object(drawing, "shard_generator", lambda x: torch.Generator())
+    unseeded = patch.object(drawing, "shard_generator", lambda *_: torch.Generator())
     with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), unseeded:
         return _Simulation(recipe, strategy, cluster, without, timings).prediction()
 

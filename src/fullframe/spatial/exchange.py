@@ -174,28 +174,43 @@ def summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     if value.device.type == "cpu" and value.numel() and fits(value) and mailboxes_of(group) is not None:
         return gathered(value, group).sum(0, dtype=value.dtype)  # in rank order, so equal to the last bit on all ranks
     total = value.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    if total.numel():
+        dist.all_reduce(total, group=group)
     return total
 
 
-def maximum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest `value` over the ranks of `group`; outside autograd, in a new tensor."""
-    largest = value.detach().clone(memory_format=torch.contiguous_format)
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return largest
+class _GatherOverRanks(torch.autograd.Function):
+    """All-gather; every rank holds all the values, so what a rank's own gets is the sum over the copies of its slot."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return sum_over_ranks(gradient, ctx.group)[dist.get_rank(ctx.group)], None
+
+
+def gather_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`value` of every rank of `group`, stacked in rank order along a new first dim; differentiable."""
+    if dist.get_world_size(group) == 1:
+        return value[None]
+    return _GatherOverRanks.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gathered(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`value` of every rank of `group`, stacked in rank order along a new first dim; outside autograd."""
     value = value.detach().contiguous()
     ranks = dist.get_process_group_ranks(group)
-    if len(ranks) == 1:
-        return value[None]
+    if len(ranks) == 1 or not value.numel():
+        return value.expand(len(ranks), *value.shape).clone()
     everyone = [torch.empty_like(value) for _ in ranks]
     boxes = mailboxes_of(group) if value.device.type == "cpu" and fits(value) and value.numel() else None
     if boxes is None:
-        dist.all_gather(everyone, value, group=group)
+        # As bytes: gloo knows no int16, no complex numbers.
+        plain = [t.view(-1).view(torch.uint8) for t in (value, *everyone)]
+        dist.all_gather(plain[1:], plain[0], group=group)
         return torch.stack(everyone)
     me = dist.get_rank()
     for rank in ranks:

@@ -1,14 +1,19 @@
-"""Functions that mix elements along one dim: local when that dim is whole; softmax also when it is split."""
+"""Functions that mix elements along one dim: local when that dim is whole; softmax and cumsum also when it is split."""
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.spatial.rules.reduction import by_rank
+from fullframe.spatial.exchange import gather_over_ranks, gathered, sum_over_ranks, summed
+from fullframe.spatial.rules.reduction import wide
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+
+_SOFTMAX = F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax
+_LOG_SOFTMAX = F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax
 
 
 def _whole(x: SpatialTensor, dim: int) -> None:
@@ -16,29 +21,46 @@ def _whole(x: SpatialTensor, dim: int) -> None:
         raise Refused(f"it works along dim {dim}, which is split")
 
 
-@rule(F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
-def _softmax(func: Any, x: SpatialTensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
-    return _soft(func, x, dim, args, kwargs, lambda shifted, total: torch.exp(shifted) / total)
+class _Softmax(torch.autograd.Function):
+    """Softmax, or its logarithm, along a dim that is spread over the ranks of `group`; keeps its result alone."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, group: dist.ProcessGroup, log: bool) -> Tensor:
+        top = torch.amax(gathered(torch.amax(local, dim, True), group), 0)
+        shifted = local.to(wide(local.dtype)) - top
+        powers = shifted.exp()
+        total = summed(powers.sum(dim, True), group)
+        result = (shifted.sub_(total.log_()) if log else powers.div_(total)).to(local.dtype)
+        ctx.save_for_backward(result)
+        ctx.where = dim, group, log
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (result,), (dim, group, log) = ctx.saved_tensors, ctx.where
+        kind = wide(result.dtype)
+        given, result = gradient.to(kind), result.to(kind)
+        total = sum_over_ranks((given if log else given * result).sum(dim, True), group)
+        slope = given - result.exp() * total if log else result * (given - total)
+        return slope.to(gradient.dtype), None, None, None
 
 
-@rule(F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax)
-def _log_softmax(func: Any, x: SpatialTensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
-    return _soft(func, x, dim, args, kwargs, lambda shifted, total: shifted - torch.log(total))
-
-
-def _soft(func: Any, x: SpatialTensor, dim: int | None, args: Any, kwargs: Any, finish: Any) -> Tensor:
+@rule(*_SOFTMAX, *_LOG_SOFTMAX)
+def _softmax(func: Any, x: SpatialTensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
+    if isinstance(_stacklevel, torch.dtype):  # torch.softmax has it in third place, F.softmax in fourth
+        dtype = _stacklevel
     if dim is None:
-        raise Refused("the dim is not given", "Name the dim.")
-    if not x._layout.is_split(dim):
-        return wrap(func(local_of(x), dim, *args, **kwargs), x._layout)
-    dtype = kwargs.get("dtype") or next((a for a in args if isinstance(a, torch.dtype)), None)
-    values = x if dtype is None else x.to(dtype)
-    shifted = values - torch.amax(values.detach(), (dim,), True)
-    return finish(shifted, torch.sum(torch.exp(shifted), (dim,), True))  # type: ignore[no-any-return]
+        dim = 0 if x.dim() in (0, 1, 3) else 1  # as torch does, which advises to name it
+    layout, local = x._layout, local_of(x)
+    if not layout.is_split(dim):
+        return wrap(func(local, dim, dtype=dtype), layout)
+    axes = [p.axis for p in layout.placements if p.dim == dim % len(layout.shape)]
+    local = local if dtype is None else local.to(dtype)
+    return wrap(_Softmax.apply(local, dim, layout.spatial.group(axes), func in _LOG_SOFTMAX), layout)  # type: ignore[no-untyped-call]
 
 
 @rule(F.softmin)
-def _softmin(func: Any, x: SpatialTensor, dim: int, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
+def _softmin(func: Any, x: SpatialTensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
     return F.softmax(-x, dim, dtype=dtype)
 
 
@@ -46,12 +68,15 @@ def _softmin(func: Any, x: SpatialTensor, dim: int, _stacklevel: int = 3, dtype:
 def _cumsum(func: Any, x: SpatialTensor, dim: int, *, dtype: Any = None) -> Tensor:
     layout = x._layout
     placement = layout.of(dim)
-    local = func(local_of(x), dim, dtype=dtype)
     if placement is None:
-        return wrap(local, layout)
-    totals = by_rank(local.narrow(dim, local.shape[dim] - 1, 1), x, placement.axis)
-    part = layout.spatial.axis(placement.axis).part
-    return wrap(local + totals[:part].sum(0) if part else local + totals[0] * 0, layout)
+        return wrap(func(local_of(x), dim, dtype=dtype), layout)
+    if dtype is None:
+        dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+    axis = layout.spatial.axis(placement.axis)
+    local = func(local_of(x), dim, dtype=wide(dtype))
+    totals = gather_over_ranks(local.narrow(dim, local.shape[dim] - 1, 1), axis.group)
+    before = totals[: axis.part].sum(0, dtype=local.dtype)  # of no rank on the first, which takes part in backward so
+    return wrap((local + before).to(dtype), layout)
 
 
 @rule(torch.cumprod, Tensor.cumprod, torch.logcumsumexp, Tensor.logcumsumexp)
@@ -78,7 +103,9 @@ def _normalize(
 
 
 @rule(F.prelu, torch.prelu, Tensor.prelu)
-def _prelu(func: Any, x: SpatialTensor, weight: Tensor) -> Tensor:
+def _prelu(func: Any, x: Tensor, weight: Tensor) -> Tensor:
+    if isinstance(weight, SpatialTensor) or not isinstance(x, SpatialTensor):
+        raise Refused("the weight is split")
     if weight.numel() > 1:
         _whole(x, 1)
     return wrap(func(local_of(x), weight), x._layout)
@@ -101,32 +128,53 @@ def _topk(func: Any, x: SpatialTensor, k: int, dim: int = -1, *args: Any, **kwar
 
 
 @rule(torch.sort, Tensor.sort)
-def _sort(func: Any, x: SpatialTensor, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
+def _sort(func: Any, x: SpatialTensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Any:
     _whole(x, dim)
-    found = func(local_of(x), dim, *args, **kwargs)
+    found = func(local_of(x), dim=dim, descending=descending, stable=stable)
     return type(found)([wrap(part, x._layout) for part in found])
+
+
+@rule(torch.argsort, Tensor.argsort)
+def _argsort(func: Any, x: SpatialTensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Tensor:
+    return torch.sort(x, dim=dim, descending=descending, stable=stable).indices
+
+
+@rule(torch.msort, Tensor.msort)
+def _msort(func: Any, x: SpatialTensor) -> Tensor:
+    return torch.sort(x, dim=0).values
 
 
 @rule(F.one_hot)
 def _one_hot(func: Any, x: SpatialTensor, num_classes: int = -1) -> Tensor:
-    if num_classes < 0:
-        raise Refused("the number of classes would be read from one rank's part", "Give num_classes.")
+    """Of as many classes as there are in the whole tensor, where their number is not given."""
     layout = x._layout
+    if num_classes == -1:
+        num_classes = int(torch.amax(x)) + 1
     return wrap(func(local_of(x), num_classes), layout.with_((*layout.shape, num_classes), layout.placements))
 
 
 @rule(F.embedding)
-def _embedding(func: Any, x: SpatialTensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    layout = x._layout
-    found = func(local_of(x), weight, *args, **kwargs)
+def _embedding(
+    func: Any,
+    x: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    if isinstance(weight, SpatialTensor) or not isinstance(x, SpatialTensor):
+        raise Refused("the table is split")
+    layout, local = x._layout, local_of(x)
+    everywhere = x.full() if max_norm is not None or scale_grad_by_freq else local
+    if max_norm is not None:  # every rank shortens all rows that are used
+        torch.embedding_renorm_(weight.detach(), everywhere, max_norm, norm_type)
+    found = func(local, weight, padding_idx, sparse=sparse)
+    if scale_grad_by_freq and found.requires_grad:
+        uses = torch.bincount(everywhere.flatten(), minlength=weight.shape[0])[local].unsqueeze(-1)
+        found.register_hook(lambda gradient: gradient / uses)
     return wrap(found, layout.with_((*layout.shape, weight.shape[1]), layout.placements))
-
-
-@rule(torch.argsort, Tensor.argsort, torch.msort, Tensor.msort)
-def _argsort(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
-    dim = 0 if func in (torch.msort, Tensor.msort) else kwargs.get("dim", args[0] if args else -1)
-    _whole(x, dim)
-    return wrap(func(local_of(x), *args, **kwargs), x._layout)
 
 
 @rule(torch.diff, Tensor.diff)

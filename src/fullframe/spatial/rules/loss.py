@@ -1,77 +1,108 @@
-"""Losses: each rank sums over its pixels; the mean divides by the count of the whole image."""
+"""Losses: the loss of each element or row on its rank, then the sum or mean of the whole, as in torch's kernels."""
 
+import inspect
+import sys
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import _reduction  # what torch itself makes of size_average, reduce and reduction
 
 from fullframe.geometry.placement import Placements
 from fullframe.spatial.exchange import sum_over_ranks
-from fullframe.spatial.rules.reduction import count
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, merged, wrap
 
 _POINTWISE = (
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
-    F.kl_div, F.soft_margin_loss, F.poisson_nll_loss,
+    F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+    F.kl_div, F.soft_margin_loss, F.poisson_nll_loss, F.hinge_embedding_loss,
 )  # fmt: skip
 
 
+def _reduction_of(options: dict[str, Any]) -> str:
+    """Take `reduction` and the two old names for it out of a loss's options; ValueError for any other word."""
+    average, reduce, reduction = (options.pop(name, None) for name in ("size_average", "reduce", "reduction"))
+    if average is not None or reduce is not None:
+        return _reduction.legacy_get_string(average, reduce)
+    return ("none", "mean", "sum")[_reduction.get_enum(reduction or "mean")]
+
+
+def _reduced(each: Tensor, reduction: str) -> Tensor:
+    return each if reduction == "none" else each.sum() if reduction == "sum" else each.mean()
+
+
+def _each(func: Any, options: dict[str, Any], *operands: Tensor) -> Tensor:
+    """The loss of each element of operands (and of tensors among the options) that broadcast to one shape."""
+    tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
+    layout = merged([*operands, *tensors.values()])
+    options = options | {name: aligned(value, layout) for name, value in tensors.items()}
+    return wrap(func(*(aligned(t, layout) for t in operands), reduction="none", **options), layout)
+
+
+@lru_cache
+def _signature(func: Any) -> inspect.Signature:
+    return inspect.signature(func)
+
+
+def _options(func: Any, operands: int, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first `operands` arguments of a loss, and the others by name."""
+    bound = _signature(func).bind(*args, **kwargs).arguments
+    names = list(_signature(func).parameters)[:operands]
+    return tuple(bound.pop(name) for name in names), dict(bound)
+
+
 @rule(*_POINTWISE)
-def _pointwise_loss(func: Any, input: Tensor, target: Tensor, *args: Any, reduction: str = "mean", **kw: Any) -> Tensor:
-    if args:
-        raise Refused("positional options of losses are not read", "Pass the loss's options by keyword.")
-    _no_legacy(kw)
-    tensors = {name: value for name, value in kw.items() if isinstance(value, Tensor)}
-    layout = merged([input, target, *tensors.values()])
-    kw = {name: aligned(value, layout) if name in tensors else value for name, value in kw.items()}
-    operands = torch.broadcast_tensors(aligned(input, layout), aligned(target, layout))
-    if reduction == "none":
-        return wrap(func(*operands, reduction="none", **kw), layout)
-    if reduction == "sum":
-        return _total(func(*operands, reduction="sum", **kw), layout)
-    if reduction == "batchmean":
-        return _total(func(*operands, reduction="sum", **kw), layout) / layout.shape[0]
-    share = operands[0].numel() / count(layout.shape, range(len(layout.shape)))
-    return _total(func(*operands, reduction="mean", **kw) * share, layout)
+def _pointwise_loss(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    operands, options = _options(func, 2, args, kwargs)
+    if func is F.kl_div and options.get("reduction") == "batchmean":
+        options["reduction"] = "sum"
+        return _pointwise_loss(func, *operands, **options) / operands[0].shape[0]  # type: ignore[no-any-return]
+    reduction = _reduction_of(options)
+    return _reduced(_each(func, options, *operands), reduction)
 
 
-def _total(local: Tensor, layout: Layout) -> Tensor:
-    return sum_over_ranks(local, layout.spatial.group([p.axis for p in layout.placements]))
+@rule(F.mse_loss, F.l1_loss)
+def _weighted_loss(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    operands, options = _options(func, 2, args, kwargs)
+    weight = options.pop("weight", None)
+    reduction = _reduction_of(options)
+    if weight is None and func is F.l1_loss:
+        weight = _forgotten_weight()
+    each = _each(func, options, *operands)
+    if weight is None:
+        return _reduced(each, reduction)
+    if weight.shape != operands[0].shape:
+        raise ValueError("Weights and input must have the same size.")
+    each = each * weight
+    return each.sum() / weight.sum() if reduction == "mean" else _reduced(each, reduction)
 
 
-def _no_legacy(options: dict[str, Any]) -> None:
-    for name in ("size_average", "reduce"):
-        if options.pop(name, None) is not None:
-            raise Refused(f"the old option {name} is not read", "Use reduction=.")
+def _forgotten_weight() -> Tensor | None:
+    """The `weight` of the running `F.l1_loss`, which torch 2.13 does not hand on with its other arguments."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    weight: Tensor | None = frame.f_locals.get("weight") if frame.f_code is F.l1_loss.__code__ else None
+    return weight
 
 
 @rule(F.cross_entropy, F.nll_loss)
-def _classification_loss(
-    func: Any,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    _no_legacy({"size_average": size_average, "reduce": reduce})
+def _classification_loss(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    (input, target), options = _options(func, 2, args, kwargs)
+    reduction, weight = _reduction_of(options), options.get("weight")
     if isinstance(weight, SpatialTensor):
         raise Refused("the class weights are split")
-    smoothing = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
     logits, labels, layout = _matched(input, target)
-    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, **smoothing}
-    if reduction == "none":
-        return wrap(func(logits, labels, reduction="none", **options), layout)
-    total = func(logits, labels, reduction="sum", **options)
-    if reduction == "sum":
-        return _total(total, layout)
-    both = _total(torch.stack([total, _counted(labels, layout, weight, ignore_index, total)]), layout)
-    return both[0] / both[1]
+    each = func(logits, labels, reduction="none", **options)
+    if reduction != "mean":
+        return _reduced(wrap(each, layout), reduction)
+    counted = _counted(labels, weight, options.get("ignore_index", -100), each)
+    # Both in one message, of a precision that counts the pixels of any image.
+    both = torch.stack([each.sum(dtype=torch.float64), counted])
+    both = sum_over_ranks(both, layout.spatial.group([p.axis for p in layout.placements]))
+    return (both[0] / both[1]).to(each.dtype)
 
 
 def _matched(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Layout]:
@@ -81,7 +112,7 @@ def _matched(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Layout]:
     if isinstance(input, SpatialTensor):
         layout = input._layout
     elif isinstance(target, SpatialTensor):
-        layout = _spread(target._layout, tuple(input.shape), () if probabilities else (class_dim,))
+        layout = _spread(target._layout, tuple(input.shape), None if probabilities else class_dim)
     else:
         raise Refused("neither logits nor labels are split")
     if layout.is_split(class_dim):
@@ -93,30 +124,40 @@ def _matched(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Layout]:
     return aligned(input, layout), labels, labels_layout
 
 
-def _spread(layout: Layout, shape: tuple[int, ...], new_dims: tuple[int, ...]) -> Layout:
-    """`layout` for a tensor that has the class dim besides."""
-    shift = len(new_dims)
-    return layout.with_(shape, tuple(p.at(p.dim + shift) if shift else p for p in layout.placements))
+def _spread(layout: Layout, shape: tuple[int, ...], class_dim: int | None) -> Layout:
+    """The layout of labels for logits of `shape`, which have a class dim besides unless it is None."""
+    shifted = layout.placements
+    if class_dim is not None:
+        shifted = tuple(p if p.dim < class_dim else p.at(p.dim + 1) for p in shifted)
+    return layout.with_(shape, shifted)
 
 
-def _counted(labels: Tensor, layout: Layout, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
+def _counted(labels: Tensor, weight: Tensor | None, ignore_index: int, each: Tensor) -> Tensor:
     """What the mean divides by, this rank's share: valid pixels, or the weights of their classes."""
     if labels.is_floating_point():
-        return like.new_tensor(labels.numel() / labels.shape[1 if labels.dim() > 1 else 0])
+        return torch.full((), each.numel(), dtype=torch.float64, device=each.device)
+    labels = labels.long()
     valid = labels != ignore_index
     if weight is None:
-        return valid.sum().to(like.dtype)
-    return (weight[torch.where(valid, labels, 0)] * valid).sum().to(like.dtype)
+        return valid.sum().double()
+    return torch.where(valid, weight[torch.where(valid, labels, 0)], 0).sum(dtype=torch.float64)
 
 
 @rule(F.gaussian_nll_loss)
 def _gaussian_nll(
     func: Any, input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
+    reduction = _reduction_of({"reduction": reduction})
+    if isinstance(var, Tensor):
+        if torch.any(var < 0):  # on any rank, so all raise
+            raise ValueError("var has negative entry/entries")
+        if var.shape != input.shape and var.shape == input.shape[:-1]:
+            var = var.unsqueeze(-1)
     layout = merged([t for t in (input, target, var) if isinstance(t, Tensor)])
-    parts = [aligned(t, layout) if isinstance(t, Tensor) else t for t in (input, target, var)]
-    each = wrap(func(*parts, full=full, eps=eps, reduction="none"), layout)
-    return _reduced(each, reduction)
+    operands = aligned(input, layout), aligned(target, layout)
+    if isinstance(var, Tensor):
+        var = aligned(var, layout).expand_as(operands[0])
+    return _reduced(wrap(func(*operands, var, full=full, eps=eps, reduction="none"), layout), reduction)
 
 
 @rule(F.cosine_similarity)
@@ -130,31 +171,49 @@ def _cosine_similarity(func: Any, x1: Tensor, x2: Tensor, dim: int = 1, eps: flo
     return wrap(result, layout.with_(shape, tuple(p if p.dim < dim else p.at(p.dim - 1) for p in layout.placements)))
 
 
-@rule(F.hinge_embedding_loss)
-def _hinge_embedding(func: Any, input: Tensor, target: Tensor, margin: float = 1.0, **kw: Any) -> Tensor:
-    reduction = kw.pop("reduction", "mean")
-    _no_legacy(kw)
-    layout = merged([input, target])
-    each = wrap(func(aligned(input, layout), aligned(target, layout), margin, reduction="none"), layout)
-    return _reduced(each, reduction)
-
-
 @rule(F.margin_ranking_loss)
-def _margin_ranking(func: Any, input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0, **kw: Any) -> Tensor:
-    reduction = kw.pop("reduction", "mean")
-    _no_legacy(kw)
-    return _reduced(torch.clamp_min(-target * (input1 - input2) + margin, 0), reduction)
+def _margin_ranking(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    operands, options = _options(func, 3, args, kwargs)
+    reduction = _reduction_of(options)
+    return _reduced(_each(func, options, *operands), reduction)
 
 
 @rule(F.multilabel_soft_margin_loss)
-def _multilabel_soft_margin(
-    func: Any, input: Tensor, target: Tensor, weight: Tensor | None = None, **kw: Any
-) -> Tensor:
-    reduction = kw.pop("reduction", "mean")
-    _no_legacy(kw)
+def _multilabel_soft_margin(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    (input, target), options = _options(func, 2, args, kwargs)
+    reduction, weight = _reduction_of(options), options.get("weight")
     each = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
-    return _reduced((each if weight is None else each * weight).mean(-1), reduction)
+    each = each if weight is None else each * weight
+    return _reduced(each.sum(-1) / input.shape[-1], reduction)
 
 
-def _reduced(each: Tensor, reduction: str) -> Tensor:
-    return each if reduction == "none" else each.sum() if reduction == "sum" else each.mean()
+@rule(F.multi_margin_loss, F.multilabel_margin_loss, F.cosine_embedding_loss)
+def _loss_of_rows(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Of rows (N, C), each whole on one rank; the targets are (N,), or (N, C) of the multilabel margin."""
+    vectors = 2 if func is F.cosine_embedding_loss else 1
+    operands, options = _options(func, vectors + 1, args, kwargs)
+    reduction, weight = _reduction_of(options), options.get("weight")
+    layout = merged(operands[:vectors]) if any(isinstance(t, SpatialTensor) for t in operands[:vectors]) else None
+    if layout is None or len(layout.shape) != 2 or layout.is_split(1) or isinstance(weight, SpatialTensor):
+        raise Refused("its rows are not whole on each rank")
+    of_rows = layout.with_(layout.shape[:1], layout.placements)
+    target = aligned(operands[-1], layout if func is F.multilabel_margin_loss else of_rows)
+    local = [aligned(t, layout) for t in operands[:vectors]]
+    return _reduced(wrap(func(*local, target, reduction="none", **options), of_rows), reduction)
+
+
+@rule(F.triplet_margin_loss, F.triplet_margin_with_distance_loss)
+def _triplet_margin(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    (anchor, positive, negative), options = _options(func, 3, args, kwargs)
+    reduction, margin = _reduction_of(options), options.get("margin", 1.0)
+    if margin <= 0:
+        raise ValueError(f"margin must be greater than 0, got {margin}")
+
+    def between(x: Tensor, y: Tensor) -> Tensor:
+        given = options.get("distance_function")
+        return given(x, y) if given else F.pairwise_distance(x, y, options.get("p", 2), options.get("eps", 1e-6))
+
+    far = between(anchor, negative)
+    if options.get("swap"):
+        far = torch.minimum(far, between(positive, negative))
+    return _reduced(torch.clamp_min(margin + between(anchor, positive) - far, 0), reduction)

@@ -8,16 +8,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, aligned, local_of, wrap
 
 
-def shard_generator(x: SpatialTensor) -> torch.Generator:
-    """A generator for this shard of `x`; its seed is drawn from the default CPU generator, so recompute repeats it."""
+def shard_generator(x: SpatialTensor, generator: torch.Generator | None = None) -> torch.Generator:
+    """A generator for this shard of `x`, seeded by a draw from `generator`, which is in the same state on all ranks.
+
+    That is the default CPU generator where none is given, so recompute repeats it.
+    """
     layout = x._layout
     part = layout.spatial.part_along([p.axis for p in layout.placements])
-    seed = int(torch.randint(2**48, ()).item())
+    device = "cpu" if generator is None else generator.device
+    seed = int(torch.randint(2**48, (), generator=generator, device=device).item())
     return torch.Generator(local_of(x).device).manual_seed(seed + part)
 
 
@@ -28,31 +33,37 @@ def _kept(x: SpatialTensor, p: float) -> Tensor:
     )
 
 
+def _kept_channels(x: SpatialTensor, p: float, batched: bool) -> Tensor:
+    """The same for whole channels, drawn alike on all ranks: (N, C, 1, ...), or (C, 1, ...) without a batch."""
+    leading = 2 if batched else 1
+    if any(x._layout.is_split(dim) for dim in range(leading)):
+        raise Refused("the samples or channels are split")
+    shape = (*x.shape[:leading], *(1,) * (x.dim() - leading))
+    return torch.empty(shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p)
+
+
+def _dropped(x: SpatialTensor, kept: Tensor, p: float, inplace: bool) -> Tensor:
+    local = local_of(x) * kept * (1 / (1 - p) if p < 1 else 0)
+    return x.copy_(wrap(local, x._layout)) if inplace else wrap(local, x._layout)
+
+
 @rule(F.dropout, torch.dropout, torch.dropout_)
 def _dropout(func: Any, x: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     _probability(p)
-    if inplace or func is torch.dropout_:
-        raise Refused("in-place dropout is not split", "Use inplace=False.")
     if not training or p == 0:
         return x
-    if p == 1:
-        return x * 0
-    return wrap(local_of(x) * _kept(x, p) * (1 / (1 - p)), x._layout)
+    return _dropped(x, _kept(x, p), p, inplace or func is torch.dropout_)
 
 
-@rule(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
+@rule(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout, torch.feature_dropout_)
 def _channel_dropout(
     func: Any, x: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     _probability(p)
-    layout = x._layout
-    if layout.is_split(0) or layout.is_split(1):
-        raise Refused("the samples or channels are split")
     if not training or p == 0:
         return x
-    channels = torch.ones((*layout.shape[:2], *(1,) * (len(layout.shape) - 2)), dtype=x.dtype, device=x.device)
-    mask = torch.feature_dropout(channels, p, True)  # the same on all ranks
-    return x.mul_(mask) if inplace else x * mask
+    batched = x.dim() != {F.dropout1d: 2, F.dropout3d: 4}.get(func)  # dropout2d takes (N, C, L) for what has 3 dims
+    return _dropped(x, _kept_channels(x, p, batched), p, inplace or func is torch.feature_dropout_)
 
 
 @rule(F.alpha_dropout, F.feature_alpha_dropout)
@@ -62,13 +73,12 @@ def _alpha_dropout(
     _probability(p)
     if not training or p == 0:
         return x
-    if func is F.feature_alpha_dropout or inplace:
-        raise Refused("feature and in-place alpha dropout are not split", "Use alpha_dropout or dropout.")
-    low = -1.7580993408473766  # what SELU tends to for very negative input
-    scale = ((1 - p) * (1 + p * low**2)) ** -0.5
     local = local_of(x)
-    kept = torch.where(_kept(x, p), local, torch.full((), low, dtype=local.dtype, device=local.device))
-    return wrap(kept * scale - scale * p * low, x._layout)
+    kept = (_kept(x, p) if func is F.alpha_dropout else _kept_channels(x, p, True)).to(local.dtype)
+    low = -1.7580993408473766  # what SELU tends to for very negative input
+    scale = ((1 - p) * (1 + p * low**2)) ** -0.5 if p < 1 else 0.0
+    result = wrap(local * (kept * scale) + ((1 - kept) * (scale * low) - scale * p * low), x._layout)
+    return x.copy_(result) if inplace else result
 
 
 def _probability(p: float) -> None:
@@ -76,22 +86,31 @@ def _probability(p: float) -> None:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
 
 
-@rule(torch.rand_like, torch.randn_like)
-def _random_like(func: Any, x: SpatialTensor, **options: Any) -> Tensor:
+@rule(torch.rand_like, torch.randn_like, torch.randint_like)
+def _random_like(func: Any, x: SpatialTensor, *bounds: int, generator: Any = None, **options: Any) -> Tensor:
+    bounds = (*bounds, *(options.pop(name) for name in ("low", "high") if name in options))
     out = torch.empty_like(local_of(x), **options)
-    generator = shard_generator(x)
-    filled = (
-        out.data.uniform_(generator=generator) if func is torch.rand_like else out.data.normal_(generator=generator)
-    )
-    return wrap(filled.requires_grad_(bool(options.get("requires_grad"))), x._layout)
+    own = shard_generator(x, generator)
+    if func is torch.randint_like:
+        out.data.random_(*(bounds if len(bounds) == 2 else (0, *bounds)), generator=own)
+    else:
+        (out.data.uniform_ if func is torch.rand_like else out.data.normal_)(generator=own)
+    return wrap(out, x._layout)
 
 
 @rule(torch.bernoulli, Tensor.bernoulli)
-def _bernoulli(func: Any, x: SpatialTensor) -> Tensor:
-    return wrap(torch.bernoulli(local_of(x), generator=shard_generator(x)), x._layout)
+def _bernoulli(func: Any, x: SpatialTensor, p: float | None = None, *, generator: Any = None) -> Tensor:
+    local, own = local_of(x), shard_generator(x, generator)
+    drawn = torch.bernoulli(local, generator=own) if p is None else torch.empty_like(local).bernoulli_(p, generator=own)
+    return wrap(drawn, x._layout)
 
 
-@rule(Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_)
-def _filled(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
-    func(local_of(x), *args, **kwargs, generator=shard_generator(x))
+@rule(
+    Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_,
+    Tensor.log_normal_, Tensor.random_,
+)  # fmt: skip
+def _filled(func: Any, x: SpatialTensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+    """Every element of the same distribution, or of its own where the probabilities are a tensor."""
+    args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, x._layout), (args, kwargs))
+    func(local_of(x), *args, **kwargs, generator=shard_generator(x, generator))
     return x

@@ -1,4 +1,7 @@
-"""Reductions: each rank reduces its part, then the ranks along the reduced split dims combine."""
+"""Reductions: each rank reduces its part, then the ranks along the reduced split dims combine.
+
+Sixteen-bit values are reduced in 32 bits, as torch's kernels do, and rounded once, behind the last rank's share.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +11,18 @@ import torch
 from torch import Tensor
 
 from fullframe.geometry.placement import Placements
-from fullframe.spatial.exchange import maximum, sum_over_ranks
-from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.exchange import gather_over_ranks, sum_over_ranks
+from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
 
 Dims = int | Sequence[int] | None
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch's kernels add up values of `dtype`."""
+    return _WIDE.get(dtype, dtype)
 
 
 def dims_of(layout: Layout, dim: Dims) -> tuple[int, ...]:
@@ -40,198 +50,43 @@ def reduced_axes(layout: Layout, dims: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(p.axis for p in layout.placements if p.dim in dims)
 
 
-def _combined(local: Tensor, layout: Layout, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    axes = reduced_axes(layout, dims)
-    total = sum_over_ranks(local, layout.spatial.group(axes)) if axes else local
-    return wrap(total, without(layout, dims, keepdim))
-
-
-@rule(torch.sum, Tensor.sum, torch.nansum, Tensor.nansum)
-def _sum(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    dims = dims_of(x._layout, dim)
-    return _combined(func(local_of(x), dims, keepdim, dtype=dtype), x._layout, dims, keepdim)
-
-
-@rule(torch.count_nonzero, Tensor.count_nonzero)
-def _count_nonzero(func: Any, x: SpatialTensor, dim: Dims = None) -> Tensor:
-    dims = dims_of(x._layout, dim)
-    return _combined(func(local_of(x), dims), x._layout, dims, False)
-
-
-@rule(torch.mean, Tensor.mean)
-def _mean(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    dims = dims_of(x._layout, dim)
-    local = local_of(x)
-    share = count(local.shape, dims) / count(x._layout.shape, dims)  # of the elements; a sum could overflow in fp16
-    mine = func(local, dims, keepdim, dtype=dtype)
-    return _combined(mine * share if share != 1 else mine, x._layout, dims, keepdim)
-
-
 def count(shape: Sequence[int], dims: Sequence[int]) -> int:
     """Elements that a reduction of a tensor of this shape over `dims` combines."""
     return math.prod(shape[d] for d in dims)
 
 
-@rule(torch.amax, Tensor.amax, torch.amin, Tensor.amin)
-def _extreme(func: Any, x: SpatialTensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
-    layout, dims = x._layout, dims_of(x._layout, dim)
-    axes = reduced_axes(layout, dims)
+def _total(func: Any, x: SpatialTensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    """The sum of `func` (a sum) over all ranks, of at least 32 bits where values have fewer, on each of them."""
+    layout, axes = x._layout, reduced_axes(x._layout, dims)
+    mine = func(local_of(x), dims, keepdim, dtype=wide(dtype))
     if not axes:
-        return wrap(func(local_of(x), dims, keepdim), without(layout, dims, keepdim))
-    local = local_of(x)
-    best = func(local.detach(), dims, True)
-    group = layout.spatial.group(axes)
-    largest = func in (torch.amax, Tensor.amax)
-    best = maximum(best, group) if largest else -maximum(-best, group)
-    value = best
-    if local.requires_grad and torch.is_grad_enabled():  # torch shares the gradient evenly among equal extremes
-        hits = (local == best).to(local.dtype)
-        ties = sum_over_ranks(hits.sum(dims, True), group)
-        value = sum_over_ranks((local * (hits / ties)).sum(dims, True), group)
-        value = value + (best - value).detach()
-    if not keepdim:
-        value = value.flatten() if len(dims) == value.dim() else value.squeeze(dims)
-        value = value.reshape(()) if len(dims) == len(layout.shape) else value
-    return wrap(value, without(layout, dims, keepdim))
+        return mine  # type: ignore[no-any-return]
+    if not (dtype.is_floating_point or dtype.is_complex):
+        mine = mine.long()  # which every backend adds; it wraps like the shorter ones once it is cut
+    return sum_over_ranks(mine, layout.spatial.group(axes))
 
 
-@rule(torch.max, Tensor.max, torch.min, Tensor.min)
-def _max(func: Any, x: Any, other: Any = None, keepdim: bool = False, *, dim: int | None = None) -> Any:
-    largest = func in (torch.max, Tensor.max)
-    if isinstance(other, Tensor):
-        return torch.maximum(x, other) if largest else torch.minimum(x, other)
-    dim = other if dim is None else dim
-    if dim is None:
-        return torch.amax(x, ()) if largest else torch.amin(x, ())
+@rule(torch.sum, Tensor.sum, torch.nansum, Tensor.nansum)
+def _sum(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     layout, dims = x._layout, dims_of(x._layout, dim)
-    merged = [p.axis for p in layout.placements if p.dim == dims[0] and not p.is_plain]
-    if merged:  # their rows are not in order on the ranks
-        return func(wrap(*gather_axes(local_of(x), layout, merged)), dim, keepdim)
-    placement, local, result = layout.of(dim), local_of(x), without(layout, dims, keepdim)
-    if placement is None:
-        found = func(local, dim, keepdim)
-        return type(found)([wrap(found.values, result), wrap(found.indices, result)])
-    found = func(local, dim, True)
-    start = placement.extents.ranges[layout.spatial.axis(placement.axis).part].start
-    values = by_rank(found.values, x, placement.axis)  # (ranks, ..., 1, ...)
-    indices = by_rank(found.indices + start, x, placement.axis)
-    best = func(values, 0, True).indices  # the first among equals, as in one process
-    chosen = [t.gather(0, best).squeeze(0) for t in (values, indices)]
-    return type(found)([wrap(t if keepdim else t.squeeze(dim), result) for t in chosen])
+    if dtype is None:
+        dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+    return wrap(_total(func, x, dims, keepdim, dtype).to(dtype), without(layout, dims, keepdim))
 
 
-def by_rank(local: Tensor, x: SpatialTensor, axis: str) -> Tensor:
-    """`local` of every rank along a mesh axis, stacked in a new first dim; differentiable."""
-    where = x._layout.spatial.axis(axis)
-    mine = torch.zeros(where.size, dtype=local.dtype, device=local.device)
-    mine[where.part] = 1
-    return sum_over_ranks(local * mine.view(-1, *(1,) * local.dim()), where.group)
+@rule(torch.count_nonzero, Tensor.count_nonzero)
+def _count_nonzero(func: Any, x: SpatialTensor, dim: Dims = None) -> Tensor:
+    return torch.sum(x != 0, dims_of(x._layout, dim))
 
 
-@rule(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin)
-def _index(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    largest = func in (torch.argmax, Tensor.argmax)
-    flat = x if dim is not None else x.flatten()
-    found = (torch.max if largest else torch.min)(flat.detach(), 0 if dim is None else dim, keepdim)
-    return found.indices
-
-
-@rule(torch.any, Tensor.any, torch.all, Tensor.all)
-def _any(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    dims, any_ = dims_of(x._layout, dim), func in (torch.any, Tensor.any)
-    x = x != 0  # type: ignore[assignment]
-    if not any_:
-        x = torch.logical_not(x)  # type: ignore[assignment]
-    found = torch.sum(x, dims, keepdim) > 0
-    return found if any_ else torch.logical_not(found)
-
-
-@rule(torch.var, Tensor.var, torch.std, Tensor.std, torch.var_mean, torch.std_mean)
-def _variance(
-    func: Any, x: SpatialTensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
-) -> Any:
-    if isinstance(dim, bool):
-        dim, unbiased = None, dim
-    if correction is None:
-        correction = 1 if unbiased is None or unbiased else 0
-    dims = dims_of(x._layout, dim)
-    mean = torch.mean(x, dims, True)
-    squares = torch.square(x - mean)
-    result = torch.sum(squares, dims, keepdim) / max(count(x._layout.shape, dims) - correction, 0)
-    if func in (torch.std, Tensor.std, torch.std_mean):
-        result = torch.sqrt(result)
-    if func in (torch.var_mean, torch.std_mean):
-        return result, mean if keepdim else torch.mean(x, dims, False)
-    return result
-
-
-@rule(torch.norm, Tensor.norm)
-def _norm(
-    func: Any,
-    x: SpatialTensor,
-    p: Any = "fro",
-    dim: Dims = None,
-    keepdim: bool = False,
-    out: Any = None,
-    dtype: Any = None,
-) -> Tensor:
-    if out is not None or p == "nuc":
-        raise Refused(f"norm with p={p!r} and out={out is not None} is not split")
-    order = 2.0 if p in ("fro", None) else float(p)
-    return torch.linalg.vector_norm(x, order, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
-
-
-@rule(torch.linalg.vector_norm)
-def _vector_norm(
-    func: Any, x: SpatialTensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor:
+@rule(torch.mean, Tensor.mean)
+def _mean(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     layout, dims = x._layout, dims_of(x._layout, dim)
-    if not reduced_axes(layout, dims):
-        return wrap(func(local_of(x), ord, dims, keepdim, dtype=dtype), without(layout, dims, keepdim))
-    size = torch.abs(x if dtype is None else x.to(dtype))
-    if ord in (math.inf, -math.inf):
-        return torch.amax(size, dims, keepdim) if ord > 0 else torch.amin(size, dims, keepdim)
-    if ord == 0:
-        return torch.sum((size != 0).to(size.dtype), dims, keepdim)
-    if ord == 1:
-        return torch.sum(size, dims, keepdim)
-    total = torch.sum(size**ord, dims, keepdim)
-    empty = total == 0  # the root has no slope there; torch gives gradient 0
-    return torch.where(empty, torch.zeros_like(total), torch.where(empty, torch.ones_like(total), total) ** (1 / ord))
-
-
-@rule(torch.dist, Tensor.dist)
-def _dist(func: Any, x: Tensor, other: Tensor, p: float = 2) -> Tensor:
-    return torch.linalg.vector_norm(x - other, p)  # type: ignore[no-any-return]
-
-
-@rule(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
-def _logsumexp(func: Any, x: SpatialTensor, dim: Dims, keepdim: bool = False) -> Tensor:
-    layout, dims = x._layout, dims_of(x._layout, dim)
-    if not reduced_axes(layout, dims):
-        return wrap(func(local_of(x), dims, keepdim), without(layout, dims, keepdim))
-    top = torch.amax(x.detach(), dims, True)
-    top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
-    total = torch.log(torch.sum(torch.exp(x - top), dims, True)) + top
-    return total if keepdim else torch.sum(total, dims)
-
-
-@rule(torch.prod, Tensor.prod)
-def _prod(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    dims = tuple(reversed(dims_of(x._layout, dim)))
-    result: Tensor = x if dtype is None else x.to(dtype)
-    for each in dims:
-        result = _prod_of_dim(result, each)
-    return result if keepdim else result.squeeze(dims)
-
-
-def _prod_of_dim(x: Tensor, dim: int) -> Tensor:
-    if not isinstance(x, SpatialTensor):
-        return x.prod(dim, keepdim=True)
-    local = local_of(x).prod(dim, keepdim=True)
-    for axis in reduced_axes(x._layout, (dim,)):
-        local = by_rank(local, x, axis).prod(0)
-    return wrap(local, without(x._layout, (dim,), True))
+    out = dtype or x.dtype
+    if not reduced_axes(layout, dims) or not (out.is_floating_point or out.is_complex):  # torch refuses integers
+        return wrap(func(local_of(x), dims, keepdim, dtype=dtype), without(layout, dims, keepdim))
+    mean = _total(torch.sum, x, dims, keepdim, out) / count(layout.shape, dims)
+    return wrap(mean.to(out), without(layout, dims, keepdim))
 
 
 @rule(torch.nanmean, Tensor.nanmean)
@@ -240,16 +95,34 @@ def _nanmean(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = Fals
     return torch.nansum(x, dims, keepdim, dtype=dtype) / torch.sum(valid, dims, keepdim)
 
 
-@rule(torch.aminmax, Tensor.aminmax)
-def _aminmax(func: Any, x: SpatialTensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    dims = dims_of(x._layout, dim)
-    return torch.return_types.aminmax((torch.amin(x, dims, keepdim), torch.amax(x, dims, keepdim)))
+@rule(torch.any, Tensor.any, torch.all, Tensor.all)
+def _any(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    dims, any_ = dims_of(x._layout, dim), func in (torch.any, Tensor.any)
+    hits = torch.sum(x != 0 if any_ else x == 0, dims, keepdim)
+    found = hits > 0 if any_ else hits == 0
+    return found.to(torch.uint8) if x.dtype == torch.uint8 else found
 
 
-@rule(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
-def _same(func: Any, x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> bool:
-    if x.shape != y.shape:
-        return False
-    close = func in (torch.allclose, Tensor.allclose)
-    alike = torch.isclose(x, y, *args, **kwargs) if close else x == y
-    return bool(torch.all(alike))  # a whole value, equal on all ranks
+@rule(torch.prod, Tensor.prod)
+def _prod(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """The dims are gathered where a gradient is wanted: around zeros it needs the product of all others."""
+    layout, dims = x._layout, dims_of(x._layout, dim)
+    axes, local, result = reduced_axes(layout, dims), local_of(x), without(layout, dims, keepdim)
+    over = () if dim is None else (dim, keepdim)
+    if not axes:
+        return wrap(func(local, *over, dtype=dtype), result)
+    if local.requires_grad and torch.is_grad_enabled():
+        return wrap(func(gather_axes(local, layout, axes)[0], *over, dtype=dtype), result)
+    out = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
+    everyone = gather_over_ranks(func(local, *over, dtype=wide(out)), layout.spatial.group(axes))
+    return wrap(torch.prod(everyone, 0, dtype=out if out == torch.bool else None).to(out), result)
+
+
+@rule(torch.equal, Tensor.equal)
+def _equal(func: Any, x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and bool(torch.all(x == y))  # a whole value, equal on all ranks
+
+
+@rule(torch.allclose, Tensor.allclose)
+def _allclose(func: Any, x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return bool(torch.all(torch.isclose(x, y, *args, **kwargs)))

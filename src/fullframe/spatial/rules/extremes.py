@@ -1,0 +1,116 @@
+"""Largest and smallest values and where they stand: each rank finds its own, all ranks' are gathered and compared.
+
+They are compared by torch's own function, so that NaN wins, and ties and signed zeros are decided as it decides them.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullframe.spatial.exchange import gather_over_ranks, gathered, sum_over_ranks
+from fullframe.spatial.rules.reduction import Dims, dims_of, reduced_axes, without
+from fullframe.spatial.rules.registry import rule
+from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
+
+
+class _Extreme(torch.autograd.Function):
+    """`func` (amax, amin; max, min: `dims` is None) over `dims`, kept, and over ranks; ties share the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, func: Any, dims: tuple[int, ...] | None, group: dist.ProcessGroup) -> Tensor:
+        over: Any = () if dims is None else (dims, True)
+        found: Tensor = func(gathered(func(local, *over), group), *(() if dims is None else (0,)))
+        ctx.save_for_backward(local, found)
+        ctx.where = dims, group
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (local, found), (dims, group) = ctx.saved_tensors, ctx.where
+        gradient, hits = sum_over_ranks(gradient, group), local == found
+        if dims is None:  # torch.max gives it to the NaNs that won, torch.amax makes all of it NaN
+            hits = hits | (local.isnan() & found.isnan())
+            return torch.where(hits, gradient / sum_over_ranks(hits.sum(), group), 0), None, None, None
+        return gradient * hits / sum_over_ranks(hits.sum(dims, True), group), None, None, None
+
+
+def _extreme(func: Any, x: SpatialTensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    layout, result, axes = x._layout, without(x._layout, dims, keepdim), reduced_axes(x._layout, dims)
+    if not axes:
+        return wrap(func(local_of(x), dims, keepdim), result)
+    found = _Extreme.apply(local_of(x), func, dims, layout.spatial.group(axes))  # type: ignore[no-untyped-call]
+    return wrap(found if keepdim else found.squeeze(dims), result)
+
+
+@rule(torch.amax, Tensor.amax, torch.amin, Tensor.amin)
+def _amax(func: Any, x: SpatialTensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
+    func = torch.amax if func in (torch.amax, Tensor.amax) else torch.amin
+    return _extreme(func, x, dims_of(x._layout, dim), keepdim)
+
+
+@rule(torch.aminmax, Tensor.aminmax)
+def _aminmax(func: Any, x: SpatialTensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    dims = dims_of(x._layout, dim)
+    return torch.return_types.aminmax((_extreme(torch.amin, x, dims, keepdim), _extreme(torch.amax, x, dims, keepdim)))
+
+
+@rule(torch.max, Tensor.max, torch.min, Tensor.min)
+def _max(func: Any, x: Any, other: Any = None, keepdim: bool = False, *, dim: int | None = None) -> Any:
+    largest = func in (torch.max, Tensor.max)
+    if isinstance(other, Tensor):
+        return torch.maximum(x, other) if largest else torch.minimum(x, other)
+    dim = other if dim is None else dim
+    if dim is None:
+        group = x._layout.spatial.group([p.axis for p in x._layout.placements])
+        return _Extreme.apply(local_of(x), torch.max if largest else torch.min, None, group)  # type: ignore[no-untyped-call]
+    layout = x._layout
+    placements = [p for p in layout.placements if p.dim == dim % len(layout.shape)]
+    if not all(p.is_plain for p in placements):  # their rows are not in order on the ranks
+        return func(wrap(*gather_axes(local_of(x), layout, [p.axis for p in placements])), dim, keepdim)
+    return _max_along(func, x, dim, keepdim)
+
+
+def _max_along(func: Any, x: SpatialTensor, dim: int, keepdim: bool) -> Any:
+    """Values and indices along a dim that is whole or split as it is."""
+    layout, result = x._layout, without(x._layout, dims_of(x._layout, dim), keepdim)
+    placement, local = layout.of(dim), local_of(x)
+    if placement is None:
+        found = func(local, dim, keepdim)
+        return type(found)([wrap(found.values, result), wrap(found.indices, result)])
+    found, axis = func(local, dim, True), layout.spatial.axis(placement.axis)
+    values = gather_over_ranks(found.values, axis.group)  # (ranks, ..., 1, ...)
+    indices = gathered(found.indices + placement.extents.ranges[axis.part].start, axis.group)
+    best = func(values.detach(), 0, True).indices  # the first among equals, as in one process
+    chosen = [t.gather(0, best).squeeze(0) for t in (values, indices)]
+    return type(found)([wrap(t if keepdim else t.squeeze(dim), result) for t in chosen])
+
+
+@rule(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin)
+def _index(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    best = torch.max if func in (torch.argmax, Tensor.argmax) else torch.min
+    if dim is not None:
+        return best(x.detach(), dim, keepdim).indices
+    in_order = all(p.is_plain for p in x._layout.placements)
+    found = _first(func, best, x._layout, local_of(x).detach()) if in_order else func(x.full())
+    return found.reshape((1,) * x.dim()) if keepdim else found
+
+
+def _first(func: Any, best: Any, layout: Layout, local: Tensor) -> Tensor:
+    """The number of the best element in the whole tensor's order; the first among equals."""
+    group = layout.spatial.group([p.axis for p in layout.placements])
+    place = torch.unravel_index(func(local), local.shape)
+    mine = torch.zeros_like(place[0])
+    for dim, size in enumerate(layout.shape):
+        mine = mine * size + place[dim] + _start(layout, dim)
+    values, numbers = gathered(local[place], group), gathered(mine, group)
+    top = best(values, 0).values
+    ties = (values == top) | (values.isnan() & top.isnan())
+    return torch.where(ties, numbers, torch.Size(layout.shape).numel()).amin()
+
+
+def _start(layout: Layout, dim: int) -> int:
+    """The first row of a dim that this rank holds."""
+    placement = layout.of(dim)
+    return placement.extents.ranges[layout.spatial.axis(placement.axis).part].start if placement else 0

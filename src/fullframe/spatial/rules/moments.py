@@ -1,0 +1,180 @@
+"""Variance, norms and logsumexp, with the formulas of torch's own gradients: of zero spread, zero norms, infinities."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullframe.spatial.exchange import gathered, sum_over_ranks, summed
+from fullframe.spatial.rules.reduction import Dims, count, dims_of, reduced_axes, wide, without
+from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+
+Dim = tuple[int, ...]
+
+
+class _Variance(torch.autograd.Function):
+    """Variance or its root, and mean, over `dims`, kept, and over ranks; `whole` is said of `x.var()` without dims.
+
+    Each rank contributes its count, mean and variance, so that equal values have no spread at all.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, dims: Dim, elements: int, correction: float, root: bool, whole: bool, group: Any
+    ) -> tuple[Tensor, Tensor]:
+        own_var, own_mean = torch.var_mean(local.to(wide(local.dtype)), dims, correction=0, keepdim=True)
+        own_count = torch.full_like(own_mean, count(local.shape, dims))
+        everyone = gathered(torch.stack([own_var.to(own_mean.dtype), own_mean, own_count]), group)
+        each_var, means, counts = everyone.unbind(1)  # (ranks, ...)
+        mean = means[0] + (counts * (means - means[0])).sum(0) / elements
+        squares = (counts * (each_var + (means - mean).abs() ** 2)).sum(0).real
+        var = squares / max(elements - correction, 0)
+        found = (var.sqrt() if root else var).to(local.dtype.to_real())
+        ctx.save_for_backward(local, found)
+        ctx.where = dims, elements, correction, root, whole, group
+        ctx.set_materialize_grads(False)
+        return found, mean.to(local.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, of_spread: Tensor | None, of_mean: Tensor | None) -> tuple[Any, ...]:
+        (local, found), (dims, elements, correction, root, whole, group) = ctx.saved_tensors, ctx.where
+        result = None if of_mean is None else (sum_over_ranks(of_mean, group) / elements).expand_as(local)
+        if of_spread is not None:
+            slope = sum_over_ranks(of_spread, group)
+            if root:
+                slope = torch.where(found == 0, 0, slope / (found * 2))
+            kind = wide(local.dtype)
+            distance = local.to(kind) - sum_over_ranks(local.sum(dims, True, dtype=kind), group) / elements
+            if whole and elements <= correction:
+                distance = torch.where(distance == 0, math.nan, math.inf)
+            else:
+                distance = distance * (2 / (elements - correction) if elements != correction else math.inf)
+            shares = (slope * distance).to(local.dtype)
+            result = shares if result is None else result + shares
+        return result, *(None,) * 6
+
+
+@rule(torch.var, Tensor.var, torch.std, Tensor.std, torch.var_mean, torch.std_mean)
+def _variance(
+    func: Any, x: SpatialTensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> Any:
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    if correction is None:
+        correction = 1 if unbiased is None or unbiased else 0
+    layout, dims = x._layout, dims_of(x._layout, dim)
+    axes, result = reduced_axes(layout, dims), without(layout, dims, keepdim)
+    if not axes:
+        found = func(local_of(x), dims, correction=correction, keepdim=keepdim)
+        return tuple(wrap(f, result) for f in found) if isinstance(found, tuple) else wrap(found, result)
+    root, group = func in (torch.std, Tensor.std, torch.std_mean), layout.spatial.group(axes)
+    elements = count(layout.shape, dims)
+    both = _Variance.apply(local_of(x), dims, elements, correction, root, dim is None, group)  # type: ignore[no-untyped-call]
+    spread, mean = (wrap(t if keepdim else t.squeeze(dims), result) for t in both)
+    return (spread, mean) if func in (torch.var_mean, torch.std_mean) else spread
+
+
+class _VectorNorm(torch.autograd.Function):
+    """`torch.linalg.vector_norm` over `dims`, kept, and over ranks: the norm of the ranks' norms."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, order: float, dims: Dim, group: dist.ProcessGroup) -> Tensor:
+        norm, real = torch.linalg.vector_norm, local.dtype.to_real()
+        each = gathered(norm(local, order, dims, True, dtype=wide(local.dtype)), group)
+        found: Tensor = (each.sum(0) if order == 0 else norm(each, order, 0)).to(real)
+        ctx.save_for_backward(local, found)
+        ctx.where = order, dims, group
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (local, found), (order, dims, group) = ctx.saved_tensors, ctx.where
+        if order == 0:
+            return None, None, None, None
+        gradient = sum_over_ranks(gradient, group)
+        return _slope(local, found, gradient, order, dims, group), None, None, None
+
+
+def _slope(x: Tensor, norm: Tensor, gradient: Tensor, p: float, dims: Dim, group: dist.ProcessGroup) -> Tensor:
+    """The gradient of the p-norm `norm` of `x` and the other ranks' parts; 0 where the norm has none."""
+    if p == 1:
+        return x.sgn() * gradient
+    if math.isinf(p):
+        size = x.abs()
+        hits = (size == norm) | size.isnan()
+        return x.sgn() * (gradient / sum_over_ranks(hits.sum(dims, True), group) * hits)
+    if p == 2:
+        return gradient * torch.where(norm == 0, 0, x / norm)
+    if p < 1:
+        return x.sgn() * torch.where(x == 0, 0, x.abs() ** (p - 1)) * gradient * norm ** (1 - p)
+    steep = x.sgn() * x.abs() ** (p - 1) if p < 2 else x * x.abs() ** (p - 2)
+    return steep * torch.where(norm == 0, 0, gradient / norm ** (p - 1))
+
+
+@rule(torch.linalg.vector_norm)
+def _vector_norm(
+    func: Any, x: SpatialTensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    layout, dims = x._layout, dims_of(x._layout, dim)
+    axes, result = reduced_axes(layout, dims), without(layout, dims, keepdim)
+    if not axes:
+        return wrap(func(local_of(x), ord, dims, keepdim, dtype=dtype), result)
+    local = local_of(x) if dtype is None else local_of(x).to(dtype)
+    found = _VectorNorm.apply(local, float(ord), dims, layout.spatial.group(axes))  # type: ignore[no-untyped-call]
+    return wrap(found if keepdim else found.squeeze(dims), result)
+
+
+@rule(torch.norm, Tensor.norm)
+def _norm(
+    func: Any,
+    x: SpatialTensor,
+    p: Any = "fro",
+    dim: Dims = None,
+    keepdim: bool = False,
+    out: Any = None,
+    dtype: Any = None,
+) -> Tensor:
+    if out is not None or p == "nuc":
+        raise Refused(f"norm with p={p!r} and out={out is not None} is not split")
+    order = 2.0 if p in ("fro", None) else float(p)
+    return torch.linalg.vector_norm(x, order, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
+
+
+@rule(torch.dist, Tensor.dist)
+def _dist(func: Any, x: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    return torch.linalg.vector_norm(x - other, p)  # type: ignore[no-any-return]
+
+
+class _LogSumExp(torch.autograd.Function):
+    """`torch.logsumexp` over `dims`, kept, and over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dims: Dim, group: dist.ProcessGroup) -> Tensor:
+        top = torch.amax(gathered(torch.amax(local, dims, True), group), 0)
+        top = torch.where(top.isinf(), 0, top)
+        total = summed(torch.exp(local - top).sum(dims, True, dtype=wide(local.dtype)), group)
+        found = total.to(local.dtype).log_().add_(top)
+        ctx.save_for_backward(local, found)
+        ctx.group = group
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        local, found = ctx.saved_tensors
+        return sum_over_ranks(gradient, ctx.group) * torch.exp(local - found), None, None
+
+
+@rule(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
+def _logsumexp(func: Any, x: SpatialTensor, dim: Dims, keepdim: bool = False) -> Tensor:
+    layout, dims = x._layout, dims_of(x._layout, dim)
+    axes, result = reduced_axes(layout, dims), without(layout, dims, keepdim)
+    if not axes:
+        return wrap(func(local_of(x), dims, keepdim), result)
+    if x.is_complex():
+        raise Refused("complex numbers have no largest one to scale by")
+    local = local_of(x) if x.is_floating_point() else local_of(x).to(torch.get_default_dtype())
+    found = _LogSumExp.apply(local, dims, layout.spatial.group(axes))  # type: ignore[no-untyped-call]
+    return wrap(found if keepdim else found.squeeze(dims), result)
