@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.exactness import unlike
+import fullframe as ff
+from tests.exactness import mesh, unlike
 from tests.ranks import rank_group
 
 Op = Callable[..., Any]
@@ -100,7 +101,7 @@ def _told(op: Op) -> Op:
 
 def _found(cases: dict[str, tuple[Op, list[Tensor], list[Tensor]]], tolerance: float, world: int) -> list[str]:
     found = []
-    for height, width in (mesh for mesh in MESHES if mesh[0] * mesh[1] == world):
+    for height, width in (pair for pair in MESHES if pair[0] * pair[1] == world):
         for name, (op, split, whole) in cases.items():
             wrong = unlike(_told(op), split, whole, height, width, tolerance)
             found += [f"{name} on {height}x{width}: {what}" for what in wrong]
@@ -126,24 +127,33 @@ HALVES: dict[str, Op] = {
     "sums": lambda x: [x.sum((2, 3)), x.nansum(3), x.sum(), x.sum(2, dtype=torch.float32), x.cumsum(3), x.cumsum(2)],
     "means": lambda x: [x.mean(), x.mean((2, 3)), x.mean(3, dtype=torch.float64), x.nanmean(3)],
     "spread": lambda x: [x.var((2, 3)), x.std(3), *torch.var_mean(x, 2), *torch.std_mean(x)],
-    "norms": lambda x: [x.norm(), x.norm(3, 3), x.norm(1, 2), x.norm(inf), x.norm(0), x.dist(x * 0.5), F.normalize(x, dim=3),
-                        F.pairwise_distance(x, x * 0.5), torch.linalg.vector_norm(x, 2, (2, 3), dtype=torch.float32)],
+    "norms": lambda x: [x.norm(), x.norm(3, 3), x.norm(1, 2), x.norm(inf), x.norm(0), x.dist(x * 0.5),
+                        torch.linalg.vector_norm(x, 2, (2, 3), dtype=torch.float32)],
+    "distances": lambda x: [F.normalize(x, dim=3), F.pairwise_distance(x, x * 0.5)],
     "extremes": lambda x: [x.amax(3), *x.max(2), x.max(), *x.aminmax(), x.argmin(), x.argmax(3)],
     "exponentials": lambda x: [x.softmax(3), x.log_softmax(2), x.logsumexp(3), x.softmax(3, dtype=torch.float32)],
     "prod": lambda x: [(x / 100).prod(3), (x / 100).prod()],
-    "losses": lambda x: [F.mse_loss(x / 50, x / 99), F.l1_loss(x, x / 2), F.huber_loss(x, x / 2), F.smooth_l1_loss(x, x / 2),
-                         F.binary_cross_entropy_with_logits(x, x.sigmoid().detach()), F.cross_entropy(x, _classes(x)),
-                         F.cross_entropy(x, _classes(x), label_smoothing=0.1), F.nll_loss(x, _classes(x))],
+    "pointwise losses": lambda x: [F.mse_loss(x / 50, x / 99), F.l1_loss(x, x / 2), F.huber_loss(x, x / 2),
+                                   F.smooth_l1_loss(x, x / 2), F.soft_margin_loss(x, x.detach().sign()),
+                                   F.binary_cross_entropy_with_logits(x, x.sigmoid().detach())],
+    "classification": lambda x: [F.cross_entropy(x / 50, _classes(x)), F.nll_loss(x / 50, _classes(x)),
+                                 F.cross_entropy(x / 50, _classes(x), label_smoothing=0.1)],
 }  # fmt: skip
 INTEGERS: dict[str, Op] = {
     "extremes": lambda x: [x.amax((2, 3)), x.amin(3), x.amin(), x.max(), x.min(), *x.aminmax(), *x.max(3), *x.min(2)],
-    "sums": lambda x: [x.sum(), x.sum(3), x.cumsum(3), x.cumsum(2, dtype=x.dtype), x.prod(3), x.count_nonzero(), x.nansum(3),
-                       x.sum(3, dtype=torch.int32), x.sum(2, dtype=torch.float16), x.mean(3, dtype=torch.float32),
-                       x.sum((2, 3), dtype=torch.uint8), x.sum(3, dtype=torch.bool), x.prod(2, dtype=torch.bool)],
-    "any, all": lambda x: [x.any(), x.all(), x.any(3), x.all(2, keepdim=True), (x * 0).any(), x.any(1), (x * 0 + 1).all()],
+    "sums": lambda x: [x.sum(), x.sum(3), x.cumsum(3), *_cumulated(x), x.prod(3), x.count_nonzero(), x.nansum(3)],
+    "sums of a dtype": lambda x: [x.sum(3, dtype=torch.int32), x.sum(2, dtype=torch.float16),
+                                  x.sum(3, dtype=torch.bool), x.mean(3, dtype=torch.float32),
+                                  x.sum((2, 3), dtype=torch.uint8), x.prod(2, dtype=torch.bool)],
+    "any, all": lambda x: [x.any(), x.all(), x.any(3), x.all(2, keepdim=True), (x * 0).any(), x.any(1),
+                           (x * 0 + 1).all()],
     "positions": lambda x: [x.argmax(), x.argmin(3), x.argmax(keepdim=True)] if x.dtype != torch.bool else [],
     "exponentials": lambda x: [x.logsumexp(3)] if x.dtype != torch.bool else [],
 }  # fmt: skip
+
+
+def _cumulated(x: Tensor) -> list[Tensor]:
+    return [] if x.dtype == torch.bool else [x.cumsum(2, dtype=x.dtype)]
 
 
 def _classes(x: Tensor) -> Tensor:
@@ -155,7 +165,7 @@ def _dtypes(name: str, kind: str, world: int) -> list[str]:
     dtype: torch.dtype = getattr(torch, kind)
     x = torch.randn((2, 4, 9, 301), generator=torch.Generator().manual_seed(5))
     if dtype.is_floating_point:
-        return _found({kind: (HALVES[name], [(x * 100).to(dtype)], [])}, 2 * torch.finfo(dtype).eps, world)
+        return _found({kind: (HALVES[name], [(x * 100).to(dtype)], [])}, max(4 * torch.finfo(dtype).eps, 3e-6), world)
     x = (x[:, :, :5, :7] * 99).to(torch.int64).to(dtype)
     x[0, 1], x[1, 0, :, 5:], x[1, 1] = 0, 0, 1
     return _found({kind: (INTEGERS[name], [x], [])}, 1e-6, world)
@@ -171,3 +181,217 @@ def test_short_floats_are_added_up_as_widely_as_in_torch(name: str, kind: str) -
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_give_torchs_numbers_and_dtypes(name: str, kind: str) -> None:
     assert not _on_all_meshes(_dtypes, name, kind)
+
+
+def _signs(x: Tensor) -> Tensor:
+    return x.detach().sign() + (x.detach() == 0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(N * H * W, C)."""
+    return x.permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def _positive(x: Tensor) -> Tensor:
+    return x.detach().abs() + 0.1
+
+
+POINTWISE_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "mse": lambda x, w, **how: F.mse_loss(x, x.sin(), **how),
+    "mse weighed": lambda x, w, **how: F.mse_loss(x, x.sin(), weight=_positive(x), **how),
+    "l1 weighed": lambda x, w, **how: F.l1_loss(x, x.sin(), weight=_positive(x), **how),
+    "l1 weighed by a whole tensor": lambda x, w, **how: F.l1_loss(
+        x, x.sin(), weight=w.expand(x.shape).detach(), **how),
+    "l1 of a split weight alone": lambda x, w, **how: F.l1_loss(
+        w.expand(x.shape) * 2, w.expand(x.shape), weight=x, **how),
+    "smooth l1 beta": lambda x, w, **how: F.smooth_l1_loss(x, x.sin(), beta=0.3, **how),
+    "bce": lambda x, w, **how: F.binary_cross_entropy(x.sigmoid(), (x > 0).double(), w[0, 0].detach(), **how),
+    "bce with logits": lambda x, w, **how: F.binary_cross_entropy_with_logits(
+        x, (x > 0).double(), _positive(x), pos_weight=w[0].detach() ** 2, **how),
+    "kl_div": lambda x, w, **how: F.kl_div(x.log_softmax(1), x.detach().softmax(1), log_target=False, **how),
+    "soft_margin": lambda x, w, **how: F.soft_margin_loss(x, _signs(x), **how),
+    "hinge_embedding": lambda x, w, **how: F.hinge_embedding_loss(x, _signs(x), 0.7, **how),
+    "margin_ranking": lambda x, w, **how: F.margin_ranking_loss(x, x.cos(), _signs(x), 0.1, **how),
+    "poisson_nll": lambda x, w, **how: F.poisson_nll_loss(x, _positive(x), False, True, **how),
+    "multilabel_soft_margin": lambda x, w, **how: F.multilabel_soft_margin_loss(
+        _rows(x), (_rows(x.detach()) > 0).double(), w.flatten()[:3].detach(), **how),
+    "multilabel_margin": lambda x, w, **how: F.multilabel_margin_loss(
+        _rows(x), _rows((x.detach() > 0).long() * 3 - 1), **how),
+    "multi_margin": lambda x, w, **how: F.multi_margin_loss(
+        _rows(x), _rows(x.detach()).argmin(1), 2, 0.8, w.flatten()[:3].detach(), **how),
+    "cosine_embedding": lambda x, w, **how: F.cosine_embedding_loss(
+        _rows(x), _rows(x.cos()), _signs(_rows(x)[:, 0]), 0.1, **how),
+    "triplet_margin": lambda x, w, **how: F.triplet_margin_loss(
+        _rows(x), _rows(x.cos()), _rows(x.sin()), 2.0, swap=True, **how),
+    "cross_entropy": lambda x, w, **how: F.cross_entropy(x, _classes(x) % 3, **how),
+    "nll weighed": lambda x, w, **how: F.nll_loss(
+        x.log_softmax(1), torch.where(x[:, 0] > 1, 1, _classes(x) % 3), w.flatten()[:3].detach(), None, 1, **how),
+}  # fmt: skip
+HOW: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "size_average": {"size_average": False},
+    "reduce": {"reduce": False, "reduction": "mean"},
+    "both": {"size_average": True, "reduce": True, "reduction": "sum"},
+}
+
+
+def _scores(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+
+
+def _losses(name: str, world: int) -> list[str]:
+    loss, x, w = POINTWISE_LOSSES[name], _scores(*SHAPE), _scores(1, 1, 1, 7).abs() + 0.5
+    cases = {how: (lambda x, w, options=options: loss(x, w, **options), [x], [w]) for how, options in HOW.items()}
+    return _found(cases, 1e-12, world)
+
+
+@pytest.mark.parametrize("name", POINTWISE_LOSSES)
+def test_losses_take_every_reduction_as_torch_does(name: str) -> None:
+    assert not _on_all_meshes(_losses, name)
+
+
+OTHER_LOSSES: dict[str, Op] = {
+    "gaussian": lambda x: [
+        F.gaussian_nll_loss(x, x.sin(), var, full, reduction=how)
+        for var in (x.exp(), x[:, :, :, :1].detach().exp(), x[:, :1].exp(), x[..., 0].exp(), 0.3)
+        for full, how in ((False, "mean"), (True, "sum"), (True, "none"))
+    ],
+    "kl_div batchmean": lambda x: F.kl_div(x.log_softmax(1), x.log_softmax(3), reduction="batchmean", log_target=True),
+    "triplet with distance": lambda x: [
+        F.triplet_margin_with_distance_loss(x, x.sin(), x.cos(), distance_function=distance, swap=True)
+        for distance in (None, lambda a, b: (a - b).abs().amax(1))
+    ],
+    "probabilities": lambda x: [
+        F.cross_entropy(x, x.detach().sin().softmax(1), weight, reduction=how, label_smoothing=smoothing)
+        for weight in (None, torch.tensor([0.2, 3, 1]).double())
+        for how, smoothing in (("mean", 0.0), ("sum", 0.1), ("none", 0.3), ("mean", 0.2))
+    ],
+    "smoothing": lambda x: [
+        F.cross_entropy(x, _classes(x) % 3, weight, ignore_index=ignored, reduction=how, label_smoothing=0.2)
+        for weight in (None, torch.tensor([0.2, 3, 1]).double())
+        for how in ("mean", "sum", "none")
+        for ignored in (-100, 1)
+    ],
+    "rows": lambda x: [
+        F.cross_entropy(_rows(x), _classes(_rows(x)[:, :, None])[:, 0] % 3),
+        F.cross_entropy(x.flatten(2), _classes(x).flatten(1) % 3),
+        F.cross_entropy(x[:, :, None], (_classes(x) % 3)[:, None]),
+        F.cross_entropy(x[0, :, 0].detach().mean(-1) * x.mean(), torch.tensor(1)),
+    ],
+    "no pixel is valid": lambda x: [
+        F.cross_entropy(x, _classes(x) * 0 - 100), F.cross_entropy(x, _classes(x) * 0 - 100, label_smoothing=0.1),
+        F.nll_loss(x, _classes(x) * 0 + 2, ignore_index=2), F.cross_entropy(x, _classes(x) * 0 - 100, reduction="sum"),
+    ],
+    "a weight of infinity that is ignored": lambda x: F.nll_loss(
+        x, torch.where(_classes(x) == 0, 1, _classes(x)) % 3, torch.tensor([inf, 1, 2]).double(), ignore_index=0),
+    "labels alone are split": lambda x: F.cross_entropy(
+        torch.linspace(-1, 1, 105).double().view(1, 3, 5, 7).expand(2, -1, -1, -1), _classes(x) % 3) * x.mean(),
+    "empty batch": lambda x: [x[:0].mean(), x[:0].var(), x[:0].sum(), x[:0].norm(), F.mse_loss(x[:0], x[:0]),
+                              x[:0].mean(0), x[:0].mean(3), x[:, :0].std(3), x[:0].softmax(3), x[:0].cumsum(2),
+                              x[:0].logsumexp(3), F.cross_entropy(x[:0], _classes(x)[:0]), x[:0].any(3)],
+}  # fmt: skip
+
+
+def _other_losses(name: str, world: int) -> list[str]:
+    return _found({name: (OTHER_LOSSES[name], [_scores(*SHAPE)], [])}, 1e-12, world)
+
+
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_losses_of_odd_shapes_and_weights(name: str) -> None:
+    assert not _on_all_meshes(_other_losses, name)
+
+
+def _indices(x: Tensor) -> Tensor:
+    return (x[:, 0].detach().abs() * 7).long() % 5
+
+
+ALONG: dict[str, Op] = {
+    "one_hot": lambda x, w: [F.one_hot(_indices(x), 6), F.one_hot(_indices(x))],
+    "embedding": lambda x, w: F.embedding(_indices(x), w, padding_idx=1) * x.mean(),
+    "embedding by frequency": lambda x, w: F.embedding(_indices(x), w, padding_idx=-2, scale_grad_by_freq=True),
+    "embedding of a largest norm": lambda x, w: [F.embedding(_indices(x), w * 1, max_norm=0.5, norm_type=3), w],
+    "prelu": lambda x, w: [F.prelu(x, w.flatten()[:3]), F.prelu(x, w.flatten()[:1])],
+    "threshold": lambda x, w: [F.threshold(x * 1, 0.1, 2.0, inplace=True), F.threshold(x, -0.1, 3.0)],
+    "softmax without a dim": lambda x, w: [F.softmax(x, None), F.log_softmax(x[0], None), F.softmin(x[0])],
+    "softmax of a dtype": lambda x, w: [torch.softmax(x, 3, torch.float32), x.log_softmax(2, torch.float32),
+                                        F.softmax(x, 3, 3, torch.float32)],
+    "no dropout": lambda x, w: [F.dropout(x, 0.0), F.dropout(x, 0.5, False), F.alpha_dropout(x, 0.5, False),
+                                F.dropout2d(x, 0.0), F.feature_alpha_dropout(x, 0.0, True)],
+    "all dropped": lambda x, w: [F.dropout(x, 1.0), F.dropout(x * 1, 1.0, inplace=True), F.alpha_dropout(x, 1.0, True),
+                                 F.alpha_dropout(x * 1, 1.0, True, True), F.dropout2d(x, 1.0),
+                                 F.feature_alpha_dropout(x, 1.0, True), F.dropout3d(x * 1, 1.0, inplace=True)],
+}  # fmt: skip
+
+
+def _along(name: str, world: int) -> list[str]:
+    x = infinite() if name == "all dropped" else _scores(*SHAPE)
+    return _found({name: (ALONG[name], [x], [_scores(5, 4)])}, 1e-12 if "dtype" not in name else 1e-6, world)
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_functions_along_a_dim(name: str) -> None:
+    assert not _on_all_meshes(_along, name)
+
+
+DRAWS: dict[str, Op] = {
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "dropout in place": lambda x: F.dropout(x, 0.4, inplace=True),
+    "dropout_": lambda x: torch.dropout_(x, 0.4, True),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, True),
+    "bernoulli": lambda x: torch.bernoulli(x * 0, 0.6),
+    "bernoulli_ of a map": lambda x: x.bernoulli_(torch.full(x.shape, 0.6, dtype=torch.float64)),
+    "rand_like": lambda x: torch.rand_like(x, generator=torch.Generator().manual_seed(8)),
+    "randint_like": lambda x: torch.randint_like(x, 2, 9),
+    "uniform_": lambda x: x.uniform_(2, 3, generator=torch.Generator().manual_seed(8)),
+    "exponential_": lambda x: x.exponential_(3),
+    "geometric_": lambda x: x.geometric_(0.4),
+    "random_": lambda x: x.random_(4),
+}
+
+
+def _random(name: str, height: int, width: int) -> tuple[float, float, float, bool]:
+    """Mean and spread of what was drawn, over torch's; a later draw; whether the shards drew differently."""
+    torch.manual_seed(0)
+    plain = DRAWS[name](torch.ones(2, 3, 60, 84, dtype=torch.float64))
+    torch.manual_seed(0)
+    drawn = DRAWS[name](ff.shard(torch.ones(2, 3, 60, 84, dtype=torch.float64), mesh(height, width))).full()
+    halves = drawn.chunk(2, 2 if height > 1 else 3)
+    differ = not torch.equal(halves[0], halves[1])
+    return float(drawn.mean() - plain.mean()), float(drawn.std() / plain.std()), float(torch.rand(())), differ
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_have_torchs_distribution_and_leave_all_ranks_alike(name: str) -> None:
+    for height, width in ((1, 2), (2, 1)):
+        answers = rank_group(2).run(_random, name, height, width)
+        assert answers[0] == answers[1]
+        shift, stretch, _, differ = answers[0]
+        assert abs(shift) < 0.05 and abs(stretch - 1) < 0.05 and differ, answers
+
+
+UNBATCHED = {
+    "dropout1d": F.dropout1d,
+    "dropout3d": F.dropout3d,
+    "dropout2d": F.dropout2d,
+    "alpha": F.feature_alpha_dropout,
+}
+
+
+def _channels(name: str) -> tuple[list[float], bool]:
+    torch.manual_seed(1)
+    shape = {"dropout1d": (40, 6), "dropout3d": (40, 2, 4, 6), "dropout2d": (8, 5, 4, 6), "alpha": (8, 5, 4, 6)}[name]
+    split = ff.shard(torch.ones(shape, dtype=torch.float64).view((*shape[:-1], 1, 6) if name == "dropout1d" else shape),
+                     mesh(1, 2))  # fmt: skip
+    split = split.flatten(-2) if name == "dropout1d" else split
+    dropped = UNBATCHED[name](split, 0.5, True).full()
+    channels = dropped.flatten(2).flatten(0, 1) if len(shape) == 4 and name != "dropout3d" else dropped.flatten(1)
+    return channels[:, 0].tolist(), bool((channels == channels[:, :1]).all())
+
+
+@pytest.mark.parametrize("name", UNBATCHED)
+def test_whole_channels_are_dropped_also_without_a_batch(name: str) -> None:
+    answers = rank_group(2).run(_channels, name)
+    assert answers[0] == answers[1]
+    assert answers[0][1] and len(set(answers[0][0])) == 2

@@ -73,7 +73,7 @@ def _cumsum(func: Any, x: SpatialTensor, dim: int, *, dtype: Any = None) -> Tens
     if dtype is None:
         dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
     axis = layout.spatial.axis(placement.axis)
-    local = func(local_of(x), dim, dtype=wide(dtype))
+    local = func(local_of(x).to(wide(dtype)), dim, dtype=wide(dtype))  # so that its backward adds up as widely
     totals = gather_over_ranks(local.narrow(dim, local.shape[dim] - 1, 1), axis.group)
     before = totals[: axis.part].sum(0, dtype=local.dtype)  # of no rank on the first, which takes part in backward so
     return wrap((local + before).to(dtype), layout)
