@@ -225,7 +225,7 @@ POINTWISE_LOSSES: dict[str, Callable[..., Tensor]] = {
         _rows(x), _rows(x.cos()), _rows(x.sin()), 2.0, swap=True, **how),
     "cross_entropy": lambda x, w, **how: F.cross_entropy(x, _classes(x) % 3, **how),
     "nll weighed": lambda x, w, **how: F.nll_loss(
-        x.log_softmax(1), torch.where(x[:, 0] > 1, 1, _classes(x) % 3), w.flatten()[:3].detach(), None, 1, **how),
+        x.log_softmax(1), _classes(x) % 3, w.flatten()[:3].detach(), ignore_index=1, **how),
 }  # fmt: skip
 HOW: dict[str, dict[str, Any]] = {
     "mean": {},

@@ -62,8 +62,8 @@ _REFUSED: dict[str, str] = {
         alpha_dropout batch_norm batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt
         batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_stats batch_norm_update_stats
         binary_cross_entropy_with_logits constant_pad_nd convolution feature_alpha_dropout group_norm instance_norm
-        kl_div hinge_embedding_loss margin_ranking_loss layer_norm native_batch_norm native_dropout
-        native_group_norm native_layer_norm poisson_nll_loss
+        kl_div hinge_embedding_loss margin_ranking_loss cosine_embedding_loss triplet_margin_loss layer_norm
+        native_batch_norm native_dropout native_group_norm native_layer_norm poisson_nll_loss
         rms_norm alias_copy detach_copy expand_copy narrow_copy permute_copy select_copy slice_copy split_copy
         split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy unsqueeze_copy view_copy
         view_as_complex_copy view_as_real_copy unsafe_chunk unsafe_split unsafe_split_with_sizes autocast
@@ -71,12 +71,10 @@ _REFUSED: dict[str, str] = {
         _post_accumulate_grad_hooks _version _is_view grad_dtype name output_nr volatile is_distributed
     """,
     "it draws random numbers in an order no shard can follow": """
-        rrelu rrelu_ gumbel_softmax multinomial poisson binomial cauchy_ exponential_ geometric_ log_normal_ random_
-        normal
+        rrelu rrelu_ gumbel_softmax multinomial poisson binomial normal
     """,
     "it compares or combines vectors in a way that is not split": """
-        bilinear cosine_embedding_loss triplet_margin_loss triplet_margin_with_distance_loss multi_margin_loss
-        multilabel_margin_loss linear_cross_entropy addr addr_ ger outer inner cross tensordot vdot dot addmv
+        bilinear linear_cross_entropy addr addr_ ger outer inner cross tensordot vdot dot addmv
         addmv_ addbmm addbmm_ addmm_ baddbmm_ sum_to_size logcumsumexp_ complex polar frexp view_as_complex
         view_as_real cfloat cdouble chalf column_stack row_stack hstack vstack dstack hsplit vsplit dsplit
         atleast_1d atleast_2d atleast_3d broadcast_tensors repeat_interleave_
