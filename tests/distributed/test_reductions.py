@@ -74,7 +74,6 @@ OVER_FLOATS: dict[str, Op] = {
     "norms over a dim": lambda x: [torch.linalg.vector_norm(x, p, 3) for p in ORDERS],
     "norms over the plane": lambda x: [torch.linalg.vector_norm(x, p, (2, 3), True) for p in ORDERS],
     "norms": lambda x: [x.norm(), x.norm(p=1, dim=2), x.norm(3), x.norm(inf), x.dist(x * 0.5), x.dist(x, 1)],
-    "normalize": lambda x: [F.normalize(x), F.normalize(x, dim=3), F.pairwise_distance(x, x.flip(1) + 1, keepdim=True)],
     "logsumexp": lambda x: [x.logsumexp((2, 3)), x.logsumexp(3, True), x.logsumexp(1)],
     "softmax": lambda x: [x.softmax(3), x.softmax(2), x.flatten(2).softmax(2), F.softmin(x, 3)],
     "log_softmax": lambda x: [x.log_softmax(3), F.log_softmax(x, 2), torch.log_softmax(x.flatten(2), 2)],
@@ -82,7 +81,6 @@ OVER_FLOATS: dict[str, Op] = {
     "along whole dims": lambda x: [x.cumprod(1), x.logcumsumexp(1), *x.sort(1), *torch.sort(x, dim=1, stable=True),
                                    *x.sort(1, True), *x.sort(descending=True, dim=0, stable=True), x.argsort(1),
                                    torch.argsort(x, stable=True, dim=1), x.msort(), *x.topk(2, 1), F.glu(x, 0)],
-    "any, all": lambda x: [x.any(), x.all(), x.any(3), x.all(2, keepdim=True), x.count_nonzero((2, 3))],
     "comparisons": lambda x: [x * torch.equal(x, x), x * torch.allclose(x, x), x * torch.allclose(x, x[:1]),
                               x * torch.allclose(x * 0, x[:, :1] * 0), x * torch.equal(x, x[:1]),
                               x * torch.allclose(x, x, equal_nan=True)],
@@ -171,13 +169,13 @@ def _dtypes(name: str, kind: str, world: int) -> list[str]:
     return _found({kind: (INTEGERS[name], [x], [])}, 1e-6, world)
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", HALVES)
 def test_short_floats_are_added_up_as_widely_as_in_torch(name: str, kind: str) -> None:
     assert not _on_all_meshes(_dtypes, name, kind)
 
 
-@pytest.mark.parametrize("kind", ["uint8", "int8", "int16", "int32", "int64", "bool"])
+@pytest.mark.parametrize("kind", ["uint8", "int16", "bool"])
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_give_torchs_numbers_and_dtypes(name: str, kind: str) -> None:
     assert not _on_all_meshes(_dtypes, name, kind)
@@ -307,18 +305,15 @@ def _indices(x: Tensor) -> Tensor:
     return (x[:, 0].detach().abs() * 7).long() % 5
 
 
+def _shortened(indices: Tensor, table: Tensor) -> list[Tensor]:
+    return [F.embedding(indices, table, max_norm=0.5, norm_type=3), table]
+
+
 ALONG: dict[str, Op] = {
     "one_hot": lambda x, w: [F.one_hot(_indices(x), 6), F.one_hot(_indices(x))],
-    "embedding": lambda x, w: F.embedding(_indices(x), w, padding_idx=1) * x.mean(),
     "embedding by frequency": lambda x, w: F.embedding(_indices(x), w, padding_idx=-2, scale_grad_by_freq=True),
-    "embedding of a largest norm": lambda x, w: [F.embedding(_indices(x), w * 1, max_norm=0.5, norm_type=3), w],
-    "prelu": lambda x, w: [F.prelu(x, w.flatten()[:3]), F.prelu(x, w.flatten()[:1])],
-    "threshold": lambda x, w: [F.threshold(x * 1, 0.1, 2.0, inplace=True), F.threshold(x, -0.1, 3.0)],
+    "embedding of a largest norm": lambda x, w: _shortened(_indices(x), w.detach().clone()),
     "softmax without a dim": lambda x, w: [F.softmax(x, None), F.log_softmax(x[0], None), F.softmin(x[0])],
-    "softmax of a dtype": lambda x, w: [torch.softmax(x, 3, torch.float32), x.log_softmax(2, torch.float32),
-                                        F.softmax(x, 3, 3, torch.float32)],
-    "no dropout": lambda x, w: [F.dropout(x, 0.0), F.dropout(x, 0.5, False), F.alpha_dropout(x, 0.5, False),
-                                F.dropout2d(x, 0.0), F.feature_alpha_dropout(x, 0.0, True)],
     "all dropped": lambda x, w: [F.dropout(x, 1.0), F.dropout(x * 1, 1.0, inplace=True), F.alpha_dropout(x, 1.0, True),
                                  F.alpha_dropout(x * 1, 1.0, True, True), F.dropout2d(x, 1.0),
                                  F.feature_alpha_dropout(x, 1.0, True), F.dropout3d(x * 1, 1.0, inplace=True)],
@@ -327,7 +322,7 @@ ALONG: dict[str, Op] = {
 
 def _along(name: str, world: int) -> list[str]:
     x = infinite() if name == "all dropped" else _scores(*SHAPE)
-    return _found({name: (ALONG[name], [x], [_scores(5, 4)])}, 1e-12 if "dtype" not in name else 1e-6, world)
+    return _found({name: (ALONG[name], [x], [_scores(5, 4)])}, 1e-12, world)
 
 
 @pytest.mark.parametrize("name", ALONG)
@@ -336,10 +331,8 @@ def test_functions_along_a_dim(name: str) -> None:
 
 
 DRAWS: dict[str, Op] = {
-    "dropout": lambda x: F.dropout(x, 0.4),
     "dropout in place": lambda x: F.dropout(x, 0.4, inplace=True),
     "dropout_": lambda x: torch.dropout_(x, 0.4, True),
-    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, True),
     "bernoulli": lambda x: torch.bernoulli(x * 0, 0.6),
     "bernoulli_ of a map": lambda x: x.bernoulli_(torch.full(x.shape, 0.6, dtype=torch.float64)),
     "rand_like": lambda x: torch.rand_like(x, generator=torch.Generator().manual_seed(8)),
@@ -374,14 +367,13 @@ def test_draws_have_torchs_distribution_and_leave_all_ranks_alike(name: str) -> 
 UNBATCHED = {
     "dropout1d": F.dropout1d,
     "dropout3d": F.dropout3d,
-    "dropout2d": F.dropout2d,
     "alpha": F.feature_alpha_dropout,
 }
 
 
 def _channels(name: str) -> tuple[list[float], bool]:
     torch.manual_seed(1)
-    shape = {"dropout1d": (40, 6), "dropout3d": (40, 2, 4, 6), "dropout2d": (8, 5, 4, 6), "alpha": (8, 5, 4, 6)}[name]
+    shape = {"dropout1d": (40, 6), "dropout3d": (40, 2, 4, 6), "alpha": (8, 5, 4, 6)}[name]
     split = ff.shard(torch.ones(shape, dtype=torch.float64).view((*shape[:-1], 1, 6) if name == "dropout1d" else shape),
                      mesh(1, 2))  # fmt: skip
     split = split.flatten(-2) if name == "dropout1d" else split
@@ -395,3 +387,32 @@ def test_whole_channels_are_dropped_also_without_a_batch(name: str) -> None:
     answers = rank_group(2).run(_channels, name)
     assert answers[0] == answers[1]
     assert answers[0][1] and len(set(answers[0][0])) == 2
+
+
+def _refused() -> int:
+    split = ff.shard(torch.ones(1, 1, 3, 4), mesh(1, 2))
+    calls = [
+        lambda: F.prelu(torch.ones(1, 4), split.view(3, 4)[0]),
+        lambda: F.embedding(torch.ones(2).long(), split[0, 0]),
+    ]
+    for call in calls:
+        with pytest.raises(ff.UnsupportedOp):
+            call()
+    return len(calls)
+
+
+def test_a_split_weight_or_table_of_a_whole_operand_is_refused_by_name() -> None:
+    assert rank_group(2).run(_refused) == [2, 2]
+
+
+def _large(world: int) -> list[str]:
+    """Of which each rank's share is too large for a mailbox."""
+    x = torch.randn(4, 64, 512, 6, generator=torch.Generator().manual_seed(9))
+    ops: dict[str, Op] = {
+        "values": lambda x: [x.amax(3), *(x * 99).short().max(3), x.logsumexp(3), x.softmax(3), x.cumsum(3)],
+    }
+    return _found({name: (op, [x], []) for name, op in ops.items()}, 3e-6, world)
+
+
+def test_large_messages_of_any_dtype() -> None:
+    assert not [wrong for found in rank_group(2).run(_large, 2) for wrong in found]

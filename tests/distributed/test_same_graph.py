@@ -37,7 +37,7 @@ def every_message_noted(events: list[str]) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(exchange.InFlight, "__init__", noting(exchange.InFlight.__init__)))
-        for name in ("gathered", "summed", "maximum"):
+        for name in ("gathered", "summed"):
             function = getattr(exchange, name)
             for module in [m for m in sys.modules.values() if getattr(m, name, None) is function]:
                 stack.enter_context(mock.patch.object(module, name, noting(function)))
