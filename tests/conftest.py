@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kills", type=int, default=3, help="how many ranks tests/training/test_faults.py kills in one run"
     )
+    parser.addoption("--programs", type=int, default=600, help="how many programs tests/distributed/test_fuzz.py draws")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -42,6 +43,12 @@ def seed(request: pytest.FixtureRequest) -> int:
     """The seed of this run, for tests that draw their own data on other ranks."""
     chosen = request.config.getoption("--seed")
     return DEFAULT_SEED if chosen is None else chosen
+
+
+@pytest.fixture
+def programs(request: pytest.FixtureRequest) -> int:
+    """How many random programs are drawn."""
+    return int(request.config.getoption("--programs"))
 
 
 @pytest.fixture(autouse=True)

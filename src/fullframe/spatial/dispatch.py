@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
-from fullframe.errors import FullframeError, ShapeError, UnsupportedOp
+from fullframe.errors import FullframeError, UnsupportedOp
 from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.rules.refusals import REASONS
@@ -256,7 +256,9 @@ def _into(target: Any, result: Any, func: Any) -> Any:
     for goal, value in zip(targets, results, strict=True):
         with torch.no_grad():
             goal.copy_(value)
-    return target if isinstance(target, Tensor) else type(result)(targets)
+    if isinstance(target, Tensor):
+        return target
+    return getattr(torch.return_types, f"{type(result).__name__}_out", type(result))(targets)
 
 
 def _check_out(goal: Tensor, value: Tensor, func: Any) -> None:
@@ -290,7 +292,8 @@ def gathered_write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     rest, kwargs = tree_map_only(SpatialTensor, lambda shell: shell.full(), (args[1:], kwargs))
     result = func(whole, *rest, **kwargs)
     if tuple(whole.shape) != target._layout.shape:
-        raise ShapeError(f"{name_of(func)} changes the shape of a split tensor in place; use the form that does not")
+        reason = "it changes the shape of a split tensor in place"
+        raise UnsupportedOp(name_of(func), described([target]), module_path(), reason, "Use the form that does not.")
     local_of(target).copy_(sliced(whole, target._layout))
     settle(target)
     return None if result is None else target

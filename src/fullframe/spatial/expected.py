@@ -5,6 +5,7 @@ torch's shape and dtype, and to whether it shares memory with an operand. Rememb
 autocast fake tensors take the place of meta tensors, as autocast looks at the device.
 """
 
+import logging
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -46,6 +47,7 @@ class _Unknown(Exception):
     """An argument that cannot be described by what all ranks know."""
 
 
+_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 _known: dict[Any, Expected | None] = {}
 
 
@@ -122,6 +124,7 @@ def _run(
     device = "meta" if cast is None else cast[0]
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        _fake_log.disabled = True  # it reports what torch refuses as a fault of its own
         with FakeTensorMode() if cast else nullcontext():
             args, kwargs = (_without_values(tree, device, made) for tree in (args, kwargs))
             try:
