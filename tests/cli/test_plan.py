@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fullframe.cli.application import run
 from fullframe.cli.comparison import Comparison, measured
@@ -55,6 +56,78 @@ def test_a_prediction_that_is_off_stops_all_ranks(tmp_path: Path) -> None:
     assert stopped.stderr.count("error:") == 1 and steps_in(run_dir) == [1, 2]
 
 
+def planned_for(tmp_path: Path, recipe: Path, *words: str) -> Path:
+    out = tmp_path / "plan.json"
+    assert run(["plan", str(recipe), "--gpus", *words, "--out", str(out)]) == 0
+    return out
+
+
+def test_a_planned_batch_size_is_trained_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = written(tmp_path)
+    plan = planned_for(tmp_path, recipe, "cpu", "--batch-size", "8")
+    assert first_plan(plan)["batch_size"] == 8
+    for name, words in (("planned", ("--plan", plan)), ("given", ("--batch-size", 8)), ("own", ())):
+        trained = fullframe("train", recipe, *words, "--steps", 2, "--run-dir", tmp_path / name)
+        assert trained.returncode == 0, trained.stderr
+        assert ("batches of 8 in place of the recipe's 4" in trained.stdout) is (name != "own")
+    losses = {
+        name: [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("planned", "given", "own")
+    }
+    assert losses["planned"] == losses["given"] != losses["own"]
+    capsys.readouterr()
+    assert run(["train", str(recipe), "--plan", str(plan), "--batch-size", "4"]) == 2
+    assert "the plan is for batches of 8, --batch-size says 4" in capsys.readouterr().err
+
+
+def test_a_plan_is_simulated_with_its_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = written(tmp_path)
+    plan = planned_for(tmp_path, recipe, "T4", "--batch-size", "8")
+    predicted = first_plan(plan)["prediction"]["peak_bytes"]
+    capsys.readouterr()
+    assert run(["simulate", str(recipe), "--gpus", "T4", "--strategy", str(plan), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] == predicted
+    words = ["--strategy", str(plan), "--batch-size", "4"]
+    assert run(["simulate", str(recipe), "--gpus", "T4", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] < predicted
+
+
+def test_a_plan_for_gpus_that_are_not_here_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, path = written(tmp_path), tmp_path / "plan.json"
+    plan = {"strategy": {"data": 16}, "fits": True, "devices": "2x8xA100-80GB", "batch_size": 16}
+    path.write_text(json.dumps([plan]))
+    words = ["train", str(recipe), "--plan", str(path), "--run-dir", str(tmp_path / "run")]
+    for gpus, said in ((0, "this machine has no GPU"), (8, "needs 16 GPUs, this machine has 8")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert run(words) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    path.write_text(json.dumps([{**plan, "strategy": {"data": 2}, "batch_size": 4, "devices": "2xA100-80GB"}]))
+    trained = fullframe(*words, "--on-cpu", "--steps", 1)
+    assert trained.returncode == 0, trained.stderr
+
+
+def test_when_the_time_is_over_nothing_is_said_not_to_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(written(tmp_path)), "--gpus", "4xT4", "--seconds", "0.001"]) == 3
+    said = capsys.readouterr().out
+    assert "nothing fits" not in said and "the 0.001 s of --seconds were over" in said and "give --seconds 60" in said
+
+
+def test_an_error_of_the_recipe_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = written(tmp_path, changes="data=lambda: [1 / 0]")
+    assert run(["plan", str(recipe), "--gpus", "T4"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("ZeroDivisionError") == 1 and f"at {recipe}, line" in said and "nothing fits" not in said
+    recipe = written(tmp_path, trouble="batch['nothing']")
+    assert run(["plan", str(recipe), "--gpus", "T4"]) == 2
+    printed = capsys.readouterr()
+    assert f"RecipeError: the step cannot be simulated: KeyError: 'nothing', at {recipe}, line" in printed.out
+    assert "nothing fits" not in printed.out and "every one is refused" in printed.out
+    assert len(printed.out.splitlines()) < 15 and "Traceback" not in printed.err
+
+
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(written(tmp_path)), "--gpus", "cpu", "--memory-limit-gib", "0.01", "--json"]) == 1
     printed = capsys.readouterr()
@@ -96,6 +169,7 @@ WRONG = [
     (("train", "{recipe}", "--plan", "nowhere.json"), "cannot read the plan nowhere.json"),
     (("train", "{recipe}", "--plan", "{plan}", "--width", "2"), "leave out the options of the mesh"),
     (("train", "{recipe}", "--plan", "{plan}", "--processes", "3"), "the plan is for 1 ranks, there are 3"),
+    (("plan", "{recipe}", "--gpus", "T4", "--seconds", "0"), "--seconds must be greater than 0"),
     (("train", "{recipe}", "--strict-memory", "0"), "--strict-memory must be greater than 0"),
 ]
 

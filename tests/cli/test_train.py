@@ -40,7 +40,7 @@ def written(folder: Path, trouble: str = "", changes: str = "") -> Path:
 def environment() -> dict[str, str]:
     # Ranks must find `tests`; a run must not believe that it was started by torchrun.
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return kept | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
 
 
 def fullframe(*arguments: object, python: tuple[str, ...] = ("-m", "fullframe.cli")) -> subprocess.CompletedProcess:

@@ -1,6 +1,7 @@
 """Plans of a small network by real simulations; what is said where nothing fits."""
 
 import dataclasses
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,8 @@ from fullframe.planning.advice import separable
 from fullframe.planning.plan import KEPT_FREE, Planned, plan, plan_in_full
 from fullframe.planning.plans import describe, winner
 from fullframe.simulation.devices import parse_cluster
+from fullframe.simulation.simulate import simulate
+from fullframe.strategy import Strategy
 
 MIB = 2**20
 
@@ -162,6 +165,46 @@ def test_what_cannot_be_planned(
 ) -> None:
     with pytest.raises(error, match=said):
         plan(recipe(), devices, **options)  # type: ignore[arg-type]
+
+
+class Augmented(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Reads its own random number; counts how often it is read."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        Augmented.reads += 1
+        image = torch.zeros(3, 128, 256)
+        return {"image": image.flip(-1) if torch.rand(()) < 0.5 else image}
+
+
+def test_an_augmentation_may_read_its_random_numbers() -> None:
+    Augmented.reads = 0
+    before = torch.get_rng_state()
+    augmented = plan(recipe(data=Augmented, sample=None), "1xT4", precisions=["fp16"])
+    assert Augmented.reads == 1 and torch.equal(before, torch.get_rng_state())
+    given = plan(recipe(), "1xT4", precisions=["fp16"])
+    assert augmented[0].prediction == given[0].prediction is not None
+
+
+def test_a_plan_ends_when_its_time_is_over() -> None:
+    began = time.monotonic()
+    planned = plan_in_full(recipe(), "8xA100-80GB", batch_size=8, seconds=0.05, workers=2)
+    assert time.monotonic() - began < 5
+    assert planned.untried and planned.shortfall is None and winner(planned.plans) is None
+    assert {p.reason for p in planned.plans} == {"not tried: the time was over"}
+    assert {p.reason for p in plan(recipe(), "1xT4", seconds=0.05)} == {"not tried: the time was over"}
+
+
+def test_of_a_small_network_parameters_are_not_sharded() -> None:
+    small = recipe(model=lambda: nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(8))), batch_size=8)
+    alone, sharded = (
+        simulate(small, Strategy(data=8, precision="bf16", shard_parameters=shards), "8xH100").step_seconds
+        for shards in (False, True)
+    )
+    assert sharded > 1.5 * alone  # gathers and reductions of FSDP2 are Python, which takes the host longer than the ops
+    first = plan(small, "8xH100", precisions=["bf16"])[0]
+    assert not first.strategy.shard_parameters
 
 
 def test_a_sample_without_a_frame_is_refused() -> None:

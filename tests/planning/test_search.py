@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from fullframe.planning import search as searching
+from fullframe.planning.advice import sentences, shortfall
 from fullframe.planning.candidates import Job, border, candidates
 from fullframe.planning.plans import Plan, describe, plans_of, winner
 from fullframe.planning.search import Search, complexity, weight
@@ -92,6 +94,48 @@ def test_state_that_does_not_fit_alone_is_said_so() -> None:
     assert winner(plans) is None
     reasons = [plan.reason for plan in plans if plan.prediction is None]
     assert reasons and all(r.startswith("parameters, gradients and optimizer state alone need 16.0") for r in reasons)
+
+
+def in_rounds(asked: Job, limit: int, rounds: int, width: int, monkeypatch: pytest.MonkeyPatch) -> Search:
+    """A search that has time for so many rounds of simulations."""
+    clock = [0.0]
+    monkeypatch.setattr(searching.time, "monotonic", lambda: clock[0])
+
+    def runner(strategies: Sequence[Strategy]) -> list[Outcome]:
+        clock[0] += 1
+        return [cost(strategy, asked) if clock[0] <= rounds else None for strategy in strategies]
+
+    search = Search(job=asked, limit_bytes=limit)
+    search.run(runner, width=width, seconds=rounds + 0.5)
+    return search
+
+
+def test_what_was_not_tried_is_not_said_not_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, limit = job("4xA100-80GB", 8), 30 * GIB
+    best = winner(searched(asked, limit)[1])
+    assert best is not None
+    for rounds in (0, 1):
+        search = in_rounds(asked, limit, rounds, 2, monkeypatch)
+        plans = plans_of(search)
+        assert winner(plans) is None and len(search.known) == 2 * rounds
+        assert best.strategy in search.untried
+        assert next(p for p in plans if p.strategy == best.strategy).reason == "not tried: the time was over"
+        assert {plan.strategy for plan in plans} >= set(candidates(asked))
+        assert not any("nothing fits" in plan.reason for plan in plans)
+    assert not searched(asked, limit)[0].untried
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_what_needs_least_is_tried_early(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = in_rounds(job("4xA100-80GB", 8), 13 * GIB, 2, width, monkeypatch)
+    assert search.fitting and search.untried
+
+
+def test_that_nothing_fits_is_said_of_what_was_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = in_rounds(job("4xA100-80GB", 8), 13 * GIB, 1, 2, monkeypatch)
+    found = shortfall(None, search, None)  # type: ignore[arg-type]  # nothing is simulated for advice
+    assert found is not None and not found.advice
+    assert sentences(found)[0].startswith("nothing that was simulated fits: ")
 
 
 def test_a_budget_hands_out_what_recompute_leaves_free() -> None:

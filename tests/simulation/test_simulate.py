@@ -14,6 +14,7 @@ import fullframe as ff
 from fullframe.errors import RecipeError, StrategyError
 from fullframe.simulation.prediction import Prediction
 from fullframe.simulation.step import SimulatedStep
+from fullframe.simulation.trace import OutOfTime
 from fullframe.training.step import TrainStep
 
 PLAIN = ("context", "cublas_workspace", "cudnn_workspace", "prefetched_batch", "caching_allocator", "ddp_buckets")
@@ -196,6 +197,19 @@ def test_a_real_step_on_the_cpu_holds_as_much() -> None:
     assert found.peak_bytes == pytest.approx(measured_bytes(), rel=0.03)
 
 
+def padded(samples: list[Any]) -> dict[str, Tensor]:
+    """A batch as wide as its widest sample, which its numbers say."""
+    width = max(int(sample["width"]) for sample in samples)
+    return {"image": torch.stack([F.pad(sample["image"], (0, width - 40)) for sample in samples])}
+
+
+def test_a_collate_that_reads_numbers_gets_them() -> None:
+    wide = {"image": torch.zeros(3, 24, 40), "width": torch.tensor(48)}
+    found = simulated(ff.Strategy(), sample=lambda: wide, collate=padded)
+    same = simulated(ff.Strategy(), sample=lambda: {"image": torch.zeros(3, 24, 48)})
+    assert (found.peak_bytes, found.step_seconds) == (same.peak_bytes, same.step_seconds)
+
+
 class Choosy(Network):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -209,6 +223,24 @@ class Choosy(Network):
         (ff.Strategy(), {}, {"without": ("weather",)}, StrategyError, "there is no term 'weather'"),
         (ff.Strategy(width=2), {}, {"rank": 2}, StrategyError, "rank 2 is none of the 2 ranks"),
         (ff.Strategy(width=4), {"device": "2xA100-80GB"}, {}, StrategyError, "2xA100-80GB has 2"),
+        (
+            ff.Strategy(),
+            {"sample": lambda: 1 / 0},
+            {},
+            RecipeError,
+            r"gives no sample: Zero.*test_simulate.py, line \d+",
+        ),
+        (
+            ff.Strategy(),
+            {"sample": None, "data": list},
+            {},
+            RecipeError,
+            "no sample: IndexError.*; where the data is not",
+        ),
+        (ff.Strategy(), {"collate": lambda s: 1 / 0}, {}, RecipeError, "collate gives no batch of 4 samples: ZeroDiv"),
+        (ff.Strategy(), {"model": lambda: 1 / 0}, {}, RecipeError, "gives no model: ZeroDivisionError"),
+        (ff.Strategy(), {"loss": lambda m, b: b["x"]}, {}, RecipeError, r"simulated: KeyError: 'x', at .*simulate.py"),
+        (ff.Strategy(), {}, {"until": 0.0}, OutOfTime, "before"),
         (ff.Strategy(), {"model": Choosy}, {}, RecipeError, "depends on the numbers in its tensors"),
     ],
 )

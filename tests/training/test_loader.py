@@ -25,8 +25,16 @@ def loader_of(height=1, width=1, workers=0, shuffle=True, split="auto", dataset=
         shuffle,
         collate_fn=options.get("collate"),
         num_workers=workers,
+        drop_last=options.get("drop_last", True),
     )
-    return ff.ShardedLoader(read, mesh, split=split, seed=options.get("seed", 5), prefetch=options.get("prefetch"))
+    return ff.ShardedLoader(
+        read,
+        mesh,
+        split=split,
+        seed=options.get("seed", 5),
+        prefetch=options.get("prefetch"),
+        weighted=options.get("weighted", False),
+    )
 
 
 def full(value):
@@ -234,7 +242,8 @@ class Stream(IterableDataset):
         (lambda: DataLoader(Frames(4), 2, sampler=RandomSampler(Frames(4), replacement=True)), "RandomSampler"),
         (lambda: DataLoader(Frames(4), 2, sampler=RandomSampler(Frames(4), num_samples=2)), "RandomSampler"),
         (lambda: DataLoader(Frames(4), None), "make the DataLoader with batch_size="),
-        (lambda: DataLoader(Frames(3), 4), "has 3 samples, fewer than one batch of 4"),
+        (lambda: DataLoader([], 4), "has 0 samples, fewer than one batch of 4"),
+        (lambda: DataLoader(Frames(3), 4, drop_last=True), "has 3 samples, fewer than one batch of 4"),
     ],
 )
 def test_loaders_that_cannot_be_spread(read, message):
@@ -284,6 +293,73 @@ def test_all_ranks_refuse_alike():
         )
     for kind, message in rank_group(2).run(narrow):
         assert kind is ShapeError and "height 1 over 2 ranks" in message
+
+
+def test_a_last_incomplete_batch_is_kept_unless_it_is_to_be_dropped():
+    for shuffle in (True, False):
+        batches = [names for names, _ in epochs(1, drop_last=False, shuffle=shuffle)]
+        assert [len(names) for names in batches] == [4, 4, 3]
+        assert len({name for names in batches for name in names}) == SAMPLES
+    assert [len(names) for names, _ in epochs(2, drop_last=False, dataset=Frames(3))] == [3, 3]
+    loader = loader_of(drop_last=False)
+    assert len(loader) == 3 and [loader.weight for _ in loader] == [1.0] * 3
+    loader.load_state_dict({**loader.state_dict(), "position": 2})
+    assert [len(batch["name"]) for batch in loader] == [3]
+
+
+def last_batches(samples, width):
+    loader = loader_of(width=width, drop_last=False, dataset=Frames(samples), shuffle=False)
+    return [(batch["name"], loader.weight) for batch in loader]
+
+
+def test_replicas_share_a_last_batch_that_they_can_share_evenly():
+    for rank, found in enumerate(rank_group(2).run(last_batches, 6, 1)):
+        mine = [[0, 1], [4]] if rank == 0 else [[2, 3], [5]]
+        assert found == [([f"frame {i}" for i in batch], 1.0) for batch in mine]
+    for found in rank_group(2).run(last_batches, 5, 2):
+        assert [len(names) for names, _ in found] == [4, 1]
+
+
+def uneven_last():
+    return refused(dataset=Frames(5), drop_last=False)
+
+
+def test_a_last_batch_that_replicas_cannot_share_evenly_is_refused():
+    for kind, message in rank_group(2).run(uneven_last):
+        assert kind is RecipeError
+        assert "5 samples in batches of 4 leave a last batch of 1, which 2 replicas cannot share evenly" in message
+
+
+def gradients(samples, batch_size, prefetch=0):
+    """The gradient of each batch's mean loss, in a loop that multiplies by the weight; and the weights."""
+    torch.manual_seed(0)
+    mesh = ff.init_mesh()
+    model = ff.parallelize(torch.nn.Conv2d(3, 2, 3).double(), mesh)
+    loader = loader_of(
+        dataset=Frames(samples), batch_size=batch_size, drop_last=False, weighted=True, prefetch=prefetch
+    )
+    found, weights = [], []
+    for _ in range(2):
+        for batch in loader:
+            model.zero_grad()
+            (model(batch["image"].double()).square().mean() * loader.weight).backward()
+            found.append(model.module.weight.grad.clone())
+            weights.append(loader.weight)
+    return found, weights
+
+
+@pytest.mark.parametrize(
+    ("ranks", "samples", "batch_size", "last"),
+    [(2, 5, 4, [2.0, 0.0]), (2, 7, 4, [4 / 3, 2 / 3]), (3, 11, 6, [1.2, 1.2, 0.6]), (3, 1, 3, [3.0, 0.0, 0.0])],
+)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_with_its_weight_a_last_batch_has_the_gradient_of_one_process(ranks, samples, batch_size, last, prefetch):
+    alone, _ = gradients(samples, batch_size)
+    for rank, (found, weights) in enumerate(rank_group(ranks).run(gradients, samples, batch_size, prefetch)):
+        for mine, expected in zip(found, alone, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-14)
+        each = len(weights) // 2
+        assert weights == pytest.approx([*[1.0] * (each - 1), last[rank]] * 2)
 
 
 def evaluated(width):

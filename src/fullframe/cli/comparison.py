@@ -23,9 +23,10 @@ _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE")
 class Comparison:
     """Fed with every record on every rank, it says on rank 0 how far off the prediction of the run was.
 
-    `plan` may hold the prediction already. Without `strict_share` the run goes on while another process makes it, and
-    a run that ends before is not compared; with it the ranks wait, and RunError is raised on all of them when a
-    measured figure of memory is off by a larger share, or nothing could be predicted.
+    `plan` may hold the prediction already; `batch_size` is the recipe's unless given. Without `strict_share` the run
+    goes on while another process makes it, and a run that ends before is not compared; with it the ranks wait, and
+    RunError is raised on all of them when a measured figure of memory is off by a larger share, or nothing could be
+    predicted.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class Comparison:
         say: Callable[[str], None],
         plan: Mapping[str, Any] | None = None,
         strict_share: float | None = None,
+        batch_size: int | None = None,
     ):
         self._recipe, self._strategy, self._say, self._strict = recipe, strategy, say, strict_share
-        self._plan = plan or {}
+        self._plan, self._batch_size = plan or {}, batch_size
         self._records = 0
         self._measured: dict[str, float] = {}
         self._child: subprocess.Popen[str] | None = None
@@ -85,6 +87,7 @@ class Comparison:
     @property
     def _known(self) -> Mapping[str, Any] | None:
         same = self._plan.get("devices") == cluster_here(self._strategy.ranks)
+        same = same and self._batch_size in (None, self._plan.get("batch_size", self._batch_size))
         return self._plan.get("prediction") if same else None
 
     def _predicted_now(self) -> Mapping[str, Any]:
@@ -98,6 +101,7 @@ class Comparison:
         cluster = cluster_here(self._strategy.ranks)
         words = ["-m", "fullframe.cli", "simulate", str(self._recipe), "--gpus", cluster]
         words += ["--benchmark"] * cluster.endswith("cpu")
+        words += [] if self._batch_size is None else ["--batch-size", str(self._batch_size)]
         environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
         environment["CUDA_VISIBLE_DEVICES"] = ""  # a context would take memory from the run
         read, write = os.pipe()

@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _ROWS = 12
 _WIDTH = 160  # of a table that goes into a file or a pipe
 _GIB = 2**30
+_NOTHING_FITS, _REFUSED, _OUT_OF_TIME = 1, 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +50,8 @@ class Plan:
     """What one rank may use, in place of the device's memory."""
     benchmark: bool = False
     """Time each distinct op on this machine's own device; on the CPU that is always done."""
-    seconds: Annotated[float, arg(metavar="S")] = 45.0
-    """After this long no further strategy is simulated."""
+    seconds: Annotated[float, arg(metavar="S")] = 120.0
+    """Limit of the search: a simulation that is not done by then is given up, and what was not tried is said."""
     all: bool = False
     """Also list the strategies that were not simulated."""
     out: Annotated[Path | None, arg(metavar="FILE")] = None
@@ -59,16 +62,19 @@ class Plan:
     """Print the plans as one JSON list on stdout; everything else goes to stderr."""
 
     def run(self) -> int:
-        """Plan and print; 1 when nothing fits."""
+        """Plan and print; 1 when nothing fits, 3 when the time was over before anything that fits was found."""
         from fullframe.planning.plan import plan_in_full
         from fullframe.planning.plans import winner
         from fullframe.strategy import load_recipe
 
+        if not self.seconds > 0:
+            raise DeviceError(f"--seconds must be greater than 0, got {self.seconds:g}")
         if self.memory_limit_gib is not None and not self.memory_limit_gib > 0:
             raise DeviceError(f"--memory-limit-gib must be greater than 0, got {self.memory_limit_gib}")
         if self.batch_size is not None and self.batch_size < 1:
             raise RecipeError(f"--batch-size must be at least 1, got {self.batch_size}")
         started = time.monotonic()
+        _show_progress(started, self.seconds)
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is no plan
             planned = plan_in_full(
                 load_recipe(self.recipe),
@@ -80,7 +86,9 @@ class Plan:
                 benchmark=self.benchmark or None,
                 workers=min(2, len(os.sched_getaffinity(0))),
                 seconds=self.seconds,
+                progress=partial(_show_progress, started, self.seconds),
             )
+        _show_progress()
         listed = planned.plans if self.all else [p for p in planned.plans if p.prediction is not None]
         text = json.dumps([plan.as_dict() for plan in listed], indent=1)
         if self.out is not None:
@@ -92,7 +100,9 @@ class Plan:
         if self.json:
             print(text)
         self._report(planned, time.monotonic() - started, sys.stderr if self.json else sys.stdout)
-        return 0 if winner(planned.plans) else 1
+        if any(plan.prediction is not None for plan in planned.plans) or planned.untried:
+            return 0 if winner(planned.plans) else _OUT_OF_TIME if planned.untried else _NOTHING_FITS
+        return _REFUSED
 
     def _report(self, planned: "Planned", seconds: float, stream: TextIO) -> None:
         from rich.console import Console
@@ -115,11 +125,35 @@ class Plan:
             for line in sentences(planned.shortfall):
                 console.print(line, soft_wrap=True)
         best = winner(planned.plans)
+        if planned.untried:
+            console.print(self._out_of_time(planned), soft_wrap=True)
+        verdict = f"fastest: {describe(best.strategy)}" if best else "nothing fits"
+        if best is None and planned.untried:
+            verdict = "none of these fits, and others were not tried" if simulated else "nothing was tried"
+        elif not simulated:
+            verdict = "every one is refused"
         console.print(
-            f"{len(planned.plans)} strategies in {seconds:.0f} s, {len(simulated)} simulated; "
-            + (f"fastest: {describe(best.strategy)}" if best else "nothing fits"),
+            f"{len(planned.plans)} strategies in {seconds:.0f} s, {len(simulated)} simulated; {verdict}",
             soft_wrap=True,
         )
+
+    def _out_of_time(self, planned: "Planned") -> str:
+        what = "may be faster" if any(plan.fits for plan in planned.plans) else "may fit"
+        return (
+            f"the {self.seconds:g} s of --seconds were over before {planned.untried} strategies were tried that "
+            f"{what}; give --seconds {max(math.ceil(4 * self.seconds), 60)} to try them"
+        )
+
+
+def _show_progress(started: float | None = None, limit: float = 0.0, simulated: int = 0, fitting: int = 0) -> None:
+    """One line on a terminal that the next one overwrites; without a start it is wiped out.
+
+    No thread draws it: simulations are forked.
+    """
+    if sys.stderr.isatty():
+        seconds = 0.0 if started is None else time.monotonic() - started
+        text = f"{simulated} simulated, {fitting} fit, {seconds:.0f} of at most {limit:g} s"
+        print(f"\r\x1b[K{'' if started is None else text}", end="", file=sys.stderr, flush=True)
 
 
 def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]") -> "Table":
@@ -128,8 +162,9 @@ def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]") -> 
 
     from fullframe.planning.plans import by_category, describe
 
-    memory = plans[0].memory_bytes / _GIB if plans else 0.0
-    table = Table(title=f"{planned.cluster.name}: {memory:.1f} GiB of each to be used", title_justify="left")
+    table = Table(
+        title=f"{planned.cluster.name}: {planned.limit_bytes / _GIB:.1f} GiB of each to be used", title_justify="left"
+    )
     names = ("GiB", "weights", "gradients", "optimizer", "activations", "other", "free", "seconds", "samples/s")
     for name in ("", "strategy", *names, "why"):
         table.add_column(name, justify="right" if name in names else "left", overflow="fold")

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fullframe.errors import StrategyError
-from fullframe.strategy import Strategy
+from fullframe.strategy import Recipe, Strategy
 
 
 def first_plan(path: Path) -> Mapping[str, Any]:
@@ -21,7 +22,7 @@ def first_plan(path: Path) -> Mapping[str, Any]:
     except json.JSONDecodeError as error:
         raise StrategyError(f"{path} is not JSON: {error}; write it with fullframe plan --out") from error
     if isinstance(found, dict):
-        return {"strategy": found, "prediction": None, "devices": None}
+        return {"strategy": found, "prediction": None, "devices": None, "batch_size": None}
     plans = found if isinstance(found, list) and all(isinstance(p, dict) and "strategy" in p for p in found) else None
     if plans is None:
         raise StrategyError(f"{path} holds neither a list of plans nor a strategy; write it with fullframe plan --out")
@@ -34,3 +35,28 @@ def first_plan(path: Path) -> Mapping[str, Any]:
 def strategy_of(plan: Mapping[str, Any]) -> Strategy:
     """The plan's strategy; raises StrategyError when a field is wrong."""
     return Strategy.from_json(json.dumps(plan["strategy"]))
+
+
+def with_batch_size(recipe: Recipe, batch_size: int | None) -> Recipe:
+    """The recipe with another batch size, where one is given."""
+    return recipe if batch_size is None else replace(recipe, batch_size=batch_size)
+
+
+def require_devices(plan: Mapping[str, Any], ranks: int, gpus: int) -> None:
+    """Raises StrategyError where a plan for GPUs has more `ranks` on this machine than there are `gpus`.
+
+    A plan for CPUs, and a strategy alone, says nothing of GPUs.
+    """
+    devices = plan.get("devices")
+    if devices is None or devices.rpartition("x")[2] == "cpu":
+        return
+    if not gpus:
+        raise StrategyError(
+            f"the plan is for {devices}, and this machine has no GPU; plan for what is here (--gpus {ranks}xcpu), "
+            f"or start its {ranks} ranks on the CPU all the same with --on-cpu"
+        )
+    if gpus < ranks:
+        raise StrategyError(
+            f"the plan is for {devices} and needs {ranks} GPUs, this machine has {gpus}; start its ranks on several "
+            "machines with torchrun, or plan for what is here"
+        )

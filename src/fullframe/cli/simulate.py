@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from fullframe.cli.planned import first_plan, strategy_of
+from fullframe.cli.planned import first_plan, strategy_of, with_batch_size
 from fullframe.cli.techniques import Techniques
 from fullframe.strategy import Strategy
 
@@ -29,6 +29,8 @@ class Simulate:
     """4xV100-16GB: one node of 4; 2x8xA100-80GB: 2 nodes of 8; 2xcpu: ranks on this machine's CPU."""
     strategy: Annotated[Path | None, arg(metavar="FILE")] = None
     """A run's strategy.json, or what `fullframe plan --out` wrote, in place of the options below."""
+    batch_size: Annotated[int | None, arg(metavar="N")] = None
+    """Samples of one step of the whole job: the plan's, or the recipe's, unless given."""
     data: Annotated[int, arg(metavar="N")] = 1
     """Replicas that read different samples."""
     height: Annotated[int, arg(metavar="N")] = 1
@@ -47,13 +49,15 @@ class Simulate:
         from fullframe.simulation.simulate import simulate
         from fullframe.strategy import load_recipe
 
+        batch_size = self.batch_size
         if self.strategy is not None:
-            strategy = strategy_of(first_plan(self.strategy))
+            plan = first_plan(self.strategy)
+            strategy, batch_size = strategy_of(plan), batch_size or plan.get("batch_size")
         else:
             strategy = Strategy(data=self.data, height=self.height, width=self.width, **self.techniques.fields())
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is no prediction
             cluster = parse_cluster(self.gpus)
-            recipe = load_recipe(self.recipe)
+            recipe = with_batch_size(load_recipe(self.recipe), batch_size)
             prediction = simulate(recipe, strategy, cluster, timings={} if self.benchmark else None)
         if self.json:
             print(prediction.to_json())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from fullframe.cli.comparison import Comparison
-from fullframe.cli.planned import first_plan, strategy_of
+from fullframe.cli.planned import first_plan, require_devices, strategy_of, with_batch_size
 from fullframe.cli.techniques import Techniques
 from fullframe.errors import MeshError, RecipeError, RunError, StrategyError
 from fullframe.strategy import Strategy
@@ -43,6 +43,10 @@ class Train:
     """Ranks that share a sample's columns."""
     plan: Annotated[Path | None, arg(metavar="FILE")] = None
     """Take the strategy from what `fullframe plan --out FILE` wrote, in place of the mesh and the techniques."""
+    on_cpu: bool = False
+    """Start the ranks of a plan for GPUs on this machine's CPU."""
+    batch_size: Count = None
+    """Samples of one step of the whole job: the plan's, or the recipe's, unless given."""
     steps: Count = None
     """Optimizer steps of the whole run: the recipe's unless given."""
     run_dir: Annotated[Path | None, arg(metavar="PATH")] = None
@@ -83,7 +87,7 @@ class Train:
     def _check_counts(self) -> None:
         if self.strict_memory is not None and not self.strict_memory > 0:
             raise StrategyError(f"--strict-memory must be greater than 0, got {self.strict_memory}")
-        names = ("processes", "data", "height", "width", "steps", "checkpoint_every", "keep_checkpoints")
+        names = ("processes", "data", "height", "width", "batch_size", "steps", "checkpoint_every", "keep_checkpoints")
         least = dict.fromkeys((*names, "max_skipped"), 1)
         least |= dict.fromkeys(("check_every", "hang_timeout", "max_restarts"), 0)
         for name, value in ((name, getattr(self, name)) for name in least):
@@ -124,9 +128,20 @@ class Train:
         assert self.plan is not None
         if self.data or self.height or self.width or self.techniques.fields():
             raise StrategyError("--plan says how to train; leave out the options of the mesh and the techniques")
-        strategy = strategy_of(first_plan(self.plan))
+        plan = first_plan(self.plan)
+        strategy, planned = strategy_of(plan), plan.get("batch_size")
         if strategy.ranks != ranks:
             raise MeshError(f"the plan is for {strategy.ranks} ranks, there are {ranks}; start {strategy.ranks}")
+        if self.batch_size is not None and planned not in (None, self.batch_size):
+            raise StrategyError(
+                f"the plan is for batches of {planned}, --batch-size says {self.batch_size}; leave it out, or plan "
+                f"again with --batch-size {self.batch_size}"
+            )
+        if not self.on_cpu:
+            import torch
+
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+            require_devices(plan, here, torch.cuda.device_count())
         return strategy
 
     def _run_dir(self, joins: bool) -> Path:
@@ -150,6 +165,7 @@ class Train:
         options: dict[str, Any] = {
             **(mesh if self.plan is None else {"plan": self.plan}),
             "strict-memory": self.strict_memory,
+            "batch-size": self.batch_size,
             "steps": self.steps,
             "run-dir": run_dir,
             "checkpoint-every": self.checkpoint_every,
@@ -161,7 +177,7 @@ class Train:
         command = ["-m", "fullframe.cli", "train", str(self.recipe)]
         command += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
         command += self.techniques.words()
-        flags = {"resume": self.resume, "auto-resume": self.auto_resume, "json": self.json}
+        flags = {"resume": self.resume, "auto-resume": self.auto_resume, "json": self.json, "on-cpu": self.on_cpu}
         command += [f"--{flag}" for flag, given in flags.items() if given]
         return launch(
             strategy.ranks,
@@ -180,12 +196,13 @@ class Train:
         from fullframe.strategy import load_recipe
         from fullframe.training.loop import fit
 
-        recipe = load_recipe(self.recipe)
+        plan = None if self.plan is None else first_plan(self.plan)
+        read = load_recipe(self.recipe)
+        recipe = with_batch_size(read, self.batch_size or (plan or {}).get("batch_size"))
         steps = self.steps or recipe.steps
         last: dict[str, Any] = {}
         show = display(steps, sys.stderr if self.json else sys.stdout) if rank == 0 else None
         say = show.message if show is not None else lambda message: None
-        plan = None if self.plan is None else first_plan(self.plan)
         mesh = f"data {strategy.data} x height {strategy.height} x width {strategy.width}"
 
         def on_record(record: Mapping[str, Any]) -> None:
@@ -195,9 +212,12 @@ class Train:
             comparison.record(record)
 
         code = 0
-        with _shown(show), Comparison(self.recipe, strategy, say, plan, self.strict_memory) as comparison:
-            if show is not None:
-                show.message(f"{self.recipe}: {steps} steps on {strategy.ranks} ranks ({mesh}), writing {run_dir}")
+        compared = Comparison(self.recipe, strategy, say, plan, self.strict_memory, recipe.batch_size)
+        with _shown(show), compared as comparison:
+            ranks = f"{strategy.ranks} rank{'s' * (strategy.ranks > 1)}"
+            say(f"{self.recipe}: {steps} steps on {ranks} ({mesh}), writing {run_dir}")
+            if recipe.batch_size != read.batch_size:
+                say(f"batches of {recipe.batch_size} in place of the recipe's {read.batch_size}")
             try:
                 fit(
                     recipe,

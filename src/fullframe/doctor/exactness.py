@@ -117,11 +117,11 @@ def _prepared(
     model = parallelize(plain, mesh, unsupported=unsupported, find_unused_parameters=True)  # a note names them
     kept = _KeptBatch(recipe.collate)
     data = recipe.data()
-    read = DataLoader(data, recipe.batch_size, shuffle=True, collate_fn=kept)
+    read = DataLoader(data, recipe.batch_size, shuffle=True, drop_last=True, collate_fn=kept)
     batch = next(iter(ShardedLoader(read, mesh, seed=recipe.seed)))
     if isinstance(data, SliceReader):  # then `batch` was read in parts, and what was kept is one of them
         whole = Subset(data, range(len(data)))  # type: ignore[arg-type]  # which offers no read()
-        read = DataLoader(whole, recipe.batch_size, shuffle=True, collate_fn=kept)
+        read = DataLoader(whole, recipe.batch_size, shuffle=True, drop_last=True, collate_fn=kept)
         next(iter(ShardedLoader(read, mesh, seed=recipe.seed)))
     return model, batch, kept
 

@@ -1,5 +1,7 @@
 """What would help where nothing fits: more GPUs, another optimizer, other layers; each simulated, most bytes first."""
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,31 +40,36 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class Shortfall:
-    """Nothing fits: the strategy that comes closest, by how much it does not, what holds the bytes, what would help."""
+    """Nothing fits: the strategy that comes closest, by how much it does not, what holds the bytes, what would help.
+
+    is_final: False where time was over before all was tried that may fit
+    """
 
     closest: Strategy
     missing_bytes: int
+    is_final: bool
     modules: tuple[tuple[str, int], ...]  # whose activations are largest
     advice: tuple[Advice, ...]
 
 
 def shortfall(
-    recipe: Recipe, search: Search, simulate: SimulateOn, workers: int = 1, seconds: float = 15.0
+    recipe: Recipe, search: Search, simulate: SimulateOn, workers: int = 1, end: float = math.inf
 ) -> Shortfall | None:
     """What to do where nothing of what was simulated fits; None where something does, or nothing could be simulated.
 
-    No further change is tried after `seconds`; what cannot be done is no advice.
+    No further change is tried after `end`, by `time.monotonic()`; what cannot be done is no advice. Where the search
+    ran out of time nothing is tried: something that was not simulated may fit.
     """
     if search.fitting or not search.known:
         return None
     closest, prediction = min(search.known.items(), key=lambda item: item[1].device_bytes)
-    changes = list(_changes(recipe, closest, search))
+    changes = [] if search.untried or time.monotonic() > end else list(_changes(recipe, closest, search))
 
     def changed_prediction(number: int) -> Prediction:
         return simulate(*changes[number][1:])
 
     with runner(changed_prediction, workers) as run:
-        outcomes = in_time(run, range(len(changes)), workers, seconds)
+        outcomes = in_time(run, range(len(changes)), workers, end)
     found = []
     for (change, *_), changed in zip(changes, outcomes, strict=False):
         if isinstance(changed, Prediction) and changed.device_bytes < prediction.device_bytes:
@@ -77,6 +84,7 @@ def shortfall(
     return Shortfall(
         closest=closest,
         missing_bytes=prediction.device_bytes - search.limit_bytes,
+        is_final=not search.untried,
         modules=tuple(list(prediction.modules.items())[:_MODULES]),
         advice=tuple(sorted(found, key=lambda advice: -advice.saved_bytes)),
     )
@@ -170,7 +178,8 @@ def separable(model: nn.Module, names: Iterable[str]) -> nn.Module:
 
 def sentences(found: Shortfall) -> list[str]:
     """For a person, one line each."""
-    lines = [f"nothing fits: {amount(found.missing_bytes)} missing with {describe(found.closest)}"]
+    what = "nothing fits" if found.is_final else "nothing that was simulated fits"
+    lines = [f"{what}: {amount(found.missing_bytes)} missing with {describe(found.closest)}"]
     for advice in found.advice:
         enough = "fits" if advice.fits else "does not fit yet"
         lines.append(f"  saves {amount(advice.saved_bytes)}, {enough}: {advice.change}")

@@ -1,7 +1,8 @@
 """`plan`: from a recipe and a name of GPUs to strategies, the best first."""
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +17,7 @@ from fullframe.planning.candidates import OTHER_OPTIMIZERS, Job, precisions_of
 from fullframe.planning.plans import Plan, plans_of
 from fullframe.planning.search import Search
 from fullframe.planning.workers import runner
-from fullframe.simulation.abstract import abstract_batch, abstract_model
+from fullframe.simulation.abstract import abstract_batch, abstract_model, read_sample
 from fullframe.simulation.devices import Cluster, parse_cluster
 from fullframe.simulation.measured import Timings
 from fullframe.simulation.prediction import Prediction
@@ -24,17 +25,23 @@ from fullframe.simulation.simulate import simulate
 from fullframe.spatial.blocks import repeated_blocks
 from fullframe.strategy import Precision, Recipe, Strategy
 
-ADVICE_SHARE = 0.3  # of the seconds, where nothing fits
+LIMIT_SECONDS = 120.0  # of a search; most come to their end long before
 KEPT_FREE = 0.06  # of the device's memory: benchmarks/prediction is at most 5.1 % below what was measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """All plans, the best first; the cluster they are for; where none fits, what is missing and what would help."""
+    """All plans, the best first; the cluster they are for; where none fits, what is missing and what would help.
+
+    limit_bytes: what one device offers, less what is kept free
+    untried:     strategies that may fit and be fastest, and were not simulated because the time was over
+    """
 
     cluster: Cluster
     plans: tuple[Plan, ...]
     shortfall: Shortfall | None
+    limit_bytes: int
+    untried: int
 
 
 def plan(
@@ -45,6 +52,7 @@ def plan(
     precisions: Sequence[Precision] | None = None,
     allow_optimizer: bool = False,
     memory_limit_bytes: int | None = None,
+    seconds: float = LIMIT_SECONDS,
 ) -> list[Plan]:
     """Strategies for `recipe` on e.g. "4xV100-16GB", best first: those that fit by speed, then why others do not.
 
@@ -52,6 +60,8 @@ def plan(
     precisions:         those to choose from; all that the device is faster in, and "fp32", unless given
     allow_optimizer:    other optimizers may take the recipe's place
     memory_limit_bytes: what one device may use, in place of its memory
+    seconds:            a simulation that is not done by then is given up; the reason of what may fit and was not tried
+                        says so
 
     Raises DeviceError for an unknown device, RecipeError for a recipe without a frame; what the first simulation of
     the recipe's own model raises.
@@ -63,6 +73,7 @@ def plan(
         precisions=precisions,
         allow_optimizer=allow_optimizer,
         memory_limit_bytes=memory_limit_bytes,
+        seconds=seconds,
     )
     return list(found.plans)
 
@@ -77,15 +88,18 @@ def plan_in_full(
     memory_limit_bytes: int | None = None,
     benchmark: bool | None = None,
     workers: int = 1,
-    seconds: float = 45.0,
+    seconds: float = LIMIT_SECONDS,
     advise: bool = True,
+    progress: Callable[[int, int], None] = lambda simulated, fitting: None,
 ) -> Planned:
     """As `plan`, and what would help where nothing fits.
 
     benchmark: time each distinct op on this machine in place of a roofline; on the CPU unless said otherwise
     workers:   processes that simulate; more than one only where no other thread of this process is at work
-    seconds:   after which no further simulation is begun
+    seconds:   for all of it, but what the recipe's own functions take: simulations are given up at their end
+    progress:  called with the number of strategies simulated so far, and of those that fit
     """
+    end = time.monotonic() + seconds
     if batch_size is not None:
         recipe = dataclasses.replace(recipe, batch_size=batch_size)
     cluster = devices if isinstance(devices, Cluster) else parse_cluster(devices)
@@ -97,22 +111,32 @@ def plan_in_full(
     if benchmark:
         _require_present(cluster)
     timings: Timings | None = {} if benchmark else None
+    sample = read_sample(recipe)
+    recipe = dataclasses.replace(recipe, sample=lambda: sample)  # read once, and not again in every simulation
     job = _job(recipe, cluster, precisions, allow_optimizer)
     search = Search(job=job, limit_bytes=int(cluster.device.memory_bytes * (1 - KEPT_FREE)))
-    predict = partial(_simulate, timings)
+    predict = partial(_simulate, timings, end)
     workers = 1 if benchmark else workers  # two at once would time each other
 
     def of_recipe(strategy: Strategy) -> Prediction:
         return predict(recipe, strategy, cluster)
 
     with runner(of_recipe, workers) as run:
-        search.run(run, workers, seconds * (1 - ADVICE_SHARE))
-    missing = shortfall(recipe, search, predict, workers, seconds * ADVICE_SHARE) if advise else None
-    return Planned(cluster=cluster, plans=tuple(plans_of(search)), shortfall=missing)
+        search.run(run, workers, end - time.monotonic(), lambda: progress(len(search.known), len(search.fitting)))
+    missing = shortfall(recipe, search, predict, workers, end) if advise else None
+    return Planned(
+        cluster=cluster,
+        plans=tuple(plans_of(search)),
+        shortfall=missing,
+        limit_bytes=search.limit_bytes,
+        untried=len(search.untried),
+    )
 
 
-def _simulate(timings: Timings | None, recipe: Recipe, strategy: Strategy, cluster: Cluster) -> Prediction:
-    return simulate(recipe, strategy, cluster, timings=timings)
+def _simulate(
+    timings: Timings | None, until: float, recipe: Recipe, strategy: Strategy, cluster: Cluster
+) -> Prediction:
+    return simulate(recipe, strategy, cluster, timings=timings, until=until)
 
 
 def _job(recipe: Recipe, cluster: Cluster, precisions: Sequence[Precision] | None, allow_optimizer: bool) -> Job:
@@ -134,7 +158,11 @@ def _job(recipe: Recipe, cluster: Cluster, precisions: Sequence[Precision] | Non
 def _frame(recipe: Recipe) -> tuple[int, int]:
     """Rows and columns of what the loader will split: the largest tensor of a sample that has both."""
     fake = FakeTensorMode()
-    tensors = [t for t in tree_iter(abstract_batch(recipe, 1, fake)) if isinstance(t, Tensor) and t.dim() >= 3]
+    tensors = [
+        t
+        for t in tree_iter(abstract_batch(recipe, read_sample(recipe), 1, fake))
+        if isinstance(t, Tensor) and t.dim() >= 3
+    ]
     frame = max(tensors, key=Tensor.numel, default=None)
     if frame is None:
         raise RecipeError("a sample has no tensor with rows and columns, so there is no frame to split")

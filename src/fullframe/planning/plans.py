@@ -12,6 +12,7 @@ from fullframe.simulation.prediction import Prediction
 from fullframe.strategy import Strategy
 
 MIB = 2**20
+NOT_TRIED = "not tried"  # how the reason of those begins that may fit, had there been time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,7 @@ def plans_of(search: Search) -> list[Plan]:
     for strategy, leaner in search.needless.items():
         reasons[strategy] = f"saves memory that there is enough of: {describe(leaner)} fits"
     reasons |= search.refused
+    reasons |= {s: f"{NOT_TRIED}: the time was over" for s in search.untried}
     return [
         Plan(
             strategy=strategy,
@@ -107,10 +109,9 @@ def _too_large(prediction: Prediction, limit: int) -> str:
 def _passed_over(estimate: Estimate, limit: int, fastest: float | None) -> str:
     if estimate.state_bytes > limit:
         return f"parameters, gradients and optimizer state alone need {amount(estimate.state_bytes)}"
-    if estimate.bytes * estimate.doubt > limit:
+    if fastest is None or estimate.bytes * estimate.doubt > limit:
         return f"needs about {amount(estimate.bytes)}, scaled from: {describe(estimate.like)}"
-    slower = f"about {estimate.seconds / fastest:.2f} times the fastest's step" if fastest else "nothing fits"
-    return f"{slower}, scaled from: {describe(estimate.like)}"
+    return f"about {estimate.seconds / fastest:.2f} times the fastest's step, scaled from: {describe(estimate.like)}"
 
 
 def describe(strategy: Strategy) -> str:

@@ -1,7 +1,7 @@
 """The order in which strategies are simulated: a few far apart, then always what may yet be fastest."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fullframe.errors import UnsupportedOp
@@ -23,6 +23,8 @@ class Search:
     refused:  what cannot be done, and why
     needless: what only saves memory where a strategy without does fit
     left:     what was not simulated, and what it would need
+    untried:  of what was not simulated, all that may fit and be fastest, when the time was over; () where the search
+              came to its end
     """
 
     job: Job
@@ -31,22 +33,28 @@ class Search:
     refused: dict[Strategy, str] = field(default_factory=dict)
     needless: dict[Strategy, Strategy] = field(default_factory=dict)
     left: dict[Strategy, Estimate] = field(default_factory=dict)
+    untried: tuple[Strategy, ...] = ()
+    _tried_frugal: bool = field(default=False, init=False)
 
-    def run(self, runner: Runner[Strategy], width: int, seconds: float) -> None:
-        """Simulate, `width` at a time, until nothing left can be fastest, or for about `seconds`."""
+    def run(
+        self, runner: Runner[Strategy], width: int, seconds: float, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Simulate, `width` at a time, until nothing left can be fastest, or for `seconds`."""
         end = time.monotonic() + seconds
         waiting = list(candidates(self.job))
         chosen = _seeds(waiting, self.job)
-        while chosen:
+        while chosen and time.monotonic() < end:
             self._simulate(runner, chosen)
+            progress()
             waiting = self._sorted_out(waiting)
             self.left = self.estimates(waiting)
-            in_time = time.monotonic() < end
-            chosen = (self._promising() if self.known else waiting)[:width] if in_time else []
+            chosen = (self._next() if self.known else waiting)[:width]
         for more in (self._siblings, self._budgets):
             if time.monotonic() < end:
                 self._simulate(runner, more()[: 2 * width])
         self.left = {s: e for s, e in self.left.items() if s not in self.known and s not in self.refused}
+        if time.monotonic() >= end:
+            self.untried = tuple(self._promising() if self.known else waiting)
 
     def estimates(self, strategies: Iterable[Strategy]) -> dict[Strategy, Estimate]:
         """Scaled from what is known; none where nothing is."""
@@ -62,7 +70,7 @@ class Search:
         for strategy, outcome in zip(strategies, runner(strategies), strict=True):
             if isinstance(outcome, Prediction):
                 self.known[strategy] = outcome
-            else:
+            elif outcome is not None:
                 self.refused[strategy] = outcome
 
     def _sorted_out(self, waiting: Iterable[Strategy]) -> list[Strategy]:
@@ -85,6 +93,17 @@ class Search:
             else:
                 kept.append(strategy)
         return kept
+
+    def _next(self) -> list[Strategy]:
+        """What is promising. Before it, once, where nothing fits yet, what needs least: then it is soon known whether
+        anything fits at all.
+        """
+        promising = self._promising()
+        if self.fitting or self._tried_frugal or not promising:
+            return promising
+        self._tried_frugal = True
+        frugal = min(self.left, key=lambda s: self.left[s].bytes)
+        return [frugal, *(s for s in promising if s != frugal)]
 
     def _promising(self) -> list[Strategy]:
         """What may fit and be faster than all that do, fastest first; what needs least, where nothing does."""
@@ -126,8 +145,8 @@ class Search:
 
 
 def weight(strategy: Strategy) -> float:
-    """A hundredth of a step is not worth a technique."""
-    return 1 + 0.01 * complexity(strategy)
+    """Three hundredths of a step are not worth a technique: predictions are off by more."""
+    return 1 + 0.03 * complexity(strategy)
 
 
 def complexity(strategy: Strategy) -> int:

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 from fullframe.errors import FullframeError
 from fullframe.simulation.prediction import Prediction
+from fullframe.simulation.trace import OutOfTime
 
 T = TypeVar("T")
-Outcome = Prediction | str  # what was predicted, or why nothing could be
+Outcome = Prediction | str | None  # what was predicted, why nothing could be, or None: the time was over
 Runner = Callable[[Sequence[T]], list[Outcome]]
 
 _work: Callable[[Any], Prediction] | None = None  # in a worker: what it was forked with
@@ -21,8 +22,8 @@ _work: Callable[[Any], Prediction] | None = None  # in a worker: what it was for
 def runner(simulate: Callable[[T], Prediction], workers: int) -> Iterator[Runner[T]]:
     """Simulates items `workers` at a time; with 1 in this process, where other threads may be at work.
 
-    What `simulate` knows is forked, its items are pickled. A refusal (FullframeError) is an outcome; anything else is
-    raised.
+    What `simulate` knows is forked, its items are pickled. A refusal (FullframeError) is an outcome, and so is that
+    there was no time; anything else is raised.
     """
     if workers == 1:
         yield lambda items: [_outcome(simulate, item) for item in items]
@@ -31,9 +32,9 @@ def runner(simulate: Callable[[T], Prediction], workers: int) -> Iterator[Runner
         yield lambda items: list(pool.map(_run, items))
 
 
-def in_time(run: Runner[T], items: Sequence[T], width: int, seconds: float) -> list[Outcome]:
-    """The outcomes of the first items, `width` at a time, until `seconds` are over."""
-    end, done = time.monotonic() + seconds, list[Outcome]()
+def in_time(run: Runner[T], items: Sequence[T], width: int, end: float) -> list[Outcome]:
+    """The outcomes of the first items, `width` at a time, until `end` by `time.monotonic()`."""
+    done = list[Outcome]()
     while len(done) < len(items) and time.monotonic() < end:
         done += run(items[len(done) : len(done) + width])
     return done
@@ -55,5 +56,7 @@ def _run(item: Any) -> Outcome:
 def _outcome(simulate: Callable[[T], Prediction], item: T) -> Outcome:
     try:
         return simulate(item)
+    except OutOfTime:
+        return None
     except FullframeError as error:
         return f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
 """A recipe's model and batch without their memory: what is built is real Python, its tensors are fake."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -9,19 +9,21 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fullframe.errors import RecipeError
+from fullframe.simulation.blame import blamed
 from fullframe.strategy import Recipe
+from fullframe.training.randomness import sample_randomness
 
 _LARGE = 2**20  # elements
 
 
 def abstract_model(recipe: Recipe, fake: FakeTensorMode) -> nn.Module:
     """The recipe's model with fake parameters and buffers; what is large was never allocated."""
-    with _parameters_on_meta(), _LargeOnMeta():
+    with _parameters_on_meta(), _LargeOnMeta(), blamed("recipe.model() gives no model"):
         model = recipe.model()
     known: dict[int, Tensor] = {}  # a tensor that two modules share stays shared
     for module in model.modules():
@@ -75,21 +77,33 @@ class _LargeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def abstract_batch(recipe: Recipe, samples: int, fake: FakeTensorMode) -> Any:
-    """`samples` samples as the loader would collate them, fake."""
-    sample = _sample(recipe)
-    with fake:
-        sample = tree_map_only(Tensor, lambda tensor: _abstract(tensor, fake), sample)
-        return (recipe.collate or default_collate)([sample] * samples)
+def read_sample(recipe: Recipe) -> Any:
+    """The recipe's first sample with its numbers, as training reads it first; random states are as before.
+
+    Raises RecipeError where it gives none.
+    """
+    remedy = "; where the data is not at hand, give recipe.sample, a function that returns one with the same shapes"
+    with sample_randomness(recipe.seed, 0, 0):
+        if recipe.sample is not None:
+            with blamed("recipe.sample() gives no sample"):
+                return recipe.sample()
+        with blamed("recipe.data() gives no sample", remedy):
+            return recipe.data()[0]
 
 
-def _sample(recipe: Recipe) -> Any:
-    if recipe.sample is not None:
-        return recipe.sample()
-    try:
-        return recipe.data()[0]
-    except Exception as error:
-        raise RecipeError(
-            f"recipe.data() gives no sample ({type(error).__name__}: {error}); "
-            "where the data is not at hand, give recipe.sample, a function that returns one with the same shapes"
-        ) from error
+def abstract_batch(recipe: Recipe, sample: Any, samples: int, fake: FakeTensorMode) -> Any:
+    """`samples` times `sample` as the loader would collate them, fake.
+
+    A `collate` that wants numbers, of which fake tensors have none, gets the real sample. Raises RecipeError where it
+    gives no batch of that either.
+    """
+    collate = recipe.collate or default_collate
+    with fake, suppress(Exception):
+        return collate([_faked(sample, fake)] * samples)
+    with _disable_current_modes(), blamed(f"recipe.collate gives no batch of {samples} samples"):
+        batch = collate([sample] * samples)
+    return _faked(batch, fake)
+
+
+def _faked(tree: Any, fake: FakeTensorMode) -> Any:
+    return tree_map_only(Tensor, lambda tensor: _abstract(tensor, fake), tree)

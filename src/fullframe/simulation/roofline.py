@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.fsdp  # which makes the ops of that name
+from torch.distributed.tensor import DTensor
 
 from fullframe.simulation.calibration import Points, rate_at
 from fullframe.simulation.devices import Cluster, Device
@@ -22,6 +24,8 @@ KINDS = ("matmul", "convolution", "attention", "memory", "optimizer", "exchange"
 
 _SMALL_BYTES = 2**16  # what goes over all ranks and is less is no bucket of gradients but a count or a norm
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+_FSDP_MESSAGES = {torch.ops.fsdp.all_gather_copy_in.default, torch.ops.fsdp.chunk_cat.default}  # what each begins with
 
 _running_node: Callable[[], Any] = torch._C._current_autograd_node
 
@@ -35,6 +39,9 @@ class Efficiency:
     memory, link, network, host: of the bandwidth
     kernel_seconds: what the shortest kernel takes
     exchange_host_seconds: what the host needs to cut, post and join one exchange
+    fsdp_launches, fsdp_parameter_launches: what the host needs for one gather or reduction of FSDP2, and for each
+        parameter in it, in the time that it needs to issue an op; of a DTensor in an op's arguments: dtensor_launches.
+        By the Python around them, measured: docs/devices.md
     """
 
     matmul: float = 0.7
@@ -47,6 +54,9 @@ class Efficiency:
     host: float = 0.8
     kernel_seconds: float = 3e-6
     exchange_host_seconds: float = 60e-6
+    fsdp_launches: float = 20.0
+    fsdp_parameter_launches: float = 1.4
+    dtensor_launches: float = 0.25
 
 
 _MEASURED = Efficiency(matmul=1, convolution=1, memory=1, link=1, network=1, host=1, kernel_seconds=0,
@@ -148,8 +158,18 @@ class StepClock:
             for transfer in self._reducing:
                 self.finish(transfer)
             self._reducing.clear()
-        self.work(op.kind, self.op_seconds(op, func, args, kwargs, out))
+        issue = self.device.launch_seconds * (1 + self._sharded_launches(func, args))
+        self.work(op.kind, self.op_seconds(op, func, args, kwargs, out), issue)
         self._take_in()
+
+    def _sharded_launches(self, func: Any, args: Sequence[Any]) -> float:
+        """What sharded parameters cost the host beyond the op itself, in launches of an op."""
+        held = args[0] if args and isinstance(args[0], list) else ()
+        if func in _FSDP_MESSAGES:
+            return self.efficiency.fsdp_launches + self.efficiency.fsdp_parameter_launches * len(held)
+        if held and isinstance(held[0], DTensor):
+            return self.efficiency.dtensor_launches * sum(isinstance(t, DTensor) for t in tensors(args))
+        return 0.0
 
     def _take_in(self) -> None:
         """Wait for what was borrowed from neighbours; messages posted together share the wire and one latency."""

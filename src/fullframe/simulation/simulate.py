@@ -1,5 +1,7 @@
 """One strategy on one device: the step that trains, on fake tensors, and the account of what two of it hold."""
 
+import logging
+import math
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -8,15 +10,22 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _foreach_utils as foreach
 from torch.utils._pytree import tree_iter
 from torch.utils.data import default_collate
 
 from fullframe.errors import RecipeError, StrategyError
-from fullframe.simulation.abstract import abstract_batch, abstract_model
+from fullframe.simulation.abstract import abstract_batch, abstract_model, read_sample
 from fullframe.simulation.allocator import replay
 from fullframe.simulation.autocast import cuda_autocast
+from fullframe.simulation.blame import blamed
 from fullframe.simulation.buckets import FakeDataParallel, WithoutBuckets
 from fullframe.simulation.devices import Cluster, Device, cpu_device, parse_cluster
 from fullframe.simulation.kernels import cuda_kernels
@@ -27,7 +36,7 @@ from fullframe.simulation.prediction import Prediction
 from fullframe.simulation.roofline import StepClock
 from fullframe.simulation.step import SimulatedStep
 from fullframe.simulation.terms import TERMS, Terms
-from fullframe.simulation.trace import Tracer
+from fullframe.simulation.trace import OutOfTime, Tracer
 from fullframe.simulation.world import fake_job
 from fullframe.spatial import parallelize as parallelizing
 from fullframe.spatial.mesh import init_mesh, spatial_of
@@ -48,15 +57,17 @@ def simulate(
     rank: int | None = None,
     without: Collection[str] = (),
     timings: Timings | None = None,
+    until: float = math.inf,
 ) -> Prediction:
     """What one rank of a job needs in memory and time, without the device, the other ranks, or the data.
 
     `rank` is the one that needs most unless given: with a neighbour on each side where there is one. `without` names
     terms of TERMS to leave out. With `timings` each distinct op is timed on this machine, once for all strategies that
-    are given the same dict, in place of a roofline.
+    are given the same dict, in place of a roofline. Where `until`, by `time.monotonic()`, comes before the end, the
+    simulation is given up.
 
     Raises StrategyError when the batch cannot be spread or a term is unknown, RecipeError when what the step does
-    depends on the numbers in its tensors, and whatever the step itself raises.
+    depends on the numbers in its tensors, or when the recipe's own code raises something else; OutOfTime at `until`.
     """
     rank = _fullest(strategy) if rank is None else rank
     if not 0 <= rank < strategy.ranks:
@@ -70,10 +81,12 @@ def simulate(
     if unknown:
         raise StrategyError(f"there is no term {', '.join(map(repr, unknown))}; the terms are {', '.join(TERMS)}")
     cluster = _cluster(device, strategy)
+    # Torch takes one op for the norms of many gradients where these are plain tensors, as they are in the real step.
+    plain = patch.object(foreach, "_foreach_supported_types", [*foreach._foreach_supported_types, FakeTensor])
     # A shard's generator is seeded with a number that is read from a tensor, which a fake one does not hold.
     unseeded = patch.object(drawing, "shard_generator", lambda *_: torch.Generator())
-    with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), unseeded:
-        return _Simulation(recipe, strategy, cluster, without, timings).prediction()
+    with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), plain, unseeded:
+        return _Simulation(recipe, strategy, cluster, without, timings, until).prediction()
 
 
 class _Simulation:
@@ -86,6 +99,7 @@ class _Simulation:
         cluster: Cluster,
         without: Collection[str],
         timings: Timings | None,
+        until: float,
     ):
         self._recipe, self._strategy, self._is_cuda = recipe, strategy, cluster.device.is_cuda
         self._terms = Terms(cluster.device, strategy.precision, without)
@@ -93,10 +107,11 @@ class _Simulation:
         self._clock = StepClock(*place) if timings is None else MeasuredClock(*place, timings)
         self._mesh = init_mesh(height=strategy.height, width=strategy.width)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._sample = read_sample(recipe)  # before anything is fake: an augmentation may read its own random numbers
         self._model = abstract_model(recipe, self._fake)
         names = {module: name for name, module in self._model.named_modules()}
         self._outcomes = Outcomes(self._fake)
-        self._tracer = Tracer(names, _axes(self._mesh), self._outcomes, self._terms.scratch, self._clock)
+        self._tracer = Tracer(names, _axes(self._mesh), self._outcomes, self._terms.scratch, self._clock, until)
 
     def prediction(self) -> Prediction:
         """Take the steps and account for them."""
@@ -150,7 +165,9 @@ class _Simulation:
     def _batch(self) -> Any:
         """A batch as the loader delivers it, fake."""
         with self._fake:
-            batch = abstract_batch(self._recipe, self._recipe.batch_size // self._strategy.data, self._fake)
+            batch = abstract_batch(
+                self._recipe, self._sample, self._recipe.batch_size // self._strategy.data, self._fake
+            )
             if self._strategy.height * self._strategy.width > 1:
                 batch = Collation(default_collate, Grid.of(self._mesh), "auto").cut(batch)
             batch = Delivery(self._mesh).place(batch)
@@ -247,12 +264,20 @@ def _kernels_of(device: Device) -> Iterator[None]:
 
 @contextmanager
 def _readable_errors(tracer: Tracer) -> Iterator[None]:
+    torch_says = logging.getLogger("torch._subclasses.fake_tensor")
+    level = torch_says.level
+    torch_says.setLevel(logging.CRITICAL)  # it prints each exception that passes through it
     try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        where = f" in module '{tracer.module}'" if tracer.module else ""
+        with blamed("the step cannot be simulated", passing=OutOfTime):
+            yield
+    except RecipeError as said:
+        error, where = said.__cause__, f" in module '{tracer.module}'" if tracer.module else ""
+        if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            raise
         raise RecipeError(
             f"the step cannot be simulated: what {error.func}{where} gives depends on the numbers in its tensors, and "
             "fake tensors have none; take sizes from shapes and torch.where in the place of boolean indexing, or plan "
             "with a recipe that leaves that part out"
         ) from error
+    finally:
+        torch_says.setLevel(level)

@@ -3,6 +3,8 @@
 Works on fake tensors and on real ones. What a kernel allocates for itself never shows as a tensor; `scratch` says it.
 """
 
+import math
+import time
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,10 +62,15 @@ class Trace:
     step_ends: list[int] = field(default_factory=list)
 
 
+class OutOfTime(Exception):
+    """The time that a simulation was given is over."""
+
+
 class Tracer(TorchDispatchMode):
     """Fills `.trace` while it is entered.
 
     `names` are the paths of the model's modules; `axes` the mesh axis of each process group, by the group's name.
+    After `until`, by `time.monotonic()`, the next op raises OutOfTime.
     """
 
     def __init__(
@@ -73,12 +80,14 @@ class Tracer(TorchDispatchMode):
         run: Run,
         scratch: Scratch,
         clock: Clock | None = None,
+        until: float = math.inf,
     ):
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.building = True  # what is made now is not of a step
         self.groups: dict[str, int] = {}  # ranks of the process groups that were used, by name
         self._names, self._axes, self._run, self._scratch, self._clock = names, axes, run, scratch, clock
+        self._until = until
         self._live: dict[int, Block] = {}  # by the address of the storage
         self._watching: dict[int, weakref.ref[Any]] = {}
         self._modules: list[str] = []  # that are running, innermost last
@@ -162,6 +171,8 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _device_of and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        if time.monotonic() > self._until:
+            raise OutOfTime(f"before {func}")
         self._follow_backward()
         out = self._run(func, args, kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):

@@ -27,11 +27,12 @@ class ShardedLoader:
     """Iterates over one epoch of `loader`, from where it stands; the next iteration is the next epoch.
 
     `loader` is an ordinary DataLoader (or torchdata's StatefulDataLoader) over a map-style dataset of dicts; its
-    batch_size is that of the whole job, its shuffle, workers, collate_fn and pinning are kept, a last incomplete batch
-    is dropped. `split` says which tensors are split over height and width: "auto" takes those of 3 or more dims with
-    the last two dims of the largest one (a split is exact for any tensor, so this is a matter of speed only), or the
-    keys of the batch. On a mesh without a split (height 1, width 1) all tensors stay plain. A dataset that is a
-    `fullframe.data.SliceReader` is asked for this rank's part only.
+    batch_size is that of the whole job, its shuffle, drop_last, workers, collate_fn and pinning are kept. A last
+    incomplete batch that the replicas cannot share evenly is refused, unless `weighted` says that the loop multiplies
+    the mean over each batch by `weight`. `split` says which tensors are split over height and width: "auto" takes those
+    of 3 or more dims with the last two dims of the largest one (a split is exact for any tensor, so this is a matter of
+    speed only), or the keys of the batch. On a mesh without a split (height 1, width 1) all tensors stay plain. A
+    dataset that is a `fullframe.data.SliceReader` is asked for this rank's part only.
 
     Tensors are moved to the mesh's device; on a GPU, host memory is pinned and `prefetch` batches (1 unless given) are
     copied while those before them are computed on, which costs the memory of their parts.
@@ -48,13 +49,14 @@ class ShardedLoader:
         split: Split = "auto",
         seed: int = 0,
         prefetch: int | None = None,
+        weighted: bool = False,
     ):
         replica, replicas = mesh.get_local_rank("data"), mesh.size(0)
-        shuffle = _require_spreadable(loader, replicas)
+        shuffle = _require_spreadable(loader, replicas, weighted)
         if prefetch is not None and prefetch < 0:
             raise RecipeError(f"prefetch must be a number of batches >= 0, got {prefetch}")
         samples = len(loader.dataset)  # type: ignore[arg-type]
-        self._order = _Order(samples, loader.batch_size or 1, replica, replicas, shuffle, seed)
+        self._order = _Order(samples, loader.batch_size or 1, replica, replicas, shuffle, seed, loader.drop_last)
         self._deliver, self._prefetch = Delivery(mesh, split), prefetch
         grid = Grid.of(mesh)
         self._loader = DataLoader(
@@ -82,6 +84,16 @@ class ShardedLoader:
             yield batch
         self._order.epoch += 1
         self._order.position = 0
+
+    @property
+    def weight(self) -> float:
+        """What the mean over the batch that was handed out last is to be multiplied by, on this replica.
+
+        Averaged over the replicas it is then the mean over the whole job's batch. 1 but for a last incomplete batch
+        whose samples the replicas share unevenly; 0 on a replica that had none left and got another's again, so that
+        all replicas take the same steps.
+        """
+        return self._order.weight
 
     @property
     def epoch(self) -> int:
@@ -139,16 +151,32 @@ def evaluation_batches(
 class _Order(Sampler[list[tuple[int, int]]]):
     """Which samples this replica reads: a slice of every whole-job batch of an order that all ranks know."""
 
-    def __init__(self, samples: int, batch_size: int, replica: int, replicas: int, shuffle: bool, seed: int):
+    def __init__(
+        self, samples: int, batch_size: int, replica: int, replicas: int, shuffle: bool, seed: int, drop_last: bool
+    ):
         self._samples, self._batch_size, self._shuffle, self._seed = samples, batch_size, shuffle, seed
-        self._replica, self._share = replica, batch_size // replicas
+        self._replica, self._replicas = replica, replicas
+        self._left = 0 if drop_last else samples % batch_size  # samples of a last incomplete batch
         self.epoch = self.position = 0
 
     def identity(self) -> dict[str, int]:
         return {"samples": self._samples, "batch_size": self._batch_size, "seed": self._seed}
 
     def __len__(self) -> int:
-        return self._samples // self._batch_size
+        return self._samples // self._batch_size + (self._left > 0)
+
+    @property
+    def weight(self) -> float:
+        """Of the batch before `position`, see `ShardedLoader.weight`."""
+        if not self._left or self.position < len(self):
+            return 1.0
+        return len(self._mine(self._left)) * self._replicas / self._left
+
+    def _mine(self, size: int) -> range:
+        """Which of a batch of `size` samples this replica reads: as many as the others, or one more."""
+        each, more = divmod(size, self._replicas)
+        first = self._replica * each + min(self._replica, more)
+        return range(first, first + each + (self._replica < more))
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch = self.epoch
@@ -157,8 +185,10 @@ class _Order(Sampler[list[tuple[int, int]]]):
             generator = torch.Generator().manual_seed(mixed_seed(self._seed, epoch))
             order = torch.randperm(self._samples, generator=generator).tolist()
         for batch in range(self.position, len(self)):
-            first = batch * self._batch_size + self._replica * self._share
-            yield [(epoch, index) for index in order[first : first + self._share]]
+            first = batch * self._batch_size
+            size = min(self._batch_size, self._samples - first)
+            mine = self._mine(size) or range(size - 1, size)  # a replica that has none left steps with another's
+            yield [(epoch, order[first + number]) for number in mine]
 
 
 class _Samples(Dataset[Sample]):
@@ -189,7 +219,7 @@ class _Samples(Dataset[Sample]):
         return Sample(value, (epoch, index, height, width, drawn), (height, width))
 
 
-def _require_spreadable(loader: "DataLoader[Any]", replicas: int) -> bool:
+def _require_spreadable(loader: "DataLoader[Any]", replicas: int, weighted: bool) -> bool:
     """Whether `loader` shuffles; raises RecipeError where its order cannot be kept."""
     if isinstance(loader.dataset, IterableDataset):
         raise RecipeError(
@@ -214,8 +244,15 @@ def _require_spreadable(loader: "DataLoader[Any]", replicas: int) -> bool:
             f"batch_size {loader.batch_size} (of the whole job) is no multiple of the {replicas} data replicas; "
             f"use {max(loader.batch_size // replicas, 1) * replicas}"
         )
-    if samples < loader.batch_size:
+    if samples < loader.batch_size and (loader.drop_last or not samples):
         raise RecipeError(f"the dataset has {samples} samples, fewer than one batch of {loader.batch_size}")
+    left = 0 if loader.drop_last else samples % loader.batch_size
+    if left % replicas and not weighted:
+        raise RecipeError(
+            f"{samples} samples in batches of {loader.batch_size} leave a last batch of {left}, which {replicas} "
+            "replicas cannot share evenly: the mean of their means would not be that of the batch; give the DataLoader "
+            "drop_last=True, or ShardedLoader weighted=True and multiply each batch's mean loss by loader.weight"
+        )
     return shuffles
 
 

@@ -146,7 +146,12 @@ def build(recipe: Recipe, strategy: Strategy, mesh: DeviceMesh) -> tuple[nn.Modu
     )
     optimizer = build_optimizer(recipe.optimizer, model, strategy)
     read = DataLoader(
-        recipe.data(), recipe.batch_size, shuffle=True, num_workers=recipe.workers, collate_fn=recipe.collate
+        recipe.data(),
+        recipe.batch_size,
+        shuffle=True,
+        drop_last=True,  # every step is one of `batch_size` samples
+        num_workers=recipe.workers,
+        collate_fn=recipe.collate,
     )
     loader = ShardedLoader(read, mesh, seed=recipe.seed)
     return model, RunState(model=plain, optimizer=optimizer, loader=loader, mesh=tuple(mesh.mesh.shape))
