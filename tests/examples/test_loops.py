@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.shapes import Network
 from tests.ranks import rank_group
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -30,6 +31,41 @@ def test_one_process_and_two_ranks_see_the_same_losses():
     assert losses_of("plain_loop/after.py") == pytest.approx(alone, rel=1e-12)
     for found in rank_group(2).run(losses_of, "plain_loop/after.py"):
         assert found == pytest.approx(alone, rel=1e-10)
+
+
+def without_batch_norm():
+    """The example's network; its batch norm takes the statistics of one replica."""
+    network = Network()
+    network.down[1], network.down[4] = (torch.nn.GroupNorm(4, channels) for channels in (16, 32))
+    return network
+
+
+def ignoring(width, naively=False):
+    """The losses, in float64, of a loop whose replicas leave out unequally many pixels; the mean over the replicas."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        ignored = runpy.run_path(str(EXAMPLES / "plain_loop" / "ignored.py"))
+        ignored["train"].__globals__["Network"] = without_batch_norm
+        if naively:  # as `F.cross_entropy(..., ignore_index=...)` has it on each replica
+            ignored["train"].__globals__["mean_over_batch"] = lambda summed, count, mesh: summed / count
+        losses = torch.tensor(ignored["train"](width))
+    finally:
+        torch.set_default_dtype(before)
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(losses)
+        losses /= torch.distributed.get_world_size()
+    return losses.tolist()
+
+
+@pytest.mark.parametrize(("ranks", "width"), [(2, 1), (2, 2), (4, 2)])
+def test_pixels_that_are_left_out_weigh_nothing_on_any_replica(ranks, width):
+    alone = ignoring(1)
+    for found in rank_group(ranks).run(ignoring, width):
+        assert found == pytest.approx(alone, rel=1e-9)
+    if ranks > width:
+        naive = rank_group(ranks).run(ignoring, width, True)[0]
+        assert naive[0] != pytest.approx(alone[0], rel=1e-6)  # or the example would show nothing
 
 
 def test_few_lines_differ():
@@ -65,6 +101,18 @@ def test_other_libraries_step(library):
     half = "bf16-mixed" if library == "fabric" else "bf16"
     for found in rank_group(2).run(with_library, library, half):
         assert found != first and found == pytest.approx(alone, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accelerate_resumes_with_weights_position_and_learning_rate(ranks, tmp_path):
+    pytest.importorskip("accelerate")
+    group = rank_group(ranks)
+    (whole, *_) = group.run(with_library, "accelerate")
+    state = str(tmp_path / "state")
+    begun = group.run(with_library, "accelerate", "no", 1, 1, None, state)
+    ended = group.run(with_library, "accelerate", "no", 1, 2, state)
+    for first, second in zip(begun, ended, strict=True):
+        assert first + second == pytest.approx(whole, rel=1e-6)
 
 
 def test_accelerate_accumulates():
