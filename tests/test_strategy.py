@@ -106,6 +106,16 @@ def test_a_recipe_imports_the_files_beside_it(tmp_path):
         (RECIPE.format(more="seed=-1"), "recipe.seed must be a whole number >= 0, got -1"),
         (RECIPE.format(more="steps=0"), "recipe.steps must be a whole number >= 1, got 0"),
         (RECIPE.format(more="finish=3"), "recipe.finish must be a function, got 3"),
+        (
+            RECIPE.format(more="").replace("model=lambda: torch", "model=torch"),
+            "recipe.model must be a function () -> nn.Module, got the module Conv2d",
+        ),
+        (
+            RECIPE.format(more="")
+            .replace("loss=lambda", "loss=torch.nn.L1Loss() or (lambda")
+            .replace(".mean(),", ".mean()),"),
+            "recipe.loss must be a function (model, batch) -> scalar, got the module L1Loss",
+        ),
         (RECIPE.format(more="evaluate=print"), "recipe.evaluate is given without recipe.evaluation_data"),
         (RECIPE.format(more="batchsize=3"), "unexpected keyword argument 'batchsize'"),
     ],

@@ -23,7 +23,7 @@ def train(
     resume_from: str | None = None,
     save_to: str | None = None,
 ) -> list[float]:
-    """The loss of every batch, the same on all ranks; from the state in one folder, and with its own left in another."""
+    """The loss of every batch, the same on all ranks; goes on from one saved state, and saves its own."""
     mesh = ff.init_mesh(width=int(os.environ.get("WORLD_SIZE", "1")))  # before Accelerate, which takes what is there
     accelerator = Accelerator(
         cpu=mesh.device_type == "cpu",

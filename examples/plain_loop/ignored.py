@@ -1,7 +1,7 @@
 """A loop of one's own whose loss leaves pixels out, over data replicas: divided by the count of the whole batch.
 
-Each replica leaves out another number of pixels, so the mean of the replicas' means is not the mean over the batch, here
-as under DistributedDataParallel.
+Each replica leaves out another number of pixels, so the mean of the replicas' means is not the mean over the batch,
+here as under DistributedDataParallel.
 """
 
 import os

@@ -192,6 +192,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer", "data", "schedule"):
             _require_callable(name, getattr(self, name))
+        for name, form in (("model", "() -> nn.Module"), ("loss", "(model, batch) -> scalar")):
+            _require_no_module(name, form, getattr(self, name))
         for name in ("sample", "collate", "evaluation_data", "evaluate", "finish"):
             if getattr(self, name) is not None:
                 _require_callable(name, getattr(self, name))
@@ -272,3 +274,12 @@ def _require_choice(name: str, value: object, choices: tuple[object, ...]) -> No
 def _require_callable(name: str, value: object) -> None:
     if not callable(value):
         raise RecipeError(f"recipe.{name} must be a function, got {value!r}")
+
+
+def _require_no_module(name: str, form: str, value: object) -> None:
+    """A module can be called, but not as `form` says; one that is no part of torch may know what it does."""
+    is_module = hasattr(value, "named_parameters") and not isinstance(value, type)
+    if is_module and (name == "model" or type(value).__module__.startswith("torch.nn.")):
+        raise RecipeError(
+            f"recipe.{name} must be a function {form}, got the module {type(value).__name__}; use a lambda"
+        )

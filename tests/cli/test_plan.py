@@ -1,5 +1,6 @@
 """`plan`, `simulate` and `calibrate` as a user runs them, and what `train` does with a plan."""
 
+import io
 import json
 import re
 import sys
@@ -8,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from fullframe.cli.application import run
 from fullframe.cli.comparison import Comparison, measured
+from fullframe.cli.plan import _table
 from fullframe.cli.planned import first_plan, strategy_of
 from fullframe.errors import RunError, StrategyError
+from fullframe.planning.plan import plan_in_full
 from fullframe.planning.plans import describe
 from fullframe.simulation.calibration import load_rates
-from fullframe.strategy import Strategy
+from fullframe.strategy import Strategy, load_recipe
 from tests.cli.test_train import fullframe, steps_in, written
 
 
@@ -135,6 +139,18 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "nothing fits: " in printed.err and "missing with" in printed.err
 
 
+def test_a_table_has_room_on_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    planned = plan_in_full(load_recipe(written(tmp_path)), "T4", precisions=["fp16"])
+    for width, names in ((80, ["free"]), (160, ["weights", "activations", "other", "free"])):
+        text = io.StringIO()
+        Console(file=text, width=width).print(_table(planned, planned.plans[:3], is_wide=width > 80))
+        title, _, head, _, first, *_ = text.getvalue().splitlines()
+        assert "1xT4: 13.69 GiB of 14.56 to be used" in title
+        assert all(name in head for name in (*names, "ms/step", "samples/s", "strategy"))
+        numbers = [cell.strip() for cell in first.split("│")[3:-2]]
+        assert all(re.fullmatch(r"[\d,]+(\.\d+)?", number) for number in numbers) and len(numbers) >= 4
+
+
 def test_a_strategy_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(written(tmp_path))
     assert run(["simulate", recipe, "--gpus", "2xT4", "--width", "2", "--precision", "fp16", "--json"]) == 0
@@ -142,7 +158,8 @@ def test_a_strategy_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert found["peak_bytes"] <= found["reserved_bytes"] < found["device_bytes"]
     assert run(["simulate", recipe, "--gpus", "2xT4", "--width", "2", "--precision", "fp16"]) == 0
     text = capsys.readouterr().out
-    assert "at the peak: " in text and "s a step: " in text and "body" in text
+    assert "at the peak: " in text and "ms a step: " in text and "body" in text
+    assert re.match(r"0\.\d+ of 14\.560 GiB: fits\n", text)
 
 
 def test_what_was_calibrated_is_what_a_plan_counts_with(

@@ -52,6 +52,11 @@ def steps_in(run_dir: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_the_package_is_the_command():
+    printed = fullframe("--version", python=("-m", "fullframe"))
+    assert printed.returncode == 0 and printed.stdout.startswith("fullframe ")
+
+
 def test_two_ranks_then_resume_under_torchrun(tmp_path):
     recipe, run_dir = written(tmp_path, changes="workers=1"), tmp_path / "run"
     first = fullframe("train", recipe, "--width", 2, "--steps", 4, "--run-dir", run_dir, "--json")

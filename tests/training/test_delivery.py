@@ -71,7 +71,7 @@ class Parts(Frames):
 
 
 def loader_of(data, height, width, workers=0, batch_size=4, **options):
-    read = DataLoader(data, batch_size, shuffle=True, num_workers=workers)
+    read = DataLoader(data, batch_size, shuffle=True, num_workers=workers, drop_last=True)
     return ff.ShardedLoader(read, ff.init_mesh(height=height, width=width), seed=5, **options)
 
 

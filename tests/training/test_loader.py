@@ -11,8 +11,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import fullframe as ff
 from fullframe.errors import CheckpointError, FullframeError, RecipeError, ShapeError
 from fullframe.training.loader import evaluation_batches
+from fullframe.training.loop import build
 from tests.ranks import RankFailure, rank_group
-from tests.training.tiny import Frames
+from tests.training.tiny import Frames, recipe
 
 SAMPLES, BATCH = 11, 4  # two whole batches an epoch; three samples are left out of each
 
@@ -249,6 +250,15 @@ class Stream(IterableDataset):
 def test_loaders_that_cannot_be_spread(read, message):
     with pytest.raises(RecipeError, match=message):
         ff.ShardedLoader(read(), ff.init_mesh())
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [(Stream, "Stream is an IterableDataset"), (lambda: DataLoader(Frames(4), 2), "a DataLoader was given where its")],
+)
+def test_a_recipe_whose_data_cannot_be_shared_out(data, message):
+    with pytest.raises(RecipeError, match=message):
+        build(recipe(data=data), ff.Strategy(), ff.init_mesh())
 
 
 def refused(**options):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _ROWS = 12
 _WIDTH = 160  # of a table that goes into a file or a pipe
+_WIDE = 120  # columns of a terminal that has room for the kinds of memory
+_OTHER = "other: temporary values, workspaces, the device's context, what the allocator cannot use; --json lists each"
 _GIB = 2**30
 _NOTHING_FITS, _REFUSED, _OUT_OF_TIME = 1, 2, 3
 
@@ -114,7 +116,10 @@ class Plan:
         simulated = [plan for plan in planned.plans if plan.prediction is not None]
         others = [plan for plan in planned.plans if plan.prediction is None]
         rows = planned.plans if self.all else simulated[:_ROWS]
-        console.print(_table(planned, rows))
+        is_wide = console.width >= _WIDE
+        console.print(_table(planned, rows, is_wide))
+        if is_wide and rows:
+            console.print(_OTHER, soft_wrap=True)
         if len(simulated) > len(rows):
             console.print(f"and {len(simulated) - len(rows)} more that were simulated; --all lists every strategy")
         for reason, count in _counted(others):
@@ -156,16 +161,16 @@ def _show_progress(started: float | None = None, limit: float = 0.0, simulated: 
         print(f"\r\x1b[K{'' if started is None else text}", end="", file=sys.stderr, flush=True)
 
 
-def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]") -> "Table":
+def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]", is_wide: bool) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
     from fullframe.planning.plans import by_category, describe
 
-    table = Table(
-        title=f"{planned.cluster.name}: {planned.limit_bytes / _GIB:.1f} GiB of each to be used", title_justify="left"
-    )
-    names = ("GiB", "weights", "gradients", "optimizer", "activations", "other", "free", "seconds", "samples/s")
+    limit, of = planned.limit_bytes / _GIB, planned.cluster.device.memory_bytes / _GIB
+    table = Table(title=f"{planned.cluster.name}: {limit:.2f} GiB of {of:.2f} to be used", title_justify="left")
+    kinds = ("weights", "gradients", "optimizer", "activations", "other") if is_wide else ()
+    names = ("GiB", *kinds, "free", "ms/step", "samples/s")
     for name in ("", "strategy", *names, "why"):
         table.add_column(name, justify="right" if name in names else "left", overflow="fold")
     for number, plan in enumerate(plans, start=1):
@@ -176,10 +181,16 @@ def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]") -> 
         bytes = by_category(plan.prediction)
         known = [bytes.get(kind, 0) for kind in ("parameter", "gradient", "optimizer", "activation")]
         total = plan.prediction.device_bytes
-        row += [f"{size / _GIB:.2f}" for size in (total, *known, total - sum(known), plan.headroom_bytes)]
-        row += [f"{plan.prediction.step_seconds:.3g}", f"{plan.samples_per_second:.3g}"]
+        sizes = (total, *((*known, total - sum(known)) if is_wide else ()), plan.headroom_bytes)
+        row += [f"{size / _GIB:.2f}" for size in sizes]
+        row += [_number(1e3 * plan.prediction.step_seconds), _number(plan.samples_per_second or 0.0)]
         table.add_row(*map(Text, [*row, plan.reason]))
     return table
+
+
+def _number(value: float) -> str:
+    """Three digits, and all of those before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _counted(plans: "list[OnePlan]") -> list[tuple[str, int]]:

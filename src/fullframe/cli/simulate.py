@@ -73,17 +73,19 @@ def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None
     moment = prediction.moment
     where = f", in {moment.module}" if moment.module else ""
     lines = [
-        f"{gib(prediction.device_bytes)} of {gib(memory_bytes)} GiB; allocated {gib(prediction.peak_bytes)}, "
+        f"{gib(prediction.device_bytes)} of {gib(memory_bytes)} GiB: "
+        + ("fits" if prediction.device_bytes <= memory_bytes else "does not fit"),
+        f"in GiB: allocated {gib(prediction.peak_bytes)}, "
         f"reserved {gib(prediction.reserved_bytes)}; the peak is in the {moment.phase} of step {moment.step}{where}",
         "at the peak: " + ", ".join(f"{kind} {gib(size)}" for kind, size in prediction.bytes.items()),
         "what no tensor shows: " + (", ".join(f"{n} {gib(b)}" for n, b in prediction.terms.items()) or "nothing"),
-        f"{prediction.step_seconds:.4g} s a step: "
-        + ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in prediction.seconds.items() if seconds),
-        "the largest tensors at the peak:",
+        f"{1e3 * prediction.step_seconds:.4g} ms a step: "
+        + ", ".join(f"{kind} {1e3 * seconds:.3g}" for kind, seconds in prediction.seconds.items() if seconds),
+        "the largest tensors at the peak, GiB:",
     ]
     for tensor in prediction.largest:
         shape = "x".join(map(str, tensor.shape))
         lines.append(f"  {gib(tensor.bytes)}  {tensor.category}  {shape} {tensor.dtype}  {tensor.module}")
-    lines.append("modules that hold most activations:")
+    lines.append("modules that hold most activations, GiB:")
     lines += [f"  {gib(size)}  {name or '(the loss)'}" for name, size in list(prediction.modules.items())[:_MODULES]]
     print("\n".join(lines), file=stream)

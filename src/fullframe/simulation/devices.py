@@ -199,7 +199,10 @@ def device_named(name: str) -> Device:
             return with_rates(_measured_only(rates), rates)
         close = difflib.get_close_matches(_folded(name), known, n=3, cutoff=0.5)
         guess = f"; did you mean {' or '.join(known[other] for other in close)}?" if close else ""
-        raise DeviceError(f"no device {name!r}; there are {', '.join(device_names())}{guess}")
+        raise DeviceError(
+            f"no device {name!r}; there are {', '.join(device_names())}{guess}"
+            f"; on a machine that has it, fullframe calibrate makes it known"
+        )
     device = _DEVICES[_OTHER_NAMES.get(found, found)]
     rates = calibrated(device.name)
     return device if rates is None else with_rates(device, rates)

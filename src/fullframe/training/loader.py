@@ -219,13 +219,20 @@ class _Samples(Dataset[Sample]):
         return Sample(value, (epoch, index, height, width, drawn), (height, width))
 
 
-def _require_spreadable(loader: "DataLoader[Any]", replicas: int, weighted: bool) -> bool:
-    """Whether `loader` shuffles; raises RecipeError where its order cannot be kept."""
-    if isinstance(loader.dataset, IterableDataset):
+def require_indexed(dataset: Any) -> None:
+    """Raises RecipeError where `dataset` gives no sample by its number."""
+    if isinstance(dataset, DataLoader):
+        raise RecipeError("a DataLoader was given where its dataset is asked for, whose samples ranks share out")
+    if isinstance(dataset, IterableDataset):
         raise RecipeError(
-            f"{type(loader.dataset).__name__} is an IterableDataset, which ranks cannot share out; "
+            f"{type(dataset).__name__} is an IterableDataset, which ranks cannot share out; "
             "give a dataset with __len__ and __getitem__"
         )
+
+
+def _require_spreadable(loader: "DataLoader[Any]", replicas: int, weighted: bool) -> bool:
+    """Whether `loader` shuffles; raises RecipeError where its order cannot be kept."""
+    require_indexed(loader.dataset)
     samples = len(loader.dataset)  # type: ignore[arg-type]
     shuffles = isinstance(loader.sampler, _random_samplers())
     whole = not shuffles or (not loader.sampler.replacement and loader.sampler.num_samples == samples)  # type: ignore[attr-defined]

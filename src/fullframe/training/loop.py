@@ -21,7 +21,7 @@ from fullframe.training.delivery import mesh_device
 from fullframe.training.drift import require_same_numbers
 from fullframe.training.evaluation import evaluating
 from fullframe.training.failure import restart_reason
-from fullframe.training.loader import ShardedLoader
+from fullframe.training.loader import ShardedLoader, require_indexed
 from fullframe.training.optimizers import build_optimizer
 from fullframe.training.parallelized import parallelize_for
 from fullframe.training.randomness import seed_everything
@@ -145,8 +145,10 @@ def build(recipe: Recipe, strategy: Strategy, mesh: DeviceMesh) -> tuple[nn.Modu
         find_unused_parameters=recipe.find_unused_parameters,
     )
     optimizer = build_optimizer(recipe.optimizer, model, strategy)
+    data = recipe.data()
+    require_indexed(data)
     read = DataLoader(
-        recipe.data(),
+        data,
         recipe.batch_size,
         shuffle=True,
         drop_last=True,  # every step is one of `batch_size` samples

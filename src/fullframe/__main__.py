@@ -1,0 +1,5 @@
+"""`python -m fullframe`: the command line."""
+
+from fullframe.cli import main
+
+main()
