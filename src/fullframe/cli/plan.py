@@ -36,6 +36,8 @@ class Plan:
 
     Enumerates splits, microbatches, precision, recompute and sharding, simulates what may fit and be fastest, and
     says of every other why it loses. Rates are those of the data sheets, or what `fullframe calibrate` measured.
+    The exit code is 1 where nothing fits, 2 where every strategy is refused, and 3 where the time was over before
+    anything was found that fits.
     """
 
     recipe: Positional[Path]
@@ -64,7 +66,7 @@ class Plan:
     """Print the plans as one JSON list on stdout; everything else goes to stderr."""
 
     def run(self) -> int:
-        """Plan and print; 1 when nothing fits, 3 when the time was over before anything that fits was found."""
+        """Plan and print; the exit code."""
         from fullframe.planning.plan import plan_in_full
         from fullframe.planning.plans import winner
         from fullframe.strategy import load_recipe

@@ -28,7 +28,9 @@ def first_plan(path: Path) -> Mapping[str, Any]:
         raise StrategyError(f"{path} holds neither a list of plans nor a strategy; write it with fullframe plan --out")
     fitting: list[Mapping[str, Any]] = [plan for plan in plans if plan.get("fits")]
     if not fitting:
-        raise StrategyError(f"none of the {len(plans)} strategies in {path} fits; plan with more or larger GPUs")
+        raise StrategyError(
+            f"none of the {len(plans)} strategies in {path} fits; plan with more or larger GPUs, or more --seconds"
+        )
     return fitting[0]
 
 
