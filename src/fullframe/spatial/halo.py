@@ -183,7 +183,7 @@ def assembled(
         return part_of(shared[0][0].tensor, shared[0][0].ranges, ranges, cuts)
     volume = sum(prod(map(len, part)) for _, part in shared)
     like = pieces[0].tensor
-    result = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=_format(like))
+    result = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format_of(like))
     if volume < prod(map(len, ranges)):
         result.fill_(fill)
     for piece, part in shared:
@@ -199,7 +199,19 @@ def part_of(tensor: Tensor, held: Ranges, wanted: Ranges, cuts: tuple[Cut, ...])
     return tensor
 
 
-def _format(tensor: Tensor) -> torch.memory_format:
-    if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
-        return torch.channels_last
+def memory_format_of(tensor: Tensor) -> torch.memory_format:
+    """The memory format that torch's kernels give to a result of `tensor`, by its strides; also of a cut-out view."""
+    if tensor.dim() in (4, 5) and _channels_last(tensor):
+        return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
     return torch.contiguous_format
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    """Whether the strides grow from the channels over the image to the samples; not so where that is both formats."""
+    least = 0
+    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        size, stride = tensor.shape[dim], tensor.stride(dim)
+        if size == 0 or stride < least or (dim == 1 and stride == 0) or (dim == 0 and least == tensor.stride(1)):
+            return False
+        least = stride * max(size, 1)
+    return True

@@ -1,6 +1,6 @@
 """cat and stack: along a whole dim nothing moves; along a split dim the largest operand stays where it is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, out: Any = None,
     reference = max(shells, key=lambda shell: shell._layout.shape[dim])._layout
     dim = (dim if axis is None else axis) % len(reference.shape)
     if any(shell._layout.is_split(dim) for shell in shells):
-        return _cat_split([_in_runs(t, dim) for t in tensors], dim)
+        return _cat_split([in_runs(t, dim) for t in tensors], dim)
     sizes = [t.shape[dim] for t in tensors]
     layout = _common(shells)
     local = torch.cat([_like(t, layout, dim) for t in tensors], dim)
@@ -52,7 +52,7 @@ def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, out: Any = Non
     return wrap(local, layout.with_(shape, tuple(p if p.dim < dim else p.at(p.dim + 1) for p in layout.placements)))
 
 
-def _in_runs(t: Tensor, dim: int) -> Tensor:
+def in_runs(t: Tensor, dim: int) -> Tensor:
     """A dim merged from several factors (tokens beside a class token), cut in runs over one mesh axis instead.
 
     The tensor is made whole along the axes in question for a moment: an exchange of all with all.
@@ -70,6 +70,13 @@ def _in_runs(t: Tensor, dim: int) -> Tensor:
     runs = layout.with_(layout.shape, (Placement(axis.name, dim, extents),))
     cut = layout.with_(layout.shape, (*layout.placements, *runs.placements))
     return wrap(sliced(local, runs), cut)
+
+
+def unmerged(t: Tensor, dims: Iterable[int]) -> Tensor:
+    """`t` with none of `dims` merged from several factors; see `in_runs`."""
+    for dim in dims:
+        t = in_runs(t, dim)
+    return t
 
 
 @rule(torch.roll, Tensor.roll)

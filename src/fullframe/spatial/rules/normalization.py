@@ -14,9 +14,10 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from fullframe.spatial.exchange import gathered, summed
+from fullframe.spatial.halo import memory_format_of
 from fullframe.spatial.rules.reduction import count
 from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.tensor import Layout, SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import Layout, SpatialTensor, local_of, say_gathered, wrap
 
 
 class _Statistics(NamedTuple):
@@ -47,41 +48,68 @@ def _statistics(x: Tensor, m: int, group: dist.ProcessGroup) -> _Statistics:
 
 
 class _Normalize(torch.autograd.Function):
+    """x (N, C, ...) normalized; weight, bias and statistics are of a channel, or if `apart` of a sample's channel."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, found: _Statistics, m: int, eps: float, group: Any
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, found: _Statistics, apart: bool, m: int, eps: float,
+        group: Any
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, found.mean, found.var, found.elements)
-        ctx.m, ctx.eps, ctx.group = m, eps, group
-        return _normalized(x, weight, bias, found.mean, found.var, eps)
+        ctx.apart, ctx.m, ctx.eps, ctx.group = apart, m, eps, group
+        flat = _flat(x) if apart else x
+        out = torch.ops.aten.native_batch_norm(flat, weight, bias, found.mean, found.var, False, 0.0, eps)[0]
+        return out.view(x.shape).contiguous(memory_format=memory_format_of(x))  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight, mean, var, elements = ctx.saved_tensors
-        of_x, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-            grad, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
-        )  # as if the statistics were constants
+        shape = x.shape
+        if ctx.apart:
+            x, grad = _flat(x), _flat(grad)
+        _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            grad, x, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
+        )
         shares = torch.stack([weight * of_bias, weight * of_weight]).view(2, -1, ctx.m).sum(2)
         shares = summed(shares, ctx.group) if dist.get_world_size(ctx.group) > 1 else shares
         by_mean, by_var = shares.repeat_interleave(ctx.m, 1) / -elements
         inverse = torch.rsqrt(var + ctx.eps)
-        of_x += _normalized(x, inverse * by_var, inverse * by_mean, mean, var, ctx.eps)
-        return of_x, of_weight, of_bias, None, None, None, None
+        slope = inverse * inverse * by_var
+        view = (-1, *(1,) * (x.dim() - 2))
+        # In float32 or wider until the end: what is subtracted from the gradient may be almost all of it.
+        wide = torch.addcmul((inverse * by_mean - mean * slope).view(view), x, slope.view(view))
+        of_x = wide.addcmul_(grad, (weight * inverse).view(view)).to(x.dtype)
+        return of_x.view(shape), of_weight, of_bias, None, None, None, None, None
 
 
-def _normalized(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias, one kernel."""
-    return torch.ops.aten.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]  # type: ignore[no-any-return]
+def _flat(x: Tensor) -> Tensor:
+    """(N, C, ...) as one sample of N * C channels."""
+    return x.reshape(1, -1, *x.shape[2:])
 
 
 def _apply(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, found: _Statistics, m: int, eps: float, group: Any
 ) -> Tensor:
     kind = found.mean.dtype
-    weight = torch.ones_like(found.mean) if weight is None else weight.to(kind)
-    bias = torch.zeros_like(found.mean) if bias is None else bias.to(kind)
-    return _Normalize.apply(x, weight, bias, found, m, eps, group)  # type: ignore[no-any-return, no-untyped-call]
+    apart = len(found.mean) != x.shape[1]
+    copies = len(found.mean) // x.shape[1]
+    weight = torch.ones_like(found.mean) if weight is None else weight.to(kind).repeat(copies)
+    bias = torch.zeros_like(found.mean) if bias is None else bias.to(kind).repeat(copies)
+    return _Normalize.apply(x, weight, bias, found, apart, m, eps, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _parameters(*tensors: Tensor | None) -> list[Any]:
+    """Weights and biases, whole: one number a channel is little."""
+    for t in tensors:
+        if isinstance(t, SpatialTensor):
+            say_gathered("a norm's weight", "it is split", t)
+    return [t.full() if isinstance(t, SpatialTensor) else t for t in tensors]
+
+
+def _check_buffers(*buffers: Tensor | None) -> None:
+    if any(isinstance(t, SpatialTensor) for t in buffers):
+        raise Refused("the running statistics are split", "Make them whole with .full() beforehand.")
 
 
 def _group(layout: Layout) -> dist.ProcessGroup:
@@ -90,13 +118,13 @@ def _group(layout: Layout) -> dist.ProcessGroup:
 
 def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
     if running is not None:
-        running.lerp_(value.to(running.dtype), momentum)
+        running.mul_(1 - momentum).add_(value.to(running.dtype) * momentum)  # torch's formula; also of infinities
 
 
 @rule(F.batch_norm)
 def _batch_norm(
     func: Any,
-    input: SpatialTensor,
+    input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None = None,
@@ -105,11 +133,15 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
+    _check_buffers(running_mean, running_var)
+    weight, bias = _parameters(weight, bias)
+    if not isinstance(input, SpatialTensor):
+        return func(input, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
     layout, x = input._layout, local_of(input)
     if layout.is_split(1):
         raise Refused("the channels are split")
-    if not training:
-        return wrap(func(x, running_mean, running_var, weight, bias, False, momentum, eps), layout)
+    if not training or 0 in layout.shape:
+        return wrap(func(x, running_mean, running_var, weight, bias, training, momentum, eps), layout)
     local = _over_ranks(x, running_mean, running_var, weight, bias, momentum, eps, _group(layout), 1)
     return wrap(local, layout)
 
@@ -178,7 +210,7 @@ class OverReplicas(TorchFunctionMode):
 @rule(F.instance_norm)
 def _instance_norm(
     func: Any,
-    input: SpatialTensor,
+    input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
@@ -187,70 +219,101 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
+    _check_buffers(running_mean, running_var)
+    weight, bias = _parameters(weight, bias)
+    if not isinstance(input, SpatialTensor):
+        return func(  # type: ignore[no-any-return]
+            input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+        )
     layout, x = input._layout, local_of(input)
     if layout.is_split(0) or layout.is_split(1):
         raise Refused("the samples or channels are split")
     if not use_input_stats:
         return wrap(func(x, running_mean, running_var, weight, bias, False, momentum, eps), layout)
     samples = x.shape[0]
-    flat = x.reshape(1, -1, *x.shape[2:])
-    found = _statistics(flat, 1, _group(layout))
+    found = _statistics(_flat(x), 1, _group(layout))
     elements = count(layout.shape, range(2, len(layout.shape)))
     _update(running_mean, found.mean.view(samples, -1).mean(0), momentum)
     _update(running_var, found.var.view(samples, -1).mean(0) * (elements / max(elements - 1, 1)), momentum)
-    weight, bias = (None if t is None else t.repeat(samples) for t in (weight, bias))
-    return wrap(_apply(flat, weight, bias, found, 1, eps, _group(layout)).view_as(x), layout)
+    return wrap(_apply(x, weight, bias, found, 1, eps, _group(layout)).contiguous(), layout)  # as torch's
 
 
 @rule(F.group_norm)
 def _group_norm(
     func: Any,
-    input: SpatialTensor,
+    input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
+    weight, bias = _parameters(weight, bias)
+    if not isinstance(input, SpatialTensor):
+        return func(input, num_groups, weight, bias, eps)  # type: ignore[no-any-return]
     layout, x = input._layout, local_of(input)
     if layout.is_split(0) or layout.is_split(1):
         raise Refused("the samples or channels are split")
-    samples, channels = x.shape[:2]
+    if 0 in layout.shape:
+        return wrap(func(x, num_groups, weight, bias, eps), layout)
+    channels = x.shape[1]
     if channels % num_groups:
         raise ValueError(f"{channels} channels are not divisible by {num_groups} groups")
-    flat = x.reshape(1, -1, *x.shape[2:])
     m = channels // num_groups
-    found = _statistics(flat, m, _group(layout))
-    weight, bias = (None if t is None else t.repeat(samples) for t in (weight, bias))
-    return wrap(_apply(flat, weight, bias, found, m, eps, _group(layout)).view_as(x), layout)
+    found = _statistics(_flat(x), m, _group(layout))
+    return wrap(_apply(x, weight, bias, found, m, eps, _group(layout)), layout)
 
 
 @rule(F.layer_norm)
 def _layer_norm(
     func: Any,
-    input: SpatialTensor,
+    input: Tensor,
     normalized_shape: Any,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    layout = input._layout
-    dims = tuple(range(len(layout.shape) - len(normalized_shape), len(layout.shape)))
-    if not any(layout.is_split(d) for d in dims):
-        return wrap(func(local_of(input), normalized_shape, weight, bias, eps), layout)
-    centered = input - input.mean(dims, keepdim=True)
-    result = centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
-    result = result if weight is None else result * weight
-    return result if bias is None else result + bias
+    dims = _split_dims(input, normalized_shape)
+    if not isinstance(input, SpatialTensor) or not dims:
+        weight, bias = _parameters(weight, bias)
+        return _where_it_lies(input, lambda x: func(x, normalized_shape, weight, bias, eps))
+    wide = _wide(input)
+    result = _scaled(wide - wide.mean(dims, keepdim=True), dims, weight, eps)
+    result = (result if bias is None else result + _wide(bias)).to(input.dtype)
+    return _where_it_lies(result, Tensor.contiguous)  # as torch's is
 
 
 @rule(F.rms_norm)
 def _rms_norm(
-    func: Any, input: SpatialTensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+    func: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    layout = input._layout
-    dims = tuple(range(len(layout.shape) - len(normalized_shape), len(layout.shape)))
-    if not any(layout.is_split(d) for d in dims):
-        return wrap(func(local_of(input), normalized_shape, weight, eps), layout)
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
-    result = input * torch.rsqrt(input.square().mean(dims, keepdim=True) + eps)
-    return result if weight is None else result * weight
+    dims = _split_dims(input, normalized_shape)
+    if not isinstance(input, SpatialTensor) or not dims:
+        (weight,) = _parameters(weight)
+        return _where_it_lies(input, lambda x: func(x, normalized_shape, weight, eps))
+    wide = _wide(input)
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps  # that of the numbers torch computes with
+    return _scaled(wide, dims, weight, eps).to(input.dtype)
+
+
+def _split_dims(input: Tensor, normalized_shape: Any) -> tuple[int, ...]:
+    """The dims to normalize over, if one of them is split; none otherwise."""
+    if not isinstance(input, SpatialTensor):
+        return ()
+    dims = tuple(range(input.dim() - len(normalized_shape), input.dim()))
+    return dims if any(input._layout.is_split(d) for d in dims) else ()
+
+
+def _where_it_lies(x: Tensor, op: Any) -> Tensor:
+    """`op` of a whole tensor, or of a split one's local part."""
+    return wrap(op(local_of(x)), x._layout) if isinstance(x, SpatialTensor) else op(x)
+
+
+def _scaled(x: Tensor, dims: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:
+    """`x` over the root of its mean square over `dims`, times `weight`."""
+    result = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+    return result if weight is None else result * _wide(weight)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Torch computes the norms of 16-bit numbers in float32, and rounds once."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

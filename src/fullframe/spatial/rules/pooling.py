@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fullframe.geometry.window import AdaptiveWindow, Window, proportional_extents
-from fullframe.spatial.halo import Halo
+from fullframe.spatial.halo import Halo, memory_format_of
+from fullframe.spatial.rules.joining import unmerged
 from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.rules.resampling import resampled, taps
+from fullframe.spatial.rules.resampling import in_format, resampled
+from fullframe.spatial.rules.taps import taps_of
 from fullframe.spatial.rules.windowed import WindowPlan, ints, nonempty, plan_windows, region, region_gradient
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, refetched, wrap
 
@@ -61,29 +63,33 @@ def _max_pool(
     if count == 1:
         flat = F.max_pool2d(input.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding), (1, *dilation), ceil_mode)
         return flat.squeeze(-2)
-    plan, _, _ = _plan(input._layout, kernel, stride, padding, dilation, ceil_mode)
-    local, layout = local_of(input), input._layout
+    x = unmerged(input, range(input.dim() - count, input.dim()))
+    if not isinstance(x, SpatialTensor):
+        return func(x, kernel, stride, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
+    plan, _, _ = _plan(x._layout, kernel, stride, padding, dilation, ceil_mode)
+    local, layout = local_of(x), x._layout
     if plan.too_small:
         whole = wrap(*gather_axes(local, layout, plan.too_small))
         return func(whole, kernel, stride, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
     first = local.dim() - count
-    inner = tuple(0 if layout.is_split(first + n) else p for n, p in enumerate(padding))
+    cut = [layout.is_split(first + n) for n in range(count)]
+    inner = tuple(0 if here else p for here, p in zip(cut, padding, strict=True))
     options = (kernel, stride, inner, dilation, ceil_mode)
-    if plan.borrows:
+    if plan.borrows or any(p for here, p in zip(cut, padding, strict=True) if here):
         return wrap(_MaxPool.apply(local, plan, options), plan.layout)  # type: ignore[no-untyped-call]
-    return wrap(func(region(local, plan, -math.inf), *options), plan.layout)
+    return wrap(func(region(local, plan), *options), plan.layout)
 
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, plan: WindowPlan, options: Any) -> Tensor:
         halo = Halo(local, plan.cuts).wait()
-        joined = halo.region(plan.needs, -math.inf)
+        joined = halo.region(plan.needs, _lowest(local.dtype))
         pool = (
             torch.ops.aten.max_pool2d_with_indices if len(options[0]) == 2 else torch.ops.aten.max_pool3d_with_indices
         )
         out, indices = pool(joined, *options)
-        ctx.save_for_backward(indices)
+        ctx.save_for_backward(_inside(indices, joined.shape, plan, options[3]))
         ctx.plan, ctx.options, ctx.shape, ctx.joined = plan, options, local.shape, joined.shape
         ctx.ranges = [piece.ranges for piece in halo.pieces]
         return out  # type: ignore[no-any-return]
@@ -95,8 +101,32 @@ class _MaxPool(torch.autograd.Function):
         aten = torch.ops.aten
         two = len(ctx.options[0]) == 2
         pool = aten.max_pool2d_with_indices_backward if two else aten.max_pool3d_with_indices_backward
-        of_joined = pool(gradient, gradient.new_empty(ctx.joined), *ctx.options, indices)
+        like = torch.empty(
+            ctx.joined, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format_of(gradient)
+        )
+        of_joined = pool(gradient, like, *ctx.options, indices)
         return region_gradient(of_joined, ctx.plan, ctx.shape, ctx.ranges), None, None
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _inside(indices: Tensor, joined: torch.Size, plan: WindowPlan, dilation: Ints) -> Tensor:
+    """`indices` into a joined region, moved into the image where they point to the rows in front of it.
+
+    A window that holds nothing but -inf names its first row, and torch's first row is one of the image.
+    """
+    count = len(dilation)
+    first = len(joined) - count
+    for cut, need in zip(plan.cuts, plan.needs, strict=True):
+        outside = cut.rows.start - need.start
+        if outside > 0:
+            step = dilation[cut.dim - first]
+            area = math.prod(joined[cut.dim + 1 :])
+            row = indices // area % joined[cut.dim]
+            indices = indices + (outside - row + step - 1).clamp(min=0) // step * (step * area)
+    return indices
 
 
 @rule(*_AVERAGE)
@@ -113,17 +143,20 @@ def _average_pool(
     count = _AVERAGE[func]
     kernel, padding = ints(kernel_size, count), ints(padding, count)
     stride = ints(stride, count) if stride not in (None, [], ()) else kernel
-    plan, windows, sizes = _plan(input._layout, kernel, stride, padding, (1,) * count, ceil_mode)
-    local, layout = local_of(input), input._layout
+    x = unmerged(input, range(input.dim() - count, input.dim()))
+    extra = {} if divisor_override is None else {"divisor_override": divisor_override}
+    if not isinstance(x, SpatialTensor):
+        return func(x, kernel, stride, padding, ceil_mode, count_include_pad, **extra)  # type: ignore[no-any-return]
+    plan, windows, sizes = _plan(x._layout, kernel, stride, padding, (1,) * count, ceil_mode)
+    local, layout = local_of(x), x._layout
     if plan.too_small:
         whole = wrap(*gather_axes(local, layout, plan.too_small))
-        extra = {} if divisor_override is None else {"divisor_override": divisor_override}
         return func(whole, kernel, stride, padding, ceil_mode, count_include_pad, **extra)  # type: ignore[no-any-return]
     local = region(local, plan)
     outs = {cut.dim: rows for cut, rows in zip(plan.cuts, plan.outs, strict=True)}
     first = local.dim() - count
     counted = not divisor_override and (ceil_mode or (not count_include_pad and any(padding)))
-    factors = []
+    seen: Tensor | None = None
     for n, window in enumerate(windows):
         dim = first + n
         if dim not in outs and layout.is_split(dim):
@@ -134,18 +167,24 @@ def _average_pool(
             behind = (0, 0) * (local.dim() - dim - 1)
             local = F.pad(local, (*behind, -reads.start, reads.stop - layout.shape[dim]))
         if counted:
-            seen = [_seen(window, row, layout.shape[dim], padding[n] if count_include_pad else 0) for row in rows]
-            view = [1] * local.dim()
-            view[dim] = len(rows)
-            factors.append(
-                torch.tensor([kernel[n] / s for s in seen], dtype=local.dtype, device=local.device).view(view)
-            )
-    out = func(local, kernel, stride)
-    for factor in factors:
-        out = out * factor
-    if divisor_override:
-        out = out * (math.prod(kernel) / divisor_override)
-    return wrap(out, plan.layout)
+            here = [_seen(window, row, layout.shape[dim], padding[n] if count_include_pad else 0) for row in rows]
+            column = torch.tensor(here, device=local.device).view(-1, *(1,) * (count - n - 1))
+            seen = column if seen is None else seen * column
+    if seen is None:
+        return wrap(func(local, kernel, stride, **extra), plan.layout)
+    return wrap(_summed(local, kernel, stride, seen), plan.layout)
+
+
+def _summed(x: Tensor, kernel: Ints, stride: Ints, seen: Tensor) -> Tensor:
+    """The sum of each window over what it has `seen`, as torch divides it; 16-bit sums could overflow."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    if len(kernel) == 1:
+        total = F.avg_pool2d(wide.unsqueeze(-2), (1, *kernel), (1, *stride), divisor_override=1).squeeze(-2)
+    else:
+        total = (F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d)(wide, kernel, stride, divisor_override=1)
+    if not x.is_floating_point():
+        return total.div(seen, rounding_mode="trunc")
+    return (total / seen).to(x.dtype)
 
 
 def _seen(window: Window, row: int, size: int, padding: int) -> int:
@@ -157,22 +196,27 @@ def _seen(window: Window, row: int, size: int, padding: int) -> int:
 @rule(*_ADAPTIVE)
 def _adaptive_average_pool(func: Any, input: SpatialTensor, output_size: Any) -> Tensor:
     count = _ADAPTIVE[func]
-    sizes = _targets(input, output_size, count)
-    result: Tensor = input
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    for dim, size in zip(range(input.dim() - count, input.dim()), sizes, strict=True):
-        if size == 1:
-            result = result.mean(dim, keepdim=True)
-        elif isinstance(result, SpatialTensor) and result._layout.is_split(dim):
-            result = resampled(result, dim, taps(result.shape[dim], size, "area", None, None, False, dtype))
+    first = input.dim() - count
+    x = unmerged(input, range(first, input.dim()))
+    if not isinstance(x, SpatialTensor):
+        return func(x, output_size)  # type: ignore[no-any-return]
+    sizes = _targets(x, output_size, count)
+    if 0 in x.shape:
+        return func(x.full(), sizes)  # type: ignore[no-any-return]
+    dtype = func(local_of(x).new_zeros((1,) * x.dim()), 1).dtype  # autocast to bfloat16 makes one of them float32
+    single = [first + n for n, size in enumerate(sizes) if size == 1]
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    result = x.mean(single, keepdim=True, dtype=dtype) if single else x
+    for dim, size in zip(range(first, x.dim()), sizes, strict=True):
+        if size != 1 and isinstance(result, SpatialTensor) and result._layout.is_split(dim) and size != x.shape[dim]:
+            result = resampled(result, dim, taps_of(result.shape[dim], size, "area", None, None, False, kind))
     if not isinstance(result, SpatialTensor):
-        return func(result, sizes)  # type: ignore[no-any-return]
+        return in_format(func(result, sizes), x, dtype)
     layout, local = result._layout, local_of(result)
-    dims = range(local.dim() - count, local.dim())
-    targets = [local.shape[d] if layout.is_split(d) else n for d, n in zip(dims, sizes, strict=True)]
+    targets = [local.shape[first + n] if layout.is_split(first + n) else size for n, size in enumerate(sizes)]
     if targets != list(local.shape[-count:]):
         local = func(local, targets)
-    return wrap(local, layout.with_((*layout.shape[:-count], *sizes), layout.placements))
+    return in_format(wrap(local, layout.with_((*layout.shape[:-count], *sizes), layout.placements)), x, dtype)
 
 
 @rule(*_ADAPTIVE_MAX)
@@ -180,12 +224,15 @@ def _adaptive_max_pool(func: Any, input: SpatialTensor, output_size: Any, return
     if return_indices:
         raise Refused("the indices would count within one rank's part", "Pool without return_indices.")
     count = _ADAPTIVE_MAX[func]
-    sizes = _targets(input, output_size, count)
-    result: Tensor = input
     first = input.dim() - count
+    x = unmerged(input, range(first, input.dim()))
+    if not isinstance(x, SpatialTensor):
+        return func(x, output_size)  # type: ignore[no-any-return]
+    sizes = _targets(x, output_size, count)
+    result: Tensor = x
     for n in reversed(range(count)):  # the last dim first, so that among equals torch's choice is taken
         result = _adaptive_max_rows(result, first + n, sizes[n])
-    return result
+    return in_format(result, x, x.dtype)
 
 
 def _adaptive_max_rows(x: Tensor, dim: int, size: int) -> Tensor:

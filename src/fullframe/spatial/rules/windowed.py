@@ -22,7 +22,7 @@ class WindowPlan:
 
     cuts: tuple[Cut, ...]
     windows: tuple[Any, ...]  # one a cut
-    needs: Ranges  # input rows read, one range a cut, not clipped to the image
+    needs: Ranges  # input rows read, one range a cut, with those outside the image but for transposed windows
     outs: Ranges  # output rows of this rank, one range a cut
     layout: Layout  # of the result
     too_small: tuple[str, ...] = ()
@@ -56,9 +56,13 @@ def plan_windows(
             continue
         axis = layout.spatial.axis(placement.axis)
         wanted = tuple(extents.clipped(window.reads(rows)) for rows in out.ranges)
+        need = window.reads(out.ranges[axis.part])
+        if isinstance(window, TransposedWindow):  # what lies outside the image adds nothing, and is not made
+            wanted = tuple(rows or range(extents.size - 1, extents.size) for rows in wanted)
+            need = wanted[axis.part]
         cuts.append(Cut(dim, extents, wanted, axis))
         used.append(window)
-        needs.append(window.reads(out.ranges[axis.part]))
+        needs.append(need)
         outs.append(out.ranges[axis.part])
         placements[placement.axis] = type(placement)(placement.axis, dim, out)
     result = layout.with_(shape, tuple(placements.values()))

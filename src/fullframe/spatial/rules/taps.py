@@ -1,0 +1,163 @@
+"""What `F.interpolate` does along one dim: which input rows an output row is made of, read off torch's own results."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LINEAR = {"bilinear": "linear", "trilinear": "linear"}
+_FEW = 8
+_IDENTITY_ROWS = 256
+_AROUND = 5  # rows of a two-dimensional probe: torch's cubic kernels read two rows on either side
+
+
+@dataclass(frozen=True, eq=False)
+class Taps:
+    """Output row `o` is the sum over `k` of `weights[o, k]` times input row `rows[o, k]`.
+
+    Read are the very rows that torch reads, some twice or with weight zero: an infinity gives what it gives there.
+    """
+
+    rows: Tensor  # (size_out, taps) int64
+    weights: Tensor  # (size_out, taps)
+    size: int  # input rows
+
+    @property
+    def size_out(self) -> int:
+        """Output rows."""
+        return len(self.rows)
+
+    @cached_property
+    def copies(self) -> bool:
+        """Whether each output row is a copy of an input row."""
+        return self.rows.shape[1] == 1 and bool((self.weights == 1).all())
+
+    @cached_property
+    def copies_all(self) -> bool:
+        """Whether the output is the input."""
+        return self.copies and torch.equal(self.rows[:, 0], torch.arange(self.size))
+
+    def reads(self, out: range) -> range:
+        """Input rows needed for output rows `out`."""
+        rows = self.rows[out.start : out.stop]
+        return range(int(rows.min()), int(rows.max()) + 1)
+
+    def share(self, local: Tensor, dim: int, own: range) -> Tensor:
+        """What the input rows `own` add to each output row; for few output rows."""
+        local = local.to(_wide(local))
+        parts = []
+        for rows, weights in zip(self.rows, self.weights, strict=True):
+            mine = (rows >= own.start) & (rows < own.stop)
+            column = weights[mine].to(device=local.device, dtype=local.dtype)
+            chosen = local.index_select(dim, (rows[mine] - own.start).to(local.device))
+            parts.append((chosen * column.view(-1, *(1,) * (local.dim() - dim - 1))).sum(dim, keepdim=True))
+        return torch.cat(parts, dim)
+
+
+def weighted(local: Tensor, dim: int, taps: Taps, out: range, start: int) -> Tensor:
+    """Output rows `out` of a tensor that holds the input from row `start` on; in float32 or wider unless copied."""
+    rows = (taps.rows[out.start : out.stop] - start).to(local.device)
+    if taps.copies:
+        return local.index_select(dim, rows[:, 0])
+    weights = taps.weights[out.start : out.stop].to(device=local.device, dtype=_wide(local))
+    return _Weighted.apply(local, dim, rows, weights)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class _Weighted(torch.autograd.Function):
+    """A sum of weighted row gathers that keeps nothing but its tables, and adds up in place."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.where = dim, rows, weights, local.shape, local.dtype
+        behind = (1,) * (local.dim() - dim - 1)
+        if rows.shape[1] > _FEW:  # windows of many rows: one gather of about the input's size
+            chosen = local.index_select(dim, rows.flatten()).to(weights.dtype).unflatten(dim, rows.shape)
+            summed: Tensor = chosen.mul_(weights.view(*weights.shape, *behind)).sum(dim + 1)
+            return summed
+        result: Tensor | None = None
+        for tap in range(rows.shape[1]):
+            chosen = local.index_select(dim, rows[:, tap]).to(weights.dtype)
+            column = weights[:, tap].view(-1, *behind)
+            result = chosen.mul_(column) if result is None else result.addcmul_(chosen, column)
+        assert result is not None
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        dim, rows, weights, shape, dtype = ctx.where
+        behind = (1,) * (len(shape) - dim - 1)
+        result = torch.zeros(shape, dtype=weights.dtype, device=gradient.device)
+        for tap in range(rows.shape[1]):
+            result.index_add_(dim, rows[:, tap], gradient * weights[:, tap].view(-1, *behind))
+        return result.to(dtype), None, None, None
+
+
+@lru_cache(maxsize=256)
+@torch.inference_mode(False)  # what is kept from an evaluation serves in training too
+def nearest_rows(size: int, size_out: int, mode: str, scale: float | None, kind: torch.dtype) -> Tensor:
+    """(size_out,) input rows that the nearest modes copy, for numbers of the type `kind`."""
+    options: dict[str, Any] = {"size": size_out} if scale is None else {"scale_factor": scale}
+    with torch.no_grad():
+        return F.interpolate(torch.arange(size, dtype=kind)[None, None], mode=mode, **options)[0, 0].long()
+
+
+@lru_cache(maxsize=256)
+@torch.inference_mode(False)
+@torch.no_grad()
+def taps_of(size: int, size_out: int, mode: str, align_corners: bool | None, scale: float | None, antialias: bool,
+            kind: torch.dtype) -> Taps:  # fmt: skip
+    """The taps of `F.interpolate` along a dim of `size` rows; `kind` is float32 or float64."""
+    if mode.startswith("nearest"):
+        rows = nearest_rows(size, size_out, mode, scale, kind)[:, None]
+        return Taps(rows, torch.ones(rows.shape, dtype=kind), size)
+    options: dict[str, Any] = {"align_corners": align_corners, "antialias": antialias, "mode": mode}
+    plane = antialias or mode == "bicubic"
+    if not plane:
+        options["mode"] = _LINEAR.get(mode, mode)
+    sizes = (_AROUND, size_out) if plane else (size_out,)
+    options |= {"size": sizes} if scale is None else {"scale_factor": (1.0, scale) if plane else (scale,)}
+    found = []
+    for start in range(0, size, _IDENTITY_ROWS):
+        height = min(_IDENTITY_ROWS, size - start)
+        block = torch.zeros(height, 1, _AROUND if plane else 1, size, dtype=kind)
+        middle = block[:, :, block.shape[2] // 2]  # views of the rows that hold the probe
+        diagonal = middle.diagonal(start, 0, 2)
+        answers = []
+        for value in (1.0, torch.inf):
+            diagonal.fill_(value)
+            answer = F.interpolate(block if plane else middle, **options)
+            answers.append(answer[:, 0, _AROUND // 2] if plane else answer[:, 0])  # (height, size_out)
+        weight, spoiled = answers
+        place, out = ((spoiled != 0) | (weight != 0)).nonzero(as_tuple=True)  # NaN is not zero either
+        found.append((out, place + start, weight[place, out], spoiled[place, out].isnan()))
+    out, row, weight, spoils = (torch.cat(column) for column in zip(*found, strict=True))
+    return Taps(*_table(size_out, out, row, weight, spoils & (weight != 0)), size)
+
+
+def _table(size_out: int, out: Tensor, row: Tensor, weight: Tensor, spoils: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, weights) of what was found: output row `out` reads input row `row`.
+
+    Where infinity times the weight is NaN in torch, which adds up several weights there, the row is read once more by
+    weight zero. Output rows that read fewer rows than others read their first one in several equal shares.
+    """
+    out, row = torch.cat([out, out[spoils]]), torch.cat([row, row[spoils]])
+    weight = torch.cat([weight, weight.new_zeros(int(spoils.sum()))])
+    order = out.argsort(stable=True)
+    out, row, weight = out[order], row[order], weight[order]
+    counts = out.bincount(minlength=size_out)
+    first = counts.cumsum(0) - counts
+    taps = int(counts.max())
+    column = torch.arange(len(out)) - first[out]
+    rows = row[first][:, None].repeat(1, taps)
+    weights = (weight[first] / (taps - counts + 1))[:, None].repeat(1, taps)
+    rows[out, column] = row
+    others = column > 0
+    weights[out[others], column[others]] = weight[others]
+    return rows, weights

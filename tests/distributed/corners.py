@@ -1,0 +1,107 @@
+"""Whether an op on split tensors gives plain torch's numbers to the letter: also dtype, infinities, memory format."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+import fullframe as ff
+from tests.exactness import mesh
+
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+class Case(NamedTuple):
+    """An op, the tensors that are split and those that are not; `grad` False where torch has no gradient."""
+
+    op: Callable[..., Any]
+    split: Sequence[Tensor]
+    whole: Sequence[Tensor] = ()
+    grad: bool = True
+
+
+def faults(case: Case, height: int, width: int) -> list[str]:
+    """In what the split program differs from plain torch: nothing, if all is well."""
+    expected, got = _answers(case, None), _answers(case, mesh(height, width))
+    if expected.keys() != got.keys():
+        return [f"{sorted(expected)} became {sorted(got)}"]
+    if any(t.dtype in (torch.bfloat16, torch.float16) for t in (*case.split, *case.whole)):
+        exact = _answers(case._replace(split=_doubled(case.split), whole=_doubled(case.whole)), None)
+        got = {name: _nearer(got[name], expected[name], exact[name]) for name in expected}
+    # What is float32 may have been rounded to the 16 bit of another operand, by torch itself.
+    tolerance = max(TOLERANCE.get(t.dtype, 0.0) for t in (*case.split, *case.whole))
+    return [f"{name}: {fault}" for name in expected if (fault := _fault(expected[name], got[name], tolerance))]
+
+
+def _doubled(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.double() if t.is_floating_point() else t for t in tensors]
+
+
+def _nearer(got: Any, expected: Any, exact: Any) -> Any:
+    """`expected` where `got` is no farther from the exact value: two programs in 16 bit round differently."""
+    if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
+        return got
+    distance, allowed = (got.double() - exact).abs(), (expected.double() - exact).abs().max()
+    return torch.where(distance <= allowed, expected, got)
+
+
+def _fault(expected: Any, got: Any, tolerance: float) -> str:
+    if not isinstance(expected, Tensor):
+        return "" if expected == got else f"{expected} became {got}"
+    if (expected.shape, expected.dtype) != (got.shape, got.dtype):
+        return f"{tuple(expected.shape)} {expected.dtype} became {tuple(got.shape)} {got.dtype}"
+    if not expected.is_floating_point():
+        return "" if torch.equal(expected, got) else f"{int((expected != got).sum())} values differ"
+    tolerance = max(TOLERANCE[expected.dtype], tolerance)
+    finite = expected[expected.isfinite()].double().abs()
+    scale = float(finite.max().clamp_min(1e-6)) if finite.numel() else 1.0
+    close = torch.isclose(got.double(), expected.double(), rtol=0, atol=tolerance * scale, equal_nan=True)
+    wrong = (~close).nonzero().tolist()
+    if not wrong:
+        return ""
+    first = tuple(wrong[0])
+    return f"{len(wrong)} of {expected.numel()} differ, first at {first}: {expected[first]} became {got[first]}"
+
+
+def _answers(case: Case, on: DeviceMesh | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    tensors = [t.clone() for t in (*case.split, *case.whole)]
+    leaves = [t.requires_grad_(case.grad and t.is_floating_point()) for t in tensors]
+    given = [ff.shard(t, on) if on is not None else t for t in leaves[: len(case.split)]]
+    outputs = [t for t in tree_leaves(case.op(*given, *leaves[len(case.split) :])) if isinstance(t, Tensor)]
+    answers: dict[str, Any] = {}
+    loss = []
+    for n, t in enumerate(outputs):
+        whole = t.full() if isinstance(t, ff.SpatialTensor) else t
+        local = t.local if isinstance(t, ff.SpatialTensor) else t
+        answers[f"output {n}"] = whole.detach()
+        if t.dim() in FORMATS and whole.shape[1] > 1 and min(t.shape[2:]) >= 8:
+            answers[f"channels last {n}"] = local.is_contiguous(memory_format=FORMATS[t.dim()])
+        if whole.requires_grad:
+            ramp = _ramp(whole.numel()).to(whole.dtype)
+            loss.append((whole * ramp.view_as(whole)).sum())
+    if loss:
+        torch.stack([term.double() for term in loss]).sum().backward()
+    for n, leaf in enumerate(leaves):
+        if leaf.grad is not None:
+            answers[f"gradient {n}"] = _mean(leaf.grad) if on is not None else leaf.grad
+        if not leaf.requires_grad and n >= len(case.split):
+            answers[f"left in {n}"] = leaf
+    return answers
+
+
+def _ramp(count: int) -> Tensor:
+    """Gradients of few bits, none of them zero: a sum of them over three ranks is exact in 16 bit too."""
+    return ((4 * torch.linspace(-1, 1, count, dtype=torch.float64).mul(40).cos()).round() + 0.5) / 4
+
+
+def _mean(gradient: Tensor) -> Tensor:
+    """Over the ranks, as gradients of parameters are averaged; without the infinities of a sum in 16 bit."""
+    wide = gradient.double()
+    dist.all_reduce(wide)
+    return (wide / dist.get_world_size()).to(gradient.dtype)
