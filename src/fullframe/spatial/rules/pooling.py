@@ -89,7 +89,8 @@ class _MaxPool(torch.autograd.Function):
             torch.ops.aten.max_pool2d_with_indices if len(options[0]) == 2 else torch.ops.aten.max_pool3d_with_indices
         )
         out, indices = pool(joined, *options)
-        ctx.save_for_backward(_inside(indices, joined.shape, plan, options[3]))
+        _corrected(indices, joined.shape, plan, options[1], options[3])
+        ctx.save_for_backward(indices)
         ctx.plan, ctx.options, ctx.shape, ctx.joined = plan, options, local.shape, joined.shape
         ctx.ranges = [piece.ranges for piece in halo.pieces]
         return out  # type: ignore[no-any-return]
@@ -112,21 +113,20 @@ def _lowest(dtype: torch.dtype) -> float:
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def _inside(indices: Tensor, joined: torch.Size, plan: WindowPlan, dilation: Ints) -> Tensor:
-    """`indices` into a joined region, moved into the image where they point to the rows in front of it.
+def _corrected(indices: Tensor, joined: torch.Size, plan: WindowPlan, stride: Ints, dilation: Ints) -> None:
+    """Move `indices` into a joined region, where they point to rows in front of the image, into the image; in place.
 
     A window that holds nothing but -inf names its first row, and torch's first row is one of the image.
     """
-    count = len(dilation)
-    first = len(joined) - count
+    first = len(joined) - len(dilation)
     for cut, need in zip(plan.cuts, plan.needs, strict=True):
         outside = cut.rows.start - need.start
         if outside > 0:
-            step = dilation[cut.dim - first]
+            pace, step = stride[cut.dim - first], dilation[cut.dim - first]
             area = math.prod(joined[cut.dim + 1 :])
-            row = indices // area % joined[cut.dim]
-            indices = indices + (outside - row + step - 1).clamp(min=0) // step * (step * area)
-    return indices
+            here = indices.narrow(cut.dim, 0, min(-(-outside // pace), indices.shape[cut.dim]))
+            row = here // area % joined[cut.dim]
+            here += (outside - row + step - 1).clamp(min=0) // step * (step * area)
 
 
 @rule(*_AVERAGE)
@@ -203,20 +203,19 @@ def _adaptive_average_pool(func: Any, input: SpatialTensor, output_size: Any) ->
     sizes = _targets(x, output_size, count)
     if 0 in x.shape:
         return func(x.full(), sizes)  # type: ignore[no-any-return]
-    dtype = func(local_of(x).new_zeros((1,) * x.dim()), 1).dtype  # autocast to bfloat16 makes one of them float32
     single = [first + n for n, size in enumerate(sizes) if size == 1]
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    result = x.mean(single, keepdim=True, dtype=dtype) if single else x
+    result = x.mean(single, keepdim=True) if single else x
     for dim, size in zip(range(first, x.dim()), sizes, strict=True):
         if size != 1 and isinstance(result, SpatialTensor) and result._layout.is_split(dim) and size != x.shape[dim]:
             result = resampled(result, dim, taps_of(result.shape[dim], size, "area", None, None, False, kind))
     if not isinstance(result, SpatialTensor):
-        return in_format(func(result, sizes), x, dtype)
+        return in_format(func(result, sizes), x, x.dtype)
     layout, local = result._layout, local_of(result)
     targets = [local.shape[first + n] if layout.is_split(first + n) else size for n, size in enumerate(sizes)]
     if targets != list(local.shape[-count:]):
         local = func(local, targets)
-    return in_format(wrap(local, layout.with_((*layout.shape[:-count], *sizes), layout.placements)), x, dtype)
+    return in_format(wrap(local, layout.with_((*layout.shape[:-count], *sizes), layout.placements)), x, x.dtype)
 
 
 @rule(*_ADAPTIVE_MAX)

@@ -17,7 +17,7 @@ from fullframe.spatial.exchange import sum_over_ranks
 from fullframe.spatial.halo import memory_format_of
 from fullframe.spatial.rules.joining import unmerged
 from fullframe.spatial.rules.registry import rule
-from fullframe.spatial.rules.taps import Taps, nearest_rows, taps_of, weighted
+from fullframe.spatial.rules.taps import Taps, repeats, taps_of, weighted
 from fullframe.spatial.rules.windowed import nonempty
 from fullframe.spatial.tensor import SpatialTensor, local_of, refetched, say_gathered, sliced, wrap
 
@@ -138,7 +138,8 @@ def _by_taps(x: SpatialTensor, request: _Request) -> Tensor:
     options = request.options
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
     result: Tensor = x
-    for n in sorted(range(x.dim() - 2), key=lambda n: request.after[n] / request.before[n]):
+    growth = [m / n for n, m in zip(request.before, request.after, strict=True)]
+    for n in sorted(range(x.dim() - 2), key=lambda n: (growth[n], -n)):  # gathers are slowest along the last dim
         taps = taps_of(request.before[n], request.after[n], options["mode"], options["align_corners"],
                        request.scales[n], options["antialias"], kind)  # fmt: skip
         if not taps.copies_all:
@@ -160,8 +161,7 @@ def _in_place(x: SpatialTensor, request: _Request) -> dict[int, int] | None:
         if m % n or scale not in (None, factor) or request.options["antialias"]:
             return None
         if mode in _NEAREST:
-            rows = nearest_rows(n, m, mode, scale, torch.float64 if x.dtype == torch.float64 else torch.float32)
-            if not torch.equal(rows, torch.arange(m) // factor):
+            if not repeats(n, m, mode, scale, torch.float64 if x.dtype == torch.float64 else torch.float32):
                 return None
         elif factor > 1 and (factor % 2 or corners):
             return None

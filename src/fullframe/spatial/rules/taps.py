@@ -109,6 +109,13 @@ def nearest_rows(size: int, size_out: int, mode: str, scale: float | None, kind:
 
 
 @lru_cache(maxsize=256)
+def repeats(size: int, size_out: int, mode: str, scale: float | None, kind: torch.dtype) -> bool:
+    """Whether a nearest mode repeats each row equally often; by some factors (41) rounding has it otherwise."""
+    rows = nearest_rows(size, size_out, mode, scale, kind)
+    return torch.equal(rows, torch.arange(size_out) // (size_out // size))
+
+
+@lru_cache(maxsize=256)
 @torch.inference_mode(False)
 @torch.no_grad()
 def taps_of(size: int, size_out: int, mode: str, align_corners: bool | None, scale: float | None, antialias: bool,
