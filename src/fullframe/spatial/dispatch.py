@@ -17,11 +17,13 @@ from fullframe.errors import FullframeError, UnsupportedOp
 from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.rules.refusals import REASONS
-from fullframe.spatial.rules.registry import RULES, UNCHECKED, Refused, general, writes
+from fullframe.spatial.rules.registry import RULES, UNCHECKED, Merged, Refused, general, writes
 from fullframe.spatial.tensor import (
     Layout,
     SpatialTensor,
+    aligned,
     described,
+    in_runs,
     local_of,
     say_gathered,
     shell_of,
@@ -50,12 +52,63 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         result = _ruled(func, args, kwargs, operands, facts)
         return result if target is None else _into(target, result, func)
+    except Merged as merged:
+        again = _in_runs(merged, args, kwargs)
+        reason, fix = merged.reason, merged.fix
     except Refused as refused:
-        reason, fix = refused.reason, refused.fix
+        again, reason, fix = None, refused.reason, refused.fix
+    if again is not None:
+        result = dispatch(func, again[0], again[1] if target is None else {**again[1], "out": target})
+        return args[0] if result is again[0][0] else result
     return unsupported(func, args, kwargs if target is None else {**kwargs, "out": target}, reason, fix)
 
 
 general.append(dispatch)
+
+
+def _in_runs(
+    merged: Merged, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments with the dim that the rule could not read cut in runs of rows: views, whose writes go home.
+
+    Where no argument has it (the rule met it on its way), all merged dims; None where there are none.
+    """
+    found: dict[int, SpatialTensor] = {}
+
+    def recut(shell: SpatialTensor, exactly: bool) -> SpatialTensor:
+        layout, first = shell._layout, shell
+        dims = [d for d in {p.dim for p in layout.placements} if not _plain_in(layout, d)]
+        if exactly:
+            dims = [d for d in dims if layout.shape == merged.layout.shape and d == merged.dim]
+        if dims and id(first) not in found:
+            for dim in dims:
+                shell = _view_in_runs(shell, dim)
+            found[id(first)] = shell
+        return found.get(id(first), shell)
+
+    for exactly in (True, False):
+        again = tree_map_only(SpatialTensor, lambda shell, how=exactly: recut(shell, how), (args, kwargs))
+        if found:
+            return again
+    return None
+
+
+def _plain_in(layout: Layout, dim: int) -> bool:
+    here = [p for p in layout.placements if p.dim == dim]
+    return len(here) == 1 and here[0].is_plain
+
+
+def _view_in_runs(shell: SpatialTensor, dim: int) -> SpatialTensor:
+    local, layout = in_runs(local_of(shell), shell._layout, dim)
+
+    def put(view: SpatialTensor) -> None:
+        local_of(shell).copy_(aligned(view, shell._layout))
+
+    def replay(base: SpatialTensor) -> Tensor:
+        return in_runs(local_of(base), base._layout, dim)[0]
+
+    layout = layout.strided(shell._layout.strides)
+    return shell_of(local, layout, View(shell, replay, put, shell._local, version_of(shell._local)))
 
 
 def _renamed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -5,7 +5,7 @@ to its rule. A value that is not split is an ordinary tensor, equal on all ranks
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -22,7 +22,7 @@ from fullframe.geometry.placement import Placement, Placements, local_factors
 from fullframe.spatial.exchange import fetch
 from fullframe.spatial.mesh import Spatial
 from fullframe.spatial.module_path import module_path
-from fullframe.spatial.rules.registry import QUICK, Refused, general, getter
+from fullframe.spatial.rules.registry import QUICK, Merged, general, getter
 from fullframe.spatial.views import View, share_memory, version_of
 
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -43,14 +43,19 @@ class Layout:
     def of(self, dim: int) -> Placement | None:
         """The placement of a dim that is nothing but one split factor; None when the dim is whole.
 
-        Refuses a dim that is merged from several factors.
+        Raises Merged for a dim that is merged from several factors; the dispatch then brings it to runs of rows.
         """
         here = [p for p in self.placements if p.dim == dim % len(self.shape)]
         if not here:
             return None
         if len(here) > 1 or not here[0].is_plain:
-            raise Refused(f"dim {dim} is merged from split and other dims", "Undo the flatten before this op.")
+            raise Merged(self, dim % len(self.shape))
         return here[0]
+
+    def require_plain(self, dims: Iterable[int]) -> None:
+        """Raises Merged where one of the dims is merged from several factors."""
+        for dim in dims:
+            self.of(dim)
 
     def is_split(self, dim: int) -> bool:
         """Whether any part of the dim is split."""
@@ -243,6 +248,21 @@ def refetched(
     outer, rows, inner = local_factors(placement, placements, layout.coordinates)
     split = local.unflatten(placement.dim, (outer, rows, inner))
     return fetch(split, placement.dim + 1, placement.extents, wanted, axis).flatten(placement.dim, placement.dim + 2)
+
+
+def in_runs(local: Tensor, layout: Layout, dim: int) -> tuple[Tensor, Layout]:
+    """A dim merged from several factors cut in runs of rows over one mesh axis instead, or whole where it is small.
+
+    The tensor is made whole along the axes in question for a moment: an exchange of all with all.
+    """
+    here = [p for p in layout.placements if p.dim == dim]
+    local, layout = gather_axes(local, layout, [p.axis for p in here])
+    axis = max((layout.spatial.axis(p.axis) for p in here), key=lambda a: a.size)
+    if layout.shape[dim] < max(2, axis.size):
+        return local, layout
+    runs = Placement(axis.name, dim, Extents.even(layout.shape[dim], axis.size))
+    cut = layout.with_(layout.shape, (*layout.placements, runs))
+    return sliced(local, layout.with_(layout.shape, (runs,))), cut
 
 
 def resplit(local: Tensor, layout: Layout, axis: str, extents: Extents) -> tuple[Tensor, Layout]:

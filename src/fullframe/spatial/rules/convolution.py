@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 from fullframe.geometry.extents import overlap
 from fullframe.geometry.window import TransposedWindow, Window
 from fullframe.spatial.halo import Halo, Piece, Ranges, assembled, memory_format_of, part_of
-from fullframe.spatial.rules.joining import unmerged
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.windowed import WindowPlan, embedded, ints, plan_windows, region, return_gradient
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
@@ -141,9 +140,6 @@ def _convolution(
     if input.dim() == count + 1:  # no batch dim
         batch = func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
         return batch.squeeze(0)  # type: ignore[no-any-return]
-    input = unmerged(input, range(2, count + 2))
-    if not isinstance(input, SpatialTensor):
-        return func(input, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
     stride, dilation = ints(stride, count), ints(dilation, count)
     if isinstance(padding, str):
         total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, weight.shape[2:], strict=True)]
@@ -250,9 +246,6 @@ def _transposed_convolution(
     if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
         raise Refused("the weight is split, not the input")
     count = weight.dim() - 2
-    input = unmerged(input, range(input.dim() - count, input.dim()))
-    if not isinstance(input, SpatialTensor):
-        return func(input, weight, bias, stride, padding, output_padding, groups, dilation)  # type: ignore[no-any-return]
     stride, padding, dilation = ints(stride, count), ints(padding, count), ints(dilation, count)
     output_padding = ints(output_padding, count)
     layout, dims = input._layout, range(input.dim() - count, input.dim())

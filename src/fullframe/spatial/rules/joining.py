@@ -1,6 +1,6 @@
 """cat and stack: along a whole dim nothing moves; along a split dim the largest operand stays where it is."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, out: Any = None,
     reference = max(shells, key=lambda shell: shell._layout.shape[dim])._layout
     dim = (dim if axis is None else axis) % len(reference.shape)
     if any(shell._layout.is_split(dim) for shell in shells):
-        return _cat_split([in_runs(t, dim) for t in tensors], dim)
+        return _cat_split(tensors, dim)
     sizes = [t.shape[dim] for t in tensors]
     layout = _common(shells)
     local = torch.cat([_like(t, layout, dim) for t in tensors], dim)
@@ -50,33 +50,6 @@ def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, out: Any = Non
     local = torch.stack([aligned(t, layout) for t in tensors], dim)
     shape = (*layout.shape[:dim], len(tensors), *layout.shape[dim:])
     return wrap(local, layout.with_(shape, tuple(p if p.dim < dim else p.at(p.dim + 1) for p in layout.placements)))
-
-
-def in_runs(t: Tensor, dim: int) -> Tensor:
-    """A dim merged from several factors (tokens beside a class token), cut in runs over one mesh axis instead.
-
-    The tensor is made whole along the axes in question for a moment: an exchange of all with all.
-    """
-    if not isinstance(t, SpatialTensor):
-        return t
-    here = [p for p in t._layout.placements if p.dim == dim]
-    if len(here) <= 1 and all(p.is_plain for p in here):
-        return t
-    local, layout = gather_axes(local_of(t), t._layout, [p.axis for p in here])
-    axis = max((layout.spatial.axis(p.axis) for p in here), key=lambda a: a.size)
-    extents = nonempty(Extents.even(layout.shape[dim], axis.size))
-    if extents is None:
-        return wrap(local, layout)
-    runs = layout.with_(layout.shape, (Placement(axis.name, dim, extents),))
-    cut = layout.with_(layout.shape, (*layout.placements, *runs.placements))
-    return wrap(sliced(local, runs), cut)
-
-
-def unmerged(t: Tensor, dims: Iterable[int]) -> Tensor:
-    """`t` with none of `dims` merged from several factors; see `in_runs`."""
-    for dim in dims:
-        t = in_runs(t, dim)
-    return t
 
 
 @rule(torch.roll, Tensor.roll)

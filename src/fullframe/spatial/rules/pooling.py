@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from fullframe.geometry.window import AdaptiveWindow, Window, proportional_extents
 from fullframe.spatial.halo import Halo, memory_format_of
-from fullframe.spatial.rules.joining import unmerged
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.resampling import in_format, resampled
 from fullframe.spatial.rules.taps import taps_of
@@ -63,11 +62,8 @@ def _max_pool(
     if count == 1:
         flat = F.max_pool2d(input.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding), (1, *dilation), ceil_mode)
         return flat.squeeze(-2)
-    x = unmerged(input, range(input.dim() - count, input.dim()))
-    if not isinstance(x, SpatialTensor):
-        return func(x, kernel, stride, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
-    plan, _, _ = _plan(x._layout, kernel, stride, padding, dilation, ceil_mode)
-    local, layout = local_of(x), x._layout
+    plan, _, _ = _plan(input._layout, kernel, stride, padding, dilation, ceil_mode)
+    local, layout = local_of(input), input._layout
     if plan.too_small:
         whole = wrap(*gather_axes(local, layout, plan.too_small))
         return func(whole, kernel, stride, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
@@ -143,12 +139,9 @@ def _average_pool(
     count = _AVERAGE[func]
     kernel, padding = ints(kernel_size, count), ints(padding, count)
     stride = ints(stride, count) if stride not in (None, [], ()) else kernel
-    x = unmerged(input, range(input.dim() - count, input.dim()))
     extra = {} if divisor_override is None else {"divisor_override": divisor_override}
-    if not isinstance(x, SpatialTensor):
-        return func(x, kernel, stride, padding, ceil_mode, count_include_pad, **extra)  # type: ignore[no-any-return]
-    plan, windows, sizes = _plan(x._layout, kernel, stride, padding, (1,) * count, ceil_mode)
-    local, layout = local_of(x), x._layout
+    plan, windows, sizes = _plan(input._layout, kernel, stride, padding, (1,) * count, ceil_mode)
+    local, layout = local_of(input), input._layout
     if plan.too_small:
         whole = wrap(*gather_axes(local, layout, plan.too_small))
         return func(whole, kernel, stride, padding, ceil_mode, count_include_pad, **extra)  # type: ignore[no-any-return]
@@ -197,25 +190,28 @@ def _seen(window: Window, row: int, size: int, padding: int) -> int:
 def _adaptive_average_pool(func: Any, input: SpatialTensor, output_size: Any) -> Tensor:
     count = _ADAPTIVE[func]
     first = input.dim() - count
-    x = unmerged(input, range(first, input.dim()))
-    if not isinstance(x, SpatialTensor):
-        return func(x, output_size)  # type: ignore[no-any-return]
-    sizes = _targets(x, output_size, count)
-    if 0 in x.shape:
-        return func(x.full(), sizes)  # type: ignore[no-any-return]
+    input._layout.require_plain(range(first, input.dim()))
+    sizes = _targets(input, output_size, count)
+    if 0 in input.shape:
+        return func(input.full(), sizes)  # type: ignore[no-any-return]
     single = [first + n for n, size in enumerate(sizes) if size == 1]
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    result = x.mean(single, keepdim=True) if single else x
-    for dim, size in zip(range(first, x.dim()), sizes, strict=True):
-        if size != 1 and isinstance(result, SpatialTensor) and result._layout.is_split(dim) and size != x.shape[dim]:
+    kind = torch.float64 if input.dtype == torch.float64 else torch.float32
+    result = input.mean(single, keepdim=True) if single else input
+    for dim, size in zip(range(first, input.dim()), sizes, strict=True):
+        if (
+            size != 1
+            and isinstance(result, SpatialTensor)
+            and result._layout.is_split(dim)
+            and size != input.shape[dim]
+        ):
             result = resampled(result, dim, taps_of(result.shape[dim], size, "area", None, None, False, kind))
     if not isinstance(result, SpatialTensor):
-        return in_format(func(result, sizes), x, x.dtype)
+        return in_format(func(result, sizes), input, input.dtype)
     layout, local = result._layout, local_of(result)
     targets = [local.shape[first + n] if layout.is_split(first + n) else size for n, size in enumerate(sizes)]
     if targets != list(local.shape[-count:]):
         local = func(local, targets)
-    return in_format(wrap(local, layout.with_((*layout.shape[:-count], *sizes), layout.placements)), x, x.dtype)
+    return in_format(wrap(local, layout.with_((*layout.shape[:-count], *sizes), layout.placements)), input, input.dtype)
 
 
 @rule(*_ADAPTIVE_MAX)
@@ -224,14 +220,12 @@ def _adaptive_max_pool(func: Any, input: SpatialTensor, output_size: Any, return
         raise Refused("the indices would count within one rank's part", "Pool without return_indices.")
     count = _ADAPTIVE_MAX[func]
     first = input.dim() - count
-    x = unmerged(input, range(first, input.dim()))
-    if not isinstance(x, SpatialTensor):
-        return func(x, output_size)  # type: ignore[no-any-return]
-    sizes = _targets(x, output_size, count)
-    result: Tensor = x
+    input._layout.require_plain(range(first, input.dim()))
+    sizes = _targets(input, output_size, count)
+    result: Tensor = input
     for n in reversed(range(count)):  # the last dim first, so that among equals torch's choice is taken
         result = _adaptive_max_rows(result, first + n, sizes[n])
-    return in_format(result, x, x.dtype)
+    return in_format(result, input, input.dtype)
 
 
 def _adaptive_max_rows(x: Tensor, dim: int, size: int) -> Tensor:

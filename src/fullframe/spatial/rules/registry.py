@@ -25,6 +25,14 @@ class Refused(Exception):
         super().__init__(reason)
 
 
+class Merged(Refused):
+    """Raised where a rule needs the rows of a dim that is merged from split and other factors."""
+
+    def __init__(self, layout: Any, dim: int):
+        self.layout, self.dim = layout, dim
+        super().__init__(f"dim {dim} is merged from split and other dims", "Undo the flatten before this op.")
+
+
 def getter(name: str) -> Any:
     """What torch passes as the function when the property `name` of a tensor is read."""
     return getattr(Tensor, name).__get__

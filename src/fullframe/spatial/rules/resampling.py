@@ -15,7 +15,6 @@ from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import proportional_extents
 from fullframe.spatial.exchange import sum_over_ranks
 from fullframe.spatial.halo import memory_format_of
-from fullframe.spatial.rules.joining import unmerged
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.rules.taps import Taps, repeats, taps_of, weighted
 from fullframe.spatial.rules.windowed import nonempty
@@ -80,18 +79,16 @@ def _interpolate(
 ) -> Tensor:
     if func is F.upsample_bilinear:
         mode, align_corners = "bilinear", True
-    x = unmerged(input, range(2, input.dim()))
+    input._layout.require_plain(range(2, input.dim()))
     options: dict[str, Any] = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
-    if not isinstance(x, SpatialTensor):
-        return F.interpolate(x, size, scale_factor, recompute_scale_factor=recompute_scale_factor, **options)
-    request = _request(x, size, scale_factor, recompute_scale_factor, options)
+    request = _request(input, size, scale_factor, recompute_scale_factor, options)
     if mode == "area":
         pools: list[Any] = [F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d]
-        return pools[x.dim() - 3](x, request.after)  # type: ignore[no-any-return]
-    if 0 in x.shape or _is_torchs_alone(x, request):
-        return _gathered(x, request)
-    factors = _in_place(x, request)
-    return _where_it_lies(x, request, factors) if factors is not None else _by_taps(x, request)
+        return pools[input.dim() - 3](input, request.after)  # type: ignore[no-any-return]
+    if 0 in input.shape or _is_torchs_alone(input, request):
+        return _gathered(input, request)
+    factors = _in_place(input, request)
+    return _where_it_lies(input, request, factors) if factors is not None else _by_taps(input, request)
 
 
 def _request(x: Tensor, size: Any, scale_factor: Any, recompute: bool | None, options: dict[str, Any]) -> _Request:
