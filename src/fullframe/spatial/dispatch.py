@@ -7,6 +7,7 @@ where torch's does; what was written reaches every tensor that torch would have 
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,9 +88,9 @@ def _in_runs(
         return found.get(id(first), shell)
 
     for exactly in (True, False):
-        again = tree_map_only(SpatialTensor, lambda shell, how=exactly: recut(shell, how), (args, kwargs))
+        args_, kwargs_ = tree_map_only(SpatialTensor, partial(recut, exactly=exactly), (args, kwargs))
         if found:
-            return again
+            return args_, kwargs_
     return None
 
 
