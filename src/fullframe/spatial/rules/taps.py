@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 _LINEAR = {"bilinear": "linear", "trilinear": "linear"}
 _FEW = 8
@@ -31,15 +32,18 @@ class Taps:
         return len(self.rows)
 
     @cached_property
+    @_disable_current_modes()  # a simulation needs the numbers too
     def copies(self) -> bool:
         """Whether each output row is a copy of an input row."""
         return self.rows.shape[1] == 1 and bool((self.weights == 1).all())
 
     @cached_property
+    @_disable_current_modes()
     def copies_all(self) -> bool:
         """Whether the output is the input."""
-        return self.copies and torch.equal(self.rows[:, 0], torch.arange(self.size))
+        return self.copies and torch.equal(self.rows[:, 0], torch.arange(self.size, device="cpu"))
 
+    @_disable_current_modes()
     def reads(self, out: range) -> range:
         """Input rows needed for output rows `out`."""
         rows = self.rows[out.start : out.stop]
@@ -49,12 +53,16 @@ class Taps:
         """What the input rows `own` add to each output row; for few output rows."""
         local = local.to(_wide(local))
         parts = []
-        for rows, weights in zip(self.rows, self.weights, strict=True):
-            mine = (rows >= own.start) & (rows < own.stop)
-            column = weights[mine].to(device=local.device, dtype=local.dtype)
-            chosen = local.index_select(dim, (rows[mine] - own.start).to(local.device))
-            parts.append((chosen * column.view(-1, *(1,) * (local.dim() - dim - 1))).sum(dim, keepdim=True))
+        for rows, weights in self._within(own):
+            column = weights.to(device=local.device, dtype=local.dtype).view(-1, *(1,) * (local.dim() - dim - 1))
+            parts.append((local.index_select(dim, rows.to(local.device)) * column).sum(dim, keepdim=True))
         return torch.cat(parts, dim)
+
+    @_disable_current_modes()
+    def _within(self, own: range) -> list[tuple[Tensor, Tensor]]:
+        """By output row those of its rows that lie in `own`, counted from its start, and their weights."""
+        inside = (self.rows >= own.start) & (self.rows < own.stop)
+        return [(r[m] - own.start, w[m]) for r, w, m in zip(self.rows, self.weights, inside, strict=True)]
 
 
 def weighted(local: Tensor, dim: int, taps: Taps, out: range, start: int) -> Tensor:
@@ -100,22 +108,27 @@ class _Weighted(torch.autograd.Function):
 
 
 @lru_cache(maxsize=256)
+@_disable_current_modes()
 @torch.inference_mode(False)  # what is kept from an evaluation serves in training too
 def nearest_rows(size: int, size_out: int, mode: str, scale: float | None, kind: torch.dtype) -> Tensor:
     """(size_out,) input rows that the nearest modes copy, for numbers of the type `kind`."""
     options: dict[str, Any] = {"size": size_out} if scale is None else {"scale_factor": scale}
     with torch.no_grad():
-        return F.interpolate(torch.arange(size, dtype=kind)[None, None], mode=mode, **options)[0, 0].long()
+        return F.interpolate(torch.arange(size, dtype=kind, device="cpu")[None, None], mode=mode, **options)[
+            0, 0
+        ].long()
 
 
 @lru_cache(maxsize=256)
+@_disable_current_modes()
 def repeats(size: int, size_out: int, mode: str, scale: float | None, kind: torch.dtype) -> bool:
     """Whether a nearest mode repeats each row equally often; by some factors (41) rounding has it otherwise."""
     rows = nearest_rows(size, size_out, mode, scale, kind)
-    return torch.equal(rows, torch.arange(size_out) // (size_out // size))
+    return torch.equal(rows, torch.arange(size_out, device="cpu") // (size_out // size))
 
 
 @lru_cache(maxsize=256)
+@_disable_current_modes()
 @torch.inference_mode(False)
 @torch.no_grad()
 def taps_of(size: int, size_out: int, mode: str, align_corners: bool | None, scale: float | None, antialias: bool,
@@ -123,7 +136,7 @@ def taps_of(size: int, size_out: int, mode: str, align_corners: bool | None, sca
     """The taps of `F.interpolate` along a dim of `size` rows; `kind` is float32 or float64."""
     if mode.startswith("nearest"):
         rows = nearest_rows(size, size_out, mode, scale, kind)[:, None]
-        return Taps(rows, torch.ones(rows.shape, dtype=kind), size)
+        return Taps(rows, torch.ones(rows.shape, dtype=kind, device="cpu"), size)
     options: dict[str, Any] = {"align_corners": align_corners, "antialias": antialias, "mode": mode}
     plane = antialias or mode == "bicubic"
     if not plane:
@@ -133,7 +146,7 @@ def taps_of(size: int, size_out: int, mode: str, align_corners: bool | None, sca
     found = []
     for start in range(0, size, _IDENTITY_ROWS):
         height = min(_IDENTITY_ROWS, size - start)
-        block = torch.zeros(height, 1, _AROUND if plane else 1, size, dtype=kind)
+        block = torch.zeros(height, 1, _AROUND if plane else 1, size, dtype=kind, device="cpu")
         middle = block[:, :, block.shape[2] // 2]  # views of the rows that hold the probe
         diagonal = middle.diagonal(start, 0, 2)
         answers = []
@@ -161,7 +174,7 @@ def _table(size_out: int, out: Tensor, row: Tensor, weight: Tensor, spoils: Tens
     counts = out.bincount(minlength=size_out)
     first = counts.cumsum(0) - counts
     taps = int(counts.max())
-    column = torch.arange(len(out)) - first[out]
+    column = torch.arange(len(out), device="cpu") - first[out]
     rows = row[first][:, None].repeat(1, taps)
     weights = (weight[first] / (taps - counts + 1))[:, None].repeat(1, taps)
     rows[out, column] = row
