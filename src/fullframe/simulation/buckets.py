@@ -3,8 +3,6 @@
 As with `gradient_as_bucket_view`: a gradient is copied into its bucket and lies there from then on, between steps too.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +21,7 @@ class FakeDataParallel(nn.Module):
         self.module = module
         self.find_unused_parameters = find_unused_parameters
         self.buckets: list[Tensor] = []
-        self._syncs = True  # outside no_sync()
+        self.require_backward_grad_sync = True  # outside no_sync()
         parameters = [p for p in reversed(list(module.parameters())) if p.requires_grad]
         numbers, _ = dist._compute_bucket_assignment_by_size(list[Tensor](parameters), [_FIRST_BYTES, _BUCKET_BYTES])
         for bucket in numbers:
@@ -35,7 +33,7 @@ class FakeDataParallel(nn.Module):
         missing = set(parameters)
 
         def arrived(parameter: nn.Parameter, place: Tensor | None) -> None:
-            if not self._syncs:
+            if not self.require_backward_grad_sync:
                 return
             if place is not None and parameter.grad is not None and parameter.grad is not place:
                 place.copy_(parameter.grad)
@@ -54,15 +52,6 @@ class FakeDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients lie beside the buckets until a backward outside."""
-        self._syncs = False
-        try:
-            yield
-        finally:
-            self._syncs = True
 
 
 class WithoutBuckets(FakeDataParallel):

@@ -38,7 +38,7 @@ from fullframe.simulation.step import SimulatedStep
 from fullframe.simulation.terms import TERMS, Terms
 from fullframe.simulation.trace import OutOfTime, Tracer
 from fullframe.simulation.world import fake_job
-from fullframe.spatial import parallelize as parallelizing
+from fullframe.spatial import averaging
 from fullframe.spatial.mesh import init_mesh, spatial_of
 from fullframe.spatial.rules import random as drawing
 from fullframe.spatial.tensor import SpatialTensor
@@ -134,7 +134,7 @@ class _Simulation:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: tracer.mark("gradient", p.grad))
         data_parallel = FakeDataParallel if self._terms.has("ddp_buckets") else WithoutBuckets
-        with patch.object(parallelizing, "DistributedDataParallel", data_parallel):
+        with patch.object(averaging, "DistributedDataParallel", data_parallel):
             return parallelize_for(
                 strategy,
                 model,
@@ -160,7 +160,7 @@ class _Simulation:
 
     @staticmethod
     def _buckets(model: nn.Module) -> list[Tensor]:
-        return getattr(model.__dict__["_run"], "buckets", [])
+        return getattr(model.run, "buckets", [])
 
     def _batch(self) -> Any:
         """A batch as the loader delivers it, fake."""

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unf
 
 from fullframe.errors import FullframeError, UnsupportedOp
 from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
+from fullframe.spatial.gradients import enter, entered
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.rules.refusals import REASONS
 from fullframe.spatial.rules.registry import RULES, UNCHECKED, Merged, Refused, general, writes
@@ -41,6 +42,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, with split tensors among the arguments."""
     if kwargs:
         args, kwargs = _renamed(args, kwargs)
+    args, kwargs = entered(SpatialTensor, func, args, kwargs)
     operands: list[Tensor] = []
     target = kwargs.pop("out") if kwargs.get("out") is not None else None
     facts = facts_of(func, args, kwargs, operands)
@@ -348,7 +350,7 @@ def gathered_write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if tuple(whole.shape) != target._layout.shape:
         reason = "it changes the shape of a split tensor in place"
         raise UnsupportedOp(name_of(func), described([target]), module_path(), reason, "Use the form that does not.")
-    local_of(target).copy_(sliced(whole, target._layout))
+    local_of(target).copy_(sliced(enter(whole, target._layout.spatial), target._layout))
     settle(target)
     return None if result is None else target
 
@@ -375,7 +377,8 @@ def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, layout: Layo
             swapped = tuple(base if t is base._local else t for t in args_)
             leaves[n] = _derived(base, out, func, swapped, kwargs_, n)
         elif tuple(out.shape) == layout.shape:
-            leaves[n] = wrap(sliced(out, layout), layout.strided(None if out.is_contiguous() else out.stride()))
+            strided = layout.strided(None if out.is_contiguous() else out.stride())
+            leaves[n] = wrap(sliced(enter(out, layout.spatial), layout), strided)
     return tree_unflatten(leaves, tree)
 
 
@@ -383,7 +386,7 @@ def _whole_view(shell: SpatialTensor) -> SpatialTensor:
     """`shell` gathered, as a view of it that was copied."""
 
     def put(view: SpatialTensor) -> None:
-        local_of(shell).copy_(sliced(view._local, shell._layout))
+        local_of(shell).copy_(sliced(enter(view._local, shell._layout.spatial), shell._layout))
 
     whole = shell.full()
     layout = shell._layout.with_(shell._layout.shape, ())

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.route import Route, Wanted, borrows, route
@@ -126,9 +125,16 @@ class _Fetch(torch.autograd.Function):
         return _fetch(local, dim, extents, wanted, axis)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        dim, extents, wanted, axis = ctx.where
+        return _Return.apply(gradient, *ctx.where), None, None, None, None  # type: ignore[no-untyped-call]
+
+
+class _Return(torch.autograd.Function):
+    """The adjoint of `fetch`, which is its own."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
+        ctx.where = dim, extents, wanted, axis
         own, rows = extents.ranges[axis.part], wanted[axis.part]
         plan = route(extents, wanted, axis.part)
         shape = list(gradient.shape)
@@ -145,7 +151,11 @@ class _Fetch(torch.autograd.Function):
             target.copy_(gradient.narrow(dim, kept.start - rows.start, len(kept)))
         for transfer, returned in zip(plan.sends, flight.wait(), strict=True):
             result.narrow(dim, transfer.rows.start - own.start, len(transfer.rows)).add_(returned)
-        return result, None, None, None, None
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _Fetch.apply(gradient, *ctx.where), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -157,9 +167,8 @@ class _SumOverRanks(torch.autograd.Function):
         return summed(value, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return summed(gradient, ctx.group), None
+        return _SumOverRanks.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 def sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -3,9 +3,8 @@
 DDP looks for plain tensors and their graphs, which shells do not have, so shells are taken off at its door.
 """
 
-import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -13,18 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from fullframe.errors import GradientError, MeshError
+from fullframe.errors import MeshError
+from fullframe.spatial.averaging import Averaging, require_all
+from fullframe.spatial.gradients import manage, reaches_all
 from fullframe.spatial.mesh import Spatial, spatial_of
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.rules.hooks import when_gradient_arrives
 from fullframe.spatial.sharding import ShardedParameters, is_sharded, require_whole
 from fullframe.spatial.tensor import Layout, SpatialTensor, layout_of, local_of, wrap
 
-_SYNC_BUFFERS = "forward_sync_buffers"  # in each forward; torch before 2.13 calls it broadcast_buffers
-if _SYNC_BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
-    _SYNC_BUFFERS = "broadcast_buffers"
 _BUCKET_BYTES = 25 << 20  # of a message in which buffers travel together
 
 
@@ -55,22 +53,19 @@ def parallelize(
     spatial = spatial_of(mesh)
     _share_random_state(spatial)
     run: nn.Module = _Undressed(model, unsupported == "gather")
-    sharded = None
+    sharded, averaging = None, None
     if dist.get_world_size() > 1:
         if not shard_parameters:
             require_whole(model)
         _share_values(model)
         if shard_parameters:
             sharded = ShardedParameters(model, mesh.device_type, find_unused_parameters)
-        elif average_gradients and any(p.requires_grad for p in model.parameters()):
-            several = dist.get_world_size() > spatial.size  # within one replica the buffers stay equal by themselves
-            run = DistributedDataParallel(
-                run,
-                find_unused_parameters=find_unused_parameters,
-                gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
-                **{_SYNC_BUFFERS: several},  # type: ignore[arg-type]
-            )
-    return ParallelModel(model, run, sharded, spatial, find_unused_parameters, average_gradients)
+        elif average_gradients:
+            averaging = Averaging(run, model, spatial, find_unused_parameters)
+        else:
+            for parameter in model.parameters():
+                manage(parameter, None)
+    return ParallelModel(model, run, sharded, averaging, spatial, find_unused_parameters, average_gradients)
 
 
 class ParallelModel(nn.Module):
@@ -81,6 +76,7 @@ class ParallelModel(nn.Module):
         model: nn.Module,
         run: nn.Module,
         sharded: ShardedParameters | None,
+        averaging: Averaging | None,
         spatial: Spatial,
         find_unused_parameters: bool,
         average_gradients: bool,
@@ -88,7 +84,7 @@ class ParallelModel(nn.Module):
         super().__init__()
         self.module = model
         self.__dict__["_run"] = run  # hidden from nn.Module, so that parameters are named module.xxx and once
-        self._sharded = sharded
+        self._sharded, self._averaging = sharded, averaging
         self._replicas = dist.get_world_size() // spatial.size
         self._syncing = True  # outside no_sync()
         self._queued = False  # a check at the end of the backward pass that is running
@@ -97,16 +93,26 @@ class ParallelModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward; split tensors anywhere in nested arguments and results."""
-        run = self.__dict__["_run"]
+        run = self.run
         if not isinstance(run, DistributedDataParallel):
             self._share_buffers()
         if self._sharded is not None:
             self._sharded.begin()
         leaves, spec = _take_off((args, kwargs))
-        results, spec = run(leaves, spec)
-        if self._sharded is not None or isinstance(run, DistributedDataParallel):
-            self._check_after_backward(results)
+        results, spec, within = run(leaves, spec)
+        if self._averaging is not None:
+            self._averaging.called()
+        self._watch_backward([*results, *within])
         return _put_on(results, spec)
+
+    @property
+    def run(self) -> nn.Module:
+        """The model as it is called, with DDP around it where there is one."""
+        if self._averaging is None:
+            return self.__dict__["_run"]  # type: ignore[no-any-return]
+        if torch.is_grad_enabled():
+            self._averaging.arrange()
+        return self._averaging.run
 
     def _share_buffers(self) -> None:
         """As DDP does: what one replica's samples make of the running statistics holds for all."""
@@ -114,15 +120,21 @@ class ParallelModel(nn.Module):
         if self._replicas > 1 and self.training and buffers:
             dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, _BUCKET_BYTES, 0)
 
-    def _check_after_backward(self, results: list[Any]) -> None:
+    def _watch_backward(self, results: list[Any]) -> None:
         """After the backward pass in which gradients are averaged: each parameter has one, or an error says so.
 
         DDP averages nothing in a bucket that misses a gradient, and says so one step late: say it at once.
         """
-        self._queued = False
+        averaging, self._queued = self._averaging, False
+        if averaging is None and self._sharded is None:
+            return
 
         def reached(gradient: Tensor) -> None:
-            if not self._queued and self._syncing:
+            if not reaches_all():
+                return
+            if averaging is not None:
+                averaging.begin()
+            elif not self._queued and self._syncing:
                 self._queued = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
@@ -131,42 +143,34 @@ class ParallelModel(nn.Module):
                 when_gradient_arrives(result, reached)
 
     def _after_backward(self) -> None:
+        """Of sharded parameters."""
+        assert self._sharded is not None
         self._queued = False
         if self.find_unused_parameters:
-            if self._sharded is not None:
-                self._sharded.forget_zeros()
-            return
-        if self._sharded is not None:
-            missing = self._sharded.missing()
+            self._sharded.forget_zeros()
         else:
-            missing = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
-        if missing:
-            names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            raise GradientError(
-                f"{len(missing)} parameters got no gradient ({names}), "
-                "so the gradients of this step are not averaged over the ranks; "
-                "pass parallelize(..., find_unused_parameters=True), or freeze them with requires_grad_(False)"
-            )
+            require_all(self._sharded.missing())
 
     def train(self, mode: bool = True) -> "ParallelModel":
         """As `nn.Module.train`, for the model and for DDP around it."""
         super().train(mode)
-        self.__dict__["_run"].train(mode)
+        self.run.train(mode)
         return self
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """As DDP's: gradients are accumulated here, and averaged by the first backward outside."""
-        with getattr(self.__dict__["_run"], "no_sync", nullcontext)():
-            before = self._syncing
-            self._sync(False)
-            try:
-                yield
-            finally:
-                self._sync(before)
+        before = self._syncing
+        self._sync(False)
+        try:
+            yield
+        finally:
+            self._sync(before)
 
     def _sync(self, on: bool) -> None:
         self._syncing = on
+        if self._averaging is not None:
+            self._averaging.sync(on)
         if self._sharded is not None:
             self._sharded.set_gradient_sync(on)
 
@@ -186,19 +190,37 @@ class _Undressed(nn.Module):
         self.model = model
         self.gather = gather
 
-    def forward(self, leaves: list[Any], spec: _Spec) -> tuple[list[Any], _Spec]:
+    def forward(self, leaves: list[Any], spec: _Spec) -> tuple[list[Any], _Spec, list[Tensor]]:
         if self.gather:
             spec = _Spec(
                 spec.tree, [lay and layout_of(lay.spatial, lay.shape, lay.placements, True) for lay in spec.layouts]
             )
         args, kwargs = _put_on(leaves, spec)
-        return _take_off(self.model(*args, **kwargs))
+        results, spec = _take_off(self.model(*args, **kwargs))
+        return results, spec, list(_within(results))
 
 
 def _take_off(tree: Any) -> tuple[list[Any], _Spec]:
     leaves, spec = tree_flatten(tree)
     layouts = [leaf._layout if isinstance(leaf, SpatialTensor) else None for leaf in leaves]
     return [local_of(leaf) if isinstance(leaf, SpatialTensor) else leaf for leaf in leaves], _Spec(spec, layouts)
+
+
+def _within(leaves: list[Any]) -> Iterator[Tensor]:
+    """Plain tensors in objects, a dataclass say, that come out as they are: DDP asks what a result depends on."""
+    waiting = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module, type))]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        names = getattr(type(value), "__dataclass_fields__", None) or getattr(value, "__dict__", ())
+        if id(value) in seen or not names or callable(value):
+            continue
+        seen.add(id(value))
+        for leaf in tree_leaves([getattr(value, name, None) for name in names]):
+            if isinstance(leaf, Tensor):
+                yield local_of(leaf) if isinstance(leaf, SpatialTensor) else leaf
+            elif not isinstance(leaf, (nn.Module, type)):
+                waiting.append(leaf)
 
 
 def _put_on(leaves: list[Any], spec: _Spec) -> Any:

@@ -8,6 +8,7 @@ from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.spatial.exchange import gathered
+from fullframe.spatial.gradients import enter
 from fullframe.spatial.mesh import spatial_of
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.tensor import Layout, SpatialTensor, layout_of, sliced, wrap
@@ -28,7 +29,7 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
     if check:
         _agree(full, mesh)
     layout = even_layout(tuple(full.shape), mesh)
-    return wrap(sliced(full, layout).clone(), layout)  # type: ignore[return-value]
+    return wrap(sliced(enter(full, layout.spatial), layout).clone(), layout)  # type: ignore[return-value]
 
 
 def even_layout(shape: tuple[int, ...], mesh: DeviceMesh) -> Layout:

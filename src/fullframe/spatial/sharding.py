@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from fullframe.errors import MeshError
 from fullframe.spatial.blocks import repeated_blocks
+from fullframe.spatial.gradients import manage
 from fullframe.spatial.tensor import SpatialTensor
 
 
@@ -82,6 +83,7 @@ class ShardedParameters:
                 )
             for own, parameter in unit.named_parameters():
                 if parameter.requires_grad and not is_sharded(parameter):
+                    manage(parameter, None)
                     parameter.register_post_accumulate_grad_hook(self._noting(prefix + own))
 
     def _noting(self, name: str) -> Callable[[Tensor], None]:

@@ -20,6 +20,7 @@ from fullframe.errors import MeshError, ShapeError, UnsupportedOp
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements, local_factors
 from fullframe.spatial.exchange import fetch
+from fullframe.spatial.gradients import see_leaf
 from fullframe.spatial.mesh import Spatial
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.rules.registry import QUICK, Merged, general, getter
@@ -191,6 +192,8 @@ def shell_of(local: Tensor, layout: Layout, view: View | None) -> SpatialTensor:
     shell._local = local
     shell._layout = layout
     shell._view = view
+    if local.requires_grad and local.is_leaf:
+        see_leaf(local, layout)
     return shell
 
 

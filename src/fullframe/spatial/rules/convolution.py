@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fullframe.geometry.extents import overlap
 from fullframe.geometry.window import TransposedWindow, Window
 from fullframe.spatial.halo import Halo, Piece, Ranges, assembled, memory_format_of, part_of
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.windowed import WindowPlan, embedded, ints, plan_windows, region, return_gradient
+from fullframe.spatial.second_derivative import once_differentiable
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
 
 Ints = tuple[int, ...]

@@ -1,19 +1,133 @@
-"""Gradient hooks: only those of FSDP2, which watch for the moment at which a gradient arrives and change nothing."""
+"""Gradients that are asked for by hand, of split tensors: hooks, `.grad`, `retain_grad`, `autograd.grad`, `backward`.
 
-from collections.abc import Callable
-from typing import Any
+What comes out, and what a hook gets, is one process's; what goes in (a seed, a hook's result) is taken for that.
+"""
 
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 
-from fullframe.spatial.rules.registry import Refused, getter, rule
-from fullframe.spatial.tensor import SpatialTensor, local_of
+from fullframe.errors import UnsupportedOp
+from fullframe.spatial.gradients import is_seen, see_leaf, seen, unseen
+from fullframe.spatial.rules.registry import getter, rule
+from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, local_of, wrap
+
+_no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+@rule(Tensor.requires_grad_, checked=False)
+def _requires_grad(func: Any, x: SpatialTensor, requires_grad: bool = True) -> SpatialTensor:
+    local = local_of(x)
+    local.requires_grad_(requires_grad)
+    if requires_grad and local.is_leaf:
+        see_leaf(local, x._layout)
+    with _no_torch_function():
+        func(x, requires_grad)  # the mirror by which lost gradients are found
+    return x
+
+
+@rule(Tensor.requires_grad.__set__, checked=False)
+def _set_requires_grad(func: Any, x: SpatialTensor, requires_grad: bool) -> None:
+    _requires_grad(Tensor.requires_grad_, x, requires_grad)
+
+
+class _Retained:
+    """The gradient of a split tensor that is no leaf, once `retain_grad` has asked for it."""
+
+    def __init__(self, local: Tensor, layout: Layout):
+        self.grad: Tensor | None = None
+        self._layout = layout
+        self._handle = local.register_hook(self._keep)
+
+    def _keep(self, gradient: Tensor) -> None:
+        gradient = seen(gradient, self._layout)
+        self.grad = gradient if self.grad is None else self.grad + gradient
+
+    def comes_last(self, local: Tensor) -> None:
+        """What another hook makes of the gradient is what is kept, as in torch."""
+        self._handle.remove()
+        self._handle = local.register_hook(self._keep)
+
+
+def _retained(local: Tensor) -> _Retained | None:
+    return local.__dict__.get("_fullframe_retained")
+
+
+@rule(Tensor.retain_grad, checked=False)
+def _retain_grad(func: Any, x: SpatialTensor) -> None:
+    local = local_of(x)
+    if local.is_leaf or not local.requires_grad:
+        func(local)  # nothing to do, or torch's error
+    elif _retained(local) is None:
+        local._fullframe_retained = _Retained(local, x._layout)  # type: ignore[attr-defined]
+
+
+@rule(getter("retains_grad"), checked=False)
+def _retains_grad(func: Any, x: SpatialTensor) -> bool:
+    return _retained(local_of(x)) is not None
+
+
+@rule(getter("grad"), checked=False)
+def _grad(func: Any, x: SpatialTensor) -> Tensor | None:
+    local = local_of(x)
+    kept = _retained(local)
+    gradient: Tensor | None = kept.grad if kept is not None else func(local)
+    if gradient is None:
+        return None
+    if kept is None and not is_seen(local):  # of x.local.requires_grad_()
+        gradient = seen(gradient, x._layout)
+    return wrap(gradient, x._layout)
+
+
+@rule(Tensor.grad.__set__, Tensor.grad.__delete__, checked=False)
+def _set_grad(func: Any, x: Tensor, gradient: Tensor | None = None) -> None:
+    if not isinstance(x, SpatialTensor):
+        raise RuntimeError(f"assigned grad is a split tensor of shape {tuple(gradient.shape)}, which {x.shape} is not")  # type: ignore[union-attr]
+    if gradient is not None and tuple(gradient.shape) != x._layout.shape:
+        raise RuntimeError(f"assigned grad has data of shape {tuple(gradient.shape)}, {x._layout.shape} is needed")
+    local = local_of(x)
+    value = None if gradient is None else aligned(gradient, x._layout)
+    kept = _retained(local)
+    if kept is not None:
+        kept.grad = value
+    else:
+        see_leaf(local, x._layout)
+        local.grad = value
 
 
 @rule(Tensor.register_hook, checked=False)
 def _register_hook(func: Any, x: SpatialTensor, hook: Callable[[Tensor], Any]) -> Any:
-    if not type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp."):
-        raise Refused("a hook would see one part's gradient", "Register it on x.local, whose gradient is one part's.")
-    return when_gradient_arrives(local_of(x), hook)
+    """The hook gets a split tensor, with one process's gradient; FSDP2's own only watches when it arrives."""
+    if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp."):
+        return when_gradient_arrives(local_of(x), hook)
+    local, layout = local_of(x), x._layout
+    is_right = is_seen(local)
+
+    def called(gradient: Tensor) -> Tensor | None:
+        given = gradient if is_right else seen(gradient, layout)
+        version = given._version
+        result = hook(wrap(given, layout))
+        if result is None:
+            if given is gradient or given._version == version:
+                return None
+            changed = given  # in place
+        else:
+            changed = aligned(result, layout)
+        return changed if is_right else unseen(changed, layout)
+
+    handle = func(local, called)
+    kept = _retained(local)
+    if kept is not None:
+        kept.comes_last(local)
+    return handle
+
+
+@rule(Tensor.register_post_accumulate_grad_hook, checked=False)
+def _register_post_accumulate_grad_hook(func: Any, x: SpatialTensor, hook: Callable[[Tensor], None]) -> Any:
+    layout = x._layout
+    return func(local_of(x), lambda local: hook(wrap(local, layout)))
 
 
 def when_gradient_arrives(value: Tensor, hook: Callable[[Tensor], Any]) -> Any:
@@ -28,3 +142,85 @@ def when_gradient_arrives(value: Tensor, hook: Callable[[Tensor], Any]) -> Any:
 @rule(getter("_base"), checked=False)
 def _base(func: Any, x: SpatialTensor) -> None:
     """None: FSDP2 would warn of the views that lose their hooks."""
+
+
+class _Seeded(NamedTuple):
+    """Plain tensors to go backward from, and their seeds."""
+
+    outputs: list[Any]
+    seeds: list[Tensor | None] | None
+
+
+def _listed(values: Any) -> list[Any]:
+    if isinstance(values, dict):
+        return list(values.values())
+    return list(values) if isinstance(values, Sequence) and not isinstance(values, Tensor) else [values]
+
+
+def _seeded(outputs: Any, seeds: Any) -> _Seeded:
+    """A split output's seed is whole or split, and of its shape."""
+    tensors = _listed(outputs)
+    given = [None] * len(tensors) if seeds is None else _listed(seeds)
+    if len(given) != len(tensors):
+        raise RuntimeError(f"got {len(tensors)} tensors and {len(given)} gradients")
+    pairs = [_seed(tensor, seed) for tensor, seed in zip(tensors, given, strict=True)]
+    return _Seeded([tensor for tensor, _ in pairs], [seed for _, seed in pairs])
+
+
+def _seed(output: Any, seed: Any) -> tuple[Any, Any]:
+    if not isinstance(output, SpatialTensor):
+        return output, seed.full() if isinstance(seed, SpatialTensor) else seed
+    layout = output._layout
+    if seed is None:
+        if layout.shape.count(1) != len(layout.shape):
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        return local_of(output), None
+    if tuple(seed.shape) != layout.shape:
+        raise RuntimeError(f"Mismatch in shape: a gradient has {tuple(seed.shape)}, its tensor {layout.shape}")
+    return local_of(output), unseen(aligned(seed, layout), layout)
+
+
+@rule(torch.autograd.grad, checked=False)
+def _autograd_grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
+    wanted = _listed(inputs)
+    if options.get("is_grads_batched"):
+        raise _by_hand("autograd.grad", [*_listed(outputs), *wanted], "is_grads_batched asks for several at once")
+    tensors, seeds = _seeded(outputs, grad_outputs)
+    locals_ = [local_of(x) if isinstance(x, SpatialTensor) else x for x in wanted]
+    found = func(tensors, locals_, seeds, **options)
+    results = tuple(
+        wrap(g if is_seen(local) else seen(g, x._layout), x._layout)
+        if isinstance(x, SpatialTensor) and g is not None
+        else g
+        for x, local, g in zip(wanted, locals_, found, strict=True)
+    )
+    return dict(zip(inputs, results, strict=True)) if isinstance(inputs, dict) else results
+
+
+@rule(torch.autograd.backward, checked=False)
+def _autograd_backward(
+    func: Any, tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **options: Any
+) -> None:
+    outputs, seeds = _seeded(tensors, grad_tensors)
+    wanted = None if inputs is None else _listed(inputs)
+    for x in wanted or ():
+        if isinstance(x, SpatialTensor) and not local_of(x).is_leaf:
+            raise _by_hand("backward", [x], "inputs has a split tensor that is no leaf", "Use autograd.grad for it.")
+    wanted = wanted and [local_of(x) if isinstance(x, SpatialTensor) else x for x in wanted]
+    func(outputs, seeds, *args, inputs=wanted, **options)
+
+
+@rule(Tensor.backward, checked=False)
+def _backward(
+    func: Any,
+    x: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    _autograd_backward(torch.autograd.backward, [x], [gradient], retain_graph, create_graph, inputs=inputs)
+
+
+def _by_hand(name: str, values: Sequence[Any], reason: str, fix: str = "Ask for one at a time.") -> UnsupportedOp:
+    return UnsupportedOp(name, tuple(repr(v) for v in values if isinstance(v, SpatialTensor)), "", reason, fix)

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from fullframe.spatial.exchange import gathered, summed
 from fullframe.spatial.halo import memory_format_of
 from fullframe.spatial.rules.reduction import count
 from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.second_derivative import once_differentiable
 from fullframe.spatial.tensor import Layout, SpatialTensor, local_of, say_gathered, wrap
 
 

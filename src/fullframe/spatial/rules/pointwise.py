@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from fullframe.spatial.gradients import enters
 from fullframe.spatial.rules.registry import QUICK, RULES, Refused, getter, rule, writes
 from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, local_of, merged, wrap
 
@@ -56,7 +57,7 @@ _FUNCTIONAL = """
 """
 _TORCH = "zeros_like ones_like full_like empty_like clone detach threshold threshold_ celu selu celu_ selu_ relu_"
 _METADATA = """
-    shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_quantized itemsize nbytes requires_grad is_leaf
+    shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_quantized itemsize nbytes
     names is_mkldnn is_xpu is_mps is_nested
 """
 _METADATA_METHODS = """
@@ -98,7 +99,7 @@ def _quick(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> A
             return NotImplemented
         second = local_of(second)
     elif isinstance(second, Tensor):
-        if not _rides_along(second, layout):
+        if (second.requires_grad and enters(second)) or not _rides_along(second, layout):
             return NotImplemented
     elif type(second) not in _NUMBERS:
         return NotImplemented
@@ -189,10 +190,7 @@ def _contiguous(func: Any, x: SpatialTensor, memory_format: Any = torch.contiguo
     return wrap(made if made is not local else local.clone(), x._layout)
 
 
-@rule(
-    getter("grad_fn"), getter("grad"), getter("retains_grad"), Tensor.retain_grad, Tensor.type, Tensor.record_stream,
-    checked=False,
-)  # fmt: skip
+@rule(getter("grad_fn"), getter("is_leaf"), getter("requires_grad"), Tensor.type, Tensor.record_stream, checked=False)
 def _of_the_local(func: Any, x: SpatialTensor, *args: Any) -> Any:
     result = func(local_of(x), *args)
     return wrap(result, x._layout) if isinstance(result, Tensor) else result
@@ -215,7 +213,7 @@ def _converted(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return wrap(made, x._layout.strided(None if wanted is torch.contiguous_format else strides))
 
 
-@rule(Tensor.requires_grad_, Tensor.detach_, checked=False)
+@rule(Tensor.detach_, checked=False)
 def _of_itself(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
     return _result(func(local_of(x), *args, **kwargs), x)
 
@@ -224,10 +222,3 @@ def _of_itself(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor
 def _new(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
     """A tensor of a given size is whole."""
     return func(local_of(x), *args, **kwargs)  # type: ignore[no-any-return]
-
-
-@rule(Tensor.backward, checked=False)
-def _backward(func: Any, x: SpatialTensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-    if gradient is None:
-        raise Refused("backward needs a scalar or a gradient", "Reduce the loss with .mean() or .sum() first.")
-    func(local_of(x), aligned(gradient, x._layout), *args, **kwargs)

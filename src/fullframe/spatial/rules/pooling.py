@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fullframe.geometry.window import AdaptiveWindow, Window, proportional_extents
 from fullframe.spatial.halo import Halo, memory_format_of
@@ -16,6 +15,7 @@ from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.resampling import in_format, resampled
 from fullframe.spatial.rules.taps import taps_of
 from fullframe.spatial.rules.windowed import WindowPlan, ints, nonempty, plan_windows, region, region_gradient
+from fullframe.spatial.second_derivative import once_differentiable
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, refetched, wrap
 
 Ints = tuple[int, ...]

@@ -46,7 +46,6 @@ _REFUSED: dict[str, str] = {
         __deepcopy__ _nested_tensor_size _nested_tensor_storage_offsets _nested_tensor_strides
         _clear_non_serializable_cached_data from_file to_mkldnn qscheme
     """,
-    "a hook would see one part's gradient": "register_post_accumulate_grad_hook",
     "it changes the shape in place": "squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_ t_ moveaxis_",
     "it is recurrent over a sequence": """
         gru gru_cell lstm lstm_cell rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell ctc_loss miopen_rnn conv_tbc

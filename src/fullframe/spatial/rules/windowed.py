@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice, TransposedWindow, Window
 from fullframe.spatial.halo import Cut, Halo, Piece, Ranges, part_of
+from fullframe.spatial.second_derivative import once_differentiable
 from fullframe.spatial.tensor import Layout
 
 

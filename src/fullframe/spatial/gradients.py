@@ -1,0 +1,199 @@
+"""Gradients as the user sees them: those of one process, whichever tensor they are asked of.
+
+Inside, the gradient of a replicated value is the mean over the replica's ranks of what each holds, and that of a split
+one is, on each rank, as many times too large as there are different parts; `docs/gradients.md` tells why. What is
+looked at is put right here: the leaves of split tensors, whole tensors that meet split ones, and parameters.
+"""
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from fullframe.spatial.exchange import sum_over_ranks
+from fullframe.spatial.mesh import Spatial
+from fullframe.spatial.rules.registry import writes
+
+Hook = Callable[[Tensor], Tensor | None]
+
+
+def mean_over_ranks(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The mean of a gradient over the ranks of `group`; differentiable. A sparse one becomes dense."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return gradient
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    return sum_over_ranks(gradient / size, group)  # first divided: a sum could overflow in fp16
+
+
+class _Known:
+    """Tensors that have been seen to, each with the handle of its hook. They are compared by identity."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[weakref.ref[Tensor], RemovableHandle | None]] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        found = self._of.get(id(tensor))
+        return found is not None and found[0]() is tensor
+
+    def add(self, tensor: Tensor, hook: Hook | None) -> None:
+        """Remember it, with this hook, which runs before all others, in the place of the one it may have had."""
+        key = id(tensor)
+        handle = self._of.pop(key)[1] if tensor in self else None
+        if handle is not None:
+            handle.remove()
+        handle = None if hook is None else _registered_first(tensor, hook)
+        self._of[key] = weakref.ref(tensor, lambda _: self._of.pop(key, None)), handle
+
+
+def _registered_first(tensor: Tensor, hook: Hook) -> RemovableHandle:
+    handle: RemovableHandle = tensor.register_hook(hook)
+    hooks: Any = tensor._backward_hooks
+    others = [(key, other) for key, other in hooks.items() if key != handle.id]
+    for key, other in others:
+        del hooks[key]
+        hooks[key] = other
+    return handle
+
+
+_leaves = _Known()  # of split tensors, whose hooks take off what their gradient is too large by
+_parameters = _Known()  # whose gradients are averaged by a hook, by a model's wrapper, or by hand
+
+
+def manage(parameter: Tensor, hook: Hook | None) -> None:
+    """The parameter is a model's: its gradient is left as it is but for what `hook` makes of it."""
+    if parameter.is_leaf and parameter.requires_grad:
+        _parameters.add(parameter, hook)
+
+
+def entered(shell: type[Tensor], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call that has split operands, with its whole ones, of which each rank uses a part.
+
+    A rank's gradient of such an operand is a share. Whoever it belongs to sees the mean over the replica's ranks
+    instead, which is the gradient. An `nn.Parameter` that is no model's (a criterion's, a learned weight of losses) is
+    from now on averaged over all ranks of the job, as a model's are. `shell` is the class of split tensors.
+    """
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    for value in args:
+        if type(value) is not shell and _holds_entering(value, shell):
+            return _entered(shell, func, args, kwargs)
+    if kwargs:
+        for value in kwargs.values():
+            if type(value) is not shell and _holds_entering(value, shell):
+                return _entered(shell, func, args, kwargs)
+    return args, kwargs
+
+
+def enters(whole: Tensor) -> bool:
+    """Whether a whole operand that requires a gradient is to be seen to; not one of a model's parameters."""
+    return whole not in _parameters and torch.is_grad_enabled()
+
+
+def _holds_entering(value: Any, shell: type[Tensor]) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad and type(value) is not shell and enters(value)
+    return isinstance(value, (list, tuple, dict)) and any(
+        _holds_entering(item, shell) for item in (value.values() if isinstance(value, dict) else value)
+    )
+
+
+_AS_THEY_ARE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.grad.__set__}
+
+
+def _entered(shell: type[Tensor], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    if func in _AS_THEY_ARE:
+        return args, kwargs
+    spatial: Spatial = next(t._layout.spatial for t in tree_iter((args, kwargs)) if type(t) is shell)  # type: ignore[attr-defined]
+    kept = id(args[0]) if args and writes(func, kwargs) else None  # an alias would be written to
+    args, kwargs = tree_map_only(
+        Tensor, lambda t: enter(t, spatial) if _holds_entering(t, shell) and id(t) != kept else t, (args, kwargs)
+    )
+    return args, kwargs
+
+
+def enter(whole: Tensor, spatial: Spatial) -> Tensor:
+    """`whole`, or an alias of it, where each rank goes on with a part; its gradient is the mean over the ranks."""
+    if not whole.requires_grad or whole in _parameters:
+        return whole
+    if whole.is_leaf and isinstance(whole, nn.Parameter):
+        _parameters.add(whole, _averaging(weakref.ref(whole), spatial.replica))
+        return whole
+    if spatial.size == 1:
+        return whole
+    alias = whole.view_as(whole)
+    alias.register_hook(lambda gradient: mean_over_ranks(gradient, spatial.replica))
+    return alias
+
+
+def _averaging(parameter: Any, replica: dist.ProcessGroup) -> Hook:
+    def hook(gradient: Tensor) -> Tensor:
+        accumulates = is_accumulated(parameter())
+        return mean_over_ranks(gradient, dist.group.WORLD if accumulates else replica)  # type: ignore[arg-type]
+
+    return hook
+
+
+_pass: tuple[int, bool] = -1, True  # the backward pass that was asked about last, and the answer
+
+
+def is_accumulated(leaf: Tensor) -> bool:
+    """In a hook of `leaf`: whether this pass adds to `.grad`, as `backward` does, or is that of `autograd.grad`."""
+    global _pass
+    task = torch._C._current_graph_task_id()
+    if _pass[0] != task:
+        try:
+            accumulates = torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+        except RuntimeError:  # so torch answers in autograd.grad
+            accumulates = False
+        _pass = task, accumulates
+    return _pass[1]
+
+
+def reaches_all() -> bool:
+    """In a hook: whether this pass goes to all leaves, as `backward` does without `inputs`."""
+    with torch.enable_grad():
+        nowhere = torch.zeros((), requires_grad=True)
+        return torch._C._will_engine_execute_node(get_gradient_edge(nowhere).node)  # type: ignore[no-any-return]
+
+
+def parts(layout: Any) -> int:
+    """How many ranks of a replica hold different parts of a tensor with this layout."""
+    return math.prod(layout.spatial.axis(p.axis).size for p in layout.placements)
+
+
+def seen(gradient: Tensor, layout: Any) -> Tensor:
+    """This rank's part of one process's gradient, from what the rank holds; differentiable.
+
+    The ranks that hold the same part, along axes over which the tensor is not split, add up theirs.
+    """
+    spatial: Spatial = layout.spatial
+    if spatial.size == 1:
+        return gradient
+    split = {p.axis for p in layout.placements}
+    whole = [axis.name for axis in (spatial.height, spatial.width) if axis.size > 1 and axis.name not in split]
+    gradient = gradient / spatial.size
+    return sum_over_ranks(gradient, spatial.group(whole)) if whole else gradient
+
+
+def unseen(gradient: Tensor, layout: Any) -> Tensor:
+    """What each rank holds where one process has this gradient: a seed of backward, or the result of a hook."""
+    return gradient * parts(layout)
+
+
+def see_leaf(local: Tensor, layout: Any) -> None:
+    """From now on `.grad` of this leaf is its part of one process's gradient."""
+    if local not in _leaves:
+        _leaves.add(local, lambda gradient: seen(gradient, layout))
+
+
+def is_seen(local: Tensor) -> bool:
+    """Whether gradients that arrive at `local` are one process's."""
+    return local in _leaves

@@ -1,0 +1,52 @@
+"""Backward passes that cannot be differentiated again, and say so by name."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullframe.errors import GradientError
+
+Backward = Callable[..., Any]
+
+
+def once_differentiable(backward: Backward) -> Backward:
+    """For the backward of an autograd.Function: what it returns with `create_graph` refuses to be differentiated.
+
+    Torch's own decorator lets a result pass for a constant where the incoming gradient is one, though it depends on
+    what the function has saved; and `autograd.grad` goes round its refusal.
+    """
+    name = backward.__qualname__.split(".")[0].lstrip("_")
+
+    @wraps(backward)
+    def once(ctx: Any, *gradients: Any) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return results
+        sources = [t for t in (*gradients, *ctx.saved_tensors) if isinstance(t, Tensor) and t.requires_grad]
+        if not sources:
+            return results
+        several = results if isinstance(results, tuple) else (results,)
+        guarded = [_Once.apply(r, name, *sources) if isinstance(r, Tensor) else r for r in several]  # type: ignore[no-untyped-call]
+        return tuple(guarded) if isinstance(results, tuple) else guarded[0]
+
+    return once
+
+
+class _Once(torch.autograd.Function):
+    """`value` as it is; it depends on `sources`, in a way that is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, name: str, *sources: Tensor) -> Tensor:
+        ctx.name = name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise GradientError(
+            f"a second derivative is asked for (a gradient of gradients, as create_graph=True gives) through "
+            f"{ctx.name} of split tensors, which has a first one only; make the input of that part whole with x.full()"
+        )
