@@ -70,6 +70,14 @@ def relative(expected: Tensor, got: Tensor, floor: float = FLOOR) -> float:
     return float((expected - got).abs().max() / expected.abs().max().clamp_min(floor))
 
 
+def _require_equal_on_all_ranks(gradient: Tensor) -> None:
+    """Each rank has one process's gradient, not a share of it."""
+    mean = gradient.nan_to_num()
+    dist.all_reduce(mean)
+    apart = relative(mean / dist.get_world_size(), gradient.nan_to_num())
+    assert apart < 1e-9 or gradient.dtype != torch.float64, f"the ranks' gradients are {apart:.0e} apart"
+
+
 def _answers(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], on: DeviceMesh | None) -> dict[str, Tensor]:
     torch.manual_seed(0)
     leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in (*split, *whole)]
@@ -84,11 +92,9 @@ def _answers(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], on: Devic
         loss.backward()
     for n, leaf in enumerate(leaves):
         if leaf.grad is not None:
-            gradient = leaf.grad
             if on is not None:
-                dist.all_reduce(gradient)
-                gradient /= dist.get_world_size()
-            answers[f"gradient {n}"] = gradient
+                _require_equal_on_all_ranks(leaf.grad)
+            answers[f"gradient {n}"] = leaf.grad
     return answers
 
 

@@ -4,7 +4,7 @@ FullframeError
 ├── MeshError         the mesh does not fit the ranks that are there
 ├── ShapeError        a size, a boundary or an agreement between ranks does not hold
 ├── UnsupportedOp     a torch function has no exact rule for the placements it got
-├── GradientError     a parameter got no gradient, so the ranks could not average
+├── GradientError     a gradient could not be averaged, or not be given
 ├── StrategyError     a strategy's field is unknown, out of range, or contradicts another
 ├── RecipeError       a recipe file cannot be read or lacks what it must give
 ├── DataError         a data set's file is missing, or is not as its format says
@@ -41,7 +41,7 @@ class UnsupportedOp(FullframeError, NotImplementedError):
 
 
 class GradientError(FullframeError, RuntimeError):
-    """A parameter got no gradient, so the ranks could not average."""
+    """A parameter got no gradient, so the ranks could not average; or one is asked for that cannot be given."""
 
 
 class StrategyError(FullframeError, ValueError):

@@ -376,6 +376,17 @@ def _refused(what: str) -> None:
     elif what == "other ranks":
         fully_shard(model.head, mesh=mesh(1, 2)["data"])  # type: ignore[arg-type]
         ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+    elif what == "hook":
+        model.head.weight.register_hook(torch.sin)  # type: ignore[union-attr]
+        ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+    elif what == "later hook":
+        model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+        model.module.head.weight.register_hook(torch.sin)  # type: ignore[union-attr]
+        model(_mine(_images(), mesh(1, 2)))
+    elif what == "frozen later":
+        model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+        model.module.head.requires_grad_(False)  # type: ignore[union-attr]
+        model(_mine(_images(), mesh(1, 2)))
     elif what == "dtypes":
         model.blocks[1].norm.float()  # type: ignore[index,union-attr]
         ff.parallelize(model, mesh(1, 2), shard_parameters=True)
@@ -385,6 +396,9 @@ REFUSED = {
     "sharded already": "parameter head.weight is sharded already",
     "other ranks": "parameter head.weight is sharded over 2 of 4 ranks",
     "dtypes": "blocks.1 has parameters of torch.float32, torch.float64",
+    "hook": "parameter head.weight has a gradient hook",
+    "later hook": "parameter head.weight has a gradient hook",
+    "frozen later": "requires_grad of head.bias, head.weight has changed",
 }
 
 
@@ -393,5 +407,5 @@ def test_what_would_be_averaged_wrong_is_refused(what: str) -> None:
     with pytest.raises(RankFailure) as caught:
         rank_group(4).run(_refused, what)
     for _, name, text, _ in caught.value.errors:
-        assert name == "MeshError"
+        assert name == ("GradientError" if what in ("hook", "later hook", "frozen later") else "MeshError")
         assert REFUSED[what] in text

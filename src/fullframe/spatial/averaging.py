@@ -214,12 +214,13 @@ class Buckets:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    storage: Any = tensor.untyped_storage()
+    return storage._cdata  # type: ignore[no-any-return]
 
 
 def _tensors_in(bucket: Tensor) -> int:
-    storage = bucket.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[no-any-return,attr-defined]
+    storage: Any = bucket.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 def _trained(model: nn.Module) -> dict[nn.Parameter, None]:
@@ -256,7 +257,7 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
     """Whether someone else would see the gradient before it is averaged."""
     if len(parameter._backward_hooks or ()) > 1:
         return True
-    after: Any = parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    after: Any = parameter._post_accumulate_grad_hooks or {}
     return any(not str(getattr(h, "__module__", "")).startswith(("fullframe.", "torch.")) for h in after.values())
 
 

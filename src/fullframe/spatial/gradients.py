@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fullframe.spatial.exchange import sum_over_ranks
 from fullframe.spatial.mesh import Spatial
-from fullframe.spatial.rules.registry import writes
+from fullframe.spatial.rules.registry import setters, writes
 
 Hook = Callable[[Tensor], Tensor | None]
 
@@ -105,7 +105,7 @@ def _holds_entering(value: Any, shell: type[Tensor]) -> bool:
     )
 
 
-_AS_THEY_ARE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.grad.__set__}
+_AS_THEY_ARE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, *setters("grad")}
 
 
 def _entered(shell: type[Tensor], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -161,7 +161,7 @@ def reaches_all() -> bool:
     """In a hook: whether this pass goes to all leaves, as `backward` does without `inputs`."""
     with torch.enable_grad():
         nowhere = torch.zeros((), requires_grad=True)
-        return torch._C._will_engine_execute_node(get_gradient_edge(nowhere).node)  # type: ignore[no-any-return]
+        return torch._C._will_engine_execute_node(get_gradient_edge(nowhere).node)
 
 
 def parts(layout: Any) -> int:

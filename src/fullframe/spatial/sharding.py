@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from fullframe.errors import MeshError
+from fullframe.errors import GradientError, MeshError
 from fullframe.spatial.blocks import repeated_blocks
 from fullframe.spatial.gradients import manage
 from fullframe.spatial.tensor import SpatialTensor
@@ -44,6 +44,7 @@ class ShardedParameters:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         _require_all_ranks(model)
+        _require_no_hooks(model)
         mesh = DeviceMesh(device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
         for name in ("", *_blocks_to_shard(model))[::-1]:
             module = model.get_submodule(name)
@@ -90,7 +91,16 @@ class ShardedParameters:
         return lambda parameter: self._got.add(name)
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """A forward pass begins. Raises GradientError where torch would pass over what the user has changed."""
+        trained = {name for name, p in self._root.named_parameters() if p.requires_grad}
+        changed = sorted(trained ^ self._parameters.keys())
+        if changed and torch.is_grad_enabled():
+            raise GradientError(
+                f"requires_grad of {', '.join(changed[:3])}{', ...' if changed[3:] else ''} has changed since parameters "
+                "were sharded, and its gradient would not be averaged; freeze and unfreeze before parallelize, or do "
+                "without shard_parameters"
+            )
+        _require_no_hooks(self._root)
         self._had = {name for name, p in self._parameters.items() if p.grad is not None}
 
     def missing(self) -> list[str]:
@@ -134,6 +144,16 @@ def require_whole(model: nn.Module) -> None:
             raise MeshError(
                 f"parameter {name} is sharded already, by fully_shard perhaps; "
                 "pass parallelize(..., shard_parameters=True), which shards the rest and averages all"
+            )
+
+
+def _require_no_hooks(model: nn.Module) -> None:
+    """A sharded parameter's gradient comes by another way, on which no hook is called."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            raise GradientError(
+                f"parameter {name} has a gradient hook, which sharded parameters do not call; use "
+                "register_post_accumulate_grad_hook after parallelize, or do without shard_parameters"
             )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fullframe.errors import UnsupportedOp
 from fullframe.spatial.gradients import is_seen, see_leaf, seen, unseen
-from fullframe.spatial.rules.registry import getter, rule
+from fullframe.spatial.rules.registry import getter, rule, setters
 from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, local_of, wrap
 
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -28,7 +28,7 @@ def _requires_grad(func: Any, x: SpatialTensor, requires_grad: bool = True) -> S
     return x
 
 
-@rule(Tensor.requires_grad.__set__, checked=False)
+@rule(setters("requires_grad")[0], checked=False)
 def _set_requires_grad(func: Any, x: SpatialTensor, requires_grad: bool) -> None:
     _requires_grad(Tensor.requires_grad_, x, requires_grad)
 
@@ -81,7 +81,7 @@ def _grad(func: Any, x: SpatialTensor) -> Tensor | None:
     return wrap(gradient, x._layout)
 
 
-@rule(Tensor.grad.__set__, Tensor.grad.__delete__, checked=False)
+@rule(*setters("grad"), checked=False)
 def _set_grad(func: Any, x: Tensor, gradient: Tensor | None = None) -> None:
     if not isinstance(x, SpatialTensor):
         raise RuntimeError(f"assigned grad is a split tensor of shape {tuple(gradient.shape)}, which {x.shape} is not")  # type: ignore[union-attr]

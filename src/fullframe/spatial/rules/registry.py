@@ -38,6 +38,11 @@ def getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
+def setters(name: str) -> tuple[Any, Any]:
+    """What torch passes as the function when the property `name` of a tensor is set, and when it is deleted."""
+    return getattr(Tensor, name).__set__, getattr(Tensor, name).__delete__
+
+
 def rule(*functions: Any, checked: bool = True) -> Callable[[R], R]:
     """Register a rule for torch functions: it is called as `rule(function, *args, **kwargs)` on every rank.
 
