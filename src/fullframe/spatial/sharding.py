@@ -96,8 +96,8 @@ class ShardedParameters:
         changed = sorted(trained ^ self._parameters.keys())
         if changed and torch.is_grad_enabled():
             raise GradientError(
-                f"requires_grad of {', '.join(changed[:3])}{', ...' if changed[3:] else ''} has changed since parameters "
-                "were sharded, and its gradient would not be averaged; freeze and unfreeze before parallelize, or do "
+                f"requires_grad of {', '.join(changed[:3])}{', ...' if changed[3:] else ''} has changed since the "
+                "parameters were sharded, and its gradient would not be averaged; freeze and unfreeze before parallelize, or do "
                 "without shard_parameters"
             )
         _require_no_hooks(self._root)
