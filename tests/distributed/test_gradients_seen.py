@@ -336,6 +336,20 @@ def _in_an_object(on: DeviceMesh | None) -> list[Tensor]:
     return _gradients(net)
 
 
+def _penalised_convolutions(on: DeviceMesh | None) -> list[Tensor]:
+    """A discriminator with a penalty on its gradient (R1): strided, padded and dilated convolutions, pooling."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.Softplus(), nn.AvgPool2d(3, 2, 1), nn.Conv2d(4, 4, 3, padding=2, dilation=2)
+    ).double()
+    model = net if on is None else ff.parallelize(net, on)
+    x = _on(on, _image()).requires_grad_()
+    out = model(x).tanh().square().mean()
+    (g,) = torch.autograd.grad(out, x, create_graph=True)
+    (out + g.square().sum() * 100).backward()
+    return [_whole(g), _whole(x.grad), *_gradients(net)]
+
+
 CASES: list[Case] = [
     _leaf,
     _split_over_one_axis,
@@ -349,6 +363,7 @@ CASES: list[Case] = [
     _hooks_of_parameters,
     _gathered,
     _twice_differentiated,
+    _penalised_convolutions,
     _two_losses,
     _one_then_some,
     _unfrozen,

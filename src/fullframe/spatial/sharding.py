@@ -97,8 +97,8 @@ class ShardedParameters:
         if changed and torch.is_grad_enabled():
             raise GradientError(
                 f"requires_grad of {', '.join(changed[:3])}{', ...' if changed[3:] else ''} has changed since the "
-                "parameters were sharded, and its gradient would not be averaged; freeze and unfreeze before parallelize, or do "
-                "without shard_parameters"
+                "parameters were sharded, and its gradient would not be averaged; freeze and unfreeze before "
+                "parallelize, or do without shard_parameters"
             )
         _require_no_hooks(self._root)
         self._had = {name for name, p in self._parameters.items() if p.grad is not None}

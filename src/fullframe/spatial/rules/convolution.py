@@ -17,7 +17,6 @@ from fullframe.geometry.window import TransposedWindow, Window
 from fullframe.spatial.halo import Halo, Piece, Ranges, assembled, memory_format_of, part_of
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.windowed import WindowPlan, embedded, ints, plan_windows, region, return_gradient
-from fullframe.spatial.second_derivative import once_differentiable
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
 
 Ints = tuple[int, ...]
@@ -179,13 +178,24 @@ class _HaloConvolution(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         weight, *tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph
+            return *_differentiable_backward(ctx.plan, tensors[0], grad, weight, list(ctx.needs_input_grad[:3])), None
         plan: _Plan = ctx.plan
         halo = Halo.of([Piece(t, r) for t, r in zip(tensors, ctx.ranges, strict=True)], plan.window.cuts)
         backward = _joined_backward if plan.lead is None else _strips_first_backward
         return *backward(plan, halo, grad, weight, list(ctx.needs_input_grad[:3])), None
+
+
+def _differentiable_backward(plan: _Plan, local: Tensor, grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:
+    """The same gradients, which can be differentiated: those of one joined convolution."""
+    bias = weight.new_zeros(weight.shape[0], requires_grad=True)
+    inputs = [local.view_as(local), weight.view_as(weight), bias]  # aliases: hooks of the tensors are not for these
+    out = plan.convolve(region(inputs[0], plan.window), inputs[1], bias, plan.padding)
+    wanted = [tensor for tensor, needed in zip(inputs, mask, strict=True) if needed]
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    return [next(found) if needed else None for needed in mask]
 
 
 def _joined_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:

@@ -12,7 +12,6 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice, TransposedWindow, Window
 from fullframe.spatial.halo import Cut, Halo, Piece, Ranges, part_of
-from fullframe.spatial.second_derivative import once_differentiable
 from fullframe.spatial.tensor import Layout
 
 
@@ -105,9 +104,21 @@ class _Region(torch.autograd.Function):
         return joined.clone() if joined._base is not None or joined is local else joined
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return region_gradient(gradient, ctx.plan, ctx.shape, ctx.ranges), None, None
+        return _RegionGradient.apply(gradient, ctx.plan, ctx.shape, ctx.ranges), None, None  # type: ignore[no-untyped-call]
+
+
+class _RegionGradient(torch.autograd.Function):
+    """Linear, so that its own gradient is a region again."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, plan: WindowPlan, shape: Sequence[int], held: list[Ranges]) -> Tensor:
+        ctx.plan = plan
+        return region_gradient(gradient, plan, shape, held)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _Region.apply(gradient, ctx.plan, 0.0), None, None, None  # type: ignore[no-untyped-call]
 
 
 def region_gradient(gradient: Tensor, plan: WindowPlan, shape: Sequence[int], held: list[Ranges]) -> Tensor:
