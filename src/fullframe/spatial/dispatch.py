@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unf
 
 from fullframe.errors import FullframeError, UnsupportedOp
 from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
-from fullframe.spatial.gradients import enter, entered
+from fullframe.spatial.gradients import enter, entered, enters
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.rules.refusals import REASONS
-from fullframe.spatial.rules.registry import RULES, UNCHECKED, Merged, Refused, general, writes
+from fullframe.spatial.rules.registry import RULES, TRUSTED, UNCHECKED, Merged, Refused, general, writes
 from fullframe.spatial.tensor import (
     Layout,
     SpatialTensor,
@@ -42,6 +42,13 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, with split tensors among the arguments."""
     if kwargs:
         args, kwargs = _renamed(args, kwargs)
+    elif func in TRUSTED and _is_usual(args):
+        try:
+            result = RULES[func](func, *args)
+            if type(result) is SpatialTensor and result._local.is_contiguous():
+                return result
+        except Refused:
+            pass  # said below, or done on other cuts
     args, kwargs = entered(SpatialTensor, func, args, kwargs)
     operands: list[Tensor] = []
     target = kwargs.pop("out") if kwargs.get("out") is not None else None
@@ -62,11 +69,22 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         again, reason, fix = None, refused.reason, refused.fix
     if again is not None:
         result = dispatch(func, again[0], again[1] if target is None else {**again[1], "out": target})
-        return args[0] if result is again[0][0] else result
+        return args[0] if args and result is again[0][0] else result
     return unsupported(func, args, kwargs if target is None else {**kwargs, "out": target}, reason, fix)
 
 
 general.append(dispatch)
+
+
+def _is_usual(args: tuple[Any, ...]) -> bool:
+    """A split tensor that is no view and lies contiguous, and model parameters beside it."""
+    first = args[0]
+    if type(first) is not SpatialTensor or first._view is not None or first._layout.strides is not None:
+        return False
+    for value in args[1:]:
+        if isinstance(value, Tensor) and (type(value) is SpatialTensor or (value.requires_grad and enters(value))):
+            return False
+    return True
 
 
 def _in_runs(

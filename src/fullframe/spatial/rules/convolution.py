@@ -122,7 +122,7 @@ def _reads(plan: WindowPlan, outs: Ranges) -> Ranges:
     return tuple(window.reads(rows) for window, rows in zip(plan.windows, outs, strict=True))
 
 
-@rule(F.conv1d, F.conv2d, F.conv3d)
+@rule(F.conv1d, F.conv2d, F.conv3d, trusted=True)
 def _convolution(
     func: Any,
     input: Tensor,
