@@ -70,6 +70,8 @@ OVER_FLOATS: dict[str, Op] = {
     "prod": lambda x: [x.prod(3), x.prod(2, keepdim=True), x.prod(), x.prod(1)],
     "var": lambda x: [x.var((2, 3)), x.var(), x.var(3, correction=0), x.var(2, correction=7), x.var(correction=900)],
     "std": lambda x: [x.std((2, 3)), x.std(), x.std(3, correction=0), x.std(1), x.std(2, keepdim=True)],
+    "written over": lambda x: [x.var(3, True).add_(1e-5).sqrt_(), x.mean(2).mul_(2), x.cumsum(3).neg_(),
+                               x.sum(2).add_(1), torch.var_mean(x, 3)[1].mul_(3), x.max(3).values.mul_(2)],
     "var_mean": lambda x: [*torch.var_mean(x, (2, 3)), *torch.std_mean(x, 3, keepdim=True), *torch.std_mean(x)],
     "norms over a dim": lambda x: [torch.linalg.vector_norm(x, p, 3) for p in ORDERS],
     "norms over the plane": lambda x: [torch.linalg.vector_norm(x, p, (2, 3), True) for p in ORDERS],

@@ -33,19 +33,19 @@ class _Variance(torch.autograd.Function):
         squares = (counts * (each_var + (means - mean).abs() ** 2)).sum(0).real
         var = squares / max(elements - correction, 0)
         found = (var.sqrt() if root else var).to(local.dtype.to_real())
-        ctx.save_for_backward(local, found)
+        ctx.save_for_backward(local, *([found] if root else []))  # a variance may be written over, as torch's
         ctx.where = dims, elements, correction, root, whole, group
         ctx.set_materialize_grads(False)
         return found, mean.to(local.dtype)
 
     @staticmethod
     def backward(ctx: Any, of_spread: Tensor | None, of_mean: Tensor | None) -> tuple[Any, ...]:
-        (local, found), (dims, elements, correction, root, whole, group) = ctx.saved_tensors, ctx.where
+        (local, *found), (dims, elements, correction, root, whole, group) = ctx.saved_tensors, ctx.where
         result = None if of_mean is None else (sum_over_ranks(of_mean, group) / elements).expand_as(local)
         if of_spread is not None:
             slope = sum_over_ranks(of_spread, group)
             if root:
-                slope = torch.where(found == 0, 0, slope / (found * 2))
+                slope = torch.where(found[0] == 0, 0, slope / (found[0] * 2))
             kind = wide(local.dtype)
             distance = local.to(kind) - sum_over_ranks(local.sum(dims, True, dtype=kind), group) / elements
             if whole and elements <= correction:
