@@ -40,6 +40,7 @@ class RankGroup:
             context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
+        os.environ.setdefault("PYTHONHASHSEED", "0")  # as our launcher does; the ranks inherit it
         for process, (_, theirs) in zip(self._processes, pipes, strict=True):
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe

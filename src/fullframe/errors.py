@@ -3,6 +3,7 @@
 FullframeError
 ├── MeshError         the mesh does not fit the ranks that are there
 ├── ShapeError        a size, a boundary or an agreement between ranks does not hold
+├── DivergenceError   the ranks of a replica do not run the same program any more
 ├── UnsupportedOp     a torch function has no exact rule for the placements it got
 ├── GradientError     a gradient could not be averaged, or not be given
 ├── StrategyError     a strategy's field is unknown, out of range, or contradicts another
@@ -24,6 +25,18 @@ class MeshError(FullframeError, ValueError):
 
 class ShapeError(FullframeError, ValueError):
     """A size, a boundary or an agreement between ranks does not hold."""
+
+
+class DivergenceError(FullframeError, RuntimeError):
+    """The ranks of a replica do not run the same program any more, so what they send each other fits nowhere.
+
+    Raised on all ranks of the replica that wait for each other or send, for as long as the mesh is used.
+    `consequence`: another rank's error is the cause, and that rank raises it.
+    """
+
+    def __init__(self, message: str, consequence: bool = False):
+        self.consequence = consequence
+        super().__init__(message)
 
 
 class UnsupportedOp(FullframeError, NotImplementedError):

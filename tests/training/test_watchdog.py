@@ -1,17 +1,18 @@
 """Who hangs: whoever does not wait for the others. That all ranks end is tested in test_faults.py."""
 
-import io
 import json
-import os
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import fullframe as ff
-from fullframe.spatial import mailbox
+from fullframe.spatial.exchange import summed
+from fullframe.spatial.mailbox import SLOT_BYTES
 from fullframe.training import watchdog
 from fullframe.training.watchdog import Watchdog, Whereabouts, verdict
 from tests.ranks import rank_group
@@ -31,18 +32,42 @@ def test_the_verdict_names_who_does_not_wait():
     assert "rank 0, 1 waits for each other: they do not run the same program" in verdict([waits, waits], 60.0, Path())
 
 
-def test_a_rank_that_looks_whether_another_still_runs_waits_for_it(monkeypatch):
-    seen = []
+def seen_from_beside(wait):
+    """What the watchdog's thread thinks of this one meanwhile: does it wait for other ranks?"""
+    seen, main, ended = [], threading.get_ident(), threading.Event()
 
-    def looked_at(*args, **options):  # called by the standard library, and that by the mailbox
-        seen.append(watchdog._waits(sys._getframe(1)))
-        raise OSError
+    def look():
+        while not ended.wait(0.02):
+            seen.append(watchdog._waits(main, sys._current_frames()[main]))
 
-    monkeypatch.setattr(io, "open", looked_at)
-    assert not mailbox._runs(os.getpid())
-    with pytest.raises(OSError):
-        Path(__file__).read_text()  # whoever reads files of their own does not wait
-    assert seen == [True, False]
+    beside = threading.Thread(target=look)
+    beside.start()
+    try:
+        wait()
+    finally:
+        ended.set()
+        beside.join()
+    return seen
+
+
+def one_waits_for_the_other(large):
+    """Rank 0 waits for rank 1, which sleeps first; then that both are there."""
+    first = dist.get_rank() == 0
+
+    def add():  # on one line for both ranks
+        summed(torch.zeros(SLOT_BYTES + 8 if large else 8), dist.group.WORLD)
+
+    seen = seen_from_beside(add if first else lambda: time.sleep(0.6))
+    if not first:
+        add()
+    return seen
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_who_waits_says_so(large):
+    waiting, sleeping = rank_group(2).run(one_waits_for_the_other, large)
+    assert len(waiting) > 5 and len(sleeping) > 5
+    assert sum(waiting) >= len(waiting) - 2 and not any(sleeping)
 
 
 def test_a_process_alone_says_so_and_goes_on(tmp_path):

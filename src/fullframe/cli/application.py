@@ -15,7 +15,7 @@ from fullframe.cli.plan import Plan
 from fullframe.cli.simulate import Simulate
 from fullframe.cli.train import Train
 from fullframe.cli.verify import Verify
-from fullframe.errors import FullframeError
+from fullframe.errors import DivergenceError, FullframeError
 from fullframe.training.failure import AGAIN, is_machines_fault, report
 
 _DESCRIPTION = "Train perception models on the full frame, split over GPUs. `fullframe --version` prints the version."
@@ -53,8 +53,9 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return command.run()
     except FullframeError as error:
-        report(f"error: {error}", f"{type(error).__name__}: {error}")
-        return 2
+        consequence = isinstance(error, DivergenceError) and error.consequence  # the other rank says it better
+        report(f"error: {error}", f"{type(error).__name__}: {error}", consequence=consequence)
+        return 1 if consequence else 2
     except KeyboardInterrupt:
         return 130
     except Exception as error:

@@ -39,6 +39,8 @@ def launch(
     """
     # Without this every rank would start a thread for every core of the machine.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // ranks, 1)))
+    # The ranks must walk through a set of names in one order.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
     reason, furthest, in_vain = "", progress(), 0
     with tempfile.TemporaryDirectory(prefix="fullframe-") as folder, _StopSignals() as stop:
         for attempt in itertools.count():

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
 from fullframe.errors import FullframeError, UnsupportedOp
+from fullframe.spatial.channel import announce
 from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
 from fullframe.spatial.gradients import enter, entered, enters
 from fullframe.spatial.module_path import module_path
@@ -165,8 +166,12 @@ def _ruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: l
             result = _in_fp32(rule, func, args, kwargs)
         else:
             result = rule(func, *args, **kwargs) if kwargs else rule(func, *args)
-    except TypeError as error:
-        _explain(rule, func, args, kwargs, error)
+    except Refused:
+        raise
+    except Exception as error:
+        if isinstance(error, TypeError):
+            _explain(rule, func, args, kwargs, error)
+        announce(error)
         raise
     if expected is not None:
         result = _as_torch_has_it(result, expected, operands, func, args)

@@ -97,6 +97,7 @@ class Halo:
             lambda rows: self.region(self._ranges(number, rows)),
             lambda rows: self.shape(self._ranges(number, rows)),
             self.pieces[0].tensor,
+            cut.extents.size,
         )
 
     def _ranges(self, number: int, rows: range) -> Ranges:
@@ -159,6 +160,7 @@ class Return:
             [by_ranges[halo._ranges(number, transfer.rows)] for transfer in cut.route.receives],
             lambda rows: halo.shape(halo._ranges(number, rows)),
             halo.pieces[0].tensor,
+            cut.extents.size,
         )
 
     def _distribute(self, ranges: Ranges, gradient: Tensor) -> None:

@@ -1,19 +1,24 @@
 """The mesh ("data", "height", "width") and the few facts about it that every op needs."""
 
-import atexit
 import os
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+import warnings
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import MeshError
-from fullframe.spatial.mailbox import Mailboxes, forget_mailboxes, mailboxes_of
+from fullframe.spatial.channel import Channel, channel_of, forget_channels, share_channel
 
 AXES = ("data", "height", "width")
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,30 +28,49 @@ class Axis:
     name: str
     size: int
     part: int  # this rank's coordinate
-    group: dist.ProcessGroup
     ranks: tuple[int, ...]  # the job's ranks along the axis, by coordinate
-    staged: bool  # CUDA tensors travel through host memory: gloo carries no CUDA point-to-point
-    boxes: Mailboxes | None  # for messages between CPU ranks of one machine
+    channel: Channel
+    _group: "ref[dist.ProcessGroup]"
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the axis; raises MeshError once the job has ended."""
+        return _still_there(self._group)
 
 
 @dataclass(frozen=True, eq=False)
 class Spatial:
-    """The spatial axes of one replica; one object per mesh, so `is` compares."""
+    """The spatial axes of one replica; one object per mesh, so `is` compares.
+
+    It does not keep the process groups, whose threads end with the job; what is remembered for the mesh
+    (`kept_with_mesh`) ends with it.
+    """
 
     mesh: DeviceMesh
     height: Axis
     width: Axis
-    replica: dist.ProcessGroup  # height x width ranks that hold one sample
-    replica_ranks: tuple[int, ...]
+    replica_ranks: tuple[int, ...]  # height x width ranks that hold one sample
+    channel: Channel  # between them
+    _replica: "ref[dist.ProcessGroup]"
+    caches: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def replica(self) -> dist.ProcessGroup:
+        """The process group of `replica_ranks`; raises MeshError once the job has ended."""
+        return _still_there(self._replica)
 
     def axis(self, name: str) -> Axis:
-        """The axis called `name`."""
-        return self.width if name == "width" else self.height
+        """The axis called `name`; raises MeshError for a name that is none."""
+        if name == "width":
+            return self.width
+        if name == "height":
+            return self.height
+        raise MeshError(f"a mesh has the spatial axes height and width, none called {name!r}")
 
     def group(self, names: Collection[str]) -> dist.ProcessGroup:
         """The ranks over which a value split along the named axes is spread."""
-        alone = [axis for axis in (self.height, self.width) if axis.name in names]
-        return alone[0].group if len(alone) == 1 else self.replica
+        alone = {self.axis(name).name for name in names}
+        return self.axis(*alone).group if len(alone) == 1 else self.replica
 
     def part_along(self, names: Collection[str]) -> int:
         """This rank's number among the ranks of `group(names)`."""
@@ -82,43 +106,40 @@ def init_mesh(height: int = 1, width: int = 1) -> DeviceMesh:
             f"start a multiple of {height * width} ranks or choose a mesh whose product divides {world}"
         )
     _start_process_group()
-    made = _made_in(dist.group.WORLD)
+    made = _made.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
     if (height, width) not in made:
         device = "cuda" if _backend_device() == "cuda" else "cpu"
         ranks = torch.arange(world).view(world // (height * width), height, width)
-        made[height, width] = DeviceMesh(device, ranks, mesh_dim_names=AXES)
+        mesh = made[height, width] = DeviceMesh(device, ranks, mesh_dim_names=AXES)
+        # From torch 2.13 on it keeps the groups too, and their threads would outlive the job; it finds them by name.
+        getattr(mesh, "_pg_registry", {}).clear()
+        if height * width > 1:
+            _compare_hashing(ranks)
     return made[height, width]
 
 
-_made: tuple[dist.ProcessGroup | None, dict[tuple[int, int], DeviceMesh]] = None, {}
+def _compare_hashing(ranks: torch.Tensor) -> None:
+    """Warn where the ranks of a replica hash strings differently, and so walk through sets of them in another order."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, hash("fullframe"))
+    if dist.get_rank() == 0 and any(
+        len({everyone[rank] for rank in replica}) > 1 for replica in ranks.flatten(1).tolist()
+    ):
+        warnings.warn(
+            "the ranks hash strings differently, so a loop over a set of names (`a.keys() & b.keys()`, `set(losses)`) "
+            "has another order on each, and what it adds up or sends is mixed up; set PYTHONHASHSEED=0 for all ranks "
+            "(PYTHONHASHSEED=0 torchrun ...), or sort such sets",
+            stacklevel=3,
+        )
 
 
-def _made_in(job: dist.ProcessGroup | None) -> dict[tuple[int, int], DeviceMesh]:
-    """The meshes of this job by height and width; those of an earlier job are let go."""
-    global _made
-    if _made[0] is not job:
-        _made = job, {}
-    return _made[1]
+_made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], DeviceMesh]]" = WeakKeyDictionary()
 
 
 def forget_meshes() -> None:
     """Make new ones from now on, on all ranks: after an error a message may lie between ranks of the old ones."""
-    global _made
-    _made = None, {}
-    forget_mailboxes()
-
-
-@atexit.register
-def _end_threads() -> None:
-    """Let go of a destroyed job's groups, which ends gloo's threads: one that still ends a message aborts Python's end.
-
-    Not of a job that was left standing: a thread may wait for a rank that never answers.
-    """
-    if dist.is_initialized():
-        return
-    for mesh in _made[1].values():
-        vars(mesh).pop("_fullframe_spatial", None)  # which holds the mesh that holds it
-    forget_meshes()
+    _made.clear()
+    forget_channels()
 
 
 def _start_process_group() -> None:
@@ -169,13 +190,40 @@ def _spatial(mesh: DeviceMesh) -> Spatial:
             if dist.get_rank() in ranks:
                 replica, mine = group, tuple(ranks)
     assert replica is not None
-    return Spatial(mesh, _axis(mesh, "height"), _axis(mesh, "width"), replica, mine)
+    channel = channel_of(replica)
+    height, width = (_axis(mesh, name, channel) for name in AXES[1:])
+    return Spatial(mesh, height, width, mine, channel, ref(replica))
 
 
-def _axis(mesh: DeviceMesh, name: str) -> Axis:
+def _axis(mesh: DeviceMesh, name: str, replica: Channel) -> Axis:
     group = mesh.get_group(name)
-    backend = str(dist.get_backend_config(group))
-    staged = torch.cuda.is_available() and "gloo" in backend and "nccl" not in backend
-    ranks = tuple(dist.get_process_group_ranks(group))
-    boxes = mailboxes_of(group) if mesh.device_type == "cpu" else None
-    return Axis(name, len(ranks), mesh.get_local_rank(name), group, ranks, staged, boxes)
+    channel = share_channel(group, replica)
+    return Axis(name, len(channel.ranks), mesh.get_local_rank(name), channel.ranks, channel, ref(group))
+
+
+def _still_there(group: "ref[dist.ProcessGroup]") -> dist.ProcessGroup:
+    there = group()
+    if there is None:
+        raise MeshError("the job of this mesh has ended (its process group was destroyed); make a mesh in the new one")
+    return there
+
+
+def kept_with_mesh(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """As `functools.lru_cache`, for a function of a `Spatial`, or of something with a `.spatial`, and more.
+
+    What is remembered belongs to the mesh and ends with it.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def remembered(*args: P.args, **kwargs: P.kwargs) -> R:
+            first: Any = args[0]
+            caches = (first if type(first) is Spatial else first.spatial).caches
+            cache: Any = caches.get(function)
+            if cache is None:
+                cache = caches[function] = lru_cache(maxsize)(function)
+            return cache(*args, **kwargs)  # type: ignore[no-any-return]
+
+        return remembered
+
+    return decorate

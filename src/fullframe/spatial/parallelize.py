@@ -15,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fullframe.errors import MeshError
+from fullframe.spatial.agreement import Agreement
 from fullframe.spatial.averaging import Averaging, require_all
 from fullframe.spatial.gradients import manage, reaches_all
 from fullframe.spatial.mesh import Spatial, spatial_of
+from fullframe.spatial.random_states import share_random_states
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.rules.hooks import when_gradient_arrives
 from fullframe.spatial.sharding import ShardedParameters, is_sharded, require_whole
@@ -51,7 +53,7 @@ def parallelize(
     if isinstance(model, (ParallelModel, DistributedDataParallel)):
         raise MeshError(f"the model is wrapped already ({type(model).__name__}); pass the plain model")
     spatial = spatial_of(mesh)
-    _share_random_state(spatial)
+    share_random_states(spatial)
     run: nn.Module = _Undressed(model, unsupported == "gather")
     sharded, averaging = None, None
     if dist.get_world_size() > 1:
@@ -86,6 +88,7 @@ class ParallelModel(nn.Module):
         self.__dict__["_run"] = run  # hidden from nn.Module, so that parameters are named module.xxx and once
         self._sharded, self._averaging = sharded, averaging
         self._replicas = dist.get_world_size() // spatial.size
+        self._agreement = Agreement(spatial)
         self._syncing = True  # outside no_sync()
         self._queued = False  # a check at the end of the backward pass that is running
         self.find_unused_parameters = find_unused_parameters
@@ -99,7 +102,9 @@ class ParallelModel(nn.Module):
         if self._sharded is not None:
             self._sharded.begin()
         leaves, spec = _take_off((args, kwargs))
+        self._agreement.before_forward(any(layout is not None for layout in spec.layouts))
         results, spec, within = run(leaves, spec)
+        self._agreement.after_forward([*results, *within])
         if self._averaging is not None:
             self._averaging.called()
         self._watch_backward([*results, *within])
@@ -235,22 +240,3 @@ def _share_values(model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not is_sharded(tensor):
             dist.broadcast(tensor.detach(), 0)
-
-
-def _share_random_state(spatial: Spatial) -> None:
-    """What is drawn for whole values (stochastic depth, say) must be equal on all ranks of a replica."""
-    if spatial.size == 1:
-        return
-    first = spatial.replica_ranks[0]
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state())
-    device = spatial.mesh.device_type
-    shared: list[Tensor] = []
-    for state in states:
-        carried = state.to(device)
-        dist.broadcast(carried, first, group=spatial.replica)
-        shared.append(carried.cpu())
-    torch.set_rng_state(shared[0])
-    if len(shared) > 1:
-        torch.cuda.set_rng_state(shared[1])

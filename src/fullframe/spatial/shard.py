@@ -1,5 +1,7 @@
 """Cut a whole tensor into the parts of a mesh."""
 
+import zlib
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +16,8 @@ from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split ten
 from fullframe.spatial.tensor import Layout, SpatialTensor, layout_of, sliced, wrap
 
 _MOST_DIMS = 8
+_LOOKED_AT = 12  # rows, or a little more, of each dim
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 
 
 def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTensor:
@@ -21,8 +25,9 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
 
     Every rank of a replica passes the same tensor; the part is a copy, so that the whole can be
     freed. Dims are cut evenly over the axes of
-    `mesh` that have more than one rank. With `check`, the ranks first agree on shape and dtype, one small message;
-    False is for callers that know. Raises ShapeError when ranks differ or a dim has fewer rows than ranks.
+    `mesh` that have more than one rank. With `check`, the ranks first agree on shape, dtype and a sample of the values,
+    bit by bit, one small message; False is for callers that know. Raises ShapeError when ranks differ or a dim has
+    fewer rows than ranks.
     """
     if isinstance(full, SpatialTensor):
         raise ShapeError("the tensor is split already; pass the whole one, x.full()")
@@ -52,17 +57,38 @@ def even_layout(shape: tuple[int, ...], mesh: DeviceMesh) -> Layout:
 
 
 def _agree(full: Tensor, mesh: DeviceMesh) -> None:
-    """All ranks of the replica raise when their tensors differ in shape or dtype."""
+    """All ranks of the replica raise when their tensors differ in shape, dtype or in the values looked at."""
     spatial = spatial_of(mesh)
-    facts = [full.dim(), *list(full.shape)[:_MOST_DIMS], full.element_size(), int(full.is_floating_point())]
-    facts += [0] * (_MOST_DIMS + 3 - len(facts))
-    everyone = gathered(torch.tensor(facts, device=mesh.device_type), spatial.replica).tolist()
-    if any(other != everyone[0] for other in everyone):
+    facts = [full.dim(), *list(full.shape)[:_MOST_DIMS]]
+    facts += [0] * (_MOST_DIMS + 1 - len(facts)) + [zlib.crc32(str(full.dtype).encode())]
+    mine = torch.tensor(facts, device=mesh.device_type)
+    if spatial.size > 1:
+        mine = torch.cat([mine, _fingerprint(full.detach()).to(mine.device)])
+    everyone = gathered(mine, spatial.replica, "shard").tolist()
+    if all(other == everyone[0] for other in everyone):
+        return
+    if any(other[:-1] != everyone[0][:-1] for other in everyone):
         shapes = ", ".join(
             f"rank {rank}: {tuple(other[1 : 1 + other[0]])}"
             for rank, other in zip(spatial.replica_ranks, everyone, strict=True)
         )
-        raise ShapeError(
-            f"the ranks of a replica must pass the same whole tensor, but shapes or dtypes differ ({shapes}); "
-            "give every rank of the replica the same sample, as ff.ShardedLoader does"
-        )
+        what = f"shapes or dtypes differ ({shapes})"
+    else:
+        what = f"their values differ on ranks {list(spatial.replica_ranks)} (shape {tuple(full.shape)})"
+    raise ShapeError(
+        f"the ranks of a replica must pass the same whole tensor, but {what}; give every rank of the replica the same "
+        "sample with the same augmentation, as ff.ShardedLoader does: a DistributedSampler must count replicas, "
+        "num_replicas=mesh.size(0), rank=mesh.get_local_rank('data')"
+    )
+
+
+def _fingerprint(full: Tensor) -> Tensor:
+    """A checksum (1,) of the bits of rows and columns all over `full`: NaN is equal to itself."""
+    if full.is_complex():
+        full = torch.view_as_real(full)
+    if full.is_quantized or full.is_sparse or full.element_size() not in _INTEGERS or not full.numel():
+        return torch.zeros(1, dtype=torch.int64, device=full.device)
+    for dim, size in enumerate(full.shape):  # an odd step does not keep to one colour of a pattern
+        full = full[(slice(None),) * dim + (slice(None, None, size // _LOOKED_AT | 1),)]
+    bits = full.contiguous().view(_INTEGERS[full.element_size()]).flatten().to(torch.int64)
+    return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum(0, keepdim=True)

@@ -7,7 +7,7 @@ to its rule. A value that is not split is an ordinary tensor, equal on all ranks
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_iter
 from fullframe.errors import MeshError, ShapeError, UnsupportedOp
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements, local_factors
+from fullframe.spatial.channel import announce
 from fullframe.spatial.exchange import fetch
 from fullframe.spatial.gradients import see_leaf
-from fullframe.spatial.mesh import Spatial
+from fullframe.spatial.mesh import Spatial, kept_with_mesh
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.rules.registry import QUICK, Merged, general, getter
 from fullframe.spatial.views import View, share_memory, version_of
@@ -90,7 +91,7 @@ class Layout:
         return {"height": self.spatial.height.part, "width": self.spatial.width.part}
 
 
-@lru_cache(maxsize=16384)
+@kept_with_mesh(maxsize=16384)
 def layout_of(
     spatial: Spatial,
     shape: tuple[int, ...],
@@ -98,8 +99,14 @@ def layout_of(
     gather: bool = False,
     strides: tuple[int, ...] | None = None,
 ) -> Layout:
-    """The one `Layout` object for these facts."""
-    return Layout(spatial, shape, placements, gather, strides)
+    """The one `Layout` object for these facts, in plain integers: it is kept, and others are made from it."""
+    strides = None if strides is None else tuple(map(int, strides))
+    return Layout(spatial, tuple(map(int, shape)), tuple(map(_in_integers, placements)), gather, strides)
+
+
+def _in_integers(p: Placement) -> Placement:
+    bounds = tuple(map(int, p.extents.bounds))
+    return Placement(p.axis, int(p.dim), Extents(bounds), int(p.outer), int(p.inner))
 
 
 class SpatialTensor(Tensor):
@@ -120,7 +127,11 @@ class SpatialTensor(Tensor):
     ) -> Any:
         quick = QUICK.get(func)
         if quick is not None:
-            result = quick(func, args, kwargs)
+            try:
+                result = quick(func, args, kwargs)
+            except Exception as error:
+                announce(error)
+                raise
             if result is not NotImplemented:
                 return result
         return general[0](func, args, kwargs or {})
@@ -315,8 +326,7 @@ def aligned(value: Tensor, layout: Layout) -> Tensor:
     local, own = local_of(value), value._layout
     if own is layout:
         return local
-    if own.spatial is not layout.spatial:
-        raise MeshError("tensors that are split over different meshes meet; shard both over one mesh")
+    require_one_mesh(own, layout)
     offset = len(layout.shape) - len(own.shape)
     target = {p.axis: p for p in layout.placements}
     for p in own.placements:
@@ -336,9 +346,21 @@ def merged(values: Sequence[Tensor]) -> Layout:
     shapes = [v._layout.shape if isinstance(v, SpatialTensor) else tuple(v.shape) for v in values]
     if all(s._layout is first for s in shells) and all(_fits(shape, first.shape) for shape in shapes):
         return first
+    for shell in shells:
+        require_one_mesh(shell._layout, first)
     shape = tuple(torch.broadcast_shapes(*shapes))
     cuts = [[p.at(p.dim + len(shape) - len(s._layout.shape)) for p in s._layout.placements] for s in shells]
     return first.with_(shape, united(cuts))
+
+
+def require_one_mesh(own: Layout, other: Layout) -> None:
+    """Raises MeshError where the operands of one op are split over different meshes."""
+    if own.spatial is not other.spatial:
+        sizes = [f"{layout.spatial.height.size}x{layout.spatial.width.size}" for layout in (own, other)]
+        raise MeshError(
+            f"tensors of two meshes (height x width {sizes[0]} and {sizes[1]}) meet in one op; "
+            "split both over one mesh, or pass one of them as x.full()"
+        )
 
 
 def united(cuts: Sequence[Sequence[Placement]]) -> Placements:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fullframe.errors import FullframeError
+from fullframe.spatial.waiting import waiting_for_ranks
 
 T = TypeVar("T")
 
@@ -59,4 +60,5 @@ def on_any_rank(flag: bool) -> bool:
     device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
     found = torch.tensor(flag, dtype=torch.int32, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found.item())
+    with waiting_for_ranks():
+        return bool(found.item())

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fullframe.errors import CheckpointError
+from fullframe.spatial.waiting import waiting_for_ranks
 from fullframe.training.agreement import from_all_ranks, on_all_ranks, on_first_rank
 from fullframe.training.manifest import FORMAT, MANIFEST, Manifest, read_manifest
 from fullframe.training.run_state import RunState
@@ -144,14 +145,16 @@ class _Writing:
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        self._thread.join()
+        with waiting_for_ranks():
+            self._thread.join()
 
     def watch(self, beat: Callable[[str], None]) -> None:
         """Join; a rank that only waits for others does not beat, lest one that hangs should go unnoticed."""
         while self._thread.is_alive():
             if self._busy:
                 beat(f"writing {self._path}")
-            self._thread.join(_BEAT_SECONDS)
+            with waiting_for_ranks():
+                self._thread.join(_BEAT_SECONDS)
 
     def result(self) -> Path:
         """Where it lies, once it does; raises what kept it from being written."""

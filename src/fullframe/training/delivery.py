@@ -25,6 +25,9 @@ Split = Literal["auto"] | Collection[str]
 _FINGERPRINT_ELEMENTS = 65536  # of each tensor; reading all of an 8 megapixel frame would cost as much as decoding it
 
 
+_LINE = "the next batch of the loader"  # which a progress bar may ask for, on one rank only
+
+
 @dataclass(frozen=True)
 class Grid:
     """The ranks of a replica as a worker process knows them: how many along H and W, and which of them this one is."""
@@ -203,7 +206,7 @@ class Delivery:
     def _require_same(self, fingerprint: int) -> None:
         group = self._spatial.replica
         device = "cpu" if "gloo" in torch.distributed.get_backend_config(group) else self._device
-        found = gathered(torch.tensor(fingerprint, device=device), group).tolist()
+        found = gathered(torch.tensor(fingerprint, device=device), group, "samples", _LINE).tolist()
         if len(set(found)) > 1:
             raise RecipeError(
                 f"ranks {list(self._spatial.replica_ranks)} of one replica read different samples (checksums {found}); "

@@ -16,11 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fullframe.errors import RunError
+from fullframe.spatial.channel import is_out_of_memory
 from fullframe.strategy import Strategy
 from fullframe.training.step import StepRecord, TrainStep
-
-# Not everything that runs out of memory raises torch.OutOfMemoryError: host memory, cuBLAS, cuDNN, NCCL.
-_SIGNS = ("DefaultCPUAllocator", "STATUS_ALLOC_FAILED", "out of memory")
 
 
 def attempt(step: TrainStep, batch: Any, hand: bool) -> StepRecord | str:
@@ -31,7 +29,7 @@ def attempt(step: TrainStep, batch: Any, hand: bool) -> StepRecord | str:
     try:
         return step(batch, hand)
     except Exception as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         problem = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
     # Outside the except block, for the exception's traceback holds what the step computed.
@@ -77,9 +75,3 @@ def batch_norm_warning(model: nn.Module) -> str:
     if any(isinstance(module, norms) and module.training for module in model.modules()):
         return "; batch norm now takes its statistics over these smaller microbatches"
     return ""
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
-    )

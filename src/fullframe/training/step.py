@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fullframe.errors import GradientError, RecipeError, StrategyError
+from fullframe.spatial.waiting import waiting_for_ranks
 from fullframe.strategy import Strategy
 from fullframe.training.average import ParameterAverage
 from fullframe.training.batchnorm import synchronize_batchnorm
@@ -182,7 +183,8 @@ class TrainStep:
         used = torch.tensor([n in own for n in numbers], device=self._device_type, dtype=torch.int32)
         dist.broadcast(order, 0)
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        is_used = used.tolist()
+        with waiting_for_ranks():
+            is_used = used.tolist()
         return [number for number in order.tolist() if is_used[number]]
 
     def rehearse(self, batch: Any) -> None:
@@ -273,7 +275,8 @@ class TrainStep:
 
     def _read(self, *scalars: Tensor) -> list[float]:
         """The numbers on the host: what the whole job decides by. A simulation, which has none, overrides this."""
-        return torch.stack([scalar.double() for scalar in scalars]).tolist()
+        with waiting_for_ranks():  # a device's messages
+            return torch.stack([scalar.double() for scalar in scalars]).tolist()
 
 
 class KeptBuffers:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullframe.errors import GradientError, StrategyError
+from fullframe.spatial.waiting import waiting_for_ranks
 
 
 class UpdateInBackward:
@@ -113,7 +114,8 @@ class UpdateInBackward:
         number, gradient, work = self._flying
         self._flying = None
         if work is not None:
-            work.wait()
+            with waiting_for_ranks():
+                work.wait()
         self._squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
         parameter = self._parameters[number]
         if parameter in self._group_of:  # the optimizer may leave some out

@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from fullframe.spatial.module_path import module_path
+from fullframe.spatial.waiting import waits
 from fullframe.training.failure import AGAIN, report
 
 _TICK_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
-# Where the innermost line of Python is, while messages of other ranks, or a device that waits for them, are waited for.
 _TORCH, _PACKAGE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-_WAITING = tuple(f"{_TORCH}/{part}/" for part in ("distributed", "autograd", "nn/parallel"))
-_WAITING += tuple(f"{_PACKAGE}/{part}" for part in ("spatial/", "training/step.py", "training/checkpoint.py"))
+# Our own code says where it waits (`waiting_for_ranks`); of torch's we know the modules.
+_WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel")
 _LIBRARY = (f"{_TORCH}/", f"{_PACKAGE}/", f"{Path(os.__file__).parent}/", "<")
 
 
@@ -116,7 +116,7 @@ class Watchdog:
         """Write where this rank is, with the stacks of all its threads."""
         frame = sys._current_frames().get(self._main)
         idle_seconds = round(time.monotonic() - self._since, 1)
-        mine = Whereabouts(self._doing, idle_seconds, _where(frame), _waits(frame))
+        mine = Whereabouts(self._doing, idle_seconds, _where(frame), _waits(self._main, frame))
         partial = self._file(".partial")
         with contextlib.suppress(OSError), open(partial, "w") as file:
             file.write(json.dumps(mine._asdict()) + "\n\n")
@@ -189,14 +189,13 @@ def _where(frame: FrameType | None) -> str:
     return f"{where}, module {module}" if module else where
 
 
-def _waits(frame: FrameType | None) -> bool:
-    """Whether a rank waits for others there; what the standard library does, it does for whoever called it."""
-    frames = (one for one in _outwards(frame) if _package(one) not in sys.stdlib_module_names)
-    return next((one.f_code.co_filename.startswith(_WAITING) for one in frames), False)
-
-
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+def _waits(thread: int, frame: FrameType | None) -> bool:
+    """Whether a thread waits for other ranks there; what the standard library does, it does for whoever called it."""
+    if waits(thread):
+        return True
+    modules = (str(one.f_globals.get("__name__", "")) for one in _outwards(frame))
+    module = next((name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names), "")
+    return f"{module}.".startswith(tuple(f"{name}." for name in _WAITING))
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

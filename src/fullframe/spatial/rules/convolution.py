@@ -5,7 +5,6 @@ backward keeps the local input and the borrowed strips, never a joined copy.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from fullframe.geometry.extents import overlap
 from fullframe.geometry.window import TransposedWindow, Window
 from fullframe.spatial.halo import Halo, Piece, Ranges, assembled, memory_format_of, part_of
+from fullframe.spatial.mesh import kept_with_mesh
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.windowed import WindowPlan, embedded, ints, plan_windows, region, return_gradient
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
@@ -66,7 +66,7 @@ class _Plan:
         return local
 
 
-@lru_cache(maxsize=4096)
+@kept_with_mesh(maxsize=4096)
 def _plan(layout: Layout, weight: Ints, stride: Ints, padding: Ints, dilation: Ints, groups: int) -> _Plan:
     count = len(stride)
     dims = range(len(layout.shape) - count, len(layout.shape))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from fullframe.geometry.window import AdaptiveWindow, Window, proportional_extents
 from fullframe.spatial.halo import Halo, memory_format_of
+from fullframe.spatial.mesh import kept_with_mesh
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.resampling import in_format, resampled
 from fullframe.spatial.rules.taps import taps_of
@@ -28,7 +28,7 @@ _ADAPTIVE_MAX: dict[Any, int] = {F.adaptive_max_pool1d: 1, F.adaptive_max_pool2d
 _ADAPTIVE_MAX |= {torch.adaptive_max_pool1d: 1}
 
 
-@lru_cache(maxsize=1024)
+@kept_with_mesh(maxsize=1024)
 def _plan(
     layout: Layout, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool
 ) -> tuple[WindowPlan, tuple[Window, ...], Ints]:

@@ -150,6 +150,6 @@ def embedded(gradient: Tensor, held: Ranges, wanted: Ranges, cuts: tuple[Cut, ..
 
 def ints(value: int | Sequence[int], count: int) -> tuple[int, ...]:
     """An option that torch takes as one number or one a dim, as one a dim."""
-    if isinstance(value, int):
-        return (value,) * count
-    return tuple(value) if len(value) == count else tuple(value) * count
+    if not isinstance(value, Sequence):  # an integer, numpy's too; what is made from it is kept
+        return (int(value),) * count
+    return tuple(map(int, value)) if len(value) == count else tuple(map(int, value)) * count
