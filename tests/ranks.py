@@ -70,7 +70,9 @@ class RankGroup:
             self.close()
             errors += [(rank, "TimeoutError", "", f"no answer within {timeout_seconds} s") for rank in silent]
         if errors:
-            if not silent and function is not _forget_meshes:
+            if any(kind == "EOFError" for _, kind, _, _ in errors):
+                self.close()  # what the dead rank owed the others never comes
+            elif not silent and function is not _forget_meshes:
                 self.run(_forget_meshes)
             raise RankFailure(errors)
         return [answers[rank][1] for rank in range(self.size)]

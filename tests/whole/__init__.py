@@ -1,0 +1,1 @@
+"""Suites that run everything torch has, rather than what was thought of."""

@@ -1,0 +1,71 @@
+"""A part of torch's op database on two ranks; `python -m tests.whole.opinfo` runs all of it on four meshes."""
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.whole import opinfo, verdicts
+from tests.whole.opinfo import FAULTS, Result, every_name, run
+from tests.whole.report import summary
+from tests.whole.verdicts import run_chunk
+
+SAMPLES = 1
+EXACT_SHARE = 0.65  # of the ops with an image-like sample; docs/ops.md says what that is
+
+
+@pytest.mark.timeout(600)
+def test_every_op_and_module_is_exact_or_refused() -> None:
+    results = run(every_name(), (1, 2), SAMPLES)
+    faults = [result for result in results if result.verdict in FAULTS]
+    assert not faults, "\n".join(f"{r.verdict}: {r.text} {r.case}: {r.detail}" for r in faults)
+    kinds = summary(results)["kinds"]
+    assert kinds["exact"] >= EXACT_SHARE * sum(kinds.values()), kinds
+
+
+def _sabotaged(*chunk: Any) -> None:
+    """A chunk where some functions have rules of the kinds of fault that the suite is there to see."""
+    import fullframe.spatial.rules.catalog  # noqa: F401  which fills the registry
+    from fullframe.spatial.rules.registry import RULES, Refused
+    from fullframe.spatial.tensor import wrap
+
+    rank = torch.distributed.get_rank()
+    rules = {
+        torch.neg: lambda func, x: wrap(func(x.local) * (1 + 1e-8), x._layout),
+        torch.sin: lambda func, x: wrap(func(x.local.detach()), x._layout),
+        torch.tan: lambda func, x: _raise(ValueError("of one rank") if rank else Refused("of the other")),
+        torch.cos: lambda func, x: _raise(AttributeError("of all ranks")),
+        torch.exp: lambda func, x: wrap(func(x.local.zero_()), x._layout),
+        torch.erf: lambda func, x: time.sleep(1000) if rank else x,
+        torch.abs: lambda func, x: wrap(func(x.local).float(), x._layout),
+    }
+    kept, limit = {function: RULES[function] for function in rules}, verdicts.STALLED_SECONDS
+    RULES.update(rules)
+    verdicts.STALLED_SECONDS = 5.0
+    try:
+        run_chunk(*chunk)
+    finally:
+        RULES.update(kept)
+        verdicts.STALLED_SECONDS = limit
+
+
+def _raise(error: BaseException) -> Tensor:
+    raise error
+
+
+def test_the_suite_sees_every_kind_of_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opinfo, "MOST_HANGS", 1)
+    wanted = {"neg": "wrong", "sin": "wrong", "tan": "disagree", "cos": "foreign", "exp": "wrong", "erf": "hang",
+              "abs": "wrong", "sqrt": "exact"}  # fmt: skip
+    results = run([*wanted], (1, 2), 1, work=_sabotaged)
+    for name, verdict in wanted.items():
+        functions = [r for r in results if r.entry == name and _is_plain(r)]
+        assert Counter(r.verdict for r in functions)[verdict] == len(functions) > 0, functions
+
+
+def _is_plain(result: Result) -> bool:
+    case = result.case
+    return (case["call"], case["dtype"], case["values"], case["gather"]) == ("function", "float64", "given", False)
