@@ -62,7 +62,7 @@ def cases(entry: Entry, mesh: Mesh, most: int) -> Iterator[Case]:
         return (Case(call, n, name, **facts) for n in evenly(among, max(1, most // share)))
 
     yield from each("function", able, 1)
-    yield from each("function", mixed, 2, split="first")
+    yield from each("function", [n for n in evenly(able, most) if n in mixed], 1, split="first")
     yield from each("function", several, 2, split="others")
     if main.is_floating_point:
         yield from each("function", able, 2, values="planted")

@@ -116,7 +116,8 @@ def _chunk(
     stuck = next((line for line in begun if (line["begin"], line["number"]) not in known), None)
     if stuck is None:
         raise RuntimeError(f"the ranks failed between two cases: {failure}")
-    detail = "a rank raised outside a case: " + failure[-300:] if "Traceback" in failure else _who(lines, stuck)
+    died = "the process died" in failure or "no answer within" in failure
+    detail = _who(lines, stuck) if died else "a rank raised outside a case: " + failure[-300:]
     results.append(_result(stuck, mesh, "hang", detail))
     position = next(n for n, (name, _) in enumerate(chunk) if name == stuck["begin"])
     return results, [(stuck["begin"], stuck["number"] + 1), *chunk[position + 1 :]]

@@ -143,7 +143,9 @@ def _same(result: Any, out: Any) -> bool:
 def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return "Tensor"
-    return type(value).__name__ if isinstance(value, (list, tuple, dict)) or value is None else repr(value)
+    if isinstance(value, tuple):
+        return type(value).__name__.removesuffix("_out")  # torch names its result tuples by overload
+    return type(value).__name__ if isinstance(value, (list, dict)) or value is None else repr(value)
 
 
 def _write(tree: Any) -> None:
@@ -167,7 +169,7 @@ def _keep(answers: Answers, label: str, values: list[Any]) -> list[Any]:
         if label == "output":
             answers.facts[f"requires_grad of {label} {n}"] = value.requires_grad
             answers.facts[f"dtype of {label} {n}"] = value.dtype
-            if value is whole:
+            if not isinstance(value, SpatialTensor) or not value.placements:
                 answers.whole.append(whole.detach())
     return wholes
 

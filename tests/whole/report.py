@@ -26,7 +26,8 @@ afterwards; with infinities and NaN put in, in other dtypes, with only some oper
 
 An op has an *image-like sample* when a tensor of at least two dims among its arguments can be cut over the ranks
 of the mesh in its last two, as `ff.shard` does. These ops are listed. What counts in the table are the samples as
-torch draws them, in float64 (or the nearest dtype that the op has), all such tensors split:
+torch draws them, in float64 (or the nearest dtype that the op has), with all such tensors split or, as the weight
+of a convolution is whole in any model, the first of them alone; a sample is exact when one of the two is:
 
 - **exact**: on every such sample on every mesh, the numbers of plain torch (float64: 1e-9 of the largest value).
 - **in part**: exact on some, refused by name (`UnsupportedOp`, on all ranks alike) on others.
@@ -38,15 +39,20 @@ torch draws them, in float64 (or the nearest dtype that the op has), all such te
 
 
 def op_counts(results: Iterable[Any]) -> dict[str, Counter[str]]:
-    """Verdicts of the samples as torch draws them, all split, in the entry's main dtype, by entry."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    """How many samples of each entry are exact, refused, or faulty, as the page's introduction says."""
+    verdicts: dict[str, dict[Any, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for r in results:
         case = r.case
-        if (case["call"], case["split"], case["values"], case["gather"]) == ("function", "all", "given", False) and (
-            case["main"] and r.verdict != "skipped"
-        ):
-            counts[r.entry][r.verdict] += 1
-    return counts
+        if (case["call"], case["values"], case["gather"]) != ("function", "given", False) or not case["main"]:
+            continue
+        if r.verdict != "skipped" and case["split"] in ("all", "first"):
+            verdicts[r.entry][r.mesh, case["sample"]][case["split"]] = r.verdict
+    return {name: Counter(map(_of_sample, by_sample.values())) for name, by_sample in verdicts.items()}
+
+
+def _of_sample(by_split: dict[str, str]) -> str:
+    faults = [verdict for verdict in by_split.values() if verdict in FAULTS]
+    return faults[0] if faults else "exact" if "exact" in by_split.values() else "refused"
 
 
 def kind_of(counts: Counter[str]) -> str:
