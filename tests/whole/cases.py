@@ -48,7 +48,7 @@ def chosen(sample: Sample, split: str, mesh: Mesh) -> list[bool]:
 
 
 def cases(entry: Entry, mesh: Mesh, most: int) -> Iterator[Case]:
-    """The cases of an entry; `most` bounds how many samples each kind of case takes, evenly chosen."""
+    """The cases of an entry; `most` bounds how many samples each kind of case takes."""
     main = entry.main
     if main is None:
         return
@@ -59,10 +59,10 @@ def cases(entry: Entry, mesh: Mesh, most: int) -> Iterator[Case]:
     mixed = [n for n in able if sum(t.dim() > 0 for t in samples[n].tensors()) > 1]
 
     def each(call: str, among: Sequence[int], share: int, **facts: Any) -> Iterator[Case]:
-        return (Case(call, n, name, **facts) for n in evenly(among, max(1, most // share)))
+        return (Case(call, n, name, **facts) for n in some(among, max(1, most // share)))
 
     yield from each("function", able, 1)
-    yield from each("function", [n for n in evenly(able, most) if n in mixed], 1, split="first")
+    yield from each("function", [n for n in some(able, most) if n in mixed], 1, split="first")
     yield from each("function", several, 2, split="others")
     if main.is_floating_point:
         yield from each("function", able, 2, values="planted")
@@ -92,18 +92,16 @@ def _others(entry: Entry, mesh: Mesh, most: int) -> Iterator[Case]:
     for dtype in OTHERS:
         if dtype in entry.dtypes and dtype != entry.main:
             able = [n for n, sample in enumerate(entry.samples(dtype)) if any(chosen(sample, "all", mesh))]
-            for n in evenly(able, max(1, most // 8)):
+            for n in some(able, max(1, most // 8)):
                 yield Case("function", n, str(dtype).removeprefix("torch."))
     wrong = [n for n, sample in enumerate(entry.wrong()) if any(chosen(sample, "all", mesh))]
-    for n in evenly(wrong, max(2, most)):
+    for n in some(wrong, max(2, most)):
         yield Case("function", n, "any", values="wrong")
 
 
-def evenly(among: Sequence[int], count: int) -> Iterable[int]:
-    """`count` of them, spread from the first to the last."""
-    if len(among) <= count:
-        return among
-    return [among[(2 * n + 1) * len(among) // (2 * count)] for n in range(count)]
+def some(among: Iterable[int], count: int) -> list[int]:
+    """`count` of them, scattered alike in every run; a larger count takes the same ones and more."""
+    return sorted(sorted(among, key=lambda n: zlib.crc32(str(n).encode()))[:count])
 
 
 def sample_of(entry: Entry, case: Case) -> Sample:

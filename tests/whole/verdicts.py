@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import fullframe as ff
-from fullframe.errors import UnsupportedOp
+from fullframe.errors import FullframeError, UnsupportedOp
 from fullframe.spatial.mesh import forget_meshes
 from tests.whole.cases import Case, Mesh, cases, described, sample_of
 from tests.whole.database import Entry, entries
@@ -110,6 +110,8 @@ def _compared(program: Program, raising: Callable[[str], None]) -> Outcome:
     if len(set(kinds)) > 1 or (error is not None and not isinstance(error, UnsupportedOp)):
         forget_meshes()  # a message may lie between the ranks
         _everyone(0)
+    if len(set(kinds)) > 1 and _told(kinds, raised):
+        return Outcome("error agrees", f"{type(raised).__name__} on some ranks, of which the others were told")
     if len(set(kinds)) > 1:
         return Outcome("disagree", "completed" if error is None else _shown(error))
     if error is not None:
@@ -142,7 +144,14 @@ def _attempt(program: Program, on: Any, gradients: bool) -> tuple[Answers, Excep
 def _code(error: Exception | None) -> int:
     if error is None:
         return 0
-    return 1 if isinstance(error, UnsupportedOp) else 2 + zlib.crc32(type(error).__name__.encode())
+    if isinstance(error, FullframeError):
+        return 1 if isinstance(error, UnsupportedOp) else 2
+    return 3 + zlib.crc32(type(error).__name__.encode())
+
+
+def _told(kinds: tuple[int, ...], raised: Exception | None) -> bool:
+    """Whether only some ranks met torch's error, in their part of the data, and the others ended because of it."""
+    return raised is not None and set(kinds) == {2, _code(raised)}
 
 
 _agreement: list[Any] = []
