@@ -144,7 +144,7 @@ def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return "Tensor"
     if isinstance(value, tuple):
-        return type(value).__name__.removesuffix("_out")  # torch names its result tuples by overload
+        return type(value).__name__
     return type(value).__name__ if isinstance(value, (list, dict)) or value is None else repr(value)
 
 

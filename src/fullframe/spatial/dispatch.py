@@ -337,6 +337,8 @@ def _into(target: Any, result: Any, func: Any) -> Any:
             goal.copy_(value)
     if isinstance(target, Tensor):
         return target
+    if type(result) in (tuple, list):  # of `unbind_copy` and its like, which return nothing
+        return None
     return getattr(torch.return_types, f"{type(result).__name__}_out", type(result))(targets)
 
 
@@ -346,6 +348,8 @@ def _check_out(goal: Tensor, value: Tensor, func: Any) -> None:
         raise RuntimeError(f"{name}(): functions with out=... arguments don't support automatic differentiation")
     if not torch.can_cast(value.dtype, goal.dtype):
         raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {goal.dtype}")
+    if goal.dtype != value.dtype:  # some functions convert, some raise
+        raise Refused(f"out= is of {goal.dtype}, the result of {value.dtype}", "Give out= the result's dtype.")
     if tuple(goal.shape) != tuple(value.shape):
         raise Refused(f"out= has shape {tuple(goal.shape)}, the result {tuple(value.shape)}", "Give out= its size.")
     if isinstance(value, SpatialTensor) and not isinstance(goal, SpatialTensor):

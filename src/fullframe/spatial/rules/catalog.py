@@ -4,6 +4,7 @@ from fullframe.spatial import function_guard as _guard  # noqa: F401  in place a
 from fullframe.spatial.rules import (
     along,
     attention,
+    composed,
     convolution,
     extremes,
     hooks,
@@ -21,12 +22,14 @@ from fullframe.spatial.rules import (
     resampling,
     reshape,
     sampling,
+    scattering,
     unfolding,
 )
 
 FAMILIES = (
     along,
     attention,
+    composed,
     convolution,
     extremes,
     hooks,
@@ -44,5 +47,6 @@ FAMILIES = (
     resampling,
     reshape,
     sampling,
+    scattering,
     unfolding,
 )

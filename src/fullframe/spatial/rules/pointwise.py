@@ -29,7 +29,7 @@ _BINARY = """
     maximum minimum fmax fmin hypot logaddexp logaddexp2 copysign nextafter ldexp xlogy heaviside
     eq ne lt le gt ge greater greater_equal less less_equal not_equal isclose
     logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
-    where lerp addcmul addcdiv clamp clip clamp_min clamp_max masked_fill rsub
+    complex polar where lerp addcmul addcdiv clamp clip clamp_min clamp_max masked_fill rsub
 """
 _IN_PLACE_DUNDERS = """
     __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__

@@ -17,20 +17,18 @@ _REFUSED: dict[str, str] = {
         native_norm corrcoef cov renorm renorm_ hspmm smm sspaddmm hash_tensor
     """,
     "it picks or orders elements by their positions in the whole tensor": """
-        diag diag_embed diagflat diagonal diagonal_copy diagonal_scatter fill_diagonal_ tril tril_ triu triu_ rot90
-        take put put_ kthvalue median nanmedian mode quantile nanquantile searchsorted bucketize isin bincount histc
-        histogram histogramdd combinations cartesian_prod meshgrid cdist pdist as_strided as_strided_ as_strided_copy
-        as_strided_scatter select_scatter slice_scatter slice_inverse gradient trapezoid trapz cumulative_trapezoid
-        unravel_index cummax cummin cumprod_ cumsum_ masked_scatter masked_scatter_ affine_grid affine_grid_generator
-        grid_sampler grid_sampler_2d grid_sampler_3d max_unpool1d max_unpool2d max_unpool3d fractional_max_pool2d
-        fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
-        adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
-        max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices __reversed__ map_ map2_ apply_
+        diag diag_embed diagflat diagonal diagonal_copy diagonal_scatter fill_diagonal_ take put put_ kthvalue median
+        nanmedian mode quantile nanquantile searchsorted bincount histc histogram histogramdd combinations
+        cartesian_prod meshgrid cdist pdist as_strided as_strided_ as_strided_copy as_strided_scatter select_scatter
+        slice_scatter slice_inverse gradient trapezoid trapz cumulative_trapezoid unravel_index cummax cummin cumprod_
+        cumsum_ masked_scatter masked_scatter_ affine_grid affine_grid_generator grid_sampler grid_sampler_2d
+        grid_sampler_3d max_unpool1d max_unpool2d max_unpool3d fractional_max_pool2d fractional_max_pool3d
+        fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices adaptive_max_pool1d_with_indices
+        adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices max_pool1d_with_indices
+        max_pool2d_with_indices max_pool3d_with_indices __reversed__ map_ map2_ apply_
     """,
     "it reads or writes at index tensors": """
-        index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_put index_put_ index_reduce
-        index_reduce_ scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index embedding
-        embedding_bag
+        index_put index_put_ index embedding embedding_bag
     """,
     "the shape of its result depends on the values": """
         nonzero nonzero_static argwhere unique unique_consecutive masked_select
@@ -63,20 +61,17 @@ _REFUSED: dict[str, str] = {
         binary_cross_entropy_with_logits constant_pad_nd convolution feature_alpha_dropout group_norm instance_norm
         kl_div hinge_embedding_loss margin_ranking_loss cosine_embedding_loss triplet_margin_loss layer_norm
         native_batch_norm native_dropout native_group_norm native_layer_norm poisson_nll_loss
-        rms_norm alias_copy detach_copy expand_copy narrow_copy permute_copy select_copy slice_copy split_copy
-        split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy unsqueeze_copy view_copy
-        view_as_complex_copy view_as_real_copy unsafe_chunk unsafe_split unsafe_split_with_sizes autocast
-        _autocast_to_full_precision _autocast_to_reduced_precision _backward_hooks _cdata _grad _grad_fn
-        _post_accumulate_grad_hooks _version _is_view grad_dtype name output_nr volatile is_distributed
+        rms_norm alias_copy slice_copy unfold_copy
+        unsafe_split_with_sizes autocast _autocast_to_full_precision _autocast_to_reduced_precision _backward_hooks
+        _cdata _grad _grad_fn _post_accumulate_grad_hooks _version _is_view grad_dtype name output_nr volatile
+        is_distributed
     """,
     "it draws random numbers in an order no shard can follow": """
         rrelu rrelu_ gumbel_softmax multinomial poisson binomial normal
     """,
     "it compares or combines vectors in a way that is not split": """
-        bilinear linear_cross_entropy addr addr_ ger outer inner cross tensordot vdot dot addmv
-        addmv_ addbmm addbmm_ addmm_ baddbmm_ sum_to_size logcumsumexp_ complex polar frexp view_as_complex
-        view_as_real cfloat cdouble chalf column_stack row_stack hstack vstack dstack hsplit vsplit dsplit
-        atleast_1d atleast_2d atleast_3d broadcast_tensors repeat_interleave_
+        bilinear linear_cross_entropy addr addr_ ger outer inner tensordot vdot dot addmv addmv_ addbmm addbmm_ addmm_
+        baddbmm_ logcumsumexp_ cfloat cdouble chalf repeat_interleave_
     """,
 }
 

@@ -1,0 +1,174 @@
+"""Functions that are others in another dress: each is written with the torch functions that it stands for."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.tensor import SpatialTensor, aligned, local_of, merged, wrap
+
+_SPLIT_ALONG = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
+
+
+@rule(torch.hsplit, Tensor.hsplit, torch.vsplit, Tensor.vsplit, torch.dsplit, Tensor.dsplit)
+def _split_along(func: Any, x: SpatialTensor, sections: Any) -> Any:
+    dim = _SPLIT_ALONG[func.__name__] if x.dim() > 1 else 0
+    return torch.tensor_split(x, sections, dim)
+
+
+def _raised(x: Tensor, dims: int) -> Tensor:
+    """`x` with at least so many dims, ones put where `torch.atleast_*d` puts them."""
+    if x.dim() == 0 and dims:
+        x = x.reshape(1)
+    if x.dim() == 1 and dims > 1:
+        x = x.unsqueeze(0)
+    return x.unsqueeze(-1) if x.dim() == 2 and dims > 2 else x
+
+
+@rule(torch.atleast_1d, torch.atleast_2d, torch.atleast_3d)
+def _at_least(func: Any, *tensors: Any) -> Any:
+    dims = int(func.__name__[-2])
+    if len(tensors) == 1 and isinstance(tensors[0], Tensor):
+        return _raised(tensors[0], dims)
+    given = tensors[0] if len(tensors) == 1 else tensors
+    return tuple(_raised(t, dims) for t in given)
+
+
+@rule(torch.vstack, torch.row_stack)
+def _vstack(func: Any, tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([_raised(t, 2) for t in tensors], 0)
+
+
+@rule(torch.hstack)
+def _hstack(func: Any, tensors: Sequence[Tensor]) -> Tensor:
+    raised = [_raised(t, 1) for t in tensors]
+    return torch.cat(raised, 0 if raised[0].dim() == 1 else 1)
+
+
+@rule(torch.dstack)
+def _dstack(func: Any, tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([_raised(t, 3) for t in tensors], 2)
+
+
+@rule(torch.column_stack)
+def _column_stack(func: Any, tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1, 1) if t.dim() < 2 else t for t in tensors], 1)
+
+
+@rule(torch.broadcast_tensors)
+def _broadcast_tensors(func: Any, *tensors: Any) -> tuple[Tensor, ...]:
+    given = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
+    shape = torch.broadcast_shapes(*(tuple(t.shape) for t in given))
+    return tuple(t.expand(shape) for t in given)
+
+
+@rule(Tensor.sum_to_size)
+def _sum_to_size(func: Any, x: SpatialTensor, *size: Any) -> Tensor:
+    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    lead = x.dim() - len(shape)
+    dims = [*range(lead), *(d + lead for d, n in enumerate(shape) if n == 1 and x.shape[d + lead] != 1)]
+    return x.sum(dims, keepdim=True).reshape(shape) if dims else x
+
+
+@rule(torch.rot90, Tensor.rot90)
+def _rot90(func: Any, x: SpatialTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    a, b = dims
+    turns = k % 4
+    if turns == 2:
+        return x.flip((a, b))
+    if turns == 0:
+        return x.clone()
+    return x.flip(b if turns == 1 else a).transpose(a, b)
+
+
+@rule(torch.tril, Tensor.tril, torch.triu, Tensor.triu, Tensor.tril_, Tensor.triu_)
+def _triangle(func: Any, x: SpatialTensor, diagonal: int = 0) -> Tensor:
+    """Of a part that begins at row r and column c, the diagonal lies r - c further right."""
+    layout, first = x._layout, {-2: 0, -1: 0}
+    for dim in first:
+        placement = layout.of(dim)
+        if placement is not None:
+            first[dim] = placement.extents.ranges[layout.spatial.axis(placement.axis).part].start
+    local = local_of(x)
+    result = func(local, diagonal + first[-2] - first[-1])
+    return x if result is local else wrap(result, layout)
+
+
+@rule(torch.cross, Tensor.cross, torch.linalg.cross)
+def _cross(func: Any, a: Tensor, b: Tensor, dim: int | None = None) -> Tensor:
+    layout = merged([a, b])
+    if dim is None:
+        dim = -1 if func is torch.linalg.cross else next(d for d, size in enumerate(a.shape) if size == 3)
+    if layout.is_split(dim):
+        raise Refused("the dim of the vectors is split")
+    return wrap(torch.linalg.cross(aligned(a, layout), aligned(b, layout), dim=dim), layout)
+
+
+@rule(torch.view_as_real)
+def _view_as_real(func: Any, x: SpatialTensor) -> Tensor:
+    layout = x._layout
+    return wrap(func(local_of(x)), layout.with_((*layout.shape, 2), layout.placements))
+
+
+@rule(torch.view_as_complex)
+def _view_as_complex(func: Any, x: SpatialTensor) -> Tensor:
+    layout = x._layout
+    if layout.is_split(-1):
+        raise Refused("real and imaginary parts lie on different ranks")
+    return wrap(func(local_of(x)), layout.with_(layout.shape[:-1], layout.placements))
+
+
+@rule(torch.frexp, Tensor.frexp)
+def _frexp(func: Any, x: SpatialTensor) -> Any:
+    mantissa, exponent = parts = func(local_of(x))
+    return type(parts)((wrap(mantissa, x._layout), wrap(exponent, x._layout)))
+
+
+@rule(torch.isin)
+def _isin(func: Any, elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
+    if not isinstance(elements, SpatialTensor) or isinstance(test_elements, SpatialTensor):
+        raise Refused("the set of elements to look for is split")
+    # Where all are promised to be unique torch may sort them together; one by one the answer is the same.
+    return wrap(func(local_of(elements), test_elements, invert=invert), elements._layout)
+
+
+@rule(torch.bucketize)
+def _bucketize(func: Any, input: Any, boundaries: Tensor, **options: Any) -> Tensor:
+    if isinstance(boundaries, SpatialTensor):
+        raise Refused("the boundaries are split")
+    return wrap(func(local_of(input), boundaries, **options), input._layout)
+
+
+_COPIES = """
+    detach expand permute select split split_with_sizes squeeze t transpose unbind unsqueeze view view_as_real
+    view_as_complex
+"""
+_CHUNKS: dict[Any, Callable[..., Any]] = {
+    torch.unsafe_chunk: torch.chunk,
+    torch.unsafe_split: torch.split,
+    Tensor.unsafe_chunk: Tensor.chunk,
+    Tensor.unsafe_split: Tensor.split,
+}
+
+
+def _copied() -> dict[Any, Callable[..., Any]]:
+    """The functions `..._copy` of torch, and the functions whose results they copy."""
+    pairs = ((getattr(torch, f"{name}_copy", None), name) for name in _COPIES.split())
+    found = {copy: getattr(torch, name, None) or getattr(Tensor, name) for copy, name in pairs if copy}
+    return {**found, torch.narrow_copy: torch.narrow, Tensor.narrow_copy: Tensor.narrow}
+
+
+_BASES = _copied()
+
+
+@rule(*_BASES)
+def _copy(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return tree_map_only(Tensor, torch.clone, _BASES[func](*args, **kwargs))
+
+
+@rule(*_CHUNKS)
+def _unsafe_chunk(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return _CHUNKS[func](*args, **kwargs)
