@@ -1,7 +1,6 @@
 """The question every op and model is asked: are the split numbers those of one process?"""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ Op = Callable[..., Any]
 FLOOR = 1e-6  # of inputs of order 1: what is smaller is zero but for rounding, and has no relative error
 
 
-@lru_cache
 def mesh(height: int, width: int) -> DeviceMesh:
     return ff.init_mesh(height=height, width=width)
 

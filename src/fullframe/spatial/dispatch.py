@@ -78,11 +78,13 @@ general.append(dispatch)
 
 
 def _is_usual(args: tuple[Any, ...]) -> bool:
-    """A split tensor that is no view and lies contiguous, and model parameters beside it."""
+    """A split tensor that is no view and lies contiguous, model parameters beside it, and numbers."""
     first = args[0]
     if type(first) is not SpatialTensor or first._view is not None or first._layout.strides is not None:
         return False
     for value in args[1:]:
+        if type(value) is str:
+            return False
         if isinstance(value, Tensor) and (type(value) is SpatialTensor or (value.requires_grad and enters(value))):
             return False
     return True
