@@ -43,13 +43,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, with split tensors among the arguments."""
     if kwargs:
         args, kwargs = _renamed(args, kwargs)
-    elif func in TRUSTED and _is_usual(args):
-        try:
-            result = RULES[func](func, *args)
-            if type(result) is SpatialTensor and result._local.is_contiguous():
-                return result
-        except Refused:
-            pass  # said below, or done on other cuts
+    usual = _usual(func, args) if func in TRUSTED and not kwargs else None
+    if usual in _approved:
+        return RULES[func](func, *args)
     args, kwargs = entered(SpatialTensor, func, args, kwargs)
     operands: list[Tensor] = []
     target = kwargs.pop("out") if kwargs.get("out") is not None else None
@@ -62,6 +58,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _with_whole_views(func, args, kwargs if target is None else {**kwargs, "out": target})
     try:
         result = _ruled(func, args, kwargs, operands, facts)
+        if usual is not None and type(result) is SpatialTensor and result._layout.strides is None:
+            _approved.add(usual)
         return result if target is None else _into(target, result, func)
     except Merged as merged:
         again = _in_runs(merged, args, kwargs)
@@ -77,17 +75,26 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 general.append(dispatch)
 
 
-def _is_usual(args: tuple[Any, ...]) -> bool:
-    """A split tensor that is no view and lies contiguous, model parameters beside it, and numbers."""
+_approved: set[Any] = set()  # usual calls of trusted functions that went the general way once
+
+
+def _usual(func: Any, args: tuple[Any, ...]) -> Any:
+    """What tells a call whose operands are a split tensor that is no view, model parameters and numbers; else None."""
     first = args[0]
     if type(first) is not SpatialTensor or first._view is not None or first._layout.strides is not None:
-        return False
+        return None
+    told = [func, first._layout.shape, first._layout.placements, first._local.dtype]
     for value in args[1:]:
-        if type(value) is str:
-            return False
-        if isinstance(value, Tensor) and (type(value) is SpatialTensor or (value.requires_grad and enters(value))):
-            return False
-    return True
+        if isinstance(value, Tensor):
+            if type(value) is SpatialTensor or (value.requires_grad and enters(value)):
+                return None
+            told += (value.shape, value.stride(), value.dtype)
+        elif type(value) is list:
+            return None
+        else:
+            told.append(value)
+    told.append(torch._C._is_any_autocast_enabled())
+    return tuple(told)
 
 
 def _in_runs(

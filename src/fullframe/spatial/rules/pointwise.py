@@ -107,7 +107,7 @@ def _quick(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> A
 
 
 _FORMATS = frozenset(("memory_format", "axis", "keepdims", "input", "x1", "x2"))
-_NUMBERS = frozenset((int, float, bool, complex, str, type(None), torch.dtype))
+_NUMBERS = frozenset((int, float, bool, complex, str, torch.dtype))
 QUICK.update(dict.fromkeys(_functions(), _quick))
 
 
@@ -122,6 +122,8 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         layout = target._layout
     local_args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, layout), (args, kwargs))
     result = func(*local_args, **kwargs)
+    if result is NotImplemented:  # x == None
+        return func is Tensor.__ne__
     if type(args[0]) is SpatialTensor and (target is not None or result is args[0]._local):
         return _result(result, args[0])
     return wrap(result, layout.elementwise)
