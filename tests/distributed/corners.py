@@ -102,6 +102,6 @@ def _ramp(count: int) -> Tensor:
 
 def _mean(gradient: Tensor) -> Tensor:
     """Over the ranks, as gradients of parameters are averaged; without the infinities of a sum in 16 bit."""
-    wide = gradient.double()
+    wide = gradient.double().contiguous()  # the ranks add up memory, in whatever order it lies
     dist.all_reduce(wide)
     return (wide / dist.get_world_size()).to(gradient.dtype)

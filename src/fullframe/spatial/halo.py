@@ -213,7 +213,9 @@ def _channels_last(tensor: Tensor) -> bool:
     least = 0
     for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
         size, stride = tensor.shape[dim], tensor.stride(dim)
-        if size == 0 or stride < least or (dim == 1 and stride == 0) or (dim == 0 and least == tensor.stride(1)):
+        if size == 0 or (dim == 1 and stride == 0) or (dim == 0 and least == tensor.stride(1)):
             return False
-        least = stride * max(size, 1)
+        if stride < least:
+            return bool(dim == 0 and size == 1)  # the stride of a single sample says nothing
+        least = stride * size
     return True

@@ -11,6 +11,7 @@ from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.spatial.exchange import gathered
 from fullframe.spatial.gradients import enter
+from fullframe.spatial.halo import memory_format_of
 from fullframe.spatial.mesh import spatial_of
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.tensor import Layout, SpatialTensor, layout_of, sliced, wrap
@@ -34,7 +35,8 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
     if check:
         _agree(full, mesh)
     layout = even_layout(tuple(full.shape), mesh)
-    return wrap(sliced(enter(full, layout.spatial), layout).clone(), layout)  # type: ignore[return-value]
+    part = sliced(enter(full, layout.spatial), layout).clone(memory_format=memory_format_of(full))
+    return wrap(part, layout)  # type: ignore[return-value]
 
 
 def even_layout(shape: tuple[int, ...], mesh: DeviceMesh) -> Layout:
