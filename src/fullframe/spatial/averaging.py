@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullframe.errors import GradientError
-from fullframe.spatial.gradients import Hook, is_accumulated, manage, mean_over_ranks
+from fullframe.spatial.gradients import Hook, is_accumulated, manage, mean_over_ranks, reaches_any
 from fullframe.spatial.mesh import Spatial
 
 _SYNC_BUFFERS = "forward_sync_buffers"  # in each forward; torch before 2.13 calls it broadcast_buffers
@@ -80,6 +80,11 @@ class Averaging:
         """After a forward pass."""
         if self.syncing and torch.is_grad_enabled() and self.run is self._ddp:
             self._expects = True
+
+    def reached(self) -> None:
+        """In backward: a result of the model is; the pass may well be one that does not go on to parameters."""
+        if self._pass() is None and reaches_any(self._parameters):
+            self.begin()
 
     def begin(self) -> "_Pass":
         """In backward: what is known of the pass. Where backward runs within backward, of the outer one."""

@@ -7,7 +7,7 @@ looked at is put right here: the leaves of split tensors, whole tensors that mee
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -149,19 +149,16 @@ def is_accumulated(leaf: Tensor) -> bool:
     global _pass
     task = torch._C._current_graph_task_id()
     if _pass[0] != task:
-        try:
-            accumulates = torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
-        except RuntimeError:  # so torch answers in autograd.grad
-            accumulates = False
-        _pass = task, accumulates
+        _pass = task, reaches_any([leaf])
     return _pass[1]
 
 
-def reaches_all() -> bool:
-    """In a hook: whether this pass goes to all leaves, as `backward` does without `inputs`."""
-    with torch.enable_grad():
-        nowhere = torch.zeros((), requires_grad=True)
-        return torch._C._will_engine_execute_node(get_gradient_edge(nowhere).node)
+def reaches_any(leaves: Iterable[Tensor]) -> bool:
+    """In a hook: whether this pass adds to the `.grad` of one of these; not so in that of `autograd.grad`."""
+    try:
+        return any(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in leaves)
+    except RuntimeError:  # so torch answers in autograd.grad
+        return False
 
 
 def parts(layout: Any) -> int:

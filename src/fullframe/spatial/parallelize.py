@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from fullframe.errors import MeshError
 from fullframe.spatial.agreement import Agreement
 from fullframe.spatial.averaging import Averaging, require_all
-from fullframe.spatial.gradients import manage, reaches_all
+from fullframe.spatial.gradients import manage
 from fullframe.spatial.mesh import Spatial, spatial_of
 from fullframe.spatial.random_states import share_random_states
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
@@ -135,10 +135,8 @@ class ParallelModel(nn.Module):
             return
 
         def reached(gradient: Tensor) -> None:
-            if not reaches_all():
-                return
             if averaging is not None:
-                averaging.begin()
+                averaging.reached()
             elif not self._queued and self._syncing:
                 self._queued = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
