@@ -290,7 +290,7 @@ def test_gradients_accumulate_with_and_without_no_sync() -> None:
 
 
 def _users_own(parallel: bool) -> float:
-    """The user has sharded some blocks, the last with the loss's own head."""
+    """The user has sharded some blocks, the last with the loss's own head; without `parallelize` all are averaged too."""
     on, model = mesh(1, 2), _built(Net)
     ranks = torch.distributed.init_device_mesh("cpu", (2,))
     for module in (model.blocks[0], model.blocks[2].spatial, model.head):  # type: ignore[index,union-attr]
@@ -299,12 +299,6 @@ def _users_own(parallel: bool) -> float:
         model = ff.parallelize(model, on, shard_parameters=True)
         assert _units(model.module) == ["", "head", "blocks.0", "blocks.1", "blocks.2.spatial"]
     _loss(model(_mine(_images(), on))).backward()
-    if not parallel:  # what fully_shard has not taken is left with the rank's own gradient
-        for parameter in model.parameters():
-            if not isinstance(parameter, DTensor):
-                assert parameter.grad is not None
-                torch.distributed.all_reduce(parameter.grad)
-                parameter.grad /= 2
     return _worst(_expected(Net), _gradients(model))
 
 
