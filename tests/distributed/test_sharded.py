@@ -290,7 +290,7 @@ def test_gradients_accumulate_with_and_without_no_sync() -> None:
 
 
 def _users_own(parallel: bool) -> float:
-    """The user has sharded some blocks, the last with the loss's own head; without `parallelize` all are averaged too."""
+    """The user has sharded some blocks; what fully_shard has not taken is averaged too, without `parallelize`."""
     on, model = mesh(1, 2), _built(Net)
     ranks = torch.distributed.init_device_mesh("cpu", (2,))
     for module in (model.blocks[0], model.blocks[2].spatial, model.head):  # type: ignore[index,union-attr]
