@@ -6,9 +6,8 @@ where torch's does; what was written reaches every tensor that torch would have 
 """
 
 import inspect
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unf
 from fullframe.errors import FullframeError, UnsupportedOp
 from fullframe.spatial.channel import announce
 from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
-from fullframe.spatial.gradients import enter, entered, enters
+from fullframe.spatial.fallback import derived, memory_of, name_of, plain, settle, unsupported
+from fullframe.spatial.gradients import entered, enters
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.rules.refusals import REASONS
 from fullframe.spatial.rules.registry import RULES, TRUSTED, UNCHECKED, Merged, Refused, general, writes
@@ -28,11 +28,7 @@ from fullframe.spatial.tensor import (
     described,
     in_runs,
     local_of,
-    say_gathered,
     shell_of,
-    shells_in,
-    sliced,
-    wrap,
 )
 from fullframe.spatial.views import View, share_memory, version_of
 
@@ -183,7 +179,7 @@ def _ruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: l
         announce(error)
         raise
     if expected is not None:
-        result = _as_torch_has_it(result, expected, operands, func, args)
+        result = _as_torch_has_it(result, expected, operands, Call(func, args, kwargs))
     first = args[0] if args else None
     if type(first) is SpatialTensor and first._view is not None and (result is first or writes(func, kwargs)):
         settle(first)
@@ -211,21 +207,27 @@ def _explain(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise Refused(f"this form of the call has no exact rule ({unknown})") from error
 
 
-def _as_torch_has_it(result: Any, expected: Expected, operands: list[Tensor], func: Any, args: tuple[Any, ...]) -> Any:
+class Call(NamedTuple):
+    """A function and what it was called with."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _as_torch_has_it(result: Any, expected: Expected, operands: list[Tensor], call: Call) -> Any:
     if isinstance(result, Tensor) and len(expected.leaves) == 1:
-        return _conformed(result, expected.leaves[0], operands, func, args, 0)
+        return _conformed(result, expected.leaves[0], operands, call, 0)
     leaves, tree = tree_flatten(result)
     tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(tensors) != len(expected.leaves):
         return result  # a Python value, or torch's own choice of what to leave out
     for number, (n, leaf) in enumerate(zip(tensors, expected.leaves, strict=True)):
-        leaves[n] = _conformed(leaves[n], leaf, operands, func, args, number)
+        leaves[n] = _conformed(leaves[n], leaf, operands, call, number)
     return tree_unflatten(leaves, tree)
 
 
-def _conformed(
-    result: Tensor, leaf: Leaf, operands: list[Tensor], func: Any, args: tuple[Any, ...], number: int
-) -> Tensor:
+def _conformed(result: Tensor, leaf: Leaf, operands: list[Tensor], call: Call, number: int) -> Tensor:
     """`result` with the dtype and strides of `leaf`, and sharing memory where it does."""
     alias = None if leaf.alias is None else operands[leaf.alias]
     if result is alias:
@@ -236,18 +238,18 @@ def _conformed(
         local, layout, view = result, _whole_layout(result, operands), None
     if layout.shape != leaf.shape:
         raise FullframeError(
-            f"{name_of(func)} would give shape {layout.shape} where torch gives {leaf.shape}: a fault of fullframe; "
-            "please report it, and gather the operands with .full() meanwhile"
+            f"{name_of(call.func)} would give shape {layout.shape} where torch gives {leaf.shape}: a fault of "
+            "fullframe; please report it, and gather the operands with .full() meanwhile"
         )
     if local.dtype is not leaf.dtype:
         local = local.to(leaf.dtype)
     if alias is None:
         view = None
-        if any(share_memory(local, _memory(operand)) for operand in operands):
+        if any(share_memory(local, memory_of(operand)) for operand in operands):
             local = local.clone()
     elif view is None:
-        view = _view_of(alias, local, func, args, number)
-    if local is _memory(result) and layout.strides == leaf.strides and (view is None or view is result._view):  # type: ignore[attr-defined]
+        view = _view_of(alias, local, call, number)
+    if local is memory_of(result) and layout.strides == leaf.strides and (view is None or view is result._view):  # type: ignore[attr-defined]
         return result
     if not layout.placements and view is None:
         return local
@@ -259,11 +261,7 @@ def _whole_layout(result: Tensor, operands: list[Tensor]) -> Layout:
     return layout.with_(result.shape, ())
 
 
-def _memory(operand: Tensor) -> Tensor:
-    return operand._local if type(operand) is SpatialTensor else operand
-
-
-def _view_of(base: Tensor, local: Tensor, func: Any, args: tuple[Any, ...], number: int) -> View | None:
+def _view_of(base: Tensor, local: Tensor, call: Call, number: int) -> View | None:
     """How a result that torch makes a view of `base` is one; None where sharing the local memory says all."""
     if type(base) is not SpatialTensor:
         return None
@@ -271,23 +269,17 @@ def _view_of(base: Tensor, local: Tensor, func: Any, args: tuple[Any, ...], numb
     if shared and base._view is None:
         return None
 
-    def replay(base: SpatialTensor) -> Tensor:
-        again = [leaf for leaf in tree_iter(general[0](func, (base, *args[1:]), {})) if isinstance(leaf, Tensor)]
-        return _memory(again[number])
+    def replay(again: SpatialTensor) -> Tensor:
+        args_, kwargs_ = tree_map_only(SpatialTensor, lambda t: again if t is base else t, (call.args, call.kwargs))
+        results = tree_iter(dispatch(call.func, args_, kwargs_))
+        return memory_of([leaf for leaf in results if isinstance(leaf, Tensor)][number])
 
     def refuse(view: SpatialTensor) -> None:
-        name = name_of(func)
+        name = name_of(call.func)
         reason = f"torch would write into the base of what {name} returned, which is a copy here"
         raise UnsupportedOp(f"a write to a view by {name}", described([view]), module_path(), reason, "Use .clone().")
 
     return View(base, replay, None if shared else refuse, base._local, version_of(base._local))
-
-
-def settle(shell: SpatialTensor) -> None:
-    """Carry a write into a view on to its base, and on."""
-    while shell._view is not None:
-        shell._view.settle(shell)
-        shell = shell._view.base
 
 
 def _with_whole_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -308,31 +300,12 @@ def _with_whole_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             leaves[n] = base
             written = written or base is args[0]
         else:
-            leaves[n] = _derived(base, leaf, func, args, kwargs, n)
+            leaves[n] = derived(base, leaf, func, args, kwargs, n)
     if written:
         for view in views:
             if view is args[0] or view is kwargs.get("out"):
                 settle(view)
     return tree_unflatten(leaves, tree)
-
-
-def _derived(base: SpatialTensor, leaf: Tensor, func: Any, args: Any, kwargs: Any, number: int) -> SpatialTensor:
-    """A view of a whole view, which shares its memory."""
-
-    def replay(base: SpatialTensor) -> Tensor:
-        again = tree_map_only(SpatialTensor, plain, ((base, *args[1:]), kwargs))
-        found = tree_flatten(func(*again[0], **again[1]))[0][number]
-        assert isinstance(found, Tensor)
-        return found
-
-    layout = base._layout.with_(tuple(leaf.shape), ())
-    layout = layout if leaf.is_contiguous() else layout.strided(leaf.stride())
-    return shell_of(leaf, layout, View(base, replay, None, base._local, version_of(base._local)))
-
-
-def plain(value: Any) -> Any:
-    """The plain tensor of a shell that is whole; anything else as it is."""
-    return local_of(value) if type(value) is SpatialTensor and not value._layout.placements else value
 
 
 def _into(target: Any, result: Any, func: Any) -> Any:
@@ -363,75 +336,3 @@ def _check_out(goal: Tensor, value: Tensor, func: Any) -> None:
         raise Refused(f"out= has shape {tuple(goal.shape)}, the result {tuple(value.shape)}", "Give out= its size.")
     if isinstance(value, SpatialTensor) and not isinstance(goal, SpatialTensor):
         raise Refused("out= is whole and the result split", "Leave out= away, or give a split tensor.")
-
-
-def unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, fix: str) -> Any:
-    """Refuse `func` by name, or run it on gathered tensors where the user asked for that."""
-    shells = list(shells_in(args, kwargs))
-    name = name_of(func)
-    if not any(shell._layout.gather for shell in shells) or kwargs.get("out") is not None:
-        raise UnsupportedOp(name, described(shells), module_path(), reason, fix)
-    say_gathered(name, reason, shells[0])
-    if writes(func, kwargs) and isinstance(args[0], SpatialTensor):
-        return gathered_write(func, args, kwargs)
-    return gathered_call(func, args, kwargs, shells[0]._layout)
-
-
-def gathered_write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run an in-place `func` on the whole of its first operand, and write this rank's part back."""
-    target: SpatialTensor = args[0]
-    whole = target.full().clone()
-    rest, kwargs = tree_map_only(SpatialTensor, lambda shell: shell.full(), (args[1:], kwargs))
-    result = func(whole, *rest, **kwargs)
-    if tuple(whole.shape) != target._layout.shape:
-        reason = "it changes the shape of a split tensor in place"
-        raise UnsupportedOp(name_of(func), described([target]), module_path(), reason, "Use the form that does not.")
-    local_of(target).copy_(sliced(enter(whole, target._layout.spatial), target._layout))
-    settle(target)
-    return None if result is None else target
-
-
-def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, layout: Layout) -> Any:
-    """Run `func` whole on every rank; results of the shape of `layout` are cut like it, others stay whole.
-
-    A result that torch makes a view of an operand is one: what is written to it reaches the operand.
-    """
-    wholes: dict[int, tuple[SpatialTensor, SpatialTensor]] = {}
-
-    def gather(shell: SpatialTensor) -> Tensor:
-        if id(shell) not in wholes:
-            wholes[id(shell)] = shell, _whole_view(shell)
-        return wholes[id(shell)][1]._local
-
-    args_, kwargs_ = tree_map_only(SpatialTensor, gather, (args, kwargs))
-    leaves, tree = tree_flatten(func(*args_, **kwargs_))
-    for n, out in enumerate(leaves):
-        if not isinstance(out, Tensor):
-            continue
-        base = next((whole for _, whole in wholes.values() if share_memory(out, whole._local)), None)
-        if base is not None:
-            swapped = tuple(base if t is base._local else t for t in args_)
-            leaves[n] = _derived(base, out, func, swapped, kwargs_, n)
-        elif tuple(out.shape) == layout.shape:
-            strided = layout.strided(None if out.is_contiguous() else out.stride())
-            leaves[n] = wrap(sliced(enter(out, layout.spatial), layout), strided)
-    return tree_unflatten(leaves, tree)
-
-
-def _whole_view(shell: SpatialTensor) -> SpatialTensor:
-    """`shell` gathered, as a view of it that was copied."""
-
-    def put(view: SpatialTensor) -> None:
-        local_of(shell).copy_(sliced(enter(view._local, shell._layout.spatial), shell._layout))
-
-    whole = shell.full()
-    layout = shell._layout.with_(shell._layout.shape, ())
-    return shell_of(whole, layout, View(shell, lambda base: base.full(), put, shell._local, version_of(shell._local)))
-
-
-def name_of(func: Any) -> str:
-    """What the user calls `func`."""
-    owner = getattr(func, "__self__", None)
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        return f"{owner.__name__}.apply"
-    return torch.overrides.resolve_name(func) or getattr(func, "__qualname__", None) or str(func)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullframe.spatial.dispatch import plain, unsupported
+from fullframe.spatial.fallback import plain, unsupported
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 # FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.

@@ -1,0 +1,132 @@
+"""What is done with a function that has no exact rule: it is refused by name, or run on gathered tensors.
+
+A gathered tensor is a view of the split one that was copied, so writes to it, and to what torch makes views of it, are
+carried home.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from fullframe.errors import UnsupportedOp
+from fullframe.spatial.gradients import enter
+from fullframe.spatial.module_path import module_path
+from fullframe.spatial.rules.registry import writes
+from fullframe.spatial.tensor import (
+    Layout,
+    SpatialTensor,
+    described,
+    local_of,
+    say_gathered,
+    shell_of,
+    shells_in,
+    sliced,
+    wrap,
+)
+from fullframe.spatial.views import View, share_memory, version_of
+
+
+def unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, fix: str) -> Any:
+    """Refuse `func` by name, or run it on gathered tensors where the user asked for that."""
+    shells = list(shells_in(args, kwargs))
+    name = name_of(func)
+    if not any(shell._layout.gather for shell in shells) or kwargs.get("out") is not None:
+        raise UnsupportedOp(name, described(shells), module_path(), reason, fix)
+    say_gathered(name, reason, shells[0])
+    if writes(func, kwargs) and isinstance(args[0], SpatialTensor):
+        return gathered_write(func, args, kwargs)
+    return gathered_call(func, args, kwargs, shells[0]._layout)
+
+
+def gathered_write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run an in-place `func` on the whole of its first operand, and write this rank's part back."""
+    target: SpatialTensor = args[0]
+    whole = target.full().clone()
+    rest, kwargs = tree_map_only(SpatialTensor, lambda shell: shell.full(), (args[1:], kwargs))
+    result = func(whole, *rest, **kwargs)
+    if tuple(whole.shape) != target._layout.shape:
+        reason = "it changes the shape of a split tensor in place"
+        raise UnsupportedOp(name_of(func), described([target]), module_path(), reason, "Use the form that does not.")
+    local_of(target).copy_(sliced(enter(whole, target._layout.spatial), target._layout))
+    settle(target)
+    return None if result is None else target
+
+
+def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, layout: Layout) -> Any:
+    """Run `func` whole on every rank; results of the shape of `layout` are cut like it, others stay whole.
+
+    A result that torch makes a view of an operand is one: what is written to it reaches the operand.
+    """
+    wholes: dict[int, tuple[SpatialTensor, SpatialTensor]] = {}
+
+    def gather(shell: SpatialTensor) -> Tensor:
+        if id(shell) not in wholes:
+            wholes[id(shell)] = shell, _whole_view(shell)
+        return wholes[id(shell)][1]._local
+
+    args_, kwargs_ = tree_map_only(SpatialTensor, gather, (args, kwargs))
+    leaves, tree = tree_flatten(func(*args_, **kwargs_))
+    for n, out in enumerate(leaves):
+        if not isinstance(out, Tensor):
+            continue
+        base = next((whole for _, whole in wholes.values() if share_memory(out, whole._local)), None)
+        if base is not None:
+            swapped = tuple(base if t is base._local else t for t in args_)
+            leaves[n] = derived(base, out, func, swapped, kwargs_, n)
+        elif tuple(out.shape) == layout.shape:
+            strided = layout.strided(None if out.is_contiguous() else out.stride())
+            leaves[n] = wrap(sliced(enter(out, layout.spatial), layout), strided)
+    return tree_unflatten(leaves, tree)
+
+
+def _whole_view(shell: SpatialTensor) -> SpatialTensor:
+    """`shell` gathered, as a view of it that was copied."""
+
+    def put(view: SpatialTensor) -> None:
+        local_of(shell).copy_(sliced(enter(view._local, shell._layout.spatial), shell._layout))
+
+    whole = shell.full()
+    layout = shell._layout.with_(shell._layout.shape, ())
+    return shell_of(whole, layout, View(shell, lambda base: base.full(), put, shell._local, version_of(shell._local)))
+
+
+def settle(shell: SpatialTensor) -> None:
+    """Carry a write into a view on to its base, and on."""
+    while shell._view is not None:
+        shell._view.settle(shell)
+        shell = shell._view.base
+
+
+def derived(base: SpatialTensor, leaf: Tensor, func: Any, args: Any, kwargs: Any, number: int) -> SpatialTensor:
+    """A view of a whole view, which shares its memory."""
+
+    def replay(base: SpatialTensor) -> Tensor:
+        again = tree_map_only(SpatialTensor, plain, ((base, *args[1:]), kwargs))
+        found = tree_flatten(func(*again[0], **again[1]))[0][number]
+        assert isinstance(found, Tensor)
+        return found
+
+    layout = base._layout.with_(tuple(leaf.shape), ())
+    layout = layout if leaf.is_contiguous() else layout.strided(leaf.stride())
+    return shell_of(leaf, layout, View(base, replay, None, base._local, version_of(base._local)))
+
+
+def plain(value: Any) -> Any:
+    """The plain tensor of a shell that is whole; anything else as it is."""
+    return local_of(value) if type(value) is SpatialTensor and not value._layout.placements else value
+
+
+def memory_of(operand: Tensor) -> Tensor:
+    """The tensor in whose memory an operand lies here."""
+    return operand._local if type(operand) is SpatialTensor else operand
+
+
+def name_of(func: Any) -> str:
+    """What the user calls `func`."""
+    owner = getattr(func, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return f"{owner.__name__}.apply"
+    return torch.overrides.resolve_name(func) or getattr(func, "__qualname__", None) or str(func)
