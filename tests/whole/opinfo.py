@@ -163,7 +163,7 @@ def _result(begun: dict[str, Any], mesh: Mesh, verdict: str, detail: str) -> Res
 
 def every_name() -> list[str]:
     """All entries, in torch's order."""
-    return list(rank_group(2).run(names)[0])
+    return list(rank_group(2).run(names, timeout_seconds=CHUNK_SECONDS)[0])
 
 
 def named(wanted: str, known: Sequence[str]) -> list[str]:

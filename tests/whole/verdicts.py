@@ -3,7 +3,6 @@
 A rank that hangs cannot answer, so every line goes to a file at once; a thread ends a rank that makes no progress.
 """
 
-import gc
 import json
 import os
 import threading
@@ -52,10 +51,9 @@ def run_chunk(pending: list[tuple[str, int]], mesh: Mesh, most: int, folder: str
             for number, case in enumerate(cases(entry, mesh, most)):
                 if number >= first:
                     clock.touch()
-                    _one(file, entry, number, case, mesh)
+                    _one(file, clock, entry, number, case, mesh)
             _line(file, end=name, first=first)
             entry.forget()
-            gc.collect()
     clock.stop()
 
 
@@ -63,11 +61,16 @@ class _Clock:
     """Ends this process when nobody touches it for a while: the parent then knows which case hung."""
 
     def __init__(self) -> None:
-        self._last, self._on = time.monotonic(), True
+        self._on = True
+        self.touch()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def touch(self) -> None:
-        self._last = time.monotonic()
+        self._last, self._limit = time.monotonic(), STALLED_SECONDS
+
+    def hurry(self) -> None:
+        """This rank has raised: the others raise soon as well, or wait for it for ever."""
+        self._last, self._limit = time.monotonic(), STALLED_SECONDS / 5
 
     def stop(self) -> None:
         self._on = False
@@ -76,7 +79,7 @@ class _Clock:
         while self._on:
             time.sleep(0.5)
             crowd = os.getloadavg()[0] / (os.cpu_count() or 1)  # of processes for each core
-            if self._on and time.monotonic() - self._last > STALLED_SECONDS * min(max(1.0, crowd), 6.0):
+            if self._on and time.monotonic() - self._last > self._limit * min(max(1.0, crowd), 6.0):
                 os._exit(STALLED_EXIT)
 
 
@@ -85,17 +88,23 @@ def _line(file: Any, **facts: Any) -> None:
     file.flush()
 
 
-def _one(file: Any, entry: Entry, number: int, case: Case, mesh: Mesh) -> None:
+def _one(file: Any, clock: _Clock, entry: Entry, number: int, case: Case, mesh: Mesh) -> None:
     sample = sample_of(entry, case)
     facts = {**case.facts(), "main": case.dtype == str(entry.main).removeprefix("torch.")}
     _line(file, begin=entry.name, number=number, case=facts, text=described(entry, case, sample, mesh),
           numel=sum(t.numel() for t in sample.tensors()))  # fmt: skip
     program = Program(entry, case, sample, mesh)
-    outcome = quietly(_compared, program, lambda error: _line(file, raised=error, number=number, entry=entry.name))
+
+    def raising(error: Exception) -> None:
+        _line(file, raised=_shown(error), number=number, entry=entry.name)
+        if not isinstance(error, UnsupportedOp):
+            clock.hurry()
+
+    outcome = quietly(_compared, program, raising)
     _line(file, done=entry.name, number=number, verdict=outcome.verdict, detail=outcome.detail)
 
 
-def _compared(program: Program, raising: Callable[[str], None]) -> Outcome:
+def _compared(program: Program, raising: Callable[[Exception], None]) -> Outcome:
     plain, raised = _attempt(program, None, True)
     if isinstance(raised, NotApplicable) or _beyond_plain_torch(program, raised):
         return Outcome("skipped", str(raised)[:200])
@@ -104,7 +113,7 @@ def _compared(program: Program, raising: Callable[[str], None]) -> Outcome:
     device_mesh = ff.init_mesh(height=program.mesh[0], width=program.mesh[1])
     split, error = _attempt(program, device_mesh, graph)
     if error is not None:
-        raising(_shown(error))  # the others may never answer
+        raising(error)  # the others may never answer
     drawn = int(torch.randint(2**40, ())) if error is None else 0
     kinds, draws, digests = _everyone(_code(error), drawn, digest(split.whole) if error is None else 0)
     if len(set(kinds)) > 1 or (error is not None and not isinstance(error, UnsupportedOp)):
