@@ -104,6 +104,9 @@ WRITES: dict[str, Callable[..., Any]] = {
     "view of what was resized": of_resized,
     "windows": windows,
     "what torch copies": same_memory,
+    "shuffled and repeated": lambda x: (
+        F.pixel_shuffle(x, 2).fill_(2), F.channel_shuffle(x, 2).fill_(2), x.repeat_interleave(2, 1).fill_(2), x,
+    ),
     "one element": lambda x: (x[0, 1, 2, 3].fill_(9), x[1, 2, 3, 4].item(), x),
     "a whole strip": lambda x: (x[..., 0].t() if x[..., 0].dim() == 2 else x[..., 0].transpose(0, 1), x[..., :1] * 2),
     "strip of a strip": lambda x: (x[..., 0][..., 1:3].zero_(), x[0, ..., 0].view(-1).mul_(2), x),

@@ -233,23 +233,22 @@ def _conformed(result: Tensor, leaf: Leaf, operands: list[Tensor], call: Call, n
     if result is alias:
         return result
     if type(result) is SpatialTensor:
-        local, layout, view = result._local, result._layout, result._view
+        made, layout, old = result._local, result._layout, result._view
     else:
-        local, layout, view = result, _whole_layout(result, operands), None
+        made, layout, old = result, _whole_layout(result, operands), None
     if layout.shape != leaf.shape:
         raise FullframeError(
             f"{name_of(call.func)} would give shape {layout.shape} where torch gives {leaf.shape}: a fault of "
             "fullframe; please report it, and gather the operands with .full() meanwhile"
         )
-    if local.dtype is not leaf.dtype:
-        local = local.to(leaf.dtype)
+    local = made if made.dtype is leaf.dtype else made.to(leaf.dtype)
     if alias is None:
         view = None
         if any(share_memory(local, memory_of(operand)) for operand in operands):
             local = local.clone()
-    elif view is None:
-        view = _view_of(alias, local, call, number)
-    if local is memory_of(result) and layout.strides == leaf.strides and (view is None or view is result._view):  # type: ignore[attr-defined]
+    else:
+        view = old if old is not None else _view_of(alias, local, call, number)
+    if local is made and view is old and layout.strides == leaf.strides:
         return result
     if not layout.placements and view is None:
         return local
