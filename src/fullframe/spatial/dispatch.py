@@ -38,7 +38,7 @@ _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x1": "input", "x2": "othe
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, with split tensors among the arguments."""
     if kwargs:
-        args, kwargs = _renamed(args, kwargs)
+        args, kwargs = _renamed(args, kwargs) if func in RULES else (args, dict(kwargs))
     usual = _usual(func, args) if func in TRUSTED and not kwargs else None
     if usual in _approved:
         return RULES[func](func, *args)

@@ -76,7 +76,7 @@ def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, layout: Layo
         if base is not None:
             swapped = tuple(base if t is base._local else t for t in args_)
             leaves[n] = derived(base, out, func, swapped, kwargs_, n)
-        elif tuple(out.shape) == layout.shape:
+        elif tuple(out.shape) == layout.shape and out.layout is torch.strided:
             strided = layout.strided(None if out.is_contiguous() else out.stride())
             leaves[n] = wrap(sliced(enter(out, layout.spatial), layout), strided)
     return tree_unflatten(leaves, tree)

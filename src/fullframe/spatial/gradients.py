@@ -27,7 +27,7 @@ Hook = Callable[[Tensor], Tensor | None]
 def mean_over_ranks(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The mean of a gradient over the ranks of `group`; differentiable. A sparse one becomes dense."""
     size = dist.get_world_size(group)
-    if size == 1:
+    if size == 1 or gradient is None:  # torch calls hooks with None where a function has no gradient
         return gradient
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
     return sum_over_ranks(gradient / size, group)  # first divided: a sum could overflow in fp16

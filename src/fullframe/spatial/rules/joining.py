@@ -19,7 +19,11 @@ from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, gather_axes
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, out: Any = None, axis: int | None = None) -> Tensor:
     if out is not None:
         raise Refused("out= is not split")
-    tensors = [t for t in tensors if t.dim() != 1 or t.numel()]  # torch lets a list begin with an empty one
+    empty = [t for t in tensors if t.dim() == 1 and not t.numel()]  # torch lets them stand beside any others
+    tensors = [t for t in tensors if t.dim() != 1 or t.numel()]
+    if empty:
+        joined: Tensor = func(tensors, dim if axis is None else axis)
+        return joined + sum(t.sum() for t in empty) if any(t.requires_grad for t in empty) else joined
     shells = [t for t in tensors if isinstance(t, SpatialTensor)]
     reference = max(shells, key=lambda shell: shell._layout.shape[dim])._layout
     dim = (dim if axis is None else axis) % len(reference.shape)
