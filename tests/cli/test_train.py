@@ -82,7 +82,7 @@ def test_one_process_prints_plain_lines(tmp_path, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"job-\d{8}-\d{6}", run_dir.name)
-    assert lines[0].endswith(f"2 steps on 1 ranks (data 1 x height 1 x width 1), writing runs/{run_dir.name}")
+    assert lines[0].endswith(f"2 steps on 1 rank (data 1 x height 1 x width 1), writing runs/{run_dir.name}")
     assert lines[-1] == f"wrote runs/{run_dir.name}/checkpoints/step-00000002"
     assert not any("\x1b" in line for line in lines)
 

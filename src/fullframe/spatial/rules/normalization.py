@@ -59,7 +59,9 @@ class _Normalize(torch.autograd.Function):
         ctx.apart, ctx.m, ctx.eps, ctx.group = apart, m, eps, group
         flat = _flat(x) if apart else x
         out = torch.ops.aten.native_batch_norm(flat, weight, bias, found.mean, found.var, False, 0.0, eps)[0]
-        return out.view(x.shape).contiguous(memory_format=memory_format_of(x))  # type: ignore[no-any-return]
+        if apart:
+            out = torch.ops.aten._unsafe_view(out, x.shape)  # no view to autograd, which could not be written to
+        return out.contiguous(memory_format=memory_format_of(x))  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
