@@ -118,7 +118,11 @@ def _chunk(
         raise RuntimeError(f"the ranks failed between two cases: {failure}")
     died = "the process died" in failure or "no answer within" in failure
     detail = _who(lines, stuck) if died else "a rank raised outside a case: " + failure[-300:]
-    results.append(_result(stuck, mesh, "hang", detail))
+    key = stuck["begin"], stuck["number"]
+    if any(key not in {(d.get("survived"), d.get("number")) for d in own} for own in lines):
+        results.append(_result(stuck, mesh, "skipped", f"plain torch does not survive it: {detail}"))
+    else:
+        results.append(_result(stuck, mesh, "hang", detail))
     position = next(n for n, (name, _) in enumerate(chunk) if name == stuck["begin"])
     return results, [(stuck["begin"], stuck["number"] + 1), *chunk[position + 1 :]]
 

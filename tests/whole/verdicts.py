@@ -100,15 +100,19 @@ def _one(file: Any, clock: _Clock, entry: Entry, number: int, case: Case, mesh: 
         if not isinstance(error, UnsupportedOp):
             clock.hurry()
 
-    outcome = quietly(_compared, program, raising)
+    def survived() -> None:
+        _line(file, survived=entry.name, number=number)
+
+    outcome = quietly(_compared, program, survived, raising)
     _line(file, done=entry.name, number=number, verdict=outcome.verdict, detail=outcome.detail)
 
 
-def _compared(program: Program, raising: Callable[[Exception], None]) -> Outcome:
+def _compared(program: Program, survived: Callable[[], None], raising: Callable[[Exception], None]) -> Outcome:
     plain, raised = _attempt(program, None, True)
+    random = raised is None and is_random(program, plain)
+    survived()
     if isinstance(raised, NotApplicable) or _beyond_plain_torch(program, raised):
         return Outcome("skipped", str(raised)[:200])
-    random = raised is None and is_random(program, plain)
     graph = raised is None and not plain.no_backward
     device_mesh = ff.init_mesh(height=program.mesh[0], width=program.mesh[1])
     split, error = _attempt(program, device_mesh, graph)

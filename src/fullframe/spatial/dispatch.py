@@ -33,12 +33,13 @@ from fullframe.spatial.tensor import (
 from fullframe.spatial.views import View, share_memory, version_of
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x1": "input", "x2": "other"}  # as torch itself translates them
+_SO_NAMED = {"cosine_similarity", "pairwise_distance"}  # these are their operands' own names
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, with split tensors among the arguments."""
     if kwargs:
-        args, kwargs = _renamed(args, kwargs) if func in RULES else (args, dict(kwargs))
+        args, kwargs = _renamed(func, args, kwargs) if func in RULES else (args, dict(kwargs))
     usual = _usual(func, args) if func in TRUSTED and not kwargs else None
     if usual in _approved:
         return RULES[func](func, *args)
@@ -138,9 +139,9 @@ def _view_in_runs(shell: SpatialTensor, dim: int) -> SpatialTensor:
     return shell_of(local, layout, View(shell, replay, put, shell._local, version_of(shell._local)))
 
 
-def _renamed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _renamed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments by torch's own names, the first in its place."""
-    if not _NUMPY_NAMES.keys().isdisjoint(kwargs):
+    if not _NUMPY_NAMES.keys().isdisjoint(kwargs) and func.__name__ not in _SO_NAMED:
         kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
     if not args:
         first = next((name for name in ("condition", "input", "self") if name in kwargs), None)

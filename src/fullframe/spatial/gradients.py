@@ -30,6 +30,8 @@ def mean_over_ranks(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
     if size == 1 or gradient is None:  # torch calls hooks with None where a function has no gradient
         return gradient
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    if gradient.dtype is torch.complex32:  # for which torch has no division
+        return mean_over_ranks(gradient.to(torch.complex64), group).to(torch.complex32)
     return sum_over_ranks(gradient / size, group)  # first divided: a sum could overflow in fp16
 
 

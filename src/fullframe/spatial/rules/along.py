@@ -181,7 +181,7 @@ def _embedding(
 def _diff(func: Any, x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
     if prepend is not None or append is not None:
         raise Refused("prepend and append are not split", "Concatenate them with torch.cat first.")
-    for _ in range(n):
+    for _ in range(min(n, x.shape[dim])):
         size = x.shape[dim]
         later, earlier = (torch.narrow(x, dim, start, size - 1) for start in (1, 0))
         x = later ^ earlier if x.dtype == torch.bool else later - earlier

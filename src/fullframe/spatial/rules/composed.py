@@ -157,8 +157,7 @@ _CHUNKS: dict[Any, Callable[..., Any]] = {
 def _copied() -> dict[Any, Callable[..., Any]]:
     """The functions `..._copy` of torch, and the functions whose results they copy."""
     pairs = ((getattr(torch, f"{name}_copy", None), name) for name in _COPIES.split())
-    found = {copy: getattr(torch, name, None) or getattr(Tensor, name) for copy, name in pairs if copy}
-    return {**found, torch.narrow_copy: torch.narrow, Tensor.narrow_copy: Tensor.narrow}
+    return {copy: getattr(torch, name, None) or getattr(Tensor, name) for copy, name in pairs if copy}
 
 
 _BASES = _copied()

@@ -153,6 +153,9 @@ def _gaussian_nll(
             raise ValueError("var has negative entry/entries")
         if var.shape != input.shape and var.shape == input.shape[:-1]:
             var = var.unsqueeze(-1)
+        apart = [theirs for mine, theirs in zip(input.shape, var.shape, strict=False) if mine != theirs]
+        if var.dim() != input.dim() or sum(apart) > 1:  # torch wants one dim of size 1 that broadcasts, at most
+            raise ValueError("var is of incorrect size")
     layout = merged([t for t in (input, target, var) if isinstance(t, Tensor)])
     operands = aligned(input, layout), aligned(target, layout)
     if isinstance(var, Tensor):

@@ -25,7 +25,7 @@ def contract(operands: list[Tensor], terms: list[str], result: str, call: Any) -
     sizes: dict[str, int] = {}
     for operand, term in zip(operands, terms, strict=True):
         for letter, size in zip(term, operand.shape, strict=True):
-            sizes[letter] = max(sizes.get(letter, 1), size)
+            sizes[letter] = size if size != 1 else sizes.get(letter, 1)  # a dim of no rows is none that broadcasts
     chosen: dict[str, tuple[str, Placement]] = {}  # mesh axis -> letter and its placement
     ready: list[Tensor] = []
     for operand, term in zip(operands, terms, strict=True):

@@ -61,7 +61,7 @@ _REFUSED: dict[str, str] = {
         binary_cross_entropy_with_logits constant_pad_nd convolution feature_alpha_dropout group_norm instance_norm
         kl_div hinge_embedding_loss margin_ranking_loss cosine_embedding_loss triplet_margin_loss layer_norm
         native_batch_norm native_dropout native_group_norm native_layer_norm poisson_nll_loss
-        rms_norm alias_copy slice_copy unfold_copy
+        rms_norm alias_copy narrow_copy slice_copy unfold_copy
         unsafe_split_with_sizes autocast _autocast_to_full_precision _autocast_to_reduced_precision _backward_hooks
         _cdata _grad _grad_fn _post_accumulate_grad_hooks _version _is_view grad_dtype name output_nr volatile
         is_distributed
