@@ -55,7 +55,8 @@ class Program:
         which = iter(chosen(self.sample, self.case.split, self.mesh))
         self.split = [next(which) if isinstance(leaf, Tensor) else False for leaf in leaves]
         if self.case.values == "planted":
-            leaves = [self._planted(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            # Not into weights: by an infinite one every formula that groups terms otherwise gives other NaN.
+            leaves = [self._planted(leaf) if split else leaf for leaf, split in zip(leaves, self.split, strict=True)]
         self.leaves = leaves
         self.wants_graph = not self.case.call.startswith(("out", "write"))
 

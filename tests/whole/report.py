@@ -21,7 +21,7 @@ Every op and module of torch's own database (`torch.testing._internal`: `op_db` 
 split over gloo ranks, against plain torch: `python -m tests.whole.opinfo --write` makes this page. Compared are
 values, shapes, dtypes, `requires_grad`, the gradients of all inputs and parameters, buffers, and the arguments after
 the call; as functions, methods, operators, in place, with `out=`, and by writing into the result or the argument
-afterwards; with infinities and NaN put in, in other dtypes, with only some operands split, with
+afterwards; with infinities and NaN put into what is split, in other dtypes, with only some operands split, with
 `unsupported="gather"`, and with what torch refuses. Random ops are compared in shape and dtype, and in what is whole.
 
 An op has an *image-like sample* when a tensor of at least two dims among its arguments can be cut over the ranks
