@@ -213,7 +213,7 @@ def _written(x: Tensor, kind: str, a: int, b: int, c: int, step: int, number: fl
     elif kind == "assign":
         x[..., a:b] = x[..., x.shape[3] - b : x.shape[3] - a].detach() * 2
     elif kind == "shift":
-        x[:, :, c:] += x[:, :, : x.shape[2] - c].detach()
+        x[:, :, c:] += x[:, :, : x.shape[2] - c].detach() * 1  # torch itself leaves open what overlaps
     elif kind == "turned":
         x.transpose(2, 3)[:, :, a:b].neg_()
     elif kind == "base":

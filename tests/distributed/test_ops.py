@@ -129,6 +129,7 @@ CASES: dict[str, Case] = {
     "max_pool 3/2/1": one(lambda x: F.max_pool2d(x, 3, 2, 1)),
     "max_pool 2/2": one(lambda x: F.max_pool2d(x, 2)),
     "max_pool 3/1/1 dilation 2, ceil": one(lambda x: F.max_pool2d(x, 3, 2, 1, 2, True)),
+    "max_pool 3/3/0 ceil, nothing borrowed, below zero": one(lambda x: F.max_pool2d(x - 9, 3, 3, 0, 1, True)),
     "max_pool 3d": Case(lambda x: F.max_pool3d(x, 3, 2, 1), ((1, 2, 6),)),
     "max_pool of relu, many ties": one(lambda x: F.max_pool2d(x.relu(), 3, 2, 1)),
     "avg_pool 2/2": one(lambda x: F.avg_pool2d(x, 2)),

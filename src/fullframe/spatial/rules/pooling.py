@@ -73,7 +73,7 @@ def _max_pool(
     options = (kernel, stride, inner, dilation, ceil_mode)
     if plan.borrows or any(p for here, p in zip(cut, padding, strict=True) if here):
         return wrap(_MaxPool.apply(local, plan, options), plan.layout)  # type: ignore[no-untyped-call]
-    return wrap(func(region(local, plan), *options), plan.layout)
+    return wrap(func(region(local, plan, _lowest(local.dtype)), *options), plan.layout)
 
 
 class _MaxPool(torch.autograd.Function):
