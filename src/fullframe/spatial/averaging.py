@@ -100,7 +100,11 @@ class Averaging:
     def arrives(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
         """In backward, before the gradient is added to the parameter's; what to add instead, if anything else."""
         self.begin().arrived.add(parameter)
-        return mean_over_ranks(gradient, dist.group.WORLD) if _has_hooks(parameter) else None  # type: ignore[arg-type]
+        if not _has_hooks(parameter):
+            return None
+        # Replicas that use other parameters each meet them in other orders, so there the ranks of one replica alone.
+        group = self._spatial.replica if self._find_unused else dist.group.WORLD
+        return mean_over_ranks(gradient, group)  # type: ignore[arg-type]
 
     def check(self) -> None:
         """After a pass: all gradients are there."""
