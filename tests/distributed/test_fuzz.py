@@ -356,7 +356,7 @@ def _refusal(run: Callable[[Tensor], Any], x: Tensor, seed: int, text: str, heig
             types.append(None)
         except Exception as error:
             types.append(type(error))
-    right = types[0] is not None and types[1] in (types[0], UnsupportedOp)
+    right = types[1] in (types[0], UnsupportedOp)  # with one row or column left torch may broadcast it
     return Outcome("exact" if right else "wrong", seed, text, str(types))
 
 

@@ -116,6 +116,9 @@ CASES: dict[str, Case] = {
         lambda x, w: F.conv2d(F.conv2d(x, w, None, 4, 5), w, None, 1, 5), whole=((4, 4, 11, 11),)
     ),
     "conv 3d": Case(lambda x, w, b: F.conv3d(x, w, b, (1, 2, 2), 1), ((2, 3, 5),), ((4, 3, 3, 3, 3), (4,))),
+    "conv whose border sees padding alone": one(
+        lambda x: F.conv2d(x[:, :, :2, :5], x.new_ones(4, 1, 2, 2), None, 2, (3, 2), (2, 1), 4)
+    ),
     "conv unbatched": Case(lambda x, w: F.conv2d(x, w, None, 2, 1), ((4,),), ((5, 4, 3, 3),)),
     "conv_transpose 2/2/0": transposed(2, 2, 0),
     "conv_transpose 4/2/1": transposed(4, 2, 1),

@@ -43,6 +43,9 @@ class _Plan:
 
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, padding: Ints, mask: list[bool]) -> list[Any]:
         """(input, weight, bias) gradients of `convolve`, None where `mask` is False."""
+        if not x.numel():  # rows that see padding alone, which torch's kernel does not take
+            made = torch.zeros_like(x), torch.zeros_like(weight), grad.sum([d for d in range(grad.dim()) if d != 1])
+            return [gradient if wanted else None for gradient, wanted in zip(made, mask, strict=True)]
         none = (0,) * len(padding)
         bias_sizes = [weight.shape[0]]
         return list(
