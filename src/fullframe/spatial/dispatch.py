@@ -45,7 +45,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return RULES[func](func, *args)
     args, kwargs = entered(SpatialTensor, func, args, kwargs)
     operands: list[Tensor] = []
-    target = kwargs.pop("out") if kwargs.get("out") is not None else None
+    target = kwargs.pop("out", None)
     facts = facts_of(func, args, kwargs, operands)
     if facts is None:
         args, kwargs = tuple(map(_number, args)), {name: _number(value) for name, value in kwargs.items()}

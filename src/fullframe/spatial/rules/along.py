@@ -94,11 +94,7 @@ def _glu(func: Any, x: SpatialTensor, dim: int = -1) -> Tensor:
 
 
 @rule(F.normalize)
-def _normalize(
-    func: Any, x: SpatialTensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None
-) -> Tensor:
-    if out is not None:
-        raise Refused("out= is not split")
+def _normalize(func: Any, x: SpatialTensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Tensor:
     return x / torch.linalg.vector_norm(x, p, dim, True).clamp_min(eps)  # type: ignore[no-any-return]
 
 

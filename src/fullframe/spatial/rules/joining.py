@@ -16,17 +16,15 @@ from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, gather_axes
 
 
 @rule(torch.cat, torch.concat, torch.concatenate)
-def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, out: Any = None, axis: int | None = None) -> Tensor:
-    if out is not None:
-        raise Refused("out= is not split")
+def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     empty = [t for t in tensors if t.dim() == 1 and not t.numel()]  # torch lets them stand beside any others
     tensors = [t for t in tensors if t.dim() != 1 or t.numel()]
     if empty:
-        joined: Tensor = func(tensors, dim if axis is None else axis)
+        joined: Tensor = func(tensors, dim)
         return joined + sum(t.sum() for t in empty) if any(t.requires_grad for t in empty) else joined
     shells = [t for t in tensors if isinstance(t, SpatialTensor)]
     reference = max(shells, key=lambda shell: shell._layout.shape[dim])._layout
-    dim = (dim if axis is None else axis) % len(reference.shape)
+    dim %= len(reference.shape)
     if any(shell._layout.is_split(dim) for shell in shells):
         return _cat_split(tensors, dim)
     sizes = [t.shape[dim] for t in tensors]
@@ -47,9 +45,7 @@ def _like(t: Tensor, layout: Layout, dim: int) -> Tensor:
 
 
 @rule(torch.stack)
-def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, out: Any = None) -> Tensor:
-    if out is not None:
-        raise Refused("out= is not split")
+def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     layout = _common([t for t in tensors if isinstance(t, SpatialTensor)])
     dim %= len(layout.shape) + 1
     local = torch.stack([aligned(t, layout) for t in tensors], dim)

@@ -129,16 +129,10 @@ def _vector_norm(
 
 @rule(torch.norm, Tensor.norm)
 def _norm(
-    func: Any,
-    x: SpatialTensor,
-    p: Any = "fro",
-    dim: Dims = None,
-    keepdim: bool = False,
-    out: Any = None,
-    dtype: Any = None,
+    func: Any, x: SpatialTensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dtype: Any = None
 ) -> Tensor:
-    if out is not None or p == "nuc":
-        raise Refused(f"norm with p={p!r} and out={out is not None} is not split")
+    if p == "nuc":
+        raise Refused(f"norm with p={p!r} is not split")
     order = 2.0 if p in ("fro", None) else float(p)
     return torch.linalg.vector_norm(x, order, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
 
