@@ -248,6 +248,10 @@ def convolving() -> None:
         for value in (math.inf, math.nan):
             add("convolving", f"{options} times {value}", times(partial(F.conv_transpose2d, **options), value),
                 [noise(1, 3, 7, 8)], [t])  # fmt: skip
+            for column in range(8):
+                x = noise(1, 3, 7, 8)
+                x[0, 1, 3, column] = value
+                add("convolving", f"{options} of {value} at {column}", partial(F.conv_transpose2d, **options), [x], [t])
 
 
 def times(op: Op, value: float) -> Op:

@@ -12,6 +12,7 @@ from tests.whole.database import OTHERS, Entry, Sample
 
 Mesh = tuple[int, int]  # height, width
 SPLITS = ("all", "first", "others")
+NOT_PLANTED = {"special.legendre_polynomial_p"}  # of NaN torch makes whatever its vector unit held before
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def sample_of(entry: Entry, case: Case) -> Sample:
 
 def planted(tensor: Tensor, entry: Entry, case: Case) -> Tensor:
     """A copy with infinities or NaN at places that depend on the case only; some lie on one rank alone."""
-    if not tensor.is_floating_point() or tensor.numel() < 2:
+    if not tensor.is_floating_point() or tensor.numel() < 2 or entry.name in NOT_PLANTED:
         return tensor
     tensor = tensor.detach().clone()
     flat, size = tensor.reshape(-1), tensor.numel()

@@ -24,6 +24,7 @@ from fullframe.spatial.rules import (
     reshape,
     sampling,
     scattering,
+    transposed_convolution,
     unfolding,
 )
 
@@ -49,5 +50,6 @@ FAMILIES = (
     reshape,
     sampling,
     scattering,
+    transposed_convolution,
     unfolding,
 )

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.extents import overlap
-from fullframe.geometry.window import TransposedWindow, Window
-from fullframe.spatial.halo import Halo, Piece, Ranges, assembled, memory_format_of, part_of
+from fullframe.geometry.window import Window
+from fullframe.spatial.halo import Halo, Piece, Ranges, assembled, part_of
 from fullframe.spatial.mesh import kept_with_mesh
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.windowed import WindowPlan, embedded, ints, plan_windows, region, return_gradient
@@ -242,53 +242,6 @@ def _strips_first_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor
             gradients[0] = F.pad(gradients[0], (0, 0) * behind + (rows, 0))
         gradients[0] = flight.add_to(gradients[0])
     return gradients
-
-
-@rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-def _transposed_convolution(
-    func: Any,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | Ints = 1,
-    padding: int | Ints = 0,
-    output_padding: int | Ints = 0,
-    groups: int = 1,
-    dilation: int | Ints = 1,
-) -> Tensor:
-    if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
-        raise Refused("the weight is split, not the input")
-    count = weight.dim() - 2
-    stride, padding, dilation = ints(stride, count), ints(padding, count), ints(dilation, count)
-    output_padding = ints(output_padding, count)
-    layout, dims = input._layout, range(input.dim() - count, input.dim())
-    if layout.is_split(dims[0] - 1):
-        raise Refused("the channels are split")
-    windows = [
-        TransposedWindow(k, s, d, p) for k, s, d, p in zip(weight.shape[2:], stride, dilation, padding, strict=True)
-    ]
-    sizes = [
-        w.output_size(layout.shape[dim], extra) for w, dim, extra in zip(windows, dims, output_padding, strict=True)
-    ]
-    plan = plan_windows(layout, dims, windows, sizes, (*layout.shape[: dims[0] - 1], weight.shape[1] * groups, *sizes))
-    if plan.too_small:
-        local, layout = gather_axes(local_of(input), layout, plan.too_small)
-        return func(  # type: ignore[no-any-return]
-            wrap(local, layout), weight, bias, stride, padding, output_padding, groups, dilation
-        )
-    inner, extra = list(padding), list(output_padding)
-    trims = []
-    for cut, window, need, out in zip(plan.cuts, plan.windows, plan.needs, plan.outs, strict=True):
-        at = cut.dim - dims[0]
-        first = out.start + window.padding - need.start * window.stride  # of our rows, in the rows made here
-        made = (len(need) - 1) * window.stride + window.span
-        inner[at], extra[at] = 0, max(0, first + len(out) - made)
-        trims.append((cut.dim, first, len(out)))
-    made_here = func(region(local_of(input), plan), weight, bias, stride, tuple(inner), tuple(extra), groups, dilation)
-    kept = memory_format_of(made_here)
-    for dim, first, rows in trims:
-        made_here = made_here.narrow(dim, first, rows)
-    return wrap(made_here.contiguous(memory_format=kept), plan.layout)
 
 
 def autocast_inputs(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -253,7 +253,13 @@ def _max_windows(x: Tensor, dim: int, window: AdaptiveWindow, rows: range, offse
     best = []
     for row in rows:
         reads = window.reads(range(row, row + 1))
-        best.append(x.narrow(dim, reads.start - offset, len(reads)).max(dim, keepdim=True).values)
+        seen = x.narrow(dim, reads.start - offset, len(reads))
+        largest, index = seen.max(dim, keepdim=True)
+        if x.is_floating_point():  # of several NaN torch's pool takes the last, its max the first
+            places = torch.arange(len(reads), device=x.device).view(-1, *(1,) * (x.dim() - dim - 1))
+            last = (seen.isnan() * places).amax(dim, keepdim=True)
+            largest = seen.gather(dim, torch.where(largest.isnan(), last, index))
+        best.append(largest)
     return torch.cat(best, dim)
 
 
