@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fullframe as ff
 from benchmarks.networks import UNet, convnext_tiny, resnet50
 from benchmarks.timing import Timed, interleaved, ratio
+from fullframe.spatial.gradients import manage
 
 RANKS = 2
 NETWORKS: dict[str, Callable[[], nn.Module]] = {"ConvNeXt-tiny": convnext_tiny, "ResNet-50": resnet50, "UNet": UNet}
@@ -98,6 +99,8 @@ def operators() -> dict[str, tuple[Callable[[Tensor], Tensor], tuple[Tensor, ...
     """What is timed, as (function of the feature map, its parameters)."""
     torch.manual_seed(2)
     bias, small, large = (nn.Parameter(torch.randn(shape)) for shape in ((8,), (8, 8, 1, 1), (8, 8, 3, 3)))
+    for parameter in (bias, small, large):
+        manage(parameter, None)  # as a model's, whose gradients its wrapper averages
     return {
         "relu": (F.relu, ()),
         "add": (lambda x: x + x, ()),

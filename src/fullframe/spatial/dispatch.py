@@ -40,9 +40,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, with split tensors among the arguments."""
     if kwargs:
         args, kwargs = _renamed(func, args, kwargs) if func in RULES else (args, dict(kwargs))
-    usual = _usual(func, args) if func in TRUSTED and not kwargs else None
-    if usual in _approved:
-        return RULES[func](func, *args)
+    usual = _usual(func, args, kwargs) if func in TRUSTED else None
+    if usual is not None and usual in args[0]._layout.approved:
+        return RULES[func](func, *args, **kwargs)
     args, kwargs = entered(SpatialTensor, func, args, kwargs)
     operands: list[Tensor] = []
     target = kwargs.pop("out", None)
@@ -56,7 +56,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         result = _ruled(func, args, kwargs, operands, facts)
         if usual is not None and type(result) is SpatialTensor and result._layout.strides is None:
-            _approved.add(usual)
+            args[0]._layout.approved.add(usual)
         return result if target is None else _into(target, result, func)
     except Merged as merged:
         again = _in_runs(merged, args, kwargs)
@@ -72,25 +72,29 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 general.append(dispatch)
 
 
-_approved: set[Any] = set()  # usual calls of trusted functions that went the general way once
+def _usual(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What tells a call whose operands are a split tensor that is no view, model parameters and numbers; else None.
 
-
-def _usual(func: Any, args: tuple[Any, ...]) -> Any:
-    """What tells a call whose operands are a split tensor that is no view, model parameters and numbers; else None."""
-    first = args[0]
+    Once such a call has gone the general way, a layout remembers it.
+    """
+    first = args[0] if args else None
     if type(first) is not SpatialTensor or first._view is not None or first._layout.strides is not None:
         return None
-    told = [func, first._layout.shape, first._layout.placements, first._local.dtype]
-    for value in args[1:]:
-        if isinstance(value, Tensor):
-            if type(value) is SpatialTensor or (value.requires_grad and enters(value)):
+    told = [func, first._local.dtype, torch._C._is_any_autocast_enabled()]
+    for value in (*args[1:], *kwargs.values()) if kwargs else args[1:]:
+        kind = type(value)
+        if kind is int or kind is tuple or value is None:
+            told.append(value)
+        elif isinstance(value, Tensor):
+            if kind is SpatialTensor or (value.requires_grad and enters(value)):
                 return None
             told += (value.shape, value.stride(), value.dtype)
-        elif type(value) is list:
+        elif kind is list:
             return None
         else:
             told.append(value)
-    told.append(torch._C._is_any_autocast_enabled())
+    if kwargs:
+        told += kwargs
     return tuple(told)
 
 

@@ -6,7 +6,7 @@ to its rule. A value that is not split is an ordinary tensor, equal on all ranks
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,7 @@ class Layout:
     placements: Placements
     gather: bool  # what has no rule is gathered rather than refused
     strides: tuple[int, ...] | None = None  # of the whole tensor as torch would have it; None: contiguous
+    approved: set[Any] = field(default_factory=set)  # calls on such tensors that need no more checking
 
     def of(self, dim: int) -> Placement | None:
         """The placement of a dim that is nothing but one split factor; None when the dim is whole.

@@ -139,7 +139,7 @@ def _convolution(
     if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
         raise Refused("the weight is split, not the input")
     count = weight.dim() - 2
-    if input.dim() == count + 1:  # no batch dim
+    if len(input._layout.shape) == count + 1:  # no batch dim
         batch = func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
         return batch.squeeze(0)  # type: ignore[no-any-return]
     stride, dilation = ints(stride, count), ints(dilation, count)

@@ -150,6 +150,6 @@ def embedded(gradient: Tensor, held: Ranges, wanted: Ranges, cuts: tuple[Cut, ..
 
 def ints(value: int | Sequence[int], count: int) -> tuple[int, ...]:
     """An option that torch takes as one number or one a dim, as one a dim."""
-    if not isinstance(value, Sequence):  # an integer, numpy's too; what is made from it is kept
-        return (int(value),) * count
+    if type(value) is not tuple and not isinstance(value, Sequence):
+        return (int(value),) * count  # numpy's integers too; what is made from it is kept
     return tuple(map(int, value)) if len(value) == count else tuple(map(int, value)) * count
