@@ -23,10 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help=f"draw other examples and random numbers than those every run repeats (seed {DEFAULT_SEED})",
     )
-    parser.addoption(
-        "--kills", type=int, default=3, help="how many ranks tests/training/test_faults.py kills in one run"
-    )
-    parser.addoption("--programs", type=int, default=600, help="how many programs tests/distributed/test_fuzz.py draws")
+    parser.addoption("--kills", type=int, default=3, help="how many ranks tests/whole/test_faults.py kills in one run")
+    parser.addoption("--programs", type=int, default=600, help="how many programs tests/whole/test_fuzz.py draws")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,11 +1,14 @@
 """The layers of the design, checked on the source text: who may import whom, and who must load without torch.
 
-    5  cli
-    4  planning  doctor  launching
-    3  simulation  observation
-    2  training
-    1  spatial  strategy  data
-    0  geometry
+    8  cli
+    7  planning
+    6  simulation  verification
+    5  training
+    4  techniques
+    3  model
+    2  spatial
+    1  ranks  strategy  data
+    0  geometry  processes
        errors, for all
 
 A module imports from its own folder and from lower numbers; never from a higher one, never from another folder of the
@@ -26,21 +29,23 @@ PACKAGE = "fullframe"
 LAYERS = {
     "errors": -1,
     "geometry": 0,
-    "spatial": 1,
+    "processes": 0,
+    "ranks": 1,
     "strategy": 1,
     "data": 1,
-    "training": 2,
-    "simulation": 3,
-    "observation": 3,
-    "planning": 4,
-    "doctor": 4,
-    "launching": 4,
-    "cli": 5,
-    "__main__": 6,
+    "spatial": 2,
+    "model": 3,
+    "techniques": 4,
+    "training": 5,
+    "simulation": 6,
+    "verification": 6,
+    "planning": 7,
+    "cli": 8,
+    "__main__": 9,
 }
 TORCH = {"torch", "torchvision"}
 NEVER_TORCH = {"geometry", "errors"}  # not even inside a function
-TORCH_ONLY_IN_FUNCTIONS = {"cli", "launching", "strategy", "__init__", "__main__"}
+TORCH_ONLY_IN_FUNCTIONS = {"cli", "processes", "strategy", "__init__", "__main__"}
 
 
 class Import(NamedTuple):
@@ -215,7 +220,7 @@ GOOD = {
     "fullframe/spatial/rules/registry.py": "import torch.nn.functional as F",
     "fullframe/training/step.py": "from fullframe.spatial import mesh\nfrom fullframe.strategy import Strategy",
     "fullframe/simulation/trace.py": "from fullframe.training.step import TrainStep",
-    "fullframe/launching/local.py": "from fullframe.strategy import Strategy\ndef f():\n    import torch",
+    "fullframe/processes/launch.py": "from fullframe.errors import X\ndef f():\n    import torch",
     "fullframe/cli/train.py": "from fullframe import __version__\ndef f():\n    from fullframe.training import step",
 }
 
@@ -232,16 +237,16 @@ BAD = [
         "geometry (layer 0) imports fullframe.spatial.mesh",
     ),
     ("fullframe/spatial/mesh.py", "from fullframe.training.step import TrainStep", "imports fullframe.training.step"),
-    ("fullframe/spatial/mesh.py", "def f():\n    from fullframe.training import step", "mesh.py:2: spatial (layer 1)"),
-    ("fullframe/spatial/mesh.py", "from ..training import step", "spatial (layer 1) imports fullframe.training.step"),
+    ("fullframe/spatial/mesh.py", "def f():\n    from fullframe.training import step", "mesh.py:2: spatial (layer 2)"),
+    ("fullframe/spatial/mesh.py", "from ..training import step", "spatial (layer 2) imports fullframe.training.step"),
     ("fullframe/spatial/mesh.py", "from .. import training", "imports fullframe itself"),
     (
         "fullframe/spatial/rules/registry.py",
         "from ...training.step import T",
-        "imports fullframe.training.step (layer 2)",
+        "imports fullframe.training.step (layer 5)",
     ),
     (
-        "fullframe/spatial/mesh.py",
+        "fullframe/ranks/mesh.py",
         "from fullframe.strategy import Strategy",
         "(layer 1) imports fullframe.strategy (layer 1)",
     ),
@@ -257,9 +262,9 @@ BAD = [
     (
         "fullframe/training/step.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fullframe.cli.train import x",
-        "training (layer 2) imports fullframe.cli.train (layer 5)",
+        "training (layer 5) imports fullframe.cli.train (layer 8)",
     ),
-    ("fullframe/training/step.py", "import importlib\nimportlib.import_module('fullframe.cli.train')", "layer 5"),
+    ("fullframe/training/step.py", "import importlib\nimportlib.import_module('fullframe.cli.train')", "layer 8"),
     ("fullframe/extras/new.py", "import math", "extras has no layer"),
     ("fullframe/training/step.py", "from fullframe.extras.new import x", "fullframe.extras.new, which has no layer"),
     # circles
@@ -276,11 +281,11 @@ BAD = [
     ("fullframe/geometry/extents.py", "from torch import nn", "geometry imports torch"),
     ("fullframe/cli/train.py", "import torch.distributed as dist", "cli imports torch.distributed outside a function"),
     (
-        "fullframe/launching/local.py",
+        "fullframe/processes/launch.py",
         "try:\n    from torch import nn\nexcept ImportError:\n    pass",
-        "launching imports",
+        "processes imports",
     ),
-    ("fullframe/launching/local.py", "class A:\n    import torch", "launching imports torch outside a function"),
+    ("fullframe/processes/launch.py", "class A:\n    import torch", "processes imports torch outside a function"),
     ("fullframe/__init__.py", "import torch", "__init__ imports torch outside a function"),
     ("fullframe/__init__.py", "from fullframe.training.step import TrainStep", "fullframe.spatial.mesh -> torch"),
     (
@@ -288,12 +293,12 @@ BAD = [
         "from fullframe.training.step import TrainStep",
         "cli.train -> fullframe.training.step -> ",
     ),
-    ("fullframe/strategy.py", "import torch", "fullframe.cli.train -> fullframe.launching.local -> fullframe.strategy"),
+    ("fullframe/strategy.py", "import torch", "fullframe.cli.train -> fullframe.strategy"),
 ]
 
 
 @pytest.mark.parametrize(("path", "source", "said"), BAD)
 def test_a_breach_is_found(path: str, source: str, said: str) -> None:
-    files = {**GOOD, "fullframe/cli/train.py": "from fullframe.launching import local", path: source}
+    files = {**GOOD, "fullframe/cli/train.py": "from fullframe.processes import launch\nfrom fullframe.strategy import x", path: source}
     found = violations(files)
     assert any(said in sentence for sentence in found), found

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fullframe.spatial import exchange
+from fullframe.ranks import exchange
 
 MESSAGES, GATHERS, REDUCTIONS, BROADCASTS = "messages", "gathers", "reductions", "broadcasts"
 

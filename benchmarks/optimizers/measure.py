@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import fullframe as ff
 from benchmarks.networks import convnext_tiny
-from fullframe.training.optimizers import build_optimizer, state_bytes
-from fullframe.training.parallelized import parallelize_for
+from fullframe.model.parallelized import parallelize_for
+from fullframe.techniques.optimizers import build_optimizer, state_bytes
 
 STEPS = 3  # of which the last is measured; optimizers make their state in the first
 SHAPE = (2, 3, 64, 64)  # small: activations are not the question

@@ -15,10 +15,10 @@ from rich.table import Table
 from benchmarks import machine, show
 from benchmarks.planning.measure import HERE, Run, environment, planned, trained
 from fullframe.planning.plan import plan_in_full
-from fullframe.planning.plans import describe, winner
+from fullframe.planning.ranking import describe, winner
 from fullframe.planning.search import weight
-from fullframe.simulation.devices import parse_cluster
-from fullframe.simulation.measured import Timings
+from fullframe.simulation.clock.timed_ops import Timings
+from fullframe.simulation.devices.table import parse_cluster
 from fullframe.simulation.simulate import simulate
 from fullframe.strategy import Strategy, load_recipe
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.prediction.cases import CASES, Case
-from fullframe.spatial.mesh import init_mesh
+from fullframe.ranks.mesh import init_mesh
 from fullframe.training.loop import build
 from fullframe.training.step import TrainStep
 

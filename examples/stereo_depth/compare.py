@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import fullframe as ff
-from fullframe.launching.local import launch
+from fullframe.processes.launch import launch
 
 STEPS, STEPS_64 = 4, 2
 ALLOWANCE = 10.0  # the yardstick rounds once, at the start; a run rounds in every operation

@@ -27,15 +27,15 @@ __all__ = [
 
 if TYPE_CHECKING:
     from fullframe.errors import FullframeError, UnsupportedOp
+    from fullframe.model.parallelize import parallelize
     from fullframe.planning.plan import plan
+    from fullframe.ranks.mesh import init_mesh
     from fullframe.simulation.simulate import simulate
-    from fullframe.spatial.mesh import init_mesh
-    from fullframe.spatial.parallelize import parallelize
     from fullframe.spatial.rules.registry import rule
     from fullframe.spatial.shard import shard
     from fullframe.spatial.tensor import SpatialTensor
     from fullframe.strategy import Recipe, Strategy
-    from fullframe.training.loader import ShardedLoader
+    from fullframe.training.loading.loader import ShardedLoader
     from fullframe.training.loop import fit
     from fullframe.training.step import TrainStep
 else:
@@ -43,14 +43,14 @@ else:
     _HOMES = {
         "FullframeError": "fullframe.errors",
         "Recipe": "fullframe.strategy",
-        "ShardedLoader": "fullframe.training.loader",
+        "ShardedLoader": "fullframe.training.loading.loader",
         "SpatialTensor": "fullframe.spatial.tensor",
         "Strategy": "fullframe.strategy",
         "TrainStep": "fullframe.training.step",
         "UnsupportedOp": "fullframe.errors",
         "fit": "fullframe.training.loop",
-        "init_mesh": "fullframe.spatial.mesh",
-        "parallelize": "fullframe.spatial.parallelize",
+        "init_mesh": "fullframe.ranks.mesh",
+        "parallelize": "fullframe.model.parallelize",
         "plan": "fullframe.planning.plan",
         "rule": "fullframe.spatial.rules.registry",
         "shard": "fullframe.spatial.shard",

@@ -14,11 +14,11 @@ from rich.console import Console
 from fullframe.cli.application import run
 from fullframe.cli.comparison import Comparison, measured
 from fullframe.cli.plan import _table
-from fullframe.cli.planned import first_plan, strategy_of
+from fullframe.cli.strategy_file import first_plan, strategy_of
 from fullframe.errors import RunError, StrategyError
 from fullframe.planning.plan import plan_in_full
-from fullframe.planning.plans import describe
-from fullframe.simulation.calibration import load_rates
+from fullframe.planning.ranking import describe
+from fullframe.simulation.devices.calibration import load_rates
 from fullframe.strategy import Strategy, load_recipe
 from tests.cli.test_train import fullframe, steps_in, written
 

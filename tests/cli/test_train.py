@@ -105,7 +105,7 @@ def test_one_process_prints_plain_lines(tmp_path, capsys, monkeypatch):
 )
 def test_wrong_use_is_refused_before_any_rank_starts(tmp_path, capsys, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fullframe.launching.local.launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("fullframe.processes.launch.launch", lambda *_: pytest.fail("ranks were started"))
     assert run(["train", str(written(tmp_path)), *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and len(error.splitlines()) == 1

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fullframe.cli.application import run
-from fullframe.doctor.verdict import Difference, FirstDifference, Loss, Refusal, Verdict
-from tests.doctor.job import RIGHT, SCALED, written
+from fullframe.verification.verdict import Difference, FirstDifference, Loss, Refusal, Verdict
+from tests.verification.job import RIGHT, SCALED, written
 
 
 def fullframe(
@@ -90,7 +90,7 @@ def ranks_find(monkeypatch: pytest.MonkeyPatch) -> Callable[[Verdict, int], list
             (Path(os.environ["FULLFRAME_VERIFY_FOLDER"]) / "verdict.json").write_text(verdict.to_json())
             return code
 
-        monkeypatch.setattr("fullframe.launching.local.launch", launch)
+        monkeypatch.setattr("fullframe.processes.launch.launch", launch)
         return started
 
     return prepare
@@ -170,7 +170,7 @@ def test_ranks_that_fail_give_no_verdict(tmp_path, capsys, ranks_find) -> None:
     ],
 )
 def test_a_bad_mesh(tmp_path, capsys, monkeypatch, options, ranks, message) -> None:
-    monkeypatch.setattr("fullframe.launching.local.launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("fullframe.processes.launch.launch", lambda *_: pytest.fail("ranks were started"))
     if ranks:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", ranks)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples.shapes import Network
-from tests.ranks import rank_group
+from tests.rank_group import rank_group
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MOST_LINES = 5

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from tests.models.architectures import ARCHITECTURES, Architecture
 from tests.models.elsewhere import installed
 from tests.models.test_models import largest, mesh_of
-from tests.ranks import RankFailure, rank_group
+from tests.rank_group import RankFailure, rank_group
 
 FLOOR = 1e-3  # of the largest gradient or buffer
 TIMEOUT_SECONDS = 90.0

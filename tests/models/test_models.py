@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.models.zoo import ZOO, Entry, Inputs
-from tests.ranks import rank_group
+from tests.rank_group import rank_group
 
 TOLERANCE = 1e-9
 ZERO_IN_THEORY = 1e-12  # of the largest gradient; float64 noise of a sum that cancels is some 1e-16

@@ -4,7 +4,7 @@ import pytest
 
 from fullframe.planning.candidates import Job, candidates, meshes, precisions_of, saves_more
 from fullframe.planning.estimate import Estimator
-from fullframe.simulation.devices import device_named, parse_cluster
+from fullframe.simulation.devices.table import device_named, parse_cluster
 from fullframe.simulation.prediction import Moment, Prediction
 from fullframe.strategy import Strategy
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import DeviceError, FullframeError, RecipeError, StrategyError
-from fullframe.planning import advice
-from fullframe.planning.advice import separable
+from fullframe.planning import shortfall as advice
 from fullframe.planning.plan import KEPT_FREE, Planned, plan, plan_in_full
-from fullframe.planning.plans import describe, winner
-from fullframe.simulation.devices import parse_cluster
+from fullframe.planning.ranking import describe, winner
+from fullframe.planning.shortfall import separable
+from fullframe.simulation.devices.table import parse_cluster
 from fullframe.simulation.simulate import simulate
 from fullframe.strategy import Strategy
 

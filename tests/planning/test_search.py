@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 from fullframe.planning import search as searching
-from fullframe.planning.advice import sentences, shortfall
 from fullframe.planning.candidates import Job, border, candidates
-from fullframe.planning.plans import Plan, describe, plans_of, winner
+from fullframe.planning.pool import Outcome
+from fullframe.planning.ranking import Plan, describe, plans_of, winner
 from fullframe.planning.search import Search, complexity, weight
-from fullframe.planning.workers import Outcome
+from fullframe.planning.shortfall import sentences, shortfall
 from fullframe.simulation.prediction import Prediction
 from fullframe.strategy import Strategy
 from tests.planning.test_candidates import GIB, job, prediction

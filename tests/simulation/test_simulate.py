@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import fullframe as ff
 from fullframe.errors import RecipeError, StrategyError
+from fullframe.simulation.memory.trace import OutOfTime
 from fullframe.simulation.prediction import Prediction
 from fullframe.simulation.step import SimulatedStep
-from fullframe.simulation.trace import OutOfTime
 from fullframe.training.step import TrainStep
 
 PLAIN = ("context", "cublas_workspace", "cudnn_workspace", "prefetched_batch", "caching_allocator", "ddp_buckets")

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fullframe as ff
-from fullframe.spatial.sharding import is_sharded, whole_value
-from fullframe.training.optimizers import build_optimizer
-from fullframe.training.parallelized import parallelize_for
-from tests.ranks import rank_group
+from fullframe.model.fsdp import is_sharded, whole_value
+from fullframe.model.parallelized import parallelize_for
+from fullframe.techniques.optimizers import build_optimizer
+from tests.rank_group import rank_group
 
 BATCH, STEPS = 6, 5
 MESHES = {

@@ -9,9 +9,9 @@ from torch import nn
 
 import fullframe as ff
 from fullframe.errors import RecipeError
-from fullframe.training.average import ParameterAverage
+from fullframe.techniques.ema import ParameterAverage
 from fullframe.training.evaluation import OfPart, evaluate, whole
-from tests.ranks import rank_group
+from tests.rank_group import rank_group
 from tests.training import tiny
 
 CLASSES = 4

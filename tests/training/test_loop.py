@@ -9,7 +9,7 @@ import torch
 
 import fullframe as ff
 from fullframe.errors import CheckpointError, FullframeError, RecipeError, RunError
-from tests.ranks import rank_group
+from tests.rank_group import rank_group
 from tests.training.tiny import Frames, Network, evaluate, recipe
 
 

@@ -13,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import fullframe as ff
-from fullframe.training.checkpoint import load, newest_checkpoint
-from fullframe.training.export import whole_tensors
-from fullframe.training.manifest import read_manifest
-from tests.ranks import rank_group
-from tests.training.states import state_at, write
+from fullframe.training.checkpoints.export import whole_tensors
+from fullframe.training.checkpoints.manifest import read_manifest
+from fullframe.training.checkpoints.writer import load, newest_checkpoint
+from tests.rank_group import rank_group
+from tests.training.checkpoints.states import state_at, write
 from tests.training.tiny import Frames, Network, Plain, recipe
 
 ON_ONE = {"ema_decay": 0.9, "clip_norm": 0.5}

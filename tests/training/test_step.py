@@ -10,7 +10,7 @@ from torch import nn
 import fullframe as ff
 from fullframe.errors import RecipeError, ShapeError, StrategyError
 from fullframe.training.microbatches import microbatches
-from tests.ranks import rank_group
+from tests.rank_group import rank_group
 from tests.training.tiny import Frames, Plain, loss, mean_loss
 
 BATCH = 8

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.ranks import RankFailure, rank_group
+from tests.rank_group import RankFailure, rank_group
 from tests.whole.report import summary, write_document
 from tests.whole.verdicts import names, run_chunk
 

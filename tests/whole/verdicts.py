@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import fullframe as ff
 from fullframe.errors import FullframeError, UnsupportedOp
-from fullframe.spatial.mesh import forget_meshes
+from fullframe.ranks.mesh import forget_meshes
 from tests.whole.cases import Case, Mesh, cases, described, sample_of
 from tests.whole.database import Entry, entries
 from tests.whole.programs import Answers, NotApplicable, Program, averaged, difference, digest, is_random, quietly

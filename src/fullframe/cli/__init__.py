@@ -7,7 +7,7 @@ import sys
 def main() -> None:
     """The `fullframe` command; leaves by SystemExit."""
     from fullframe.cli.application import run
-    from fullframe.launching.orphans import die_with_launcher
+    from fullframe.processes.orphans import die_with_launcher
 
     die_with_launcher()
     try:

@@ -16,7 +16,7 @@ from fullframe.cli.simulate import Simulate
 from fullframe.cli.train import Train
 from fullframe.cli.verify import Verify
 from fullframe.errors import DivergenceError, FullframeError
-from fullframe.training.failure import AGAIN, is_machines_fault, report
+from fullframe.processes.exit_reasons import AGAIN, is_machines_fault, report
 
 _DESCRIPTION = "Train perception models on the full frame, split over GPUs. `fullframe --version` prints the version."
 

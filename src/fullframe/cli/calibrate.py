@@ -13,7 +13,7 @@ from fullframe.errors import DeviceError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fullframe.simulation.calibration import Rates
+    from fullframe.simulation.devices.calibration import Rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Calibrate:
             return self._measure(int(os.environ["WORLD_SIZE"]))
         if self.processes == 1:
             return self._measure(1)
-        from fullframe.launching.local import launch
+        from fullframe.processes.launch import launch
 
         words = ["--processes", str(self.processes)] + ["--json"] * self.json
         words += ["--out", str(self.out)] if self.out is not None else []
@@ -48,10 +48,10 @@ class Calibrate:
         import torch
         import torch.distributed as dist
 
-        from fullframe.simulation.calibration import measure, store_rates
-        from fullframe.simulation.devices import name_of_gpu
-        from fullframe.simulation.link import with_link
-        from fullframe.spatial.mesh import init_mesh
+        from fullframe.ranks.mesh import init_mesh
+        from fullframe.simulation.devices.calibration import measure, store_rates
+        from fullframe.simulation.devices.link import with_link
+        from fullframe.simulation.devices.table import name_of_gpu
 
         mesh = init_mesh(width=ranks)
         name, device = f"cpu-{ranks}-ranks", torch.device(mesh.device_type)
@@ -77,11 +77,11 @@ def _train_a_little(mesh: "DeviceMesh") -> None:
     import torch
     from torch import nn
 
-    from fullframe.spatial.parallelize import parallelize
+    from fullframe.model.parallelize import parallelize
     from fullframe.spatial.shard import shard
     from fullframe.strategy import Strategy
     from fullframe.training import loop  # noqa: F401
-    from fullframe.training.delivery import mesh_device
+    from fullframe.training.loading.delivery import mesh_device
     from fullframe.training.step import TrainStep
 
     device = mesh_device(mesh)

@@ -65,7 +65,7 @@ class Comparison:
             self._conclude(self._predicted())
 
     def _start(self, record: Mapping[str, Any]) -> None:
-        from fullframe.training.agreement import from_all_ranks, on_first_rank
+        from fullframe.ranks.agreement import from_all_ranks, on_first_rank
 
         of_ranks = from_all_ranks({**measured(), "step_seconds": float(record["step_seconds"])})
         self._measured = {name: max(rank[name] for rank in of_ranks) for name in of_ranks[0]}
@@ -191,7 +191,7 @@ def cluster_here(ranks: int) -> str:
     nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     name = "cpu"
     if torch.cuda.is_available():
-        from fullframe.simulation.devices import name_of_gpu
+        from fullframe.simulation.devices.table import name_of_gpu
 
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         name = name_of_gpu(properties.name, properties.total_memory)

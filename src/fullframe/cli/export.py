@@ -24,7 +24,7 @@ class Export:
 
     def run(self) -> int:
         """Read, write, and say what was written."""
-        from fullframe.training.export import export
+        from fullframe.training.checkpoints.export import export
 
         exported = export(self.run_dir, self.out, average=self.average)
         for problem in exported.problems:

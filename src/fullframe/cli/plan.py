@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fullframe.planning.plan import Planned
-    from fullframe.planning.plans import Plan as OnePlan
+    from fullframe.planning.ranking import Plan as OnePlan
 
 _ROWS = 12
 _WIDTH = 160  # of a table that goes into a file or a pipe
@@ -68,7 +68,7 @@ class Plan:
     def run(self) -> int:
         """Plan and print; the exit code."""
         from fullframe.planning.plan import plan_in_full
-        from fullframe.planning.plans import winner
+        from fullframe.planning.ranking import winner
         from fullframe.strategy import load_recipe
 
         if not self.seconds > 0:
@@ -98,7 +98,7 @@ class Plan:
         if self.out is not None:
             self.out.write_text(text + "\n")
         if self.html is not None:
-            from fullframe.planning.picture import draw
+            from fullframe.planning.chart import draw
 
             draw(planned.plans, f"{self.recipe} on {planned.cluster.name}", self.html)
         if self.json:
@@ -111,8 +111,8 @@ class Plan:
     def _report(self, planned: "Planned", seconds: float, stream: TextIO) -> None:
         from rich.console import Console
 
-        from fullframe.planning.advice import sentences
-        from fullframe.planning.plans import describe, winner
+        from fullframe.planning.ranking import describe, winner
+        from fullframe.planning.shortfall import sentences
 
         console = Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else _WIDTH)
         simulated = [plan for plan in planned.plans if plan.prediction is not None]
@@ -167,7 +167,7 @@ def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]", is_
     from rich.table import Table
     from rich.text import Text
 
-    from fullframe.planning.plans import by_category, describe
+    from fullframe.planning.ranking import by_category, describe
 
     limit, of = planned.limit_bytes / _GIB, planned.cluster.device.memory_bytes / _GIB
     table = Table(title=f"{planned.cluster.name}: {limit:.2f} GiB of {of:.2f} to be used", title_justify="left")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from fullframe.cli.planned import first_plan, strategy_of, with_batch_size
+from fullframe.cli.strategy_file import first_plan, strategy_of, with_batch_size
 from fullframe.cli.techniques import Techniques
 from fullframe.strategy import Strategy
 
@@ -45,7 +45,7 @@ class Simulate:
 
     def run(self) -> int:
         """Simulate and print."""
-        from fullframe.simulation.devices import parse_cluster
+        from fullframe.simulation.devices.table import parse_cluster
         from fullframe.simulation.simulate import simulate
         from fullframe.strategy import load_recipe
 

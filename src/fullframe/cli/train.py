@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from fullframe.cli.comparison import Comparison
-from fullframe.cli.planned import first_plan, require_devices, strategy_of, with_batch_size
+from fullframe.cli.strategy_file import first_plan, require_devices, strategy_of, with_batch_size
 from fullframe.cli.techniques import Techniques
 from fullframe.errors import MeshError, RecipeError, RunError, StrategyError
+from fullframe.processes.stop_signals import Stopped
 from fullframe.strategy import Strategy
-from fullframe.training.stopping import Stopped
 
 if TYPE_CHECKING:
     from fullframe.cli.display import Display
@@ -157,7 +157,7 @@ class Train:
         return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     def _launch(self, strategy: Strategy, run_dir: Path) -> int:
-        from fullframe.launching.local import launch
+        from fullframe.processes.launch import launch
         from fullframe.training.run_directory import check_run_directory, last_step
 
         check_run_directory(run_dir, self._resume)

@@ -17,7 +17,7 @@ from fullframe.strategy import Strategy
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fullframe.doctor.verdict import Difference, Verdict
+    from fullframe.verification.verdict import Difference, Verdict
 
 _FOLDER = "FULLFRAME_VERIFY_FOLDER"  # tells ranks that this command started them, and where the verdict goes
 _ROWS = 10
@@ -90,8 +90,8 @@ class Verify:
     def _launch(self, strategy: Strategy) -> int:
         import torch
 
-        from fullframe.doctor.verdict import Verdict
-        from fullframe.launching.local import launch
+        from fullframe.processes.launch import launch
+        from fullframe.verification.verdict import Verdict
 
         if torch.cuda.device_count() < strategy.ranks:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on one GPU cannot talk; on the CPU they can
@@ -115,7 +115,7 @@ class Verify:
     def _compare(self, strategy: Strategy) -> int:
         import torch.distributed as dist
 
-        from fullframe.doctor.exactness import verify
+        from fullframe.verification.verify import verify
 
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is not the verdict
             verdict = verify(self.recipe, strategy, unsupported=self.unsupported, tolerance=self.tolerance)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from fullframe.simulation.devices import Cluster, Device
+from fullframe.simulation.devices.table import Cluster, Device
 from fullframe.strategy import OptimizerName, Precision, Strategy
 
 _LEAST_ROWS = 16  # a rank with less of the frame's rows or columns owns nothing of the deeper maps, and only waits

@@ -12,17 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
 from fullframe.errors import RecipeError, StrategyError
-from fullframe.planning.advice import Shortfall, shortfall
+from fullframe.model.blocks import repeated_blocks
 from fullframe.planning.candidates import OTHER_OPTIMIZERS, Job, precisions_of
-from fullframe.planning.plans import Plan, plans_of
+from fullframe.planning.pool import runner
+from fullframe.planning.ranking import Plan, plans_of
 from fullframe.planning.search import Search
-from fullframe.planning.workers import runner
-from fullframe.simulation.abstract import abstract_batch, abstract_model, read_sample
-from fullframe.simulation.devices import Cluster, parse_cluster
-from fullframe.simulation.measured import Timings
+from fullframe.planning.shortfall import Shortfall, shortfall
+from fullframe.simulation.clock.timed_ops import Timings
+from fullframe.simulation.devices.table import Cluster, parse_cluster
+from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
 from fullframe.simulation.prediction import Prediction
 from fullframe.simulation.simulate import simulate
-from fullframe.spatial.blocks import repeated_blocks
 from fullframe.strategy import Precision, Recipe, Strategy
 
 LIMIT_SECONDS = 120.0  # of a search; most come to their end long before

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fullframe.errors import UnsupportedOp
 from fullframe.planning.candidates import Job, border, candidates, saves_more, without_recompute
 from fullframe.planning.estimate import Estimate, Estimator
-from fullframe.planning.workers import Runner
+from fullframe.planning.pool import Runner
 from fullframe.simulation.prediction import Prediction
 from fullframe.strategy import Strategy
 

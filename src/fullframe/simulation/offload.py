@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fullframe.simulation.roofline import StepClock, Transfer
-from fullframe.training.offload import LEAST_BYTES, LEAVING_BYTES
+from fullframe.simulation.clock.roofline import StepClock, Transfer
+from fullframe.techniques.offload import LEAST_BYTES, LEAVING_BYTES
 
 
 class SimulatedOffload:

@@ -22,31 +22,31 @@ from torch.utils._pytree import tree_iter
 from torch.utils.data import default_collate
 
 from fullframe.errors import RecipeError, StrategyError
-from fullframe.simulation.abstract import abstract_batch, abstract_model, read_sample
-from fullframe.simulation.allocator import replay
-from fullframe.simulation.autocast import cuda_autocast
-from fullframe.simulation.blame import blamed
-from fullframe.simulation.buckets import FakeDataParallel, WithoutBuckets
-from fullframe.simulation.devices import Cluster, Device, cpu_device, parse_cluster
-from fullframe.simulation.kernels import cuda_kernels
-from fullframe.simulation.measured import MeasuredClock, Timings
-from fullframe.simulation.memory import account
-from fullframe.simulation.outcomes import Outcomes
+from fullframe.model import averaging
+from fullframe.model.parallelized import parallelize_for
+from fullframe.ranks.mesh import init_mesh, spatial_of
+from fullframe.ranks.randomness import kept_random_state
+from fullframe.simulation.clock.roofline import StepClock
+from fullframe.simulation.clock.timed_ops import MeasuredClock, Timings
+from fullframe.simulation.devices.table import Cluster, Device, cpu_device, parse_cluster
+from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
+from fullframe.simulation.fake.autocast import cuda_autocast
+from fullframe.simulation.fake.blame import blamed
+from fullframe.simulation.fake.cuda_kernels import cuda_kernels
+from fullframe.simulation.fake.data_parallel import FakeDataParallel, WithoutBuckets
+from fullframe.simulation.fake.outcomes import Outcomes
+from fullframe.simulation.fake.world import fake_job
+from fullframe.simulation.memory.account import account
+from fullframe.simulation.memory.allocator import replay
+from fullframe.simulation.memory.terms import TERMS, Terms
+from fullframe.simulation.memory.trace import OutOfTime, Tracer
 from fullframe.simulation.prediction import Prediction
-from fullframe.simulation.roofline import StepClock
 from fullframe.simulation.step import SimulatedStep
-from fullframe.simulation.terms import TERMS, Terms
-from fullframe.simulation.trace import OutOfTime, Tracer
-from fullframe.simulation.world import fake_job
-from fullframe.spatial import averaging
-from fullframe.spatial.mesh import init_mesh, spatial_of
 from fullframe.spatial.rules import random as drawing
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.strategy import Recipe, Strategy
-from fullframe.training.delivery import Collation, Delivery, Grid
-from fullframe.training.optimizers import build_optimizer
-from fullframe.training.parallelized import parallelize_for
-from fullframe.training.randomness import kept_random_state
+from fullframe.techniques.optimizers import build_optimizer
+from fullframe.training.loading.delivery import Collation, Delivery, Grid
 
 
 def simulate(

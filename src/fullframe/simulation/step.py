@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullframe.simulation.clock.roofline import StepClock
+from fullframe.simulation.memory.trace import Tracer
 from fullframe.simulation.offload import SimulatedOffload
-from fullframe.simulation.roofline import StepClock
-from fullframe.simulation.trace import Tracer
 from fullframe.strategy import Strategy
-from fullframe.training.budget import Costs, measured
-from fullframe.training.precision import computing
+from fullframe.techniques.budget import Costs, measured
+from fullframe.techniques.precision import computing
 from fullframe.training.step import Loss, TrainStep
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
 from fullframe.errors import FullframeError, UnsupportedOp
-from fullframe.spatial.channel import announce
+from fullframe.ranks.channel import announce
 from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
 from fullframe.spatial.fallback import derived, memory_of, name_of, plain, settle, unsupported
 from fullframe.spatial.gradients import entered, enters
 from fullframe.spatial.module_path import module_path
-from fullframe.spatial.rules.refusals import REASONS
 from fullframe.spatial.rules.registry import RULES, TRUSTED, UNCHECKED, Merged, Refused, general, writes
+from fullframe.spatial.rules.unsupported import REASONS
 from fullframe.spatial.tensor import (
     Layout,
     SpatialTensor,

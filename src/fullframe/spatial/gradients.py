@@ -17,8 +17,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from fullframe.spatial.exchange import sum_over_ranks
-from fullframe.spatial.mesh import Spatial
+from fullframe.ranks.exchange import sum_over_ranks
+from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.rules.registry import setters, writes
 
 Hook = Callable[[Tensor], Tensor | None]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.route import Route, Wanted, borrows, route
-from fullframe.spatial.exchange import InFlight, post_borrow, post_return
-from fullframe.spatial.mesh import Axis
+from fullframe.ranks.exchange import InFlight, post_borrow, post_return
+from fullframe.ranks.mesh import Axis
 
 Ranges = tuple[range, ...]  # global rows, one range a cut
 

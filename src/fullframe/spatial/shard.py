@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
-from fullframe.spatial.exchange import gathered
+from fullframe.ranks.exchange import gathered
+from fullframe.ranks.mesh import spatial_of
 from fullframe.spatial.gradients import enter
 from fullframe.spatial.halo import memory_format_of
-from fullframe.spatial.mesh import spatial_of
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.tensor import Layout, SpatialTensor, layout_of, sliced, wrap
 

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_iter
 from fullframe.errors import MeshError, ShapeError, UnsupportedOp
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements, local_factors
-from fullframe.spatial.channel import announce
-from fullframe.spatial.exchange import fetch
+from fullframe.ranks.channel import announce
+from fullframe.ranks.exchange import fetch
+from fullframe.ranks.mesh import Spatial, kept_with_mesh
 from fullframe.spatial.gradients import see_leaf
-from fullframe.spatial.mesh import Spatial, kept_with_mesh
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.rules.registry import QUICK, Merged, general, getter
 from fullframe.spatial.views import View, share_memory, version_of

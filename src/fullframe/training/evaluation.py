@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import RecipeError
-from fullframe.spatial.sharding import is_sharded
+from fullframe.model.fsdp import is_sharded
+from fullframe.ranks.agreement import on_first_rank
+from fullframe.ranks.randomness import kept_random_state
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.strategy import Precision, Recipe
-from fullframe.training.agreement import on_first_rank
-from fullframe.training.average import ParameterAverage
-from fullframe.training.delivery import mesh_device
-from fullframe.training.loader import evaluation_batches
-from fullframe.training.precision import computing
-from fullframe.training.randomness import kept_random_state
+from fullframe.techniques.ema import ParameterAverage
+from fullframe.techniques.precision import computing
+from fullframe.training.loading.delivery import mesh_device
+from fullframe.training.loading.loader import evaluation_batches
 
 _TOLERANCE = 1e-3  # between ranks of a replica that measured the same; a part of the frame differs by more
 

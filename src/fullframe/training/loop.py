@@ -12,25 +12,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from fullframe.errors import RecipeError
-from fullframe.spatial.mesh import init_mesh
-from fullframe.spatial.sharding import is_sharded, whole_value
+from fullframe.model.fsdp import is_sharded, whole_value
+from fullframe.model.parallelized import parallelize_for
+from fullframe.processes.exit_reasons import restart_reason
+from fullframe.processes.stop_signals import Stopped, StopSignals
+from fullframe.ranks.agreement import from_all_ranks
+from fullframe.ranks.mesh import init_mesh
+from fullframe.ranks.randomness import seed_everything
 from fullframe.strategy import Recipe, Strategy
-from fullframe.training.agreement import from_all_ranks
-from fullframe.training.checkpoint import Checkpoints, load, newest_checkpoint
-from fullframe.training.delivery import mesh_device
-from fullframe.training.drift import require_same_numbers
+from fullframe.techniques.optimizers import build_optimizer
+from fullframe.training.checkpoints.state import RunState
+from fullframe.training.checkpoints.writer import Checkpoints, load, newest_checkpoint
 from fullframe.training.evaluation import evaluating
-from fullframe.training.failure import restart_reason
-from fullframe.training.loader import ShardedLoader, require_indexed
-from fullframe.training.optimizers import build_optimizer
-from fullframe.training.parallelized import parallelize_for
-from fullframe.training.randomness import seed_everything
+from fullframe.training.faults.divergence import require_same_numbers
+from fullframe.training.faults.watchdog import Watchdog
+from fullframe.training.loading.delivery import mesh_device
+from fullframe.training.loading.loader import ShardedLoader, require_indexed
 from fullframe.training.run_directory import Resume, RunDirectory, open_run, strategy_of_restart
-from fullframe.training.run_state import RunState
 from fullframe.training.step import TrainStep
 from fullframe.training.steps import Steps, heard
-from fullframe.training.stopping import Stopped, StopSignals
-from fullframe.training.watchdog import Watchdog
 
 Record = Mapping[str, Any]  # one step: step, loss, grad_norm, skipped, step_seconds, and what evaluate() measured
 

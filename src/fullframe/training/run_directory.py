@@ -68,7 +68,7 @@ def open_run(path: Path, strategy: Strategy, resume: Resume) -> tuple[RunDirecto
     """
     import torch.distributed as dist
 
-    from fullframe.training.agreement import on_first_rank
+    from fullframe.ranks.agreement import on_first_rank
 
     def prepare() -> bool:
         try:
@@ -93,7 +93,7 @@ def write_strategy(path: Path, strategy: Strategy) -> None:
 
 def strategy_of_restart(path: Path, strategy: Strategy) -> Strategy:
     """`strategy` with the microbatches that the run in `path` had come to; all ranks call it."""
-    from fullframe.training.agreement import on_first_rank
+    from fullframe.ranks.agreement import on_first_rank
 
     def kept() -> int:
         try:

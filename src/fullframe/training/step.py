@@ -19,19 +19,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fullframe.errors import GradientError, RecipeError, StrategyError
-from fullframe.spatial.waiting import waiting_for_ranks
+from fullframe.model.forward_patch import restore
+from fullframe.model.parallelized import require_parallelized_for
+from fullframe.model.sync_batchnorm import synchronize_batchnorm
+from fullframe.ranks.randomness import kept_random_state
+from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.strategy import Strategy
-from fullframe.training.average import ParameterAverage
-from fullframe.training.batchnorm import synchronize_batchnorm
-from fullframe.training.budget import Costs, device_clock, measured
+from fullframe.techniques.budget import Costs, device_clock, measured
+from fullframe.techniques.ema import ParameterAverage
+from fullframe.techniques.offload import saving_to_host
+from fullframe.techniques.precision import LossScale, computing
+from fullframe.techniques.recompute import Recomputation
+from fullframe.techniques.update_in_backward import UpdateInBackward
 from fullframe.training.microbatches import microbatches
-from fullframe.training.offload import saving_to_host
-from fullframe.training.parallelized import require_parallelized_for
-from fullframe.training.patching import restore
-from fullframe.training.precision import LossScale, computing
-from fullframe.training.randomness import kept_random_state
-from fullframe.training.recompute import Recomputation
-from fullframe.training.update_in_backward import UpdateInBackward
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 

@@ -10,21 +10,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import RunError
+from fullframe.processes.exit_reasons import StartAgain
+from fullframe.processes.stop_signals import StopSignals
+from fullframe.ranks.agreement import from_all_ranks, on_any_rank
+from fullframe.ranks.randomness import mixed_seed, seed_everything
 from fullframe.strategy import Recipe, Strategy
-from fullframe.training.agreement import from_all_ranks, on_any_rank
-from fullframe.training.checkpoint import Checkpoints
+from fullframe.techniques.optimizers import set_learning_rate
+from fullframe.training.checkpoints.state import RunState
+from fullframe.training.checkpoints.writer import Checkpoints
 from fullframe.training.evaluation import evaluate
-from fullframe.training.failure import StartAgain
-from fullframe.training.loader import ShardedLoader
-from fullframe.training.nonfinite import origin_of_nonfinite
-from fullframe.training.optimizers import set_learning_rate
-from fullframe.training.out_of_memory import attempt, batch_norm_warning, by_one_rank, cut_finer
-from fullframe.training.randomness import mixed_seed, seed_everything
+from fullframe.training.faults.nonfinite import origin_of_nonfinite
+from fullframe.training.faults.out_of_memory import attempt, batch_norm_warning, by_one_rank, cut_finer
+from fullframe.training.faults.watchdog import Watchdog
+from fullframe.training.loading.loader import ShardedLoader
 from fullframe.training.run_directory import RunDirectory, write_strategy
-from fullframe.training.run_state import RunState
 from fullframe.training.step import StepRecord, TrainStep
-from fullframe.training.stopping import StopSignals
-from fullframe.training.watchdog import Watchdog
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.spatial.exchange import gather_over_ranks, gathered, sum_over_ranks, summed
+from fullframe.ranks.exchange import gather_over_ranks, gathered, sum_over_ranks, summed
 from fullframe.spatial.rules.reduction import wide
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap

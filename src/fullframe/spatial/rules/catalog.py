@@ -8,7 +8,6 @@ from fullframe.spatial.rules import (
     composed,
     convolution,
     extremes,
-    hooks,
     indexing,
     joining,
     loss,
@@ -22,11 +21,12 @@ from fullframe.spatial.rules import (
     reduction,
     resampling,
     reshape,
-    sampling,
     scattering,
     transposed_convolution,
     unfolding,
 )
+from fullframe.spatial.rules import gradient_hooks as hooks
+from fullframe.spatial.rules import grid_sample as sampling
 
 FAMILIES = (
     along,

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fullframe.geometry.extents import overlap
 from fullframe.geometry.window import Window
+from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Halo, Piece, Ranges, assembled, part_of
-from fullframe.spatial.mesh import kept_with_mesh
 from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.rules.windowed import WindowPlan, embedded, ints, plan_windows, region, return_gradient
+from fullframe.spatial.rules.window_plan import WindowPlan, embedded, ints, plan_windows, region, return_gradient
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
 
 Ints = tuple[int, ...]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullframe.spatial.exchange import gather_over_ranks, gathered, sum_over_ranks
+from fullframe.ranks.exchange import gather_over_ranks, gathered, sum_over_ranks
 from fullframe.spatial.rules.reduction import Dims, dims_of, reduced_axes, without
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap

@@ -10,7 +10,7 @@ from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice
 from fullframe.spatial.rules.reduction import without
 from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.rules.windowed import plan_windows, region
+from fullframe.spatial.rules.window_plan import plan_windows, region
 from fullframe.spatial.tensor import Layout, SpatialTensor, local_of, refetched, viewed, wrap
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.placement import Placement
-from fullframe.spatial.exchange import fetch
+from fullframe.ranks.exchange import fetch
 from fullframe.spatial.rules.indexing import sliced_rows
 from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.rules.windowed import nonempty
+from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, gather_axes, local_of, sliced, united, wrap
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import _reduction  # what torch itself makes of size_average, reduce and reduction
 
 from fullframe.geometry.placement import Placements
-from fullframe.spatial.exchange import sum_over_ranks
+from fullframe.ranks.exchange import sum_over_ranks
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, merged, wrap
 

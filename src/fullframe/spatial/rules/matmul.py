@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.placement import Placement
-from fullframe.spatial.exchange import sum_over_ranks
+from fullframe.ranks.exchange import sum_over_ranks
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, gather_axes, local_of, wrap
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullframe.spatial.exchange import gathered, sum_over_ranks, summed
+from fullframe.ranks.exchange import gathered, sum_over_ranks, summed
 from fullframe.spatial.rules.reduction import Dims, count, dims_of, reduced_axes, wide, without
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap

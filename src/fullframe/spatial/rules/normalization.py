@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fullframe.spatial.exchange import gathered, summed
+from fullframe.ranks.exchange import gathered, summed
 from fullframe.spatial.halo import memory_format_of
 from fullframe.spatial.rules.reduction import count
 from fullframe.spatial.rules.registry import Refused, rule

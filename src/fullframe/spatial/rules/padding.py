@@ -12,7 +12,7 @@ from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import Slice
 from fullframe.spatial.rules.indexing import sliced_rows
 from fullframe.spatial.rules.registry import rule
-from fullframe.spatial.rules.windowed import plan_windows, region
+from fullframe.spatial.rules.window_plan import plan_windows, region
 from fullframe.spatial.tensor import SpatialTensor, gather_axes, local_of, wrap
 
 

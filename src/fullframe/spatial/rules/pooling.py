@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.window import AdaptiveWindow, Window, proportional_extents
+from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Halo, memory_format_of
-from fullframe.spatial.mesh import kept_with_mesh
 from fullframe.spatial.rules.registry import Refused, rule
 from fullframe.spatial.rules.resampling import in_format, resampled
 from fullframe.spatial.rules.taps import taps_of
-from fullframe.spatial.rules.windowed import WindowPlan, ints, nonempty, plan_windows, region, region_gradient
+from fullframe.spatial.rules.window_plan import WindowPlan, ints, nonempty, plan_windows, region, region_gradient
 from fullframe.spatial.second_derivative import once_differentiable
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, refetched, wrap
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fullframe.geometry.placement import Placements
-from fullframe.spatial.exchange import gather_over_ranks, sum_over_ranks
+from fullframe.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
 

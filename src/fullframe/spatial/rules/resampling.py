@@ -13,11 +13,11 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import proportional_extents
-from fullframe.spatial.exchange import sum_over_ranks
+from fullframe.ranks.exchange import sum_over_ranks
 from fullframe.spatial.halo import memory_format_of
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.rules.taps import Taps, repeats, taps_of, weighted
-from fullframe.spatial.rules.windowed import nonempty
+from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.tensor import SpatialTensor, local_of, refetched, say_gathered, sliced, wrap
 
 _NEAREST = ("nearest", "nearest-exact")

@@ -11,7 +11,7 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import coarsened, grain, local_shape, permuted, reshaped
 from fullframe.spatial.rules.registry import Refused, getter, rule
-from fullframe.spatial.rules.windowed import nonempty
+from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, gather_axes, local_of, resplit, viewed, wrap
 
 

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.window import TransposedWindow, Window
+from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Cut, memory_format_of
-from fullframe.spatial.mesh import kept_with_mesh
 from fullframe.spatial.rules.convolution import autocast_inputs
 from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.rules.windowed import WindowPlan, ints, plan_windows, region
+from fullframe.spatial.rules.window_plan import WindowPlan, ints, plan_windows, region
 from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
 
 Ints = tuple[int, ...]

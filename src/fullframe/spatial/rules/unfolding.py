@@ -10,7 +10,7 @@ from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, local_shape
 from fullframe.geometry.window import Window
 from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.rules.windowed import WindowPlan, ints, plan_windows, region
+from fullframe.spatial.rules.window_plan import WindowPlan, ints, plan_windows, region
 from fullframe.spatial.second_derivative import once_differentiable
 from fullframe.spatial.tensor import SpatialTensor, aligned, gather_axes, local_of, wrap
 

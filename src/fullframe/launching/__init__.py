@@ -1,1 +1,0 @@
-"""Starting ranks: on this machine, and later on clusters."""

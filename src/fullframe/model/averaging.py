@@ -1,0 +1,291 @@
+"""Gradients of a model's parameters averaged over all ranks: by DDP what DDP expects, the rest at the end of backward.
+
+DDP averages in the first backward pass after its forward pass, the parameters it was made for. A second loss of the
+same forward pass, a part of the model called on its own, `autograd.grad` and the hooks of users are seen to here.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fullframe.errors import GradientError
+from fullframe.ranks.mesh import Spatial
+from fullframe.spatial.gradients import Hook, is_accumulated, manage, mean_over_ranks, reaches_any
+
+_SYNC_BUFFERS = "forward_sync_buffers"  # in each forward; torch before 2.13 calls it broadcast_buffers
+if _SYNC_BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
+    _SYNC_BUFFERS = "broadcast_buffers"
+_CHUNK_NUMBERS = 1 << 22  # of a message in which gradients travel together
+
+
+class Averaging:
+    """DDP around `door`, which calls `model`; made anew when other parameters of the model are trained."""
+
+    def __init__(self, door: nn.Module, model: nn.Module, spatial: Spatial, find_unused_parameters: bool):
+        self._door, self._model, self._spatial = door, model, spatial
+        self._find_unused = find_unused_parameters
+        self._parameters: dict[nn.Parameter, None] = {}  # those that are trained
+        self._ddp: DistributedDataParallel | None = None
+        self._for: tuple[nn.Parameter, ...] = ()  # those that `_ddp` averages
+        self._buckets = Buckets()
+        self._expects = False  # DDP: a backward pass to average in
+        self._pass: Any = lambda: None  # the backward pass that is running
+        self.syncing = True  # outside no_sync()
+        self.arrange()
+
+    @property
+    def run(self) -> nn.Module:
+        """What to call in the place of the door."""
+        return self._door if self._ddp is None or not self._parameters else self._ddp
+
+    def arrange(self) -> None:
+        """See which parameters are trained now."""
+        found = _trained(self._model)
+        if found.keys() == self._parameters.keys():
+            return
+        new = [parameter for parameter in found if parameter not in self._parameters]
+        self._parameters = found
+        for parameter in new:
+            manage(parameter, _hook(weakref.ref(self), weakref.ref(parameter), self._spatial))
+        trained = tuple(found)
+        if trained and set(trained) != set(self._for):
+            self._wrap(trained)
+
+    def _wrap(self, trained: tuple[nn.Parameter, ...]) -> None:
+        if self._ddp is not None and hasattr(self._ddp, "reducer"):
+            self._ddp.reducer._remove_autograd_hooks()
+        several = dist.get_world_size() > self._spatial.size  # within one replica the buffers stay equal by themselves
+        self._for, self._expects, self._buckets = trained, False, Buckets()
+        self._ddp = DistributedDataParallel(
+            self._door,
+            find_unused_parameters=self._find_unused,
+            gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
+            **{_SYNC_BUFFERS: several},  # type: ignore[arg-type]
+        )
+        self.sync(self.syncing)
+
+    def sync(self, on: bool) -> None:
+        """Whether backward passes average, from the next forward pass on."""
+        self.syncing = on
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = on
+
+    def called(self) -> None:
+        """After a forward pass."""
+        if self.syncing and torch.is_grad_enabled() and self.run is self._ddp:
+            self._expects = True
+
+    def reached(self) -> None:
+        """In backward: a result of the model is; the pass may well be one that does not go on to parameters."""
+        if self._pass() is None and reaches_any(self._parameters):
+            self.begin()
+
+    def begin(self) -> "_Pass":
+        """In backward: what is known of the pass. Where backward runs within backward, of the outer one."""
+        running: _Pass | None = self._pass()
+        if running is None:
+            running = _Pass(self)
+            self._pass = weakref.ref(running)
+            if self._expects:
+                self._buckets.leave_to_holders()
+            _at_the_end(running.check)  # which alone holds it, so that it ends with its pass, also by an error
+        return running
+
+    def arrives(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+        """In backward, before the gradient is added to the parameter's; what to add instead, if anything else."""
+        self.begin().arrived.add(parameter)
+        if not _has_hooks(parameter):
+            return None
+        # Replicas that use other parameters each meet them in other orders, so there the ranks of one replica alone.
+        group = self._spatial.replica if self._find_unused else dist.group.WORLD
+        return mean_over_ranks(gradient, group)  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        """After a pass: all gradients are there."""
+        if self._expects and not self._find_unused:
+            self._require_all(lambda parameter: parameter.grad is None)
+
+    def finish(self, arrived: set[nn.Parameter]) -> None:
+        """After a pass, when DDP has waited for what it sent."""
+        if self._ddp is not None and not hasattr(self._ddp, "reducer"):  # a simulation's
+            return
+        if not self._expects:
+            if self.syncing:
+                self._average(arrived)
+            return
+        assert self._ddp is not None
+        try:
+            self._ddp.reducer._check_reducer_finalized()
+        except RuntimeError:
+            self._require_all(lambda parameter: parameter not in arrived)
+            raise
+        self._expects = False
+        self._buckets.hand_out(arrived)
+
+    def _require_all(self, lacks: Callable[[nn.Parameter], bool]) -> None:
+        require_all([name for name, p in self._model.named_parameters() if p.requires_grad and lacks(p)])
+
+    @torch.no_grad()
+    def _average(self, arrived: set[nn.Parameter]) -> None:
+        """Average the gradients of the parameters at which one has arrived, on whichever rank."""
+        parameters = [parameter for parameter in self._parameters if parameter in arrived]
+        if self._spatial.size < dist.get_world_size():  # replicas may differ in what they use
+            used = [parameter in arrived for parameter in self._parameters]
+            flags = torch.tensor(used, dtype=torch.int32, device=self._spatial.mesh.device_type)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            parameters = [p for p, is_used in zip(self._parameters, flags.tolist(), strict=True) if is_used]
+        for chunk in _chunks(parameters):
+            gradients = [torch.zeros_like(p) if p.grad is None else _dense(p.grad) for p in chunk]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) / dist.get_world_size()
+            dist.all_reduce(flat)
+            means = flat.split([gradient.numel() for gradient in gradients])
+            for parameter, gradient, mean in zip(chunk, gradients, means, strict=True):
+                parameter.grad = gradient.copy_(mean.view(gradient.shape))
+
+
+def require_all(missing: list[str]) -> None:
+    """Raises GradientError when parameters of these names miss their gradient after a backward pass."""
+    if missing:
+        names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise GradientError(
+            f"{len(missing)} parameters got no gradient ({names}), "
+            "so the gradients of this step are not averaged over the ranks; "
+            "pass parallelize(..., find_unused_parameters=True), or freeze them with requires_grad_(False); "
+            "losses of one forward pass that each reach other parameters want to be added up before one backward"
+        )
+
+
+class _Pass:
+    """A backward pass that reaches parameters."""
+
+    def __init__(self, averaging: Averaging):
+        self._averaging = averaging
+        self.arrived: set[nn.Parameter] = set()
+
+    def check(self) -> None:
+        self._averaging.check()
+        _at_the_end(self.finish)  # DDP, too, is called when backward ends, and later than this
+
+    def finish(self) -> None:
+        self._averaging.finish(self.arrived)
+
+
+class Buckets:
+    """The memory in which DDP keeps gradients, and into which those of the next pass will be written.
+
+    A gradient that someone has kept by reference would change under him. He keeps the memory, and DDP gets other.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[nn.Parameter, Tensor] = {}  # DDP's own views of its buckets
+        self._holders: dict[Tensor, int] = {}  # of a bucket's memory, without the gradients of parameters
+
+    def hand_out(self, arrived: set[nn.Parameter]) -> None:
+        """After a pass: what lies in `.grad` is another view than DDP's own, which nobody may keep."""
+        for parameter in arrived:
+            place, known = parameter.grad, self._places.get(parameter)
+            if place is None or place._base is None or (known is not None and place.data_ptr() == known.data_ptr()):
+                continue
+            self._places[parameter] = place  # DDP's own view, made in this pass
+        for parameter, place in self._places.items():
+            if parameter.grad is place:
+                parameter.grad = place.detach()
+        self._holders = self._held()
+
+    def leave_to_holders(self) -> None:
+        """Before a pass writes into the buckets."""
+        for bucket, holders in self._held().items():
+            if holders <= self._holders.get(bucket, 0):
+                continue
+            places = [place for place in self._places.values() if place._base is bucket]
+            where = [(place.shape, place.stride(), place.storage_offset()) for place in places]
+            bucket.data = torch.empty_like(bucket)
+            for place, shape in zip(places, where, strict=True):
+                place.data = bucket.data.as_strided(*shape)
+
+    def _held(self) -> dict[Tensor, int]:
+        """By bucket, how many tensors lie in its memory, without the gradients that are `.grad` of a parameter."""
+        held: dict[Tensor, int] = {}
+        for place in self._places.values():
+            bucket = place._base
+            if bucket is not None and bucket not in held:
+                held[bucket] = _tensors_in(bucket)
+        for parameter, place in self._places.items():
+            if parameter.grad is not None and _memory(parameter.grad) == _memory(place):
+                held[place._base] -= 1  # type: ignore[index]
+        return held
+
+
+def _memory(tensor: Tensor) -> int:
+    storage: Any = tensor.untyped_storage()
+    return storage._cdata  # type: ignore[no-any-return]
+
+
+def _tensors_in(bucket: Tensor) -> int:
+    storage: Any = bucket.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def _trained(model: nn.Module) -> dict[nn.Parameter, None]:
+    """The parameters that require a gradient; quicker than `model.parameters()`, which every forward pass can do."""
+    found: dict[nn.Parameter, None] = {}
+    modules, seen = [model], {model}
+    while modules:
+        module = modules.pop()
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                found[parameter] = None
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+    return found
+
+
+def _hook(averaging: Any, parameter: Any, spatial: Spatial) -> Hook:
+    """Without references: the parameter holds its hook, and the wrapper its parameters."""
+
+    def hook(gradient: Tensor) -> Tensor | None:
+        owner, own = averaging(), parameter()
+        if not is_accumulated(own):
+            return mean_over_ranks(gradient, spatial.replica)
+        if owner is None:  # the wrapper is gone
+            return mean_over_ranks(gradient, dist.group.WORLD)  # type: ignore[arg-type]
+        return owner.arrives(own, gradient)  # type: ignore[no-any-return]
+
+    return hook
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether someone else would see the gradient before it is averaged."""
+    if len(parameter._backward_hooks or ()) > 1:
+        return True
+    after: Any = parameter._post_accumulate_grad_hooks or {}
+    return any(not str(getattr(h, "__module__", "")).startswith(("fullframe.", "torch.")) for h in after.values())
+
+
+def _at_the_end(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _chunks(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype and device whose gradients make a message."""
+    chunk: list[nn.Parameter] = []
+    for parameter in parameters:
+        other = chunk and (parameter.dtype, parameter.device) != (chunk[0].dtype, chunk[0].device)
+        if other or sum(p.numel() for p in chunk) > _CHUNK_NUMBERS:
+            yield chunk
+            chunk = []
+        chunk.append(parameter)
+    if chunk:
+        yield chunk

@@ -1,0 +1,195 @@
+"""Parameters, gradients and optimizer state spread over all ranks of the job, by torch's FSDP2.
+
+Each repeated block, and the rest of the model, gathers its parameters before it runs, forward and backward, and lets
+go of them afterwards. Every rank holds a part of the job's mean gradient, so all ranks together form the one mesh.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+
+from fullframe.errors import GradientError, MeshError
+from fullframe.model.blocks import repeated_blocks
+from fullframe.spatial.gradients import manage
+from fullframe.spatial.tensor import SpatialTensor
+
+
+def is_sharded(parameter: object) -> bool:
+    """Whether `fully_shard`, ours or the user's, has taken the parameter."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # takes a second to load, and no one has sharded without it
+    return loaded is not None and isinstance(parameter, loaded.DTensor)
+
+
+def whole_value(value: Any) -> Any:
+    """A sharded tensor gathered from all ranks, which all call it; anything else as it is."""
+    return value.full_tensor() if is_sharded(value) else value
+
+
+class ShardedParameters:
+    """Shards the parameters of `model` over all ranks, in place, and keeps the gradients as DDP would.
+
+    Modules that the user has passed to `fully_shard` stay as they are.
+
+    Raises MeshError when those are sharded over other ranks, or a block mixes dtypes.
+    """
+
+    def __init__(self, model: nn.Module, device_type: str, find_unused_parameters: bool):
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        _require_all_ranks(model)
+        _require_no_hooks(model)
+        mesh = DeviceMesh(device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
+        for name in ("", *_blocks_to_shard(model))[::-1]:
+            module = model.get_submodule(name)
+            if not isinstance(module, FSDPModule):
+                _require_one_dtype(name, module)
+                module.register_forward_hook(_without_views)  # before torch's own, which hooks what it returns
+                # Also the root: torch would keep its parameters whole after a forward pass without a backward pass,
+                # and go on with those when the optimizer or an average has long changed the sharded ones.
+                fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        self._root: Any = model
+        self._device = mesh.device_type
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._got: set[str] = set()  # parameters that got a gradient on this rank since the last exchange
+        self._had: set[str] = set()  # parameters that had one before this forward pass
+        for name, unit in model.named_modules():
+            if isinstance(unit, FSDPModule):
+                self._prepare(name, unit, find_unused_parameters)
+
+    def _prepare(self, name: str, unit: Any, find_unused_parameters: bool) -> None:
+        if hasattr(unit, "set_reduce_scatter_unused_params"):
+            # A rank that lacks a gradient sends zeros, for the other ranks' messages must meet one of their size.
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+        elif find_unused_parameters:
+            raise MeshError(
+                f"torch {torch.__version__} cannot shard parameters of which some get no gradient; "
+                "use torch 2.13, freeze them with requires_grad_(False), or leave out find_unused_parameters"
+            )
+        prefix = f"{name}." if name else ""
+        watching = unit.register_forward_pre_hook(lambda module, args: watch())
+
+        def watch() -> None:  # runs after torch's own hook has put the whole parameters into the modules
+            watching.remove()
+            if torch.is_inference_mode_enabled():
+                raise MeshError(
+                    "what sharded parameters are first gathered into is what training goes on with; "
+                    "use torch.no_grad() rather than torch.inference_mode(), or take a training step before"
+                )
+            for own, parameter in unit.named_parameters():
+                if parameter.requires_grad and not is_sharded(parameter):
+                    manage(parameter, None)
+                    parameter.register_post_accumulate_grad_hook(self._noting(prefix + own))
+
+    def _noting(self, name: str) -> Callable[[Tensor], None]:
+        return lambda parameter: self._got.add(name)
+
+    def begin(self) -> None:
+        """A forward pass begins. Raises GradientError where torch would pass over what the user has changed."""
+        trained = {name for name, p in self._root.named_parameters() if p.requires_grad}
+        changed = sorted(trained ^ self._parameters.keys())
+        if changed and torch.is_grad_enabled():
+            raise GradientError(
+                f"requires_grad of {', '.join(changed[:3])}{', ...' if changed[3:] else ''} has changed since the "
+                "parameters were sharded, and its gradient would not be averaged; freeze and unfreeze before "
+                "parallelize, or do without shard_parameters"
+            )
+        _require_no_hooks(self._root)
+        self._had = {name for name, p in self._parameters.items() if p.grad is not None}
+
+    def missing(self) -> list[str]:
+        """After an exchange of gradients: parameters that got none on this rank."""
+        missing = [name for name in self._parameters if name not in self._got]
+        self._got.clear()
+        return missing
+
+    def forget_zeros(self) -> None:
+        """After an exchange of gradients: a parameter that got none on any rank has none, rather than zeros."""
+        missing = set(self.missing())
+        used = torch.tensor([name not in missing for name in self._parameters], dtype=torch.int32)
+        used = used.to(self._device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        for (name, parameter), is_used in zip(self._parameters.items(), used.tolist(), strict=True):
+            if not is_used and name not in self._had:
+                parameter.grad = None
+
+    def set_gradient_sync(self, on: bool) -> None:
+        """Whether backward averages gradients over the ranks, or adds them up whole on each."""
+        self._root.set_requires_gradient_sync(on)
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """The output with copies in place of plain views.
+
+    Torch gathers a unit's parameters for backward by a hook on its output, which a view loses when something is
+    written to it in place: backward would go on with freed parameters. A split tensor puts the hook on its base.
+    """
+    return tree_map_only(Tensor, lambda t: t.clone() if _loses_hooks(t) else t, output)
+
+
+def _loses_hooks(value: Tensor) -> bool:
+    return value.requires_grad and not isinstance(value, SpatialTensor) and value._is_view()
+
+
+def require_whole(model: nn.Module) -> None:
+    """Raises MeshError when a parameter is sharded already."""
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise MeshError(
+                f"parameter {name} is sharded already, by fully_shard perhaps; "
+                "pass parallelize(..., shard_parameters=True), which shards the rest and averages all"
+            )
+
+
+def _require_no_hooks(model: nn.Module) -> None:
+    """A sharded parameter's gradient comes by another way, on which no hook is called."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            raise GradientError(
+                f"parameter {name} has a gradient hook, which sharded parameters do not call; use "
+                "register_post_accumulate_grad_hook after parallelize, or do without shard_parameters"
+            )
+
+
+def _require_all_ranks(model: nn.Module) -> None:
+    """What the user sharded must be averaged over all ranks too."""
+    ranks = dist.get_world_size()
+    sharded: dict[str, Any] = {name: p for name, p in model.named_parameters() if is_sharded(p)}
+    for name, parameter in sharded.items():
+        if parameter.device_mesh.size() != ranks:
+            raise MeshError(
+                f"parameter {name} is sharded over {parameter.device_mesh.size()} of {ranks} ranks and "
+                "would be averaged over those only; give fully_shard a mesh of all ranks"
+            )
+
+
+def _blocks_to_shard(model: nn.Module) -> list[str]:
+    """Names of the repeated blocks that can be units of their own.
+
+    Not those that share a parameter with the rest of the model, nor those the user has sharded, whole or in part.
+    """
+    holders = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
+    names = []
+    for name in repeated_blocks(model):
+        block = model.get_submodule(name)
+        within = Counter(p for module in block.modules() for p in module._parameters.values() if p is not None)
+        if all(holders[p] == within[p] and not is_sharded(p) for p in within):
+            names.append(name)
+    return names
+
+
+def _require_one_dtype(name: str, module: nn.Module) -> None:
+    parameters = [p for p in module.parameters() if p.requires_grad and not is_sharded(p)]
+    dtypes = {p.dtype for p in parameters}
+    if len(dtypes) > 1:
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise MeshError(
+            f"{name or 'the model'} has parameters of {found}, which cannot be gathered in one message; "
+            "give them one dtype, or do without shard_parameters"
+        )

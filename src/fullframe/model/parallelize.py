@@ -1,0 +1,240 @@
+"""The user's model on a mesh: gradients averaged over all ranks by DDP or FSDP2, split tensors in and out.
+
+DDP looks for plain tensors and their graphs, which shells do not have, so shells are taken off at its door.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from fullframe.errors import MeshError
+from fullframe.model.averaging import Averaging, require_all
+from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
+from fullframe.model.same_program import Agreement
+from fullframe.ranks.mesh import Spatial, spatial_of
+from fullframe.ranks.random_states import share_random_states
+from fullframe.spatial.gradients import manage
+from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
+from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
+from fullframe.spatial.tensor import Layout, SpatialTensor, layout_of, local_of, wrap
+
+_BUCKET_BYTES = 25 << 20  # of a message in which buffers travel together
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    unsupported: Literal["error", "gather"] = "error",
+    find_unused_parameters: bool = False,
+    shard_parameters: bool = False,
+    average_gradients: bool = True,
+) -> "ParallelModel":
+    """`model`, unchanged, for split tensors on `mesh`, with gradients averaged over data x height x width.
+
+    Parameters and buffers are taken from the job's first rank, random states from the first rank of each replica.
+    An op without an exact rule raises `UnsupportedOp`, or with `unsupported="gather"` runs whole on every rank and
+    says so once. `find_unused_parameters` is DDP's. With `shard_parameters` each rank keeps its part of parameters,
+    gradients and optimizer state (FSDP2, by repeated block and the rest; modules that were given to `fully_shard`
+    before stay as they are): make the optimizer after this call. Without `average_gradients` each rank is left with
+    its own gradient, of which the mean over all ranks is the model's.
+    """
+    if unsupported not in ("error", "gather"):
+        raise ValueError(f"unsupported must be 'error' or 'gather', got {unsupported!r}")
+    if shard_parameters and not average_gradients:
+        raise ValueError("shard_parameters averages gradients; leave out average_gradients=False")
+    if isinstance(model, (ParallelModel, DistributedDataParallel)):
+        raise MeshError(f"the model is wrapped already ({type(model).__name__}); pass the plain model")
+    spatial = spatial_of(mesh)
+    share_random_states(spatial)
+    run: nn.Module = _Undressed(model, unsupported == "gather")
+    sharded, averaging = None, None
+    if dist.get_world_size() > 1:
+        if not shard_parameters:
+            require_whole(model)
+        _share_values(model)
+        if shard_parameters:
+            sharded = ShardedParameters(model, mesh.device_type, find_unused_parameters)
+        elif average_gradients:
+            averaging = Averaging(run, model, spatial, find_unused_parameters)
+        else:
+            for parameter in model.parameters():
+                manage(parameter, None)
+    return ParallelModel(model, run, sharded, averaging, spatial, find_unused_parameters, average_gradients)
+
+
+class ParallelModel(nn.Module):
+    """What `parallelize` returns; the user's model is `.module`, as in DDP."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: nn.Module,
+        sharded: ShardedParameters | None,
+        averaging: Averaging | None,
+        spatial: Spatial,
+        find_unused_parameters: bool,
+        average_gradients: bool,
+    ):
+        super().__init__()
+        self.module = model
+        self.__dict__["_run"] = run  # hidden from nn.Module, so that parameters are named module.xxx and once
+        self._sharded, self._averaging = sharded, averaging
+        self._replicas = dist.get_world_size() // spatial.size
+        self._agreement = Agreement(spatial)
+        self._syncing = True  # outside no_sync()
+        self._queued = False  # a check at the end of the backward pass that is running
+        self.find_unused_parameters = find_unused_parameters
+        self.average_gradients = average_gradients
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward; split tensors anywhere in nested arguments and results."""
+        run = self.run
+        if not isinstance(run, DistributedDataParallel):
+            self._share_buffers()
+        if self._sharded is not None:
+            self._sharded.begin()
+        leaves, spec = _take_off((args, kwargs))
+        self._agreement.before_forward(any(layout is not None for layout in spec.layouts))
+        results, spec, within = run(leaves, spec)
+        self._agreement.after_forward([*results, *within])
+        if self._averaging is not None:
+            self._averaging.called()
+        self._watch_backward([*results, *within])
+        return _put_on(results, spec)
+
+    @property
+    def run(self) -> nn.Module:
+        """The model as it is called, with DDP around it where there is one."""
+        if self._averaging is None:
+            return self.__dict__["_run"]  # type: ignore[no-any-return]
+        if torch.is_grad_enabled():
+            self._averaging.arrange()
+        return self._averaging.run
+
+    def _share_buffers(self) -> None:
+        """As DDP does: what one replica's samples make of the running statistics holds for all."""
+        buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
+        if self._replicas > 1 and self.training and buffers:
+            dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, _BUCKET_BYTES, 0)
+
+    def _watch_backward(self, results: list[Any]) -> None:
+        """After the backward pass in which gradients are averaged: each parameter has one, or an error says so.
+
+        DDP averages nothing in a bucket that misses a gradient, and says so one step late: say it at once.
+        """
+        averaging, self._queued = self._averaging, False
+        if averaging is None and self._sharded is None:
+            return
+
+        def reached(gradient: Tensor) -> None:
+            if averaging is not None:
+                averaging.reached()
+            elif not self._queued and self._syncing:
+                self._queued = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+        for result in results:
+            if isinstance(result, Tensor) and result.requires_grad:
+                when_gradient_arrives(result, reached)
+
+    def _after_backward(self) -> None:
+        """Of sharded parameters."""
+        assert self._sharded is not None
+        self._queued = False
+        if self.find_unused_parameters:
+            self._sharded.forget_zeros()
+        else:
+            require_all(self._sharded.missing())
+
+    def train(self, mode: bool = True) -> "ParallelModel":
+        """As `nn.Module.train`, for the model and for DDP around it."""
+        super().train(mode)
+        self.run.train(mode)
+        return self
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As DDP's: gradients are accumulated here, and averaged by the first backward outside."""
+        before = self._syncing
+        self._sync(False)
+        try:
+            yield
+        finally:
+            self._sync(before)
+
+    def _sync(self, on: bool) -> None:
+        self._syncing = on
+        if self._averaging is not None:
+            self._averaging.sync(on)
+        if self._sharded is not None:
+            self._sharded.set_gradient_sync(on)
+
+
+class _Spec:
+    """Where the shells were in nested values: opaque to DDP."""
+
+    def __init__(self, tree: TreeSpec, layouts: list[Layout | None]):
+        self.tree, self.layouts = tree, layouts
+
+
+class _Undressed(nn.Module):
+    """The model between a door where shells come off and one where they are put on."""
+
+    def __init__(self, model: nn.Module, gather: bool):
+        super().__init__()
+        self.model = model
+        self.gather = gather
+
+    def forward(self, leaves: list[Any], spec: _Spec) -> tuple[list[Any], _Spec, list[Tensor]]:
+        if self.gather:
+            spec = _Spec(
+                spec.tree, [lay and layout_of(lay.spatial, lay.shape, lay.placements, True) for lay in spec.layouts]
+            )
+        args, kwargs = _put_on(leaves, spec)
+        results, spec = _take_off(self.model(*args, **kwargs))
+        return results, spec, list(_within(results))
+
+
+def _take_off(tree: Any) -> tuple[list[Any], _Spec]:
+    leaves, spec = tree_flatten(tree)
+    layouts = [leaf._layout if isinstance(leaf, SpatialTensor) else None for leaf in leaves]
+    return [local_of(leaf) if isinstance(leaf, SpatialTensor) else leaf for leaf in leaves], _Spec(spec, layouts)
+
+
+def _within(leaves: list[Any]) -> Iterator[Tensor]:
+    """Plain tensors in objects, a dataclass say, that come out as they are: DDP asks what a result depends on."""
+    waiting = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module, type))]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        names = getattr(type(value), "__dataclass_fields__", None) or getattr(value, "__dict__", ())
+        if id(value) in seen or not names or callable(value):
+            continue
+        seen.add(id(value))
+        for leaf in tree_leaves([getattr(value, name, None) for name in names]):
+            if isinstance(leaf, Tensor):
+                yield local_of(leaf) if isinstance(leaf, SpatialTensor) else leaf
+            elif not isinstance(leaf, (nn.Module, type)):
+                waiting.append(leaf)
+
+
+def _put_on(leaves: list[Any], spec: _Spec) -> Any:
+    dressed = [
+        wrap(leaf, layout) if layout is not None else leaf for leaf, layout in zip(leaves, spec.layouts, strict=True)
+    ]
+    return tree_unflatten(dressed, spec.tree)
+
+
+def _share_values(model: nn.Module) -> None:
+    """Parameters and buffers of the job's first rank, but for those that are sharded, which are equal by nature."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not is_sharded(tensor):
+            dist.broadcast(tensor.detach(), 0)

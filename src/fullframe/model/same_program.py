@@ -1,0 +1,92 @@
+"""Whether the ranks of a replica still run one program, looked at around a model's forward and backward pass.
+
+Between two exchanges of a model's ops a rank can wait where no message of ours comes by, in DDP's averages say. So all
+ranks meet at the start of backward, and what they have drawn from random states is compared after forward.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullframe.errors import DivergenceError
+from fullframe.ranks.exchange import gathered
+from fullframe.ranks.mesh import Spatial
+from fullframe.ranks.random_states import NAMES, digests
+from fullframe.ranks.tags import HEAD_BYTES, line, padded
+from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
+
+
+class Agreement:
+    """The checks of one model on one mesh; none where a replica is one rank, or ranks are not real."""
+
+    def __init__(self, spatial: Spatial | None):
+        self._spatial = spatial if spatial is not None and spatial.size > 1 and spatial.channel.tagged else None
+        self._before: tuple[int, ...] = ()
+        self._looks = False  # at this forward pass
+        self._backward = -1  # the last backward pass in which the ranks met
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing of the mesh: a copy of the model, or a saved one, is not on it."""
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(None)  # type: ignore[misc]
+
+    def before_forward(self, is_split: bool) -> None:
+        """Remember the random states. A pass in which nothing `is_split` may well be one rank's own, and is let be."""
+        self._looks = is_split and self._spatial is not None
+        if self._looks:
+            self._before = digests()
+
+    def after_forward(self, results: Sequence[Any]) -> None:
+        """Raise DivergenceError on all ranks if they drew random numbers from different states.
+
+        A state that differs and was not drawn from does no harm. The ranks meet when the first of `results` gets its
+        gradient.
+        """
+        if self._spatial is None or not self._looks:
+            return
+        self._compare_random_states(self._spatial)
+        for result in results:
+            if isinstance(result, Tensor) and result.requires_grad:
+                when_gradient_arrives(result, self._gradient_arrived)
+
+    def _compare_random_states(self, spatial: Spatial) -> None:
+        after = digests()
+        drawn = [int(a != b) for a, b in zip(self._before, after, strict=True)]
+        if spatial.channel.record is not None:
+            said = [
+                f"{name} {state & 0xFFFFFFFF:08x}"
+                for name, state, used in zip(NAMES, after, drawn, strict=True)
+                if used
+            ]
+            text = f"the end of a forward pass that drew from {', '.join(said) or 'no random state'} at {line()}"
+            spatial.channel.record.note(padded(text, HEAD_BYTES))
+            return
+        facts = torch.tensor([after, drawn], device=spatial.mesh.device_type)
+        everyone = gathered(facts, spatial.replica, "random states")
+        states, used = everyone[:, 0], everyone[:, 1]
+        wrong = ((states != states[0]).any(0) & used.any(0)).tolist()
+        if any(wrong):
+            names = ", ".join(name for name, is_wrong in zip(NAMES, wrong, strict=True) if is_wrong)
+            raise DivergenceError(
+                f"the forward pass at {line()} drew random numbers from {names}, whose state differs over ranks "
+                f"{list(spatial.replica_ranks)} of one replica, so they dropped, mixed or sized differently; after "
+                "parallelize, which shares the states, seed all ranks of a replica alike "
+                "(torch.manual_seed(seed + mesh.get_local_rank('data'))), and draw nothing on one rank alone"
+            )
+
+    def _gradient_arrived(self, gradient: Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if self._spatial is None or backward == self._backward:
+            return
+        self._backward = backward
+        self._spatial.channel.agree("backward", torch.empty(()))
+        if self._spatial.channel.record is not None:
+            torch.autograd.Variable._execution_engine.queue_callback(self._compare_record)
+
+    def _compare_record(self) -> None:
+        if self._spatial is not None and self._spatial.channel.record is not None:
+            self._spatial.channel.record.compare(self._spatial.replica)

@@ -1,0 +1,148 @@
+"""Plans: every strategy that was thought of, the best first, each with the reason why it wins or loses."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fullframe.planning.estimate import Estimate
+from fullframe.planning.search import Search, weight
+from fullframe.simulation.devices.table import GIB
+from fullframe.simulation.prediction import Prediction
+from fullframe.strategy import Strategy
+
+MIB = 2**20
+NOT_TRIED = "not tried"  # how the reason of those begins that may fit, had there been time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One strategy: what was predicted of it, whether it fits, and why it is where it is in the list.
+
+    prediction:   None where it was not simulated; `reason` says why
+    devices:      what it is for, as `plan` was asked
+    memory_bytes: what one device offers, less what is kept free
+    batch_size:   samples of one step of the whole job
+    """
+
+    strategy: Strategy
+    prediction: Prediction | None
+    fits: bool
+    reason: str
+    devices: str
+    memory_bytes: int
+    batch_size: int
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """What is left of the device's memory; negative where it does not fit, None where it was not simulated."""
+        return None if self.prediction is None else self.memory_bytes - self.prediction.device_bytes
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Of the whole job; None where it was not simulated."""
+        return None if self.prediction is None else self.batch_size / self.prediction.step_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        prediction = None
+        if self.prediction is not None:
+            prediction = dataclasses.asdict(self.prediction) | {"device_bytes": self.prediction.device_bytes}
+        return {
+            "strategy": dataclasses.asdict(self.strategy),
+            "fits": self.fits,
+            "reason": self.reason,
+            "devices": self.devices,
+            "memory_bytes": self.memory_bytes,
+            "headroom_bytes": self.headroom_bytes,
+            "batch_size": self.batch_size,
+            "samples_per_second": self.samples_per_second,
+            "prediction": prediction,
+        }
+
+
+def plans_of(search: Search) -> list[Plan]:
+    """Those that fit, fastest first; those that do not, least bytes first; what was not simulated; what was refused."""
+    fitting = search.fitting
+    order = sorted(fitting, key=lambda s: (fitting[s].step_seconds * weight(s), fitting[s].device_bytes))
+    too_large = sorted((s for s in search.known if s not in fitting), key=lambda s: search.known[s].device_bytes)
+    left = sorted(search.left, key=lambda s: search.left[s].seconds)
+    fastest = fitting[order[0]].step_seconds if order else None
+    reasons: dict[Strategy, str] = {}
+    for strategy in order:
+        slower = fitting[strategy].step_seconds / (fastest or 1.0)
+        reasons[strategy] = f"{slower:.2f} times the fastest's step" if strategy != order[0] else _first(search)
+    for strategy in too_large:
+        reasons[strategy] = _too_large(search.known[strategy], search.limit_bytes)
+    for strategy in left:
+        reasons[strategy] = _passed_over(search.left[strategy], search.limit_bytes, fastest)
+    for strategy, leaner in search.needless.items():
+        reasons[strategy] = f"saves memory that there is enough of: {describe(leaner)} fits"
+    reasons |= search.refused
+    reasons |= {s: f"{NOT_TRIED}: the time was over" for s in search.untried}
+    return [
+        Plan(
+            strategy=strategy,
+            prediction=search.known.get(strategy),
+            fits=strategy in fitting,
+            reason=reason,
+            devices=search.job.cluster.name,
+            memory_bytes=search.limit_bytes,
+            batch_size=search.job.batch_size,
+        )
+        for strategy, reason in reasons.items()
+    ]
+
+
+def _first(search: Search) -> str:
+    return f"the fastest of {len(search.fitting)} that fit, of {len(search.known)} simulated"
+
+
+def _too_large(prediction: Prediction, limit: int) -> str:
+    most = max(prediction.bytes, key=lambda kind: prediction.bytes[kind], default="")
+    return (
+        f"needs {amount(prediction.device_bytes)}, {amount(prediction.device_bytes - limit)} more than there is; "
+        f"{amount(prediction.bytes.get(most, 0))} of it {most}"
+    )
+
+
+def _passed_over(estimate: Estimate, limit: int, fastest: float | None) -> str:
+    if estimate.state_bytes > limit:
+        return f"parameters, gradients and optimizer state alone need {amount(estimate.state_bytes)}"
+    if fastest is None or estimate.bytes * estimate.doubt > limit:
+        return f"needs about {amount(estimate.bytes)}, scaled from: {describe(estimate.like)}"
+    return f"about {estimate.seconds / fastest:.2f} times the fastest's step, scaled from: {describe(estimate.like)}"
+
+
+def describe(strategy: Strategy) -> str:
+    """A strategy in a few words: what differs from one rank in fp32."""
+    mesh = [f"{name} {size}" for name in ("data", "height", "width") if (size := getattr(strategy, name)) > 1]
+    words = [" x ".join(mesh) or "one rank", strategy.precision]
+    if strategy.microbatches > 1:
+        words.append(f"{strategy.microbatches} microbatches")
+    if strategy.recompute == "budget":
+        words.append(f"recompute to {amount(strategy.recompute_budget_bytes or 0)}")
+    elif strategy.recompute != "none":
+        words.append(f"recompute {strategy.recompute}")
+    if strategy.optimizer != "recipe":
+        words.append(strategy.optimizer)
+    names = ("offload", "shard_optimizer", "shard_parameters", "update_in_backward")
+    words += [name.replace("_", " ") for name in names if getattr(strategy, name)]
+    return ", ".join(words)
+
+
+def amount(bytes: float) -> str:
+    """As printed: 12.3 GiB, 53 MiB."""
+    return f"{bytes / GIB:.1f} GiB" if bytes >= GIB else f"{bytes / MIB:.0f} MiB"
+
+
+def winner(plans: Sequence[Plan]) -> Plan | None:
+    """The first, if it fits."""
+    return plans[0] if plans and plans[0].fits else None
+
+
+def by_category(prediction: Prediction) -> Mapping[str, int]:
+    """Bytes of the device: the tensors at the peak by category, the allocator's unused part, what lies beside it."""
+    unused = prediction.reserved_bytes - prediction.peak_bytes
+    beside = prediction.device_bytes - prediction.reserved_bytes
+    return {**prediction.bytes, "unused by the allocator": unused, "context": beside}

@@ -1,0 +1,1 @@
+"""Processes of one machine: ranks started, watched and stopped. Knows no torch."""

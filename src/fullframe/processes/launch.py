@@ -1,0 +1,165 @@
+"""A job on this machine: its ranks are started, told to stop, and started again when the machine failed them.
+
+Not by torchrun's agent, which starts a job again whatever ended it, an error in the recipe too, and raises in the
+middle of its own work when it is told to stop. Ranks that torchrun starts again resume all the same.
+"""
+
+import itertools
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from fullframe.processes.exit_reasons import AGAIN, RESTART_REASON
+from fullframe.processes.rank_processes import Death, Ranks
+
+_POLL_SECONDS = 0.1
+_CONSEQUENCE_SECONDS = 3.0  # once a rank has failed, the others may say what they saw of it
+
+
+def launch(
+    ranks: int,
+    arguments: Sequence[str],
+    *,
+    restarts: int = 0,
+    progress: Callable[[], int] = lambda: 0,
+    patience_seconds: float = 60.0,
+) -> int:
+    """Run `python *arguments` as `ranks` ranks and wait; the exit code of the job.
+
+    Rank 0 shares this terminal; the others' output is shown only when one of them dies without naming an error.
+    Ranks that died of a signal, lost another or asked for it are all started again, at most `restarts` times in a row
+    without `progress()` (the last step done) having grown; an error is final, and printed on stderr. Ctrl-C, SIGTERM,
+    SIGUSR1 and SIGHUP are handed on to the ranks, which end by themselves; a second Ctrl-C, or `patience_seconds`,
+    ends them at once.
+    """
+    # Without this every rank would start a thread for every core of the machine.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // ranks, 1)))
+    # The ranks must walk through a set of names in one order.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+    reason, furthest, in_vain = "", progress(), 0
+    with tempfile.TemporaryDirectory(prefix="fullframe-") as folder, _StopSignals() as stop:
+        for attempt in itertools.count():
+            environment = {
+                "TORCHELASTIC_RUN_ID": Path(folder).name,
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                RESTART_REASON: reason,
+            }
+            with Ranks(ranks, arguments, Path(folder) / str(attempt), environment) as processes:
+                deaths = _wait(processes, stop, patience_seconds)
+                codes = processes.codes()
+            if stop.number:
+                return _stopped(codes, deaths, stop.number)
+            if not deaths:
+                return 0
+            cause = min(deaths, key=_precedence)
+            code = cause.code if cause.code > 0 else 1
+            if not restarts or not _is_worth_another_try(cause):
+                _explain(cause)
+                return code
+            reached = progress()
+            in_vain = 0 if reached > furthest or cause.report.get("changed") else in_vain + 1
+            furthest = max(furthest, reached)
+            if in_vain > restarts:
+                _explain(cause)
+                hint = "; unless someone killed it, host memory ran out" if cause.code == -signal.SIGKILL else ""
+                _say(f"error: {in_vain} attempts in a row got no further than step {furthest}; giving up{hint}")
+                return code
+            reason = str(cause)
+            _restore_cursor()
+            _say(f"warning: {reason}; all ranks start again from the last checkpoint (step {reached} was done)")
+            _say(cause.last_words)
+    raise AssertionError("itertools.count has no end")
+
+
+class _StopSignals:
+    """While inside `with`, signals that ask for an end are kept instead of raised."""
+
+    number = 0  # the first of them
+    at_once = False
+
+    def __enter__(self) -> "_StopSignals":
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+        kept = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self._before = {number: signal.signal(number, self._note) for number in kept}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.at_once = self.at_once or (number == signal.SIGINT and self.number == signal.SIGINT)
+        self.number = self.number or number
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _wait(ranks: Ranks, stop: _StopSignals, patience_seconds: float) -> list[Death]:
+    """The ranks that failed by themselves, once all have ended or need not be waited for."""
+    deadline, told = float("inf"), False
+    while ranks.running() and time.monotonic() < deadline and not stop.at_once:
+        if stop.number and not told:
+            told = True
+            deadline = min(deadline, time.monotonic() + patience_seconds)
+            ranks.send(signal.SIGTERM if stop.number == signal.SIGHUP else stop.number)
+        if ranks.deaths():
+            deadline = min(deadline, time.monotonic() + _CONSEQUENCE_SECONDS)
+        time.sleep(_POLL_SECONDS)
+    return ranks.deaths()
+
+
+def _stopped(codes: Sequence[int | None], deaths: Sequence[Death], number: int) -> int:
+    """The exit code of a job that was asked to stop: 0 or 130 where every rank ended as it should."""
+    if set(codes) == {0}:
+        return 0
+    if set(codes) == {130}:
+        return 130
+    errors = [death for death in deaths if death.report]
+    if errors:
+        _explain(min(errors, key=_precedence))
+    _restore_cursor()
+    _say("stopped at once; what was done since the last checkpoint is lost")
+    return 128 + number
+
+
+def _is_worth_another_try(cause: Death) -> bool:
+    return cause.code < 0 or cause.code == AGAIN
+
+
+def _explain(death: Death) -> None:
+    if death.report:
+        _say(death.report["py_callstack"])
+        return
+    _restore_cursor()
+    _say(f"error: {death}")
+    _say(death.last_words)
+
+
+def _precedence(death: Death) -> tuple[int, float]:
+    """The cause before its consequences: ranks lose their connection to one that failed."""
+    if death.code == 2:
+        kind = 0
+    elif death.code < 0 and death.code != -signal.SIGTERM:
+        kind = 1
+    elif death.report and not death.report.get("consequence"):
+        kind = 2
+    else:
+        kind = 3
+    return kind, death.seconds
+
+
+def _say(text: str) -> None:
+    if text:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _restore_cursor() -> None:
+    """A rank that dies while it draws a progress bar leaves the terminal's cursor hidden."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")
+        sys.stdout.flush()

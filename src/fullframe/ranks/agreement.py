@@ -1,0 +1,64 @@
+"""What ranks must decide alike: one rank acts and all learn the outcome, or all act and all learn who failed.
+
+Without a process group this process is the only rank.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fullframe.errors import FullframeError
+from fullframe.ranks.waiting import waiting_for_ranks
+
+T = TypeVar("T")
+
+
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """The group's first rank runs `action`; every rank returns its result or raises its FullframeError or OSError."""
+    outcome: list[Any] = [None, None]  # the result, the error
+    if not dist.is_initialized() or dist.get_rank(group) == 0:
+        try:
+            outcome[0] = action()
+        except (FullframeError, OSError) as error:
+            outcome[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, group=group, group_src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]  # type: ignore[no-any-return]
+
+
+def on_all_ranks(action: Callable[[], T]) -> T:
+    """Every rank runs `action` and returns its own result, or all raise the first FullframeError or OSError."""
+    result: Any = None
+    problem: Exception | None = None
+    try:
+        result = action()
+    except (FullframeError, OSError) as error:
+        problem = error
+    for found in from_all_ranks(problem):
+        if found is not None:
+            raise found
+    return result  # type: ignore[no-any-return]
+
+
+def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """`value` of every rank of the group, in rank order, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def on_any_rank(flag: bool) -> bool:
+    """Whether `flag` is set on any rank, on every rank."""
+    if not dist.is_initialized():
+        return flag
+    device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
+    found = torch.tensor(flag, dtype=torch.int32, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    with waiting_for_ranks():
+        return bool(found.item())

@@ -1,0 +1,223 @@
+"""How this rank reaches the others of a process group, and how they notice that they do not run the same program.
+
+CPU ranks of one machine send heads (see `tags`) through mailboxes, with every message; other gloo ranks send them by
+gloo, ahead of the message. NCCL's messages wait in no program, so their heads are written down, and compared over the
+ranks after each backward pass.
+"""
+
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullframe.errors import DivergenceError, FullframeError
+from fullframe.ranks import shared_memory as mailbox
+from fullframe.ranks.shared_memory import APART_RULE, Mailboxes, mailboxes_between
+from fullframe.ranks.tags import HEAD_BYTES, Rows, head_of, line, padded, text_of
+from fullframe.ranks.waiting import waiting_for_ranks
+
+_KEPT_HEADS = 4096  # of those that NCCL's ranks compare: more than between two backward passes of most models
+_FLYING = 64  # heads by gloo that are kept until they are through: more than ranks are ever ahead of each other
+
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "STATUS_ALLOC_FAILED", "out of memory")  # in a plain RuntimeError
+
+
+class Record:
+    """What this rank has sent and received, where heads do not travel with the messages."""
+
+    def __init__(self) -> None:
+        self._digest, self._count = 0, 0
+        self._last: deque[bytes] = deque(maxlen=_KEPT_HEADS)
+
+    def note(self, head: bytes) -> None:
+        """Take part in an exchange."""
+        self._digest, self._count = zlib.crc32(head, self._digest), self._count + 1
+        self._last.append(head)
+
+    def compare(self, group: dist.ProcessGroup) -> None:
+        """Raise DivergenceError on all ranks of `group`, which all call it, when they noted other heads.
+
+        Forgets what was compared.
+        """
+        device = "cpu" if "gloo" in dist.get_backend_config(group) else "cuda"
+        facts = torch.tensor([self._digest, self._count], device=device)
+        everyone = [torch.empty_like(facts) for _ in range(dist.get_world_size(group))]
+        with waiting_for_ranks():
+            dist.all_gather(everyone, facts, group=group)
+            alike = len({tuple(one.tolist()) for one in everyone}) == 1
+        if not alike:
+            heads: list[Any] = [None] * len(everyone)
+            dist.all_gather_object(heads, (self._count, list(self._last)), group=group)
+            raise DivergenceError(f"{_first_difference(dist.get_process_group_ranks(group), heads)}. {APART_RULE}")
+        self._digest, self._count = 0, 0
+        self._last.clear()
+
+
+def _first_difference(ranks: Sequence[int], heads: Sequence[tuple[int, list[bytes]]]) -> str:
+    """Where the ranks' programs part."""
+    begin = max(count - len(last) for count, last in heads)  # what all ranks still remember
+    kept = [last[begin - (count - len(last)) :] for count, last in heads]
+    number = next((n for n, several in enumerate(zip(*kept, strict=False)) if len(set(several)) > 1), None)
+    at = min(map(len, kept)) if number is None else number
+    where = "; ".join(
+        f"rank {rank} is at: {text_of(own[at]) if at < len(own) else 'the end of backward'}"
+        for rank, own in zip(ranks, kept, strict=True)
+    )
+    return f"the ranks do not run the same program: {where}"
+
+
+class HeadsByGloo:
+    """Heads between the ranks of a gloo group that have no mailboxes, in the order of the program."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = ref(group)
+        self._sent: dict[int, int] = defaultdict(int)
+        self._expected: dict[int, int] = defaultdict(int)
+        self._flying: deque[tuple[Any, Tensor]] = deque(maxlen=_FLYING)
+
+    def send(self, rank: int, head: bytes) -> None:
+        """Send the next head to `rank`; does not wait."""
+        raw = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        self._sent[rank] += 1
+        self._flying.append((dist.isend(raw, rank, self._group(), tag=gloo_tag(self._sent[rank], True)), raw))
+
+    def expect(self, rank: int) -> "tuple[Any, Tensor]":
+        """The next head from `rank`, for `compare`."""
+        raw = torch.empty(HEAD_BYTES, dtype=torch.uint8)
+        self._expected[rank] += 1
+        return dist.irecv(raw, rank, self._group(), tag=gloo_tag(self._expected[rank], True)), raw
+
+    def compare(self, rank: int, expected: "tuple[Any, Tensor]", mine: bytes) -> None:
+        """Wait for a head; raises DivergenceError where it is another, having told the other ranks."""
+        work, raw = expected
+        with waiting_for_ranks():
+            work.wait()
+        head = bytes(raw.tolist())
+        if head == mine:
+            return
+        group = self._group()
+        assert group is not None
+        me = dist.get_rank()
+        for other in dist.get_process_group_ranks(group):
+            if other != me:
+                self.send(
+                    other, padded(f"the end, as it met rank {rank} elsewhere; before: {text_of(mine)}", HEAD_BYTES)
+                )
+        (a, first), (b, second) = sorted([(rank, text_of(head)), (me, text_of(mine))])
+        raise DivergenceError(
+            f"the ranks do not run the same program: rank {a} is at: {first}; rank {b} is at: {second}. {APART_RULE}"
+        )
+
+
+class Channel:
+    """The ranks of a group as this rank reaches them.
+
+    At most one of `boxes`, `heads` and `record` is there; none where the ranks are not real.
+    """
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        boxes: Mailboxes | None = None,
+        heads: HeadsByGloo | None = None,
+        record: Record | None = None,
+    ):
+        self.ranks, self.boxes, self.heads, self.record = ranks, boxes, heads, record
+        self.others = tuple(rank for rank in ranks if rank != dist.get_rank())
+        self.tagged = boxes is not None or heads is not None or record is not None
+        self.sent: dict[int, int] = defaultdict(int)  # contents by gloo, for their tags
+        self.expected: dict[int, int] = defaultdict(int)
+
+    def head(self, kind: str, at: str, like: Tensor, rows: Rows | None = None) -> bytes:
+        """The head of a message like `like` that belongs to the exchange `kind` at line `at`."""
+        return head_of(kind, at, like, self.boxes.errors if self.boxes is not None else _announced[0], rows)
+
+    def agree(self, kind: str, like: Tensor, at: str | None = None) -> None:
+        """All ranks are about to do `kind` with a tensor like this one; raises DivergenceError where one is not."""
+        if not self.tagged or not self.others:
+            return
+        head = self.head(kind, at or line(), like)
+        if self.boxes is not None:
+            for rank in self.others:
+                self.boxes.send(rank, head)
+            for rank in self.others:
+                self.boxes.receive(self.boxes.expect(rank), head)
+        elif self.heads is not None:
+            for rank in self.others:
+                self.heads.send(rank, head)
+            expected = [(rank, self.heads.expect(rank)) for rank in self.others]
+            for rank, one in expected:
+                self.heads.compare(rank, one, head)
+        elif self.record is not None:
+            self.record.note(head)
+
+
+_channels: "WeakKeyDictionary[dist.ProcessGroup, Channel]" = WeakKeyDictionary()
+_announced = [0]  # errors, where no mailbox counts them
+_generation = [0]  # of channels: what nobody received before they were forgotten must not meet what comes later
+_MOST_MESSAGES = 2**20  # until a tag is used again
+
+
+def channel_of(group: dist.ProcessGroup) -> Channel:
+    """The channel of a group; all its ranks make the first call."""
+    known = _channels.get(group)
+    if known is None:
+        known = _channels[group] = _channel(group)
+    return known
+
+
+def gloo_tag(number: int, is_head: bool) -> int:
+    """The tag of a pair's message `number`, of its head or its contents, at gloo, where messages meet by their tag."""
+    return 2 * (_generation[0] % 512 * _MOST_MESSAGES + number % _MOST_MESSAGES) + is_head
+
+
+def share_channel(group: dist.ProcessGroup, within: Channel) -> Channel:
+    """The channel of a group whose ranks are all `within` another: their messages are counted together.
+
+    So ranks that wait for messages of different groups notice it.
+    """
+    if group not in _channels:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        _channels[group] = Channel(ranks, within.boxes, within.heads, within.record)
+    return _channels[group]
+
+
+def forget_channels() -> None:
+    """Make new ones from now on, on all ranks."""
+    _channels.clear()
+    _announced[0] = 0
+    _generation[0] += 1
+
+
+def _channel(group: dist.ProcessGroup) -> Channel:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    backends = str(dist.get_backend_config(group))
+    nccl = "nccl" in backends
+    boxes = mailboxes_between(ranks, group) if "gloo" in backends and not nccl else None
+    heads = HeadsByGloo(group) if boxes is None and "gloo" in backends and not nccl else None
+    return Channel(ranks, boxes, heads, Record() if nccl else None)
+
+
+def announce(error: Exception) -> None:
+    """A rule has raised `error`, which the other ranks may not meet: tell them, once.
+
+    Not what is decided alike everywhere, nor what the whole job is started again for: another rank's or memory's end.
+    """
+    if isinstance(error, (FullframeError, dist.DistError)) or is_out_of_memory(error):
+        return
+    if not getattr(error, "_fullframe_announced", False):
+        error._fullframe_announced = True  # type: ignore[attr-defined]
+        _announced[0] += 1
+        mailbox.announce(f"{type(error).__name__}: {error} (at {line()})")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Not everything that runs out of memory raises torch.OutOfMemoryError: host memory, cuBLAS, cuDNN, NCCL."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    )

@@ -1,0 +1,357 @@
+"""The exchange: every rank owns one interval of a dim and wants another; both are known to all ranks.
+
+Nothing else in the package sends activations. Reductions over ranks are at the end of this file.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullframe.geometry.extents import Extents, overlap
+from fullframe.geometry.route import Route, Transfer, Wanted, borrows, route
+from fullframe.ranks.channel import Channel, channel_of, gloo_tag
+from fullframe.ranks.mesh import Axis
+from fullframe.ranks.shared_memory import Mailboxes, Place, fits
+from fullframe.ranks.tags import Rows, line
+from fullframe.ranks.waiting import waiting_for_ranks
+
+
+class Message(NamedTuple):
+    """A tensor to send to, or to be filled by, the rank with coordinate `peer` on the axis; what `rows` it holds."""
+
+    peer: int
+    tensor: Tensor
+    rows: Rows | None = None
+
+
+class _Sent(NamedTuple):
+    """A message by gloo whose head the receiver first compares; `place` is where the head lies, in a mailbox."""
+
+    peer: int
+    head: bytes
+    place: Place | None
+    work: Any
+
+
+class _Due(NamedTuple):
+    """A message that is expected; `number` is its tag at gloo, None where it comes through the mailbox."""
+
+    rank: int
+    tensor: Tensor
+    head: bytes
+    place: Place | None
+    number: int | None
+    heading: tuple[Any, Tensor] | None  # a head that gloo brings
+
+
+class InFlight:
+    """Messages that were posted; `wait` returns what was received, in the order of `receives`.
+
+    `kind` says in a word what for. Raises DivergenceError when the other ranks do something else.
+    """
+
+    def __init__(self, axis: Axis, sends: list[Message], receives: list[Message], kind: str = "rows"):
+        self._axis, self._receives = axis, receives
+        self._channel = axis.channel
+        self._due: list[_Due] = []
+        self._sent: list[_Sent] = []
+        self._works: list[Any] = []
+        self._staged: list[tuple[Tensor, Tensor]] = []
+        # Both sides know the shapes, so a message without elements is sent by neither; gloo would wait for it for ever.
+        sends = [message for message in sends if message.tensor.numel()]
+        full = [message for message in receives if message.tensor.numel()]
+        if self._channel.boxes is None and self._channel.heads is None:
+            self._post(sends, full)
+            return
+        at = line()
+        for peer, tensor, rows in sends:
+            self._send(axis.ranks[peer], tensor, self._channel.head(kind, at, tensor, rows))
+        for peer, tensor, rows in full:
+            self._expect(axis.ranks[peer], tensor, self._channel.head(kind, at, tensor, rows))
+
+    def _post(self, sends: list[Message], receives: list[Message]) -> None:
+        """By NCCL: nothing is compared on the way."""
+        ranks, group = self._axis.ranks, self._axis.group
+        ops = [dist.P2POp(dist.isend, tensor.contiguous(), ranks[peer], group) for peer, tensor, _ in sends]
+        ops += [dist.P2POp(dist.irecv, tensor, ranks[peer], group) for peer, tensor, _ in receives]
+        self._works = dist.batch_isend_irecv(ops) if ops else []
+
+    def _send(self, rank: int, tensor: Tensor, head: bytes) -> None:
+        boxes, group = self._channel.boxes, self._axis.group
+        if boxes is not None and fits(tensor):
+            boxes.send(rank, head, tensor)
+            return
+        place = None
+        number = self._channel.sent[rank] = self._channel.sent[rank] + 1
+        if boxes is not None:
+            place = boxes.send(rank, head)
+        elif self._channel.heads is not None:
+            self._channel.heads.send(rank, head)
+        self._sent.append(
+            _Sent(rank, head, place, _isend(tensor.cpu().contiguous(), rank, group, gloo_tag(number, False)))
+        )
+
+    def _expect(self, rank: int, tensor: Tensor, head: bytes) -> None:
+        boxes = self._channel.boxes
+        if boxes is not None and fits(tensor):
+            self._due.append(_Due(rank, tensor, head, boxes.expect(rank), None, None))
+            return
+        number = self._channel.expected[rank] = self._channel.expected[rank] + 1
+        place, heading = None, None
+        if boxes is not None:
+            place = boxes.expect(rank)
+        elif self._channel.heads is not None:
+            heading = self._channel.heads.expect(rank)
+        due = _Due(rank, tensor, head, place, number, heading)
+        if boxes is not None and place is not None and boxes.is_there(place):
+            self._meet(due)  # so that the contents are on their way at once
+        else:
+            self._due.append(due)
+
+    def _meet(self, due: _Due) -> None:
+        """Compare the head; only then let the contents come: gloo ends a process that gets more than it expects."""
+        boxes = self._channel.boxes
+        if due.number is None:
+            boxes.receive(due.place, due.head, due.tensor)  # type: ignore[union-attr,arg-type]
+            return
+        if due.heading is not None:
+            self._channel.heads.compare(due.rank, due.heading, due.head)  # type: ignore[union-attr]
+        else:
+            boxes.receive(due.place, due.head)  # type: ignore[union-attr,arg-type]
+        buffer = due.tensor if due.tensor.device.type == "cpu" else torch.empty_like(due.tensor, device="cpu")
+        if buffer is not due.tensor:
+            self._staged.append((due.tensor, buffer))
+        self._works.append(dist.irecv(buffer, due.rank, self._axis.group, gloo_tag(due.number, False)))
+
+    def wait(self) -> list[Tensor]:
+        """Block until all messages are through."""
+        while self._due:
+            self._meet(self._due.pop(0))
+        for sent in self._sent:
+            if sent.place is not None:
+                self._channel.boxes.was_read(sent.place, sent.head)  # type: ignore[union-attr]
+        self._works += [sent.work for sent in self._sent]
+        if self._works:
+            with waiting_for_ranks():
+                for work in self._works:
+                    work.wait()
+        for target, source in self._staged:
+            target.copy_(source)
+        self._sent, self._works, self._staged = [], [], []
+        return [message.tensor for message in self._receives]
+
+    def __del__(self) -> None:
+        for due in getattr(self, "_due", ()):  # an error came between post and wait
+            if due.place is not None:
+                self._channel.boxes.abandon(due.place)  # type: ignore[union-attr]
+
+
+def _isend(tensor: Tensor, rank: int, group: dist.ProcessGroup, tag: int) -> Any:
+    """The work of a send by gloo, with the tensor, which must live until it is through."""
+    return _Kept(dist.isend(tensor, rank, group, tag), tensor)
+
+
+class _Kept(NamedTuple):
+    work: Any
+    tensor: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+def post_borrow(
+    axis: Axis,
+    plan: Route,
+    block: Callable[[range], Tensor],
+    shape_of: Callable[[range], list[int]],
+    like: Tensor,
+    size: int,
+) -> InFlight:
+    """Send the rows `plan` names, of `size` in all, each cut out by `block(rows)`, and receive those of others."""
+    sends = [_message(t, block(t.rows), size) for t in plan.sends]
+    receives = [_message(t, like.new_empty(shape_of(t.rows)), size) for t in plan.receives]
+    return _posted(axis, sends, receives, "rows", like)
+
+
+def post_return(
+    axis: Axis, plan: Route, gradients: list[Tensor], shape_of: Callable[[range], list[int]], like: Tensor, size: int
+) -> InFlight:
+    """The adjoint of `post_borrow`: the gradients of what was received go back to the owners."""
+    sends = [_message(t, gradient, size) for t, gradient in zip(plan.receives, gradients, strict=True)]
+    receives = [_message(t, like.new_empty(shape_of(t.rows)), size) for t in plan.sends]
+    return _posted(axis, sends, receives, "gradient of rows", like)
+
+
+def _message(transfer: Transfer, tensor: Tensor, size: int) -> Message:
+    return Message(transfer.peer, tensor, Rows(transfer.rows.start, transfer.rows.stop, size))
+
+
+def _posted(axis: Axis, sends: list[Message], receives: list[Message], kind: str, like: Tensor) -> InFlight:
+    if axis.channel.record is not None:  # a rank that neither sends nor receives takes part too
+        axis.channel.record.note(axis.channel.head(kind, line(), like.new_empty((0,) * like.dim())))
+    return InFlight(axis, sends, receives, kind)
+
+
+def fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
+    """Rows `wanted[part]` of a dim that is split at `extents`; differentiable.
+
+    `local` holds this rank's rows along `dim`. The gradient of a borrowed row is sent back and added.
+    """
+    if wanted == extents.ranges:
+        return local
+    if not borrows(extents, wanted):
+        own, rows = extents.ranges[axis.part], wanted[axis.part]
+        return local.narrow(dim, rows.start - own.start if rows else 0, len(rows))
+    if torch.is_grad_enabled() and local.requires_grad:
+        return _Fetch.apply(local, dim, extents, wanted, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return _fetch(local, dim, extents, wanted, axis)
+
+
+def _fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
+    own, rows = extents.ranges[axis.part], wanted[axis.part]
+    plan = route(extents, wanted, axis.part)
+    shape = list(local.shape)
+
+    def cut(piece: range) -> Tensor:
+        return local.narrow(dim, piece.start - own.start, len(piece))
+
+    def shape_of(piece: range) -> list[int]:
+        return [*shape[:dim], len(piece), *shape[dim + 1 :]]
+
+    received = post_borrow(axis, plan, cut, shape_of, local, extents.size).wait()
+    pieces = [(t.rows.start, tensor) for t, tensor in zip(plan.receives, received, strict=True)]
+    kept = overlap(own, rows)
+    if kept or not pieces:
+        pieces.append((kept.start, cut(kept) if kept else local.narrow(dim, 0, 0)))
+    return torch.cat([tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0])], dim)
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
+        ctx.where = dim, extents, wanted, axis
+        return _fetch(local, dim, extents, wanted, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _Return.apply(gradient, *ctx.where), None, None, None, None  # type: ignore[no-untyped-call]
+
+
+class _Return(torch.autograd.Function):
+    """The adjoint of `fetch`, which is its own."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
+        ctx.where = dim, extents, wanted, axis
+        own, rows = extents.ranges[axis.part], wanted[axis.part]
+        plan = route(extents, wanted, axis.part)
+        shape = list(gradient.shape)
+
+        def shape_of(piece: range) -> list[int]:
+            return [*shape[:dim], len(piece), *shape[dim + 1 :]]
+
+        borrowed = [gradient.narrow(dim, t.rows.start - rows.start, len(t.rows)) for t in plan.receives]
+        flight = post_return(axis, plan, borrowed, shape_of, gradient, extents.size)
+        result = gradient.new_zeros(shape_of(own))
+        kept = overlap(own, rows)
+        if kept:
+            target = result.narrow(dim, kept.start - own.start, len(kept))
+            target.copy_(gradient.narrow(dim, kept.start - rows.start, len(kept)))
+        for transfer, returned in zip(plan.sends, flight.wait(), strict=True):
+            result.narrow(dim, transfer.rows.start - own.start, len(transfer.rows)).add_(returned)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _Fetch.apply(gradient, *ctx.where), None, None, None, None  # type: ignore[no-untyped-call]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce; the adjoint of a sum whose result every rank holds is the sum of what every rank's copy gets."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return summed(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _SumOverRanks.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
+
+
+def sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of `value` over the ranks of `group`, on all of them; differentiable."""
+    if dist.get_world_size(group) == 1:
+        return value
+    return _SumOverRanks.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of `value` over the ranks of `group`; outside autograd, in a new tensor."""
+    channel = channel_of(group)
+    if channel.boxes is not None and value.device.type == "cpu" and value.numel() and fits(value):
+        everyone = _through(channel.boxes, channel, value.detach().contiguous(), "sum", line())
+        return everyone.sum(0, dtype=value.dtype)  # in rank order, so equal to the last bit on all ranks
+    total = value.detach().clone(memory_format=torch.contiguous_format)
+    if total.numel():
+        channel.agree("sum", total)
+        with waiting_for_ranks():
+            dist.all_reduce(total, group=group)
+    return total
+
+
+class _GatherOverRanks(torch.autograd.Function):
+    """All-gather; every rank holds all the values, so what a rank's own gets is the sum over the copies of its slot."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return sum_over_ranks(gradient, ctx.group)[dist.get_rank(ctx.group)], None
+
+
+def gather_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`value` of every rank of `group`, stacked in rank order along a new first dim; differentiable."""
+    if dist.get_world_size(group) == 1:
+        return value[None]
+    return _GatherOverRanks.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gathered(value: Tensor, group: dist.ProcessGroup, kind: str = "all values", at: str | None = None) -> Tensor:
+    """`value` of every rank of `group`, stacked in rank order along a new first dim; outside autograd.
+
+    `kind` says in a word what for. `at` stands for the line where ranks may come from different ones.
+    """
+    value = value.detach().contiguous()
+    channel = channel_of(group)
+    if not channel.others or not value.numel():
+        return value.expand(len(channel.ranks), *value.shape).clone()
+    if channel.boxes is not None and value.device.type == "cpu" and fits(value):
+        return _through(channel.boxes, channel, value, kind, at or line())
+    channel.agree(kind, value, at)
+    everyone = [torch.empty_like(value) for _ in channel.ranks]
+    # As bytes: gloo knows no int16, no complex numbers.
+    plain = [t.view(-1).view(torch.uint8) for t in (value, *everyone)]
+    with waiting_for_ranks():
+        dist.all_gather(plain[1:], plain[0], group=group)
+    return torch.stack(everyone)
+
+
+def _through(boxes: Mailboxes, channel: Channel, value: Tensor, kind: str, at: str) -> Tensor:
+    """`gathered` through mailboxes."""
+    head = channel.head(kind, at, value)
+    for rank in channel.others:
+        boxes.send(rank, head, value)
+    everyone = value.new_empty((len(channel.ranks), *value.shape))
+    for target, rank in zip(everyone, channel.ranks, strict=True):
+        if rank in channel.others:
+            boxes.receive(boxes.expect(rank), head, target)
+        else:
+            target.copy_(value)
+    return everyone

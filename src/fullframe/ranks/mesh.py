@@ -1,0 +1,229 @@
+"""The mesh ("data", "height", "width") and the few facts about it that every op needs."""
+
+import os
+import warnings
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullframe.errors import MeshError
+from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_channel
+
+AXES = ("data", "height", "width")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One spatial axis of the mesh as this rank sees it."""
+
+    name: str
+    size: int
+    part: int  # this rank's coordinate
+    ranks: tuple[int, ...]  # the job's ranks along the axis, by coordinate
+    channel: Channel
+    _group: "ref[dist.ProcessGroup]"
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the axis; raises MeshError once the job has ended."""
+        return _still_there(self._group)
+
+
+@dataclass(frozen=True, eq=False)
+class Spatial:
+    """The spatial axes of one replica; one object per mesh, so `is` compares.
+
+    It does not keep the process groups, whose threads end with the job; what is remembered for the mesh
+    (`kept_with_mesh`) ends with it.
+    """
+
+    mesh: DeviceMesh
+    height: Axis
+    width: Axis
+    replica_ranks: tuple[int, ...]  # height x width ranks that hold one sample
+    channel: Channel  # between them
+    _replica: "ref[dist.ProcessGroup]"
+    caches: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def replica(self) -> dist.ProcessGroup:
+        """The process group of `replica_ranks`; raises MeshError once the job has ended."""
+        return _still_there(self._replica)
+
+    def axis(self, name: str) -> Axis:
+        """The axis called `name`; raises MeshError for a name that is none."""
+        if name == "width":
+            return self.width
+        if name == "height":
+            return self.height
+        raise MeshError(f"a mesh has the spatial axes height and width, none called {name!r}")
+
+    def group(self, names: Collection[str]) -> dist.ProcessGroup:
+        """The ranks over which a value split along the named axes is spread."""
+        alone = {self.axis(name).name for name in names}
+        return self.axis(*alone).group if len(alone) == 1 else self.replica
+
+    def part_along(self, names: Collection[str]) -> int:
+        """This rank's number among the ranks of `group(names)`."""
+        height = self.height.part if "height" in names else 0
+        return height * self.width.size + self.width.part if "width" in names else height
+
+    @property
+    def size(self) -> int:
+        """Ranks in one replica."""
+        return self.height.size * self.width.size
+
+    @property
+    def part(self) -> int:
+        """This rank's number within its replica."""
+        return self.height.part * self.width.size + self.width.part
+
+
+def init_mesh(height: int = 1, width: int = 1) -> DeviceMesh:
+    """The mesh ("data", "height", "width") over all ranks; data = world / (height * width).
+
+    Under torchrun it starts the process group (nccl with GPUs, else gloo); without torchrun it is one process;
+    a group that is already there is used. Every rank of the job calls it. The same call gives the same mesh: each new
+    one would bring process groups, whose threads gloo wakes a hundred times a second for as long as the job lasts.
+
+    Raises MeshError when `height * width` does not divide the world.
+    """
+    if height < 1 or width < 1:
+        raise MeshError(f"a mesh needs height >= 1 and width >= 1, got height={height}, width={width}")
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world % (height * width):
+        raise MeshError(
+            f"height {height} x width {width} = {height * width} does not divide the {world} ranks of this job; "
+            f"start a multiple of {height * width} ranks or choose a mesh whose product divides {world}"
+        )
+    _start_process_group()
+    made = _made.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
+    if (height, width) not in made:
+        device = "cuda" if _backend_device() == "cuda" else "cpu"
+        ranks = torch.arange(world).view(world // (height * width), height, width)
+        mesh = made[height, width] = DeviceMesh(device, ranks, mesh_dim_names=AXES)
+        # From torch 2.13 on it keeps the groups too, and their threads would outlive the job; it finds them by name.
+        getattr(mesh, "_pg_registry", {}).clear()
+        if height * width > 1:
+            _compare_hashing(ranks)
+    return made[height, width]
+
+
+def _compare_hashing(ranks: torch.Tensor) -> None:
+    """Warn where the ranks of a replica hash strings differently, and so walk through sets of them in another order."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, hash("fullframe"))
+    if dist.get_rank() == 0 and any(
+        len({everyone[rank] for rank in replica}) > 1 for replica in ranks.flatten(1).tolist()
+    ):
+        warnings.warn(
+            "the ranks hash strings differently, so a loop over a set of names (`a.keys() & b.keys()`, `set(losses)`) "
+            "has another order on each, and what it adds up or sends is mixed up; set PYTHONHASHSEED=0 for all ranks "
+            "(PYTHONHASHSEED=0 torchrun ...), or sort such sets",
+            stacklevel=3,
+        )
+
+
+_made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], DeviceMesh]]" = WeakKeyDictionary()
+
+
+def forget_meshes() -> None:
+    """Make new ones from now on, on all ranks: after an error a message may lie between ranks of the old ones."""
+    _made.clear()
+    forget_channels()
+
+
+def _start_process_group() -> None:
+    if dist.is_initialized():
+        return
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, **_store_of_attempt())
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _store_of_attempt() -> dict[str, Any]:
+    """A store without the addresses of dead ranks, which torchrun keeps in its own when it starts ranks again."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":  # nodes count their attempts apart
+        return {}
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    return {"store": dist.PrefixStore(f"attempt-{attempt}", store), "rank": rank, "world_size": ranks}
+
+
+def _backend_device() -> str:
+    return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
+
+
+def spatial_of(mesh: DeviceMesh) -> Spatial:
+    """The spatial axes of `mesh`, made at the first call (which every rank must make) and kept with the mesh."""
+    known: Spatial | None = getattr(mesh, "_fullframe_spatial", None)
+    if known is None:
+        if mesh.mesh_dim_names != AXES:
+            raise MeshError(f"a mesh with axes {AXES} is needed, got {mesh.mesh_dim_names}; make it with ff.init_mesh")
+        known = _spatial(mesh)
+        mesh._fullframe_spatial = known  # type: ignore[attr-defined]
+    return known
+
+
+def _spatial(mesh: DeviceMesh) -> Spatial:
+    replicas = mesh.mesh.flatten(1).tolist()
+    replica, mine = None, ()
+    if len(replicas) == 1:
+        replica, mine = dist.group.WORLD, tuple(replicas[0])
+    else:
+        for ranks in replicas:  # every rank makes every group, in one order
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                replica, mine = group, tuple(ranks)
+    assert replica is not None
+    channel = channel_of(replica)
+    height, width = (_axis(mesh, name, channel) for name in AXES[1:])
+    return Spatial(mesh, height, width, mine, channel, ref(replica))
+
+
+def _axis(mesh: DeviceMesh, name: str, replica: Channel) -> Axis:
+    group = mesh.get_group(name)
+    channel = share_channel(group, replica)
+    return Axis(name, len(channel.ranks), mesh.get_local_rank(name), channel.ranks, channel, ref(group))
+
+
+def _still_there(group: "ref[dist.ProcessGroup]") -> dist.ProcessGroup:
+    there = group()
+    if there is None:
+        raise MeshError("the job of this mesh has ended (its process group was destroyed); make a mesh in the new one")
+    return there
+
+
+def kept_with_mesh(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """As `functools.lru_cache`, for a function of a `Spatial`, or of something with a `.spatial`, and more.
+
+    What is remembered belongs to the mesh and ends with it.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def remembered(*args: P.args, **kwargs: P.kwargs) -> R:
+            first: Any = args[0]
+            caches = (first if type(first) is Spatial else first.spatial).caches
+            cache: Any = caches.get(function)
+            if cache is None:
+                cache = caches[function] = lru_cache(maxsize)(function)
+            return cache(*args, **kwargs)  # type: ignore[no-any-return]
+
+        return remembered
+
+    return decorate

@@ -1,0 +1,1 @@
+"""How long a step takes, op by op."""

@@ -1,0 +1,310 @@
+"""How long a step takes: every op against the device's peaks, every message against its link, on two clocks.
+
+The host issues ops one after the other and the device works them off; a message of the gradients travels beside both.
+What of the peaks a kernel reaches is assumed, by name, in `Efficiency`; measured rates are taken as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.fsdp  # which makes the ops of that name
+from torch.distributed.tensor import DTensor
+
+from fullframe.simulation.clock.ops import Op, bytes_of, is_depthwise, tensors
+from fullframe.simulation.devices.calibration import Points, rate_at
+from fullframe.simulation.devices.table import Cluster, Device
+
+KINDS = ("matmul", "convolution", "attention", "memory", "optimizer", "exchange", "gradients", "offload", "launch")
+
+_SMALL_BYTES = 2**16  # what goes over all ranks and is less is no bucket of gradients but a count or a norm
+_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+_FSDP_MESSAGES = {torch.ops.fsdp.all_gather_copy_in.default, torch.ops.fsdp.chunk_cat.default}  # what each begins with
+
+_running_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """The share of a data sheet's peak that kernels reach; assumptions, fitted to no published step time.
+
+    matmul, convolution, attention: of the matrix units' rate for the dtype
+    depthwise: of the vector units' rate; a convolution with one channel a group has no matrix product in it
+    memory, link, network, host: of the bandwidth
+    kernel_seconds: what the shortest kernel takes
+    exchange_host_seconds: what the host needs to cut, post and join one exchange
+    fsdp_launches, fsdp_parameter_launches: what the host needs for one gather or reduction of FSDP2, and for each
+        parameter in it, in the time that it needs to issue an op; of a DTensor in an op's arguments: dtensor_launches.
+        By the Python around them, measured: docs/devices.md
+    """
+
+    matmul: float = 0.7
+    convolution: float = 0.5
+    attention: float = 0.5
+    depthwise: float = 0.2
+    memory: float = 0.8
+    link: float = 0.8
+    network: float = 0.8
+    host: float = 0.8
+    kernel_seconds: float = 3e-6
+    exchange_host_seconds: float = 60e-6
+    fsdp_launches: float = 20.0
+    fsdp_parameter_launches: float = 1.4
+    dtensor_launches: float = 0.25
+
+
+_MEASURED = Efficiency(matmul=1, convolution=1, memory=1, link=1, network=1, host=1, kernel_seconds=0,
+                       exchange_host_seconds=0)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message on its way: when it is through, and which kind of seconds a wait for it counts as."""
+
+    done: float
+    kind: str
+
+
+@dataclass
+class _Batch:
+    """Messages to neighbours that were posted without an op between them."""
+
+    posted: float
+    ranks: int
+    axis: str
+    bytes: int = 0
+
+
+class Reading(NamedTuple):
+    """What a clock shows: seconds by kind; until when the device, the host and the messages are busy."""
+
+    seconds: dict[str, float]
+    now: float
+    issued: float
+    wires: dict[str, float]
+
+
+class StepClock:
+    """The seconds of one step on one rank; `record` every op of it, then read `seconds` and `step_seconds`.
+
+    `mesh` is (data, height, width); ranks fill nodes with width fastest, then height, then data.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster | Device,
+        precision: str = "fp32",
+        mesh: tuple[int, int, int] = (1, 1, 1),
+        efficiency: Efficiency | None = None,
+    ):
+        if isinstance(cluster, Device):
+            cluster = Cluster(nodes=1, devices_per_node=math.prod(mesh), device=cluster)
+        self.cluster, self.device, self.mesh = cluster, cluster.device, mesh
+        self.efficiency = efficiency or (_MEASURED if self.device.measured else Efficiency())
+        self._tf32 = precision != "fp32" and "tf32" in self.device.matmul_flops_per_second
+        self._known: dict[Any, Op] = {}
+        self._links: dict[str, tuple[bool, float, float]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self._now = self._issued = 0.0  # when the device is done with what it has; what the host has got to
+        self._wires: dict[str, float] = {}  # until when messages of a kind are on their way
+        self._borrowing: _Batch | None = None  # sent to and from neighbours, not waited for yet
+        self._reducing: list[Transfer] = []  # gradients of this backward
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """What happens inside takes no time."""
+        before = self.reading()
+        yield
+        self.seconds, self._now, self._issued, self._wires = before
+
+    def reading(self) -> Reading:
+        """What the clock shows."""
+        return Reading(self.seconds.copy(), self._now, self._issued, self._wires.copy())
+
+    def repeat(self, since: Reading, times: int) -> None:
+        """The same again as since a reading."""
+        worked, issued = times * (self._now - since.now), times * (self._issued - since.issued)
+        self.seconds = {kind: s + times * (s - since.seconds[kind]) for kind, s in self.seconds.items()}
+        self._now, self._issued = self._now + worked, self._issued + issued
+        self._wires = {kind: done + worked for kind, done in self._wires.items()}
+
+    @property
+    def step_seconds(self) -> float:
+        """From the first op to the end of the last one on host and device; the sum of `seconds`."""
+        return self._now
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Count one aten op with the (fake) tensors it got and gave."""
+        op = self._known.get(func)
+        if op is None:
+            op = self._known[func] = Op.of(func)
+        if op.free:
+            if op.reads_back:
+                self.synchronize()
+            return
+        if op.kind != "convolution":
+            self._take_in()
+        if self._reducing and _running_node() is None:  # backward is over
+            for transfer in self._reducing:
+                self.finish(transfer)
+            self._reducing.clear()
+        issue = self.device.launch_seconds * (1 + self._sharded_launches(func, args))
+        self.work(op.kind, self.op_seconds(op, func, args, kwargs, out), issue)
+        self._take_in()
+
+    def _sharded_launches(self, func: Any, args: Sequence[Any]) -> float:
+        """What sharded parameters cost the host beyond the op itself, in launches of an op."""
+        held = args[0] if args and isinstance(args[0], list) else ()
+        if func in _FSDP_MESSAGES:
+            return self.efficiency.fsdp_launches + self.efficiency.fsdp_parameter_launches * len(held)
+        if held and isinstance(held[0], DTensor):
+            return self.efficiency.dtensor_launches * sum(isinstance(t, DTensor) for t in tensors(args))
+        return 0.0
+
+    def _take_in(self) -> None:
+        """Wait for what was borrowed from neighbours; messages posted together share the wire and one latency."""
+        if self._borrowing is not None:
+            batch, self._borrowing = self._borrowing, None
+            self.finish(self.start("exchange", "exchange", batch.bytes, batch.ranks, batch.axis, batch.posted))
+
+    def op_seconds(self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
+        """The roofline: whichever is slower, operations or bytes."""
+        read = list(tensors(args)) + list(tensors(tuple(kwargs.values())))
+        moved = sum(map(bytes_of, read)) + sum(map(bytes_of, tensors((out,)))) * op.gives_new
+        if op.writes and not op.only_writes:
+            moved += sum(map(bytes_of, op.written(args, kwargs)))
+        operations = op.operations(func, args, kwargs, out) if op.operations is not None else 0.0
+        device, share = self.device, self.efficiency
+        by_bytes = moved / (self._measured_rate("copy", None, moved) or device.memory_bytes_per_second * share.memory)
+        by_operations = 0.0
+        if operations:
+            dtype = next((_NAMES[t.dtype] for t in read if t.dtype in _NAMES), "fp32")
+            by_operations = operations / self._rate(op, args, dtype, operations)
+        return max(by_bytes, by_operations, share.kernel_seconds)
+
+    def work(self, kind: str, seconds: float, issue_seconds: float | None = None) -> None:
+        """The device works `seconds`, once the host has issued it; until then it is idle, which counts as launch."""
+        issue = self.device.launch_seconds if issue_seconds is None else issue_seconds
+        self._issued += issue
+        self.seconds["launch"] += max(self._issued - self._now, 0.0)
+        self._now = max(self._issued, self._now) + seconds
+        self.seconds[kind] += seconds
+        if not self.device.is_cuda:
+            self._issued = self._now
+
+    def synchronize(self) -> None:
+        """The host waits for the device, to read a number."""
+        self._issued = max(self._issued, self._now)
+
+    def communicate(self, kind: str, bytes: int, ranks: int, axis: str) -> None:
+        """A collective or a message by its name in c10d, along a mesh axis ("replica", "job": over several of them).
+
+        `bytes` is the whole tensor of a collective; of messages to neighbours what is sent. An exchange is on its way
+        while the convolution that was issued next runs. The gradients that DDP and FSDP reduce travel beside the rest
+        of backward; a gather of parameters starts as soon as the host issues it.
+        """
+        transport = _transport(kind)
+        whole_model = axis == "job" and bytes >= _SMALL_BYTES and transport != "exchange"
+        if transport == "exchange":
+            if self._borrowing is None:
+                self._issued += self.efficiency.exchange_host_seconds * self.device.is_cuda
+                self._borrowing = _Batch(max(self._now, self._issued), ranks, axis)
+            self._borrowing.bytes += bytes
+        elif whole_model and transport == "all_gather":
+            self.finish(self.start("gradients", transport, bytes, ranks, axis, self._issued))
+        elif whole_model and _running_node() is not None:
+            self._reducing.append(self.start("gradients", transport, bytes, ranks, axis, self._now))
+        else:
+            self.finish(self.start("exchange", transport, bytes, ranks, axis, self._now))
+
+    def start(self, of: str, transport: str, bytes: int, ranks: int, axis: str, at: float) -> Transfer:
+        """Post a message; those `of` one kind travel one after the other."""
+        done = max(at, self._wires.get(of, 0.0)) + self.transfer_seconds(transport, bytes, ranks, axis)
+        self._wires[of] = done
+        return Transfer(done, of)
+
+    def finish(self, transfer: Transfer) -> None:
+        """The ops that follow need what was sent; only what is left of its way is waited for."""
+        wait = max(transfer.done - self._now, 0.0)
+        self.seconds[transfer.kind] += wait
+        self._now += wait
+        if not self.device.is_cuda:
+            self._issued = self._now
+
+    def offload(self, bytes: int) -> Transfer:
+        """Bytes between device and host memory, beside the ops; `finish` where they are needed."""
+        rate = self.device.host_bytes_per_second * self.efficiency.host
+        done = max(self._now, self._wires.get("offload", 0.0)) + (bytes / rate if rate else 0.0)
+        self._wires["offload"] = done
+        return Transfer(done, "offload")
+
+    def transfer_seconds(self, transport: str, bytes: int, ranks: int, axis: str) -> float:
+        """How long a message is on its way; collectives go round a ring."""
+        if ranks <= 1:
+            return 0.0
+        crosses, rate, latency = self._link(axis)
+        shares = {"all_reduce": 2 * (ranks - 1) / ranks, "exchange": 1.0, "broadcast": 1.0}
+        sent = bytes * shares.get(transport, (ranks - 1) / ranks)
+        measured = self.device.measured
+        if measured is not None and measured.link and not crosses:
+            points = measured.all_reduce if transport == "all_reduce" else measured.link
+            sent = max(sent, points[0][0])  # a smaller message takes as long as the smallest
+            return sent / rate_at(points, sent)
+        hops = 1 if transport == "exchange" else math.ceil(math.log2(ranks))
+        return latency * hops + sent / rate
+
+    def _link(self, axis: str) -> tuple[bool, float, float]:
+        """Whether the ranks along `axis` lie on several nodes, and the bytes a second and latency between them."""
+        if axis not in self._links:
+            device = self.device
+            crosses = self._crosses(axis)
+            rate = device.network_bytes_per_second if crosses else device.link_bytes_per_second
+            share = self.efficiency.network if crosses else self.efficiency.link
+            latency = device.network_latency_seconds if crosses else device.link_latency_seconds
+            self._links[axis] = crosses, rate * share, latency
+        return self._links[axis]
+
+    def _crosses(self, axis: str) -> bool:
+        data, height, width = self.mesh
+        groups = {"width": (1, width), "height": (width, height), "data": (height * width, data),
+                  "replica": (1, height * width)}  # fmt: skip
+        stride, count = groups.get(axis, (1, data * height * width))
+        each = self.cluster.devices_per_node
+        first = (rank for rank in range(math.prod(self.mesh)) if rank // stride % count == 0)
+        return any(rank // each != (rank + stride * (count - 1)) // each for rank in first)
+
+    def _rate(self, op: Op, args: Sequence[Any], dtype: str, operations: float) -> float:
+        """Operations a second that this op reaches."""
+        device, share = self.device, self.efficiency
+        if op.kind == "convolution" and is_depthwise(op, args):
+            return self._measured_rate("depthwise", dtype, operations) or device.rate("fp32") * share.depthwise
+        dtype = "tf32" if dtype == "fp32" and self._tf32 else dtype
+        measured = self._measured_rate("convolution" if op.kind == "convolution" else "matmul", dtype, operations)
+        return measured or device.rate(dtype) * getattr(share, op.kind)
+
+    def _measured_rate(self, what: str, dtype: str | None, size: float) -> float | None:
+        if self.device.measured is None:
+            return None
+        points: Points | None = getattr(self.device.measured, what)
+        if dtype is not None:
+            points = getattr(self.device.measured, what).get(dtype)
+        return rate_at(points, max(size, 1.0)) if points else None
+
+
+def _transport(kind: str) -> str:
+    """How a c10d op of that name travels."""
+    name = kind.replace("_", "")
+    for known in ("reducescatter", "allgather", "allreduce", "alltoall", "broadcast"):
+        if known in name:
+            return known.replace("reduces", "reduce_s").replace("all", "all_", 1).replace("allt", "all_t")
+    return "exchange"

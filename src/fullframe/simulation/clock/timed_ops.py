@@ -1,0 +1,112 @@
+"""The clock that runs each distinct op of the step once on this machine's own device, in the place of a roofline.
+
+The code for CUDA is written with care and has never run on a GPU.
+"""
+
+import math
+import os
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fullframe.simulation.clock.ops import Op
+from fullframe.simulation.clock.roofline import StepClock
+from fullframe.simulation.devices.calibration import clock_of
+from fullframe.simulation.devices.table import Cluster, Device
+
+_REPEATS = 5
+_ENOUGH_SECONDS = 0.01
+
+Timings = dict[Hashable, float]  # of an op on so many threads with the shapes, strides and dtypes it got
+
+
+class MeasuredClock(StepClock):
+    """A StepClock whose ops are timed on real tensors of the same shapes; messages are counted as StepClock does.
+
+    `timings` is filled and may be shared by the clocks of many strategies. What cannot be run alone falls back on the
+    roofline and is counted in `guessed`. Ranks on the CPU get the threads that `fullframe train` gives them.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster | Device,
+        precision: str = "fp32",
+        mesh: tuple[int, int, int] = (1, 1, 1),
+        timings: Timings | None = None,
+    ):
+        super().__init__(cluster, precision, mesh)
+        self.timings: Timings = {} if timings is None else timings
+        self.guessed: dict[str, str] = {}  # op: why it could not be run
+        self._place = torch.device("cuda" if self.device.is_cuda else "cpu")
+        sharing = min(math.prod(mesh), self.cluster.devices_per_node)
+        self._threads = None if self.device.is_cuda else max(len(os.sched_getaffinity(0)) // sharing, 1)
+
+    def op_seconds(self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
+        key = (func, self._threads, _signature(args), _signature(tuple(kwargs.items())))
+        if key not in self.timings:
+            try:
+                self.timings[key] = self._measure(func, args, kwargs)
+            except Exception as error:  # an op may want what tensors of zeros and ones do not give it
+                self.guessed[str(func)] = f"{type(error).__name__}: {error}"
+                self.timings[key] = super().op_seconds(op, func, args, kwargs, out)
+        return self.timings[key]
+
+    def _measure(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+        before = torch.get_num_threads()
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                args = self._real(tuple(args))
+                kwargs = {name: self._real(value) for name, value in kwargs.items()}
+                func(*args, **kwargs)
+                best, spent, runs = float("inf"), 0.0, 0
+                while runs < _REPEATS and spent < _ENOUGH_SECONDS:
+                    took = self._seconds_of(func, args, kwargs)
+                    best, spent, runs = min(best, took), spent + took, runs + 1
+        finally:
+            torch.set_num_threads(before)
+        return max(best - self.device.launch_seconds, 0.0)
+
+    def _seconds_of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> float:
+        if self._place.type == "cpu":
+            now = clock_of(self._place)
+            started = now()
+            func(*args, **kwargs)
+            return now() - started
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        func(*args, **kwargs)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._filled(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._real(item) for item in value)
+        if isinstance(value, torch.device):
+            return self._place
+        return value
+
+    def _filled(self, like: Tensor) -> Tensor:
+        """Numbers from a half to one, or zeros, which every index op takes, in `like`'s strides."""
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+        extent = extent if like.numel() else 0
+        floating = like.dtype.is_floating_point or like.dtype.is_complex
+        flat = (
+            torch.rand(extent, device=self._place) * 0.5 + 0.5 if floating else torch.zeros(extent, device=self._place)
+        )
+        return flat.to(like.dtype).as_strided(like.shape, like.stride())
+
+
+def _signature(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), tuple(value.stride()), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_signature, value))
+    return value if isinstance(value, Hashable) else str(value)

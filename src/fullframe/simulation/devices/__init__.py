@@ -1,0 +1,1 @@
+"""Devices and links: published figures, and this machine measured."""

@@ -1,0 +1,109 @@
+"""A recipe's model and batch without their memory: what is built is real Python, its tensors are fake."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import default_collate
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fullframe.ranks.randomness import sample_randomness
+from fullframe.simulation.fake.blame import blamed
+from fullframe.strategy import Recipe
+
+_LARGE = 2**20  # elements
+
+
+def abstract_model(recipe: Recipe, fake: FakeTensorMode) -> nn.Module:
+    """The recipe's model with fake parameters and buffers; what is large was never allocated."""
+    with _parameters_on_meta(), _LargeOnMeta(), blamed("recipe.model() gives no model"):
+        model = recipe.model()
+    known: dict[int, Tensor] = {}  # a tensor that two modules share stays shared
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = known.setdefault(id(tensor), _abstract(tensor, fake))  # type: ignore[assignment]
+    return model
+
+
+def _abstract(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
+    with fake:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """A parameter loses its memory as soon as a module has it, before anything is written to it.
+
+    Not `torch.device("meta")`: constructors compute with small tensors and read them, and those stay real.
+    """
+    register = nn.Module.register_parameter
+    moved = WeakTensorKeyDictionary()
+
+    def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            if parameter not in moved:
+                moved[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            parameter = moved[parameter]
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """What a constructor makes from sizes alone (`torch.empty` and its like) has no memory where it is large."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _device_constructors() and kwargs.get("device") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() > _LARGE:
+                return made
+        return func(*args, **kwargs)
+
+
+def read_sample(recipe: Recipe) -> Any:
+    """The recipe's first sample with its numbers, as training reads it first; random states are as before.
+
+    Raises RecipeError where it gives none.
+    """
+    remedy = "; where the data is not at hand, give recipe.sample, a function that returns one with the same shapes"
+    with sample_randomness(recipe.seed, 0, 0):
+        if recipe.sample is not None:
+            with blamed("recipe.sample() gives no sample"):
+                return recipe.sample()
+        with blamed("recipe.data() gives no sample", remedy):
+            return recipe.data()[0]
+
+
+def abstract_batch(recipe: Recipe, sample: Any, samples: int, fake: FakeTensorMode) -> Any:
+    """`samples` times `sample` as the loader would collate them, fake.
+
+    A `collate` that wants numbers, of which fake tensors have none, gets the real sample. Raises RecipeError where it
+    gives no batch of that either.
+    """
+    collate = recipe.collate or default_collate
+    with fake, suppress(Exception):
+        return collate([_faked(sample, fake)] * samples)
+    with _disable_current_modes(), blamed(f"recipe.collate gives no batch of {samples} samples"):
+        batch = collate([sample] * samples)
+    return _faked(batch, fake)
+
+
+def _faked(tree: Any, fake: FakeTensorMode) -> Any:
+    return tree_map_only(Tensor, lambda tensor: _abstract(tensor, fake), tree)

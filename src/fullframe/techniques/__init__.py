@@ -1,0 +1,1 @@
+"""Ways to save memory or time in a step, one file each."""

@@ -1,0 +1,157 @@
+"""The optimizer a strategy asks for: the recipe's own or a leaner one in its place, and its state spread over ranks."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+
+from fullframe.errors import StrategyError
+from fullframe.model.fsdp import is_sharded
+from fullframe.strategy import OptimizerName, Strategy
+
+_MOMENTUM = 0.9  # of "sgd" in the place of an optimizer that has none
+_BUCKET_BYTES = 25 << 20  # of a message in which updated parameters travel together
+
+
+def build_optimizer(
+    make: Callable[[Iterable[nn.Parameter]], Optimizer], model: nn.Module, strategy: Strategy
+) -> Optimizer:
+    """The optimizer of the parameters of `model`, which `parallelize` returned, as `strategy` wants it.
+
+    `make` is the recipe's; of another optimizer's parameter groups, learning rate and weight decay are kept, of one
+    of the same family all options.
+
+    Raises StrategyError when the optimizer is not installed or cannot update sharded parameters.
+    """
+    optimizer = make(model.parameters())
+    if strategy.optimizer != "recipe":
+        optimizer = _replaced(optimizer, strategy.optimizer)
+    if isinstance(optimizer, Adafactor) and any(map(is_sharded, _parameters(optimizer))):
+        raise StrategyError(
+            "torch's Adafactor cannot update sharded parameters (its row and column means are not taken over ranks); "
+            "use optimizer 'adamw8bit', or shard_optimizer in the place of shard_parameters"
+        )
+    if strategy.shard_optimizer and strategy.ranks > 1:
+        _shard_state(optimizer)
+    return optimizer
+
+
+def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
+    """Set every group's learning rate to `factor` times the one it began with."""
+    for group in optimizer.param_groups:
+        rate = group["lr"]
+        value = group.setdefault("initial_lr", float(rate)) * factor
+        if isinstance(rate, Tensor):  # compiled optimizers keep the tensor they were compiled with
+            rate.fill_(value)
+        else:
+            group["lr"] = value
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the optimizer's state on this rank."""
+    return sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
+
+
+def _bytes(value: Any) -> int:
+    if not isinstance(value, Tensor):
+        return 0
+    if hasattr(value, "to_local"):
+        return _bytes(value.to_local())
+    if hasattr(value, "__tensor_flatten__"):  # 8-bit codes and their scales
+        return sum(_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.numel() * value.element_size()
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+_FAMILIES: dict[str, tuple[tuple[type[Optimizer], ...], tuple[str, ...]]] = {  # and the options they share
+    "sgd": ((SGD,), ("momentum", "dampening", "nesterov")),
+    "adamw": ((Adam, AdamW), ("betas", "eps", "amsgrad")),
+    "adamw8bit": ((Adam, AdamW), ("betas", "eps", "amsgrad")),
+    "adafactor": ((Adafactor,), ("beta2_decay", "eps", "d")),
+}
+
+
+def _replaced(source: Optimizer, name: OptimizerName) -> Optimizer:
+    """The optimizer called `name` for the parameter groups of `source`."""
+    family, options = _FAMILIES[name]
+    kept = ["params", "lr", "weight_decay", "maximize", *(options if isinstance(source, family) else ())]
+    groups = [{key: group[key] for key in kept if key in group} for group in source.param_groups]
+    parameters = _parameters(source)
+    # Fused kernels need no temporary of the parameters' size; torch has none of SGD for sharded parameters.
+    fused = all(p.device.type in ("cpu", "cuda") for p in parameters) or None
+    if name == "sgd":
+        return SGD(groups, momentum=_MOMENTUM, fused=None if any(map(is_sharded, parameters)) else fused)
+    if name == "adamw":
+        return AdamW(groups, fused=fused)
+    if name == "adafactor":
+        return Adafactor(groups)
+    if any(group.get("maximize") for group in groups):
+        raise StrategyError("optimizer 'adamw8bit' cannot maximize; return the negative loss")
+    return _adamw8bit(groups)
+
+
+def _adamw8bit(groups: list[dict[str, Any]]) -> Optimizer:
+    try:
+        import torchao.optim  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise StrategyError(
+            f"optimizer 'adamw8bit' needs torchao ({error}): pip install 'fullframe[adamw8bit]'"
+        ) from error
+
+    class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            with torch.compiler.set_stance("force_eager"):  # CPUs would take minutes to compile a kernel for each shape
+                return super().step(closure)
+
+    on_host = all(p.device.type == "cpu" for group in groups for p in group["params"])
+    optimizer: Optimizer = (AdamW8bit if on_host else torchao.optim.AdamW8bit)(groups)
+    return optimizer
+
+
+def _shard_state(optimizer: Optimizer) -> None:
+    """Each rank updates its part of the parameters, and so has the state of those alone; all get the new values.
+
+    ZeRO-1 (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020), by whole
+    parameters. The optimizer is the recipe's own, which updates what has a gradient, so that its options, schedules
+    and hooks work as ever; torch's ZeroRedundancyOptimizer would make another, from a class and defaults.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    parts = _parts(_parameters(optimizer), ranks)
+    others = [p for owner, part in enumerate(parts) if owner != rank for p in part]
+    for other in others:
+        optimizer.state.pop(other, None)  # Adagrad makes its state at once
+    everyone = dist.distributed_c10d._get_default_group()
+    set_aside: list[Tensor | None] = []
+
+    def leave_out_others(*_: Any) -> None:
+        set_aside[:] = [p.grad for p in others]
+        for parameter in others:
+            parameter.grad = None
+
+    def share(*_: Any) -> None:
+        for parameter, gradient in zip(others, set_aside, strict=True):
+            parameter.grad = gradient
+        set_aside.clear()
+        for owner, part in enumerate(parts):
+            if part:
+                dist._broadcast_coalesced(everyone, [p.detach() for p in part], _BUCKET_BYTES, owner)
+
+    optimizer.register_step_pre_hook(leave_out_others)
+    optimizer.register_step_post_hook(share)
+
+
+def _parts(parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
+    """One part a rank: the largest parameter first, each to the rank that has the fewest elements."""
+    parts: list[list[nn.Parameter]] = [[] for _ in range(ranks)]
+    held = [0] * ranks
+    for parameter in sorted(parameters, key=lambda p: -p.numel()):
+        least = held.index(min(held))
+        parts[least].append(parameter)
+        held[least] += parameter.numel()
+    return parts

@@ -1,0 +1,140 @@
+"""Each parameter is updated as soon as its gradient is complete, and the gradient dropped: few live at a time.
+
+As LOMO (Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources, 2023), for any torch
+optimizer. The ranks add up each gradient by itself, in one order, while backward goes on to the next.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fullframe.errors import GradientError, StrategyError
+from fullframe.ranks.waiting import waiting_for_ranks
+
+
+class UpdateInBackward:
+    """Hooks on the parameters of `model`, which are numbered as in `names`; they do nothing outside `backward`."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: int):
+        self._optimizer, self._ranks = optimizer, ranks
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names, self._parameters = list(trainable), list(trainable.values())
+        self._numbers: dict[Tensor, int] = {p: number for number, p in enumerate(self._parameters)}
+        self._group_of: dict[Tensor, dict[str, Any]] = {}
+        self._running = False
+        self._turns: deque[int] = deque()  # parameters that are still to be updated
+        self._awaited: set[int] = set()  # those whose gradient will come
+        self._flying: tuple[int, Tensor, Any] | None = None  # a parameter's gradient that the ranks are adding up
+        self._squares: list[Tensor] = []
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def reached(self, loss: Tensor) -> list[int]:
+        """Numbers of the parameters that `loss` depends on, in the order in which backward will come to them.
+
+        That is the reverse of the order in which the forward pass first used them.
+        """
+        first_use: dict[int, int] = {}
+        waiting: list[Any] = [loss.grad_fn]
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            for source, _ in node.next_functions if node is not None else ():
+                if type(source).__name__ == "AccumulateGrad":
+                    number = self._numbers.get(source.variable)
+                    if number is not None:
+                        first_use[number] = min(first_use.get(number, node._sequence_nr()), node._sequence_nr())
+                elif source not in seen:
+                    seen.add(source)
+                    waiting.append(source)
+        return sorted(first_use, key=lambda number: -first_use[number])
+
+    def missing(self, mine: Sequence[int]) -> str:
+        """The names of the parameters that are not among `mine`, the first of them."""
+        names = [self.names[number] for number in sorted(set(range(len(self.names))) - set(mine))]
+        return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+    def backward(self, loss: Tensor, turns: Sequence[int], mine: Sequence[int]) -> Tensor:
+        """Update the parameters numbered `turns`, in this order on all ranks, with the gradients summed over ranks.
+
+        `mine` are those of which this rank has a gradient. Returns the 2-norm of all gradients.
+        """
+        groups = self._optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        self._group_of = {p: group for group in groups for p in group["params"]}
+        self._turns, self._awaited, self._squares = deque(turns), set(mine), []
+        self._running = True
+        try:
+            loss.backward()
+            self._advance()
+            self._land()
+        finally:
+            self._running, self._flying = False, None
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+        return torch.stack(self._squares).sum().sqrt() if self._squares else torch.zeros(())
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if not self._running:
+            return
+        number = self._numbers[parameter]
+        if number not in self._awaited:
+            raise GradientError(
+                f"{self.names[number]} got a gradient that the loss's graph does not show, or one more, after its "
+                "update; use checkpoint(..., use_reentrant=False), or leave out update_in_backward"
+            )
+        self._awaited.remove(number)
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._turns and self._turns[0] not in self._awaited:
+            self._land()
+            self._take_off(self._turns.popleft())
+            if self._ranks == 1:
+                self._land()
+
+    def _take_off(self, number: int) -> None:
+        parameter = self._parameters[number]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = None
+        if gradient.stride() != parameter.stride():  # the same order in memory for the other ranks, and for kernels
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        flat = gradient.as_strided((gradient.numel(),), (1,))
+        work = dist.all_reduce(flat, async_op=True) if self._ranks > 1 else None
+        self._flying = number, gradient, work
+
+    def _land(self) -> None:
+        if self._flying is None:
+            return
+        number, gradient, work = self._flying
+        self._flying = None
+        if work is not None:
+            with waiting_for_ranks():
+                work.wait()
+        self._squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
+        parameter = self._parameters[number]
+        if parameter in self._group_of:  # the optimizer may leave some out
+            parameter.grad = gradient
+            self._update(parameter)
+        parameter.grad = None
+
+    def _update(self, parameter: nn.Parameter) -> None:
+        own = self._group_of[parameter]
+        for group in self._optimizer.param_groups:
+            group["params"] = [parameter] if group is own else []
+        before = _numbers(own)
+        self._optimizer.step()
+        if _numbers(own) != before:
+            raise StrategyError(
+                f"{type(self._optimizer).__name__} counts steps in its parameter groups, and update_in_backward takes "
+                "one per parameter; use an optimizer of torch.optim, or leave out update_in_backward"
+            )
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in group.items() if isinstance(value, (int, float))}

@@ -1,0 +1,92 @@
+"""A run's weights as one safetensors file, from its newest readable checkpoint; needs no ranks and not the recipe."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from fullframe.errors import CheckpointError, RunError
+from fullframe.training.checkpoints.manifest import key_in_file
+from fullframe.training.checkpoints.safetensors_files import Shape, sync_folder, write_tensors
+from fullframe.training.checkpoints.writer import Checkpoint, newest_checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    step: int  # after which the weights are
+    tensors: int
+    size_bytes: int
+    problems: list[str]  # what is wrong with newer checkpoints
+
+
+def export(run_dir: Path, out: Path, *, average: bool = False) -> Exported:
+    """Write the model's state dict, under its own names, to `out`; whole tensors, however they were sharded.
+
+    With `average` the parameters are their moving averages; buffers are the model's. Raises RunError when `run_dir`
+    holds no checkpoint, CheckpointError when none is readable, lacks an average, or `out` cannot be written.
+    """
+    checkpoint, problems = newest_checkpoint(run_dir / "checkpoints")
+    if checkpoint is None:
+        raise RunError(f"{run_dir} holds no checkpoint to export; give the --run-dir of a run that has written one")
+    sources = _sources(checkpoint, average)
+    stored = checkpoint.manifest.tensors
+    shapes = {name: Shape(stored[source].dtype, stored[source].sizes) for name, source in sources.items()}
+    partial = out.with_name(out.name + ".partial")
+    try:
+        with whole_tensors(checkpoint) as read:
+            record = write_tensors(partial, shapes, lambda name: read(sources[name]), {"format": "pt"})
+        os.replace(partial, out)
+        sync_folder(out.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
+    return Exported(
+        path=out,
+        step=checkpoint.manifest.step,
+        tensors=len(shapes),
+        size_bytes=record.size_bytes,
+        problems=problems,
+    )
+
+
+@contextlib.contextmanager
+def whole_tensors(checkpoint: Checkpoint) -> Iterator[Callable[[str], Tensor]]:
+    """Inside, a function that reads a stored tensor by name and puts its chunks together."""
+    with contextlib.ExitStack() as files:
+        opened: dict[str, Any] = {
+            name: files.enter_context(safe_open(checkpoint.path / name, framework="pt"))
+            for name in checkpoint.manifest.files
+        }
+
+        def read(name: str) -> Tensor:
+            stored = checkpoint.manifest.tensors[name]
+            whole = torch.empty(stored.sizes, dtype=stored.dtype)
+            for chunk in stored.chunks:
+                box = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
+                key = key_in_file(name, stored, chunk.offsets, chunk.sizes)
+                whole[box] = opened[chunk.file].get_tensor(key)
+            return whole
+
+        yield read
+
+
+def _sources(checkpoint: Checkpoint, average: bool) -> dict[str, str]:
+    """Name in the model's state dict -> name of the stored tensor."""
+    stored = checkpoint.manifest.tensors
+    sources = {name.removeprefix("model/"): name for name in stored if name.startswith("model/")}
+    if not average:
+        return sources
+    averages = {name.removeprefix("average/"): name for name in stored if name.startswith("average/")}
+    if not averages:
+        raise CheckpointError(f"{checkpoint.path} holds no average of the parameters; train with --ema-decay")
+    return sources | averages

@@ -1,0 +1,148 @@
+"""Everything a run needs to go on bit for bit: named tensors, which may be sharded in any way, and plain facts.
+
+Random states are not among it: they follow from seed, replica and step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullframe.errors import CheckpointError
+from fullframe.model.fsdp import is_sharded
+from fullframe.techniques.ema import ParameterAverage
+from fullframe.techniques.precision import LossScale
+from fullframe.training.checkpoints.manifest import Manifest, StoredTensor
+from fullframe.training.checkpoints.optimizer_state import REMEDY, OptimizerState, as_tensor, is_plain, some
+from fullframe.training.loading.loader import ShardedLoader
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """What a run is made of.
+
+    Buffers are stored as rank 0 has them, which is what the next step takes them for (as DDP does).
+    """
+
+    model: nn.Module  # the user's, unwrapped
+    optimizer: torch.optim.Optimizer
+    loader: ShardedLoader
+    mesh: tuple[int, ...]  # data, height, width
+    step: int = 0  # optimizer steps done
+    scale: LossScale | None = None  # with fp16
+    average: ParameterAverage | None = None  # with ema_decay
+    _optimizer: OptimizerState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._optimizer = OptimizerState(self.model, self.optimizer)
+
+    def tensors(self, first_rank: bool) -> dict[str, Tensor]:
+        """This rank's tensors and shards by name; raises CheckpointError when one cannot be stored."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        values = self.model.state_dict()
+        tensors = {
+            f"model/{name}": as_tensor(value, f"model/{name}")
+            for name, value in values.items()
+            if isinstance(value, Tensor) and (first_rank or name in parameters or is_sharded(value))
+        }
+        if self.average is not None:
+            averages = self.average.state_dict()
+            own = {parameter: averages[name] for name, parameter in self.model.named_parameters()}
+            tensors |= {f"average/{name}": own[parameter] for name, parameter in parameters.items()}  # also if tied
+        return tensors | self._optimizer.tensors()
+
+    def facts(self) -> dict[str, Any]:
+        """All that is no tensor, as JSON has it; raises CheckpointError when something cannot be stored."""
+        extra = {name: value for name, value in self.model.state_dict().items() if not isinstance(value, Tensor)}
+        for name, value in extra.items():
+            if not is_plain(value):
+                raise CheckpointError(
+                    f"the model's extra state {name} ({type(value).__name__}) cannot be stored, as nothing is pickled; "
+                    "return a tensor, or plain numbers, strings, lists and dicts, from get_extra_state()"
+                )
+        return {
+            "mesh": list(self.mesh),
+            "extra": extra,
+            "loader": self.loader.state_dict(),
+            "scale": None if self.scale is None else self.scale.state_dict(),
+            "optimizer": self._optimizer.facts(),
+        }
+
+    def targets(self, manifest: Manifest) -> dict[str, Tensor]:
+        """The tensors to be filled from a checkpoint, in place; raises CheckpointError when it does not fit this run.
+
+        Optimizers make their state in their first step, so this takes one, with gradients of zero: it may change
+        parameters, which are filled afterwards.
+        """
+        self._check_model(manifest)
+        targets = {f"model/{n}": v.detach() for n, v in self.model.state_dict().items() if isinstance(v, Tensor)}
+        if self.average is not None and _names(manifest, "average/"):
+            targets |= {f"average/{name}": value for name, value in self.average.state_dict().items()}
+        targets |= self._optimizer.targets(manifest)
+        for name, target in targets.items():
+            _check_shape(name, target, manifest.tensors.get(name))
+        return targets
+
+    def require_place(self, manifest: Manifest) -> None:
+        """Raises CheckpointError on all ranks when the checkpoint holds optimizer state that no rank keeps."""
+        self._optimizer.require_place(manifest)
+
+    def go_on(self, manifest: Manifest, filled: Mapping[str, Tensor]) -> list[str]:
+        """Take up the run with what `targets` gave, filled; returns what the user should know.
+
+        Raises CheckpointError when the loader would read other samples.
+        """
+        facts = manifest.facts
+        self.loader.load_state_dict(facts["loader"])
+        values = {n.removeprefix("model/"): value for n, value in filled.items() if n.startswith("model/")}
+        self.model.load_state_dict(values | dict(facts["extra"]))
+        said = self._optimizer.go_on(manifest, filled)
+        if self.average is not None and not _names(manifest, "average/"):
+            self.average.load_state_dict({name: p.detach() for name, p in self.model.named_parameters()})
+            said.append("the checkpoint has no average of the parameters; it begins with their values now")
+        if self.average is None and _names(manifest, "average/"):
+            said.append("the checkpoint's average of the parameters is dropped, as ema_decay is not given")
+        if self.scale is not None and facts["scale"] is not None:
+            self.scale.load_state_dict(facts["scale"])
+        if tuple(facts["mesh"]) != self.mesh:
+            other = "dropout" if facts["mesh"][0] == self.mesh[0] else "dropout and what batch norm takes together"
+            said.append(
+                f"the checkpoint is of data x height x width = {_product(facts['mesh'])}, this run is of "
+                f"{_product(self.mesh)}: the same numbers but for rounding, {other}"
+            )
+        self.step = manifest.step
+        return said
+
+    def _check_model(self, manifest: Manifest) -> None:
+        stored = _names(manifest, "model/") | set(manifest.facts["extra"])
+        own = set(self.model.state_dict())
+        new, gone = sorted(own - stored), sorted(stored - own)
+        parts = [f"the model's {some(new)} not in it"] if new else []
+        parts += [f"its {some(gone)} not in the model"] if gone else []
+        if parts:
+            raise CheckpointError(f"the checkpoint is of another model: {', '.join(parts)}; {REMEDY}")
+
+
+def _check_shape(name: str, target: Tensor, stored: StoredTensor | None) -> None:
+    if stored is None:
+        raise CheckpointError(f"the checkpoint has no {name}; {REMEDY}")
+    if (stored.dtype, stored.sizes) == (target.dtype, tuple(target.shape)):
+        return
+    raise CheckpointError(
+        f"the checkpoint's {name} is {_shape(stored.dtype, stored.sizes)}, "
+        f"this run's is {_shape(target.dtype, tuple(target.shape))}; {REMEDY}"
+    )
+
+
+def _shape(dtype: torch.dtype, sizes: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {sizes}"
+
+
+def _names(manifest: Manifest, prefix: str) -> set[str]:
+    return {name.removeprefix(prefix) for name in manifest.tensors if name.startswith(prefix)}
+
+
+def _product(sizes: Any) -> str:
+    return " x ".join(map(str, sizes))

@@ -1,0 +1,328 @@
+"""Checkpoints of a run: written beside the training, whole or not at all, and checked before a byte is believed.
+
+A checkpoint is a folder `step-N` with one safetensors file a rank and a manifest with their checksums; nothing in it
+is unpickled. The folder must be visible to all ranks.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from fullframe.errors import CheckpointError
+from fullframe.ranks.agreement import from_all_ranks, on_all_ranks, on_first_rank
+from fullframe.ranks.waiting import waiting_for_ranks
+from fullframe.training.checkpoints.dcp_storage import Copies, copy_to_host, file_of, read_into
+from fullframe.training.checkpoints.manifest import FORMAT, MANIFEST, Manifest, read_manifest
+from fullframe.training.checkpoints.safetensors_files import FileRecord, Shape, record_of, sync_folder, write_tensors
+from fullframe.training.checkpoints.state import RunState
+
+_NAME = re.compile(r"step-(\d+)")
+_PARTIAL, _DAMAGED = ".partial", ".damaged"
+_OLD = "step-*.pt"  # format 1, one file by torch.save
+_BEAT_SECONDS = 1.0
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files are what its manifest says."""
+
+    path: Path
+    manifest: Manifest
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run; every rank makes it and calls its methods in the same order.
+
+    `save` takes a copy of the state in host memory and returns; the copy is written while training goes on, and
+    `on_written` is called, on all ranks, by the first `poll`, `save` or `wait` after that. These three raise
+    CheckpointError on all ranks when it could not be written: then the checkpoints before are as they were.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        on_written: Callable[[Path], None] = lambda path: None,
+        beat: Callable[[str], None] = lambda doing: None,
+    ):
+        if keep < 1:
+            raise CheckpointError(f"{keep} checkpoints cannot be kept; keep at least 1")
+        self._folder, self._keep, self._on_written, self._beat = folder, keep, on_written, beat
+        # What a thread sends must not meet what the training sends.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+        self._writing: _Writing | None = None
+
+    def require_storable(self, state: RunState) -> None:
+        """Raises CheckpointError on all ranks when the state holds what a checkpoint cannot."""
+        on_all_ranks(lambda: (state.tensors(dist.get_rank() == 0), state.facts()))
+
+    def save(self, state: RunState) -> None:
+        """Begin to write `step-N`, once the checkpoint before is written."""
+        self.wait()
+        tensors, facts = on_all_ranks(lambda: (state.tensors(dist.get_rank() == 0), state.facts()))
+        copies = copy_to_host(tensors)
+        self._writing = _Writing(self._folder, self._keep, state.step, facts, copies, self._group)
+
+    def save_alone(self, state: RunState) -> None:
+        """Write `step-N` by this rank alone, which must hold the whole state, while the others wait for it elsewhere.
+
+        Returns once it is there; raises CheckpointError when it cannot be written.
+        """
+        if self._writing is not None:
+            self._writing.join()
+        if any(_step_of(path) == state.step for path in checkpoints_in(self._folder)):
+            return
+        alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        copies = copy_to_host(state.tensors(first_rank=True), alone)
+        writing = _Writing(self._folder, self._keep, state.step, state.facts(), copies, alone)
+        writing.watch(self._beat)
+        writing.result()
+
+    def poll(self) -> None:
+        """See whether what is being written is written; does not wait."""
+        if self._writing is not None and all(from_all_ranks(self._writing.done)):
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written; `beat` is called as long as this rank itself is at it."""
+        if self._writing is not None:
+            self._writing.watch(self._beat)
+            writing, self._writing = self._writing, None
+            self._on_written(writing.result())
+
+    def forget_after(self, step: int) -> None:
+        """Set aside later checkpoints, which could not be read, so that they do not count as the newest."""
+
+        def set_aside() -> None:
+            for path in checkpoints_in(self._folder):
+                if _step_of(path) > step:
+                    _replace(path, path.with_suffix(_DAMAGED))
+
+        on_first_rank(set_aside)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.wait()
+        elif self._writing is not None:
+            self._writing.watch(self._beat)  # also when training failed: what was begun is worth having
+        dist.destroy_process_group(self._group)
+
+
+class _Writing:
+    """One checkpoint on its way to the disk, in a thread."""
+
+    def __init__(self, folder: Path, keep: int, step: int, facts: Any, copies: Copies, group: dist.ProcessGroup):
+        self._folder, self._keep, self._step, self._facts = folder, keep, step, facts
+        self._copies, self._group = copies, group
+        self._path = folder / f"step-{step:08d}"
+        self._partial = self._path.with_suffix(_PARTIAL)
+        self._error: BaseException | None = None
+        self._busy = False  # with this rank's own file
+        # A daemon: a process that has to end does not wait for ranks that are gone.
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint {step}", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        with waiting_for_ranks():
+            self._thread.join()
+
+    def watch(self, beat: Callable[[str], None]) -> None:
+        """Join; a rank that only waits for others does not beat, lest one that hangs should go unnoticed."""
+        while self._thread.is_alive():
+            if self._busy:
+                beat(f"writing {self._path}")
+            with waiting_for_ranks():
+                self._thread.join(_BEAT_SECONDS)
+
+    def result(self) -> Path:
+        """Where it lies, once it does; raises what kept it from being written."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._path
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:
+            self._error = error
+
+    def _write(self) -> None:
+        shapes = {name: Shape(t.dtype, tuple(t.shape)) for name, t in self._copies.tensors.items()}
+        needed_bytes = sum(from_all_ranks(sum(shape.size_bytes for shape in shapes.values()), self._group))
+        on_first_rank(lambda: self._begin(needed_bytes), self._group)
+        outcome: FileRecord | OSError
+        self._busy = True
+        try:
+            path = self._partial / file_of(dist.get_rank(self._group))
+            outcome = write_tensors(path, shapes, self._copies.tensors.pop)
+            sync_folder(self._partial)
+        except Exception as error:  # the other ranks wait for the outcome, whatever it is
+            outcome = _as_os_error(error)
+        self._busy = False
+        outcomes = from_all_ranks(outcome, self._group)
+        on_first_rank(lambda: self._commit(outcomes, needed_bytes), self._group)
+
+    def _begin(self, needed_bytes: int) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for left in self._folder.glob(f"*{_PARTIAL}"):
+                shutil.rmtree(left, ignore_errors=True)
+            if needed_bytes > shutil.disk_usage(self._folder).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._partial.mkdir()
+        except OSError as error:
+            raise self._failed(0, error, needed_bytes) from error
+
+    def _commit(self, outcomes: list[FileRecord | OSError], needed_bytes: int) -> None:
+        try:
+            for rank, outcome in enumerate(outcomes):
+                if isinstance(outcome, OSError):
+                    raise self._failed(rank, outcome, needed_bytes)
+            self._publish({file_of(rank): o for rank, o in enumerate(outcomes) if isinstance(o, FileRecord)})
+        except Exception as error:  # the other ranks wait for the outcome, whatever it is
+            shutil.rmtree(self._partial, ignore_errors=True)  # its bytes are needed
+            if isinstance(error, CheckpointError):
+                raise
+            raise self._failed(0, _as_os_error(error), needed_bytes) from error
+        with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
+            self._prune()
+
+    def _publish(self, files: dict[str, FileRecord]) -> None:
+        """Each name appears only when what it names is on the disk."""
+        manifest = Manifest(step=self._step, facts=self._facts, tensors=self._copies.stored, files=files)
+        with open(self._partial / MANIFEST, "w") as file:
+            file.write(manifest.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(self._partial)
+        if self._path.exists():
+            _replace(self._path, self._path.with_suffix(_DAMAGED))
+        os.rename(self._partial, self._path)
+        sync_folder(self._folder)
+
+    def _prune(self) -> None:
+        """Drop all but the newest; a folder on its way out does not look like a checkpoint."""
+        for old in checkpoints_in(self._folder)[: -self._keep]:
+            _replace(old, old.with_suffix(_PARTIAL))
+            shutil.rmtree(old.with_suffix(_PARTIAL), ignore_errors=True)
+        for damaged in self._folder.glob(f"step-*{_DAMAGED}"):
+            if _step_of(damaged) <= self._step:
+                shutil.rmtree(damaged, ignore_errors=True)
+
+    def _failed(self, rank: int, error: OSError, needed_bytes: int) -> CheckpointError:
+        what = error.strerror or str(error)
+        if error.errno in _NO_ROOM:
+            free_bytes = shutil.disk_usage(self._folder if self._folder.exists() else self._folder.parent).free
+            what += f": it needs {needed_bytes} bytes, {free_bytes} are free; make room or keep fewer checkpoints"
+            what += f" (now {self._keep})"
+        elif error.errno == errno.ENOENT:
+            what += "; the run directory must be visible to all ranks"
+        before = checkpoints_in(self._folder)
+        rest = f"; {before[-1].name} is whole, go on from it with --resume" if before else ""
+        return CheckpointError(f"cannot write checkpoint {self._path} (rank {rank}): {what}{rest}")
+
+
+def load(checkpoint: Checkpoint, state: RunState) -> list[str]:
+    """Put a checkpoint's contents into `state`; all ranks call it. Returns what the user should know.
+
+    Raises CheckpointError on all ranks when it is of another model, optimizer or order of samples.
+    """
+    manifest = checkpoint.manifest
+    targets = on_all_ranks(lambda: state.targets(manifest))
+    state.require_place(manifest)
+    read_into(targets, checkpoint.path, manifest)
+    return on_all_ranks(lambda: state.go_on(manifest, targets))
+
+
+def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that every rank can read, None where there is none, and what is wrong with newer ones.
+
+    Raises CheckpointError on all ranks when there are checkpoints and none is readable.
+    """
+    problems: list[str] = []
+    found = on_first_rank(lambda: (checkpoints_in(folder), sorted(folder.glob(_OLD))))
+    for path in reversed(found[0]):
+        manifest, problem = on_first_rank(partial(_manifest_of, path))
+        if manifest is not None:
+            troubles = enumerate(from_all_ranks(_damage(path, manifest)))
+            problem = next((f"rank {rank}: {trouble}" for rank, trouble in troubles if trouble), "")
+            if not problem:
+                return Checkpoint(path, manifest), problems
+        problems.append(f"{path} is unreadable ({problem})")
+    if problems:
+        raise CheckpointError(
+            "; ".join(problems) + "; no older checkpoint is left: start anew in another run directory"
+        )
+    if found[1]:
+        raise CheckpointError(
+            f"{found[1][-1]} is of format 1 (one file by torch.save), this version reads {FORMAT!r}; "
+            "start anew in another run directory"
+        )
+    return None, []
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_step_of)
+
+
+def _manifest_of(path: Path) -> tuple[Manifest | None, str]:
+    """The manifest and "", or None and what is wrong."""
+    try:
+        return read_manifest(path), ""
+    except FileNotFoundError:
+        return None, f"it has no {MANIFEST}"
+    except (OSError, CheckpointError) as error:
+        return None, str(error)
+
+
+def _damage(path: Path, manifest: Manifest) -> str:
+    """What this rank finds wrong with the files: it looks for all of them, and reads its share through."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    for number, (name, record) in enumerate(sorted(manifest.files.items())):
+        try:
+            with open(path / name, "rb") as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes != record.size_bytes:
+                return f"{name} has {size_bytes} of {record.size_bytes} bytes"
+            if number % ranks == rank and record_of(path / name) != record:
+                return f"wrong checksum of {name}"
+        except OSError as error:
+            return f"{name}: {error.strerror or error}"
+    return ""
+
+
+def _as_os_error(error: Exception) -> OSError:
+    return error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+def _replace(path: Path, by: Path) -> None:
+    shutil.rmtree(by, ignore_errors=True)
+    os.rename(path, by)

@@ -1,0 +1,94 @@
+"""Whether the ranks still hold the same numbers: what is replicated must be equal to the last bit on all of them.
+
+Parameters are compared over all ranks, buffers within a replica (batch norm's running statistics are its own until
+the next forward), and of a sharded parameter what lies on several ranks.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullframe.errors import RunError
+from fullframe.model.fsdp import is_sharded
+from fullframe.ranks.agreement import from_all_ranks
+from fullframe.spatial.tensor import SpatialTensor
+
+_PRIME = 2**61 - 1
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class _Held(NamedTuple):
+    name: str
+    part: Hashable  # ranks that name the same part must hold the same
+    tensor: Tensor
+
+
+def require_same_numbers(model: nn.Module, mesh: DeviceMesh, step: int) -> None:
+    """Raises RunError on all ranks, naming the first tensor in which ranks differ; all ranks call it."""
+    if dist.get_world_size() == 1:
+        return
+    held = list(_held(model, mesh))
+    checksums = _checksums([one.tensor for one in held])
+    totals: dict[Hashable, int] = defaultdict(int)
+    for number, (one, checksum) in enumerate(zip(held, checksums, strict=True), start=1):
+        totals[one.part] = (totals[one.part] + number * checksum) % _PRIME
+    if not _odd_ones(from_all_ranks(dict(totals))):
+        return
+    mine = {(number, one.part): checksum for number, (one, checksum) in enumerate(zip(held, checksums, strict=True))}
+    different = _odd_ones(from_all_ranks(mine))
+    number, _ = min(different, key=lambda key: key[0])
+    ranks = sorted({rank for key, found in different.items() if key[0] == number for rank in found})
+    raise RunError(
+        f"the ranks have drifted apart: after step {step}, {held[number].name} on rank {', '.join(map(str, ranks))} "
+        f"differs from the other ranks' ({len({key[0] for key in different})} of {len(held)} tensors do); what was "
+        "trained since the last check is wrong. Go on from the last checkpoint with --resume; if it happens again, a "
+        "device computes wrongly, or the model keeps something of its own on each rank"
+    )
+
+
+def _held(model: nn.Module, mesh: DeviceMesh) -> Iterator[_Held]:
+    parameter: Any
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            where = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=False)
+            part = tuple((dim, at) for dim, (at, how) in enumerate(where) if not how.is_replicate())
+            yield _Held(name, ("shard", part), parameter.to_local().detach())
+        else:
+            yield _Held(name, "all", parameter.detach())
+    for name, buffer in model.named_buffers():
+        if not isinstance(buffer, SpatialTensor):
+            yield _Held(name, ("replica", mesh.get_local_rank("data")), buffer.detach())
+
+
+def _checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """The sum of each tensor's bits, taken as whole numbers."""
+    sums = [_words(tensor).sum(dtype=torch.int64) for tensor in tensors]
+    return torch.stack(sums).tolist() if sums else []
+
+
+def _words(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_WORDS[real.element_size()])
+
+
+def _odd_ones(everywhere: list[dict[K, int]]) -> dict[K, list[int]]:
+    """Key -> the ranks whose value is not the most common one, for the keys over which ranks differ."""
+    by_key: dict[K, dict[int, int]] = defaultdict(dict)
+    for rank, values in enumerate(everywhere):
+        for key, value in values.items():
+            by_key[key][rank] = value
+    found = {}
+    for key, by_rank in by_key.items():
+        common, _ = Counter(by_rank.values()).most_common(1)[0]
+        odd = [rank for rank, value in by_rank.items() if value != common]
+        if odd:
+            found[key] = odd
+    return found

@@ -1,0 +1,77 @@
+"""A step that does not fit in memory is taken again with its batch cut finer.
+
+A process alone does so at once. In a job of several ranks the others wait in the middle of that step for the one that
+ran out, some of them inside a device's kernel; so that one writes down the state before the step and ends, and the
+launcher starts all ranks again, which also leaves no fragmented memory behind.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullframe.errors import RunError
+from fullframe.ranks.channel import is_out_of_memory
+from fullframe.strategy import Strategy
+from fullframe.training.step import StepRecord, TrainStep
+
+
+def attempt(step: TrainStep, batch: Any, hand: bool) -> StepRecord | str:
+    """The step's record, or how memory ran out; the model is as before the step then, and its memory free.
+
+    Raises RunError when it ran out while parameters were being updated.
+    """
+    try:
+        return step(batch, hand)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+    # Outside the except block, for the exception's traceback holds what the step computed.
+    if step.updating:
+        raise RunError(
+            f"out of memory while the parameters were updated ({problem}), which smaller microbatches do not help; "
+            "go on from the last checkpoint with --resume and an optimizer that keeps less, or a sharded one"
+        )
+    step.abandon()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return problem
+
+
+def by_one_rank(action: Callable[[], None]) -> None:
+    """Of the ranks that ran out of memory the first does it, the others wait for it: often all run out at once."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    if store.add("fullframe: out of memory", 1) == 1:
+        action()
+        store.set("fullframe: state written", "")
+    else:
+        store.wait(["fullframe: state written"], timedelta(hours=1))
+
+
+def cut_finer(strategy: Strategy, batch_size: int, problem: str) -> Strategy:
+    """`strategy` with at least twice the microbatches; raises RunError when they hold one sample each already."""
+    samples = batch_size // strategy.data
+    counts = [n for n in range(2 * strategy.microbatches, samples + 1) if samples % n == 0]
+    if not counts or strategy.update_in_backward:
+        why = "update_in_backward takes one" if strategy.update_in_backward else "each holds one sample"
+        raise RunError(
+            f"out of memory ({problem}), and {strategy.microbatches} microbatches cannot be cut finer, for {why}; "
+            "recompute activations (recompute='blocks'), split the frame over more ranks (height, width), or take an "
+            "optimizer that keeps less"
+        )
+    return replace(strategy, microbatches=counts[0])
+
+
+def batch_norm_warning(model: nn.Module) -> str:
+    """What cutting finer changes beyond rounding; "" when nothing."""
+    norms: Any = nn.modules.batchnorm._BatchNorm
+    if any(isinstance(module, norms) and module.training for module in model.modules()):
+        return "; batch norm now takes its statistics over these smaller microbatches"
+    return ""

@@ -1,0 +1,204 @@
+"""A rank that hangs makes all others wait for ever: after a set time every rank says where it is, and the job ends.
+
+The ranks tell each other through files in the run directory, because the process group is what they hang in: whoever
+has waited long enough touches `stacks/alarm`, and every rank answers with `stacks/rank-N.txt`. One that does not is
+stopped, or stuck in code that holds the interpreter.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fullframe.processes.exit_reasons import AGAIN, report
+from fullframe.ranks.waiting import waits
+from fullframe.spatial.module_path import module_path
+
+_TICK_SECONDS = 1.0
+_ANSWER_SECONDS = 10.0
+_TORCH, _PACKAGE = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
+# Our own code says where it waits (`waiting_for_ranks`); of torch's we know the modules.
+_WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel")
+_LIBRARY = (f"{_TORCH}/", f"{_PACKAGE}/", f"{Path(os.__file__).parent}/", "<")
+
+
+class Whereabouts(NamedTuple):
+    """Where a rank was when it was asked."""
+
+    doing: str  # "step 12"
+    idle_seconds: float  # since it last got on
+    where: str  # "job.py, line 9, in loss, module head.1 (Conv2d)"
+    waits: bool  # for other ranks
+
+
+class Watchdog:
+    """Inside `with`, a thread watches that `beat` is called at least every `timeout_seconds` (0: it does not watch).
+
+    When it is not: in a job of several ranks all of them write their stacks, name who holds up the others, and
+    end with exit code 75, whatever they are doing, unless one gets on and is only slow; a process alone writes its
+    stacks and says so.
+    """
+
+    def __init__(self, folder: Path, timeout_seconds: float, say: Callable[[str], None]):
+        self._folder, self._timeout, self._say = folder / "stacks", timeout_seconds, say
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._ended = threading.Event()
+        self._main = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="fullframe watchdog", daemon=True)
+
+    def beat(self, doing: str) -> None:
+        """The rank gets on, and does this now."""
+        self._doing, self._since = doing, time.monotonic()
+
+    def __enter__(self) -> "Watchdog":
+        self.beat("starting")
+        if self._timeout:
+            self._folder.mkdir(exist_ok=True)
+            with contextlib.suppress(OSError):
+                self._file().replace(self._file("-before"))  # of an earlier hang
+            self._stuck = open(self._file("-stuck"), "w")
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._timeout:
+            self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
+            self._stuck.close()
+            if not os.path.getsize(self._stuck.name):
+                os.unlink(self._stuck.name)
+
+    def _watch(self) -> None:
+        answered, rang = _changed(self._folder / "alarm"), self._since
+        while not self._ended.wait(min(self._timeout / 4, _TICK_SECONDS)):
+            # Needs no interpreter: for a rank that is stuck in code which does not let go of its lock.
+            faulthandler.dump_traceback_later(self._timeout, file=self._stuck)
+            if time.monotonic() - max(self._since, rang) > self._timeout:
+                rang = time.monotonic()
+                self._ring()
+            elif _changed(self._folder / "alarm") != answered:
+                answered = _changed(self._folder / "alarm")
+                self._answer()
+
+    def _ring(self) -> None:
+        """This rank has waited long enough: ask all where they are, and end unless one of them gets on."""
+        mine, since = self._answer(), self._since
+        if self._ranks == 1:
+            self._say(f"{mine.doing} has taken {self._timeout:g} s so far: {mine.where}; stacks are in {self._file()}")
+            return
+        (self._folder / "alarm").touch()
+        everyone = self._everyone(since)
+        if self._since != since:  # it was only slow
+            return
+        busy = [(rank, one) for rank, one in enumerate(everyone) if one and one.idle_seconds < self._timeout / 2]
+        if busy:
+            rank, one = busy[0]
+            self._say(f"all wait for rank {rank}, which gets on: {one.doing}, {one.where}")
+            return
+        text = verdict(everyone, self._timeout, self._folder)
+        report(f"error: {text}", text)
+        os._exit(AGAIN)
+
+    def _answer(self) -> Whereabouts:
+        """Write where this rank is, with the stacks of all its threads."""
+        frame = sys._current_frames().get(self._main)
+        idle_seconds = round(time.monotonic() - self._since, 1)
+        mine = Whereabouts(self._doing, idle_seconds, _where(frame), _waits(self._main, frame))
+        partial = self._file(".partial")
+        with contextlib.suppress(OSError), open(partial, "w") as file:
+            file.write(json.dumps(mine._asdict()) + "\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+            os.replace(partial, self._file())
+        return mine
+
+    def _everyone(self, since: float) -> list[Whereabouts | None]:
+        """Where every rank is, None for one that does not answer; cut short when this rank gets on."""
+        asked = _changed(self._folder / "alarm") - min(self._timeout / 4, _TICK_SECONDS)  # some rang a little earlier
+        deadline = time.monotonic() + min(self._timeout, _ANSWER_SECONDS)
+        while True:
+            everyone = [_read(self._folder / f"rank-{rank}.txt", asked) for rank in range(self._ranks)]
+            if all(everyone) or time.monotonic() > deadline or self._since != since:
+                return everyone
+            time.sleep(0.1)
+
+    def _file(self, kind: str = "") -> Path:
+        return self._folder / f"rank-{self._rank}{kind}.txt"
+
+
+def verdict(everyone: list[Whereabouts | None], timeout_seconds: float, folder: Path) -> str:
+    """Who holds up the others: the ranks that do not wait for any other."""
+    lines = []
+    for rank, one in enumerate(everyone):
+        if one is None:
+            lines.append(f"rank {rank} does not answer: it is stopped, or stuck outside Python")
+        elif not one.waits:
+            lines.append(f"rank {rank} does not reach the others: {one.doing}, {one.where}")
+    waiting = [(rank, one) for rank, one in enumerate(everyone) if one and one.waits]
+    if waiting:
+        rank, one = waiting[0]
+        names = ", ".join(str(rank) for rank, _ in waiting)
+        whom = "for that" if lines else "for each other: they do not run the same program, or a device hangs"
+        lines.append(f"rank {names} waits {whom}: {one.doing}, {one.where}")
+    return (
+        f"the job hangs, no rank got on for {timeout_seconds:g} s; {'; '.join(lines)}. Stacks of all threads are in "
+        f"{folder}; if a step may take so long, give --hang-timeout"
+    )
+
+
+def _changed(path: Path) -> float:
+    """When it was last written, by the file system's clock, which all ranks share; 0 when it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _read(path: Path, asked: float) -> Whereabouts | None:
+    """What a rank answered since it was asked."""
+    try:
+        with open(path) as file:
+            if os.fstat(file.fileno()).st_mtime < asked:
+                return None
+            return Whereabouts(**json.loads(file.readline()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _where(frame: FrameType | None) -> str:
+    """The innermost line of the user's own code, else the innermost line; with the module whose forward runs."""
+    if frame is None:
+        return "nowhere"
+    frames = list(_outwards(frame))
+    chosen = next((one for one in frames if not one.f_code.co_filename.startswith(_LIBRARY)), frames[0])
+    where = f"{chosen.f_code.co_filename}, line {chosen.f_lineno}, in {chosen.f_code.co_name}"
+    module = module_path(frame)
+    return f"{where}, module {module}" if module else where
+
+
+def _waits(thread: int, frame: FrameType | None) -> bool:
+    """Whether a thread waits for other ranks there; what the standard library does, it does for whoever called it."""
+    if waits(thread):
+        return True
+    modules = (str(one.f_globals.get("__name__", "")) for one in _outwards(frame))
+    module = next((name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names), "")
+    return f"{module}.".startswith(tuple(f"{name}." for name in _WAITING))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,265 @@
+"""A batch on its way to the model: cut in the process that read it, compared within the replica, moved to the device.
+
+Workers know nothing of meshes: they cut by a `Grid` of plain numbers, so that only this rank's part is pinned and
+travels between processes.
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullframe.errors import RecipeError, ShapeError
+from fullframe.geometry.extents import Extents
+from fullframe.ranks.exchange import gathered
+from fullframe.ranks.mesh import spatial_of
+from fullframe.spatial.shard import even_layout
+from fullframe.spatial.tensor import wrap
+
+Split = Literal["auto"] | Collection[str]
+_FINGERPRINT_ELEMENTS = 65536  # of each tensor; reading all of an 8 megapixel frame would cost as much as decoding it
+
+
+_LINE = "the next batch of the loader"  # which a progress bar may ask for, on one rank only
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a replica as a worker process knows them: how many along H and W, and which of them this one is."""
+
+    height: int = 1
+    width: int = 1
+    row: int = 0
+    column: int = 0
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> "Grid":
+        """This rank's place in its replica."""
+        return cls(mesh.size(1), mesh.size(2), mesh.get_local_rank("height"), mesh.get_local_rank("width"))
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in a replica."""
+        return self.height * self.width
+
+    def part(self, size: tuple[int, ...]) -> tuple[slice, slice]:
+        """This rank's rows and columns of a frame of `size` (H, W); none where there are fewer than ranks."""
+        rows = Extents.even(size[0], self.height).ranges[self.row]
+        columns = Extents.even(size[1], self.width).ranges[self.column]
+        return slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+
+
+class Sample(NamedTuple):
+    """What was read as one sample."""
+
+    value: Any
+    facts: tuple[Any, ...]  # what the ranks of a replica must have in common, whatever part they read
+    size: tuple[int, int] | None  # (H, W) of the frame where only this rank's part of it was read
+
+
+@dataclass(frozen=True)
+class Cut:
+    """This rank's part of a tensor of `shape`."""
+
+    local: Tensor
+    shape: tuple[int, ...]
+
+    def pin_memory(self) -> "Cut":
+        """The same in page-locked memory; a DataLoader calls it."""
+        return Cut(self.local.pin_memory(), self.shape)
+
+
+@dataclass(frozen=True)
+class Collation:
+    """Samples to (batch, checksum), in the process that read them: tensors of the frame become a `Cut`."""
+
+    collate: Callable[[list[Any]], Any]
+    grid: Grid
+    split: Split
+
+    def __call__(self, samples: list[Sample]) -> tuple[Any, int]:
+        sizes = sorted({sample.size for sample in samples if sample.size is not None})
+        if len(sizes) > 1:
+            raise ShapeError(
+                f"frames of sizes {sizes} cannot be one batch of parts; "
+                "make them one size in the data set, or use as many replicas as samples in a batch"
+            )
+        batch = self.collate([sample.value for sample in samples])
+        facts = zlib.crc32(repr([sample.facts for sample in samples]).encode())
+        if self.grid.ranks == 1:
+            return batch, facts  # nobody to compare with
+        if not sizes:
+            return self.cut(batch), _checksum(batch, facts)
+        batch = self._marked(batch, sizes[0])
+        return batch, _checksum(batch, facts)
+
+    def cut(self, batch: Any) -> Any:
+        """Whole tensors of the frame cut to this rank's part."""
+        frame = None if self.split != "auto" else _frame(batch)
+
+        def cut(tensor: Tensor, path: tuple[Any, ...]) -> Any:
+            if not self._splits(tensor, frame, path):
+                return tensor
+            if tensor.dim() < 2:
+                raise ShapeError(f"split names {path[0]!r}, whose shape {tuple(tensor.shape)} has no dims (..., H, W)")
+            part = tensor[(..., *self.grid.part(tensor.shape[-2:]))]
+            # A copy: a view would keep the whole frame in memory, and send it along, for as long as this part of it.
+            return Cut(part.clone(memory_format=torch.contiguous_format), tuple(tensor.shape))
+
+        return _placed(batch, cut, ())
+
+    def _marked(self, batch: Any, size: tuple[int, int]) -> Any:
+        """Tensors that were read as parts of a frame of `size` (H, W)."""
+        rows, columns = self.grid.part(size)
+        here = (rows.stop - rows.start, columns.stop - columns.start)
+        found = 0
+
+        def mark(tensor: Tensor, path: tuple[Any, ...]) -> Any:
+            nonlocal found
+            if not self._splits(tensor, here, path):
+                return tensor
+            if tuple(tensor.shape[-2:]) != here:
+                raise ShapeError(
+                    f"read() gave {path[0]!r} with the shape {tuple(tensor.shape)} where rows {rows.start}:{rows.stop} "
+                    f"and columns {columns.start}:{columns.stop} were asked for; the last two dims must be {here}"
+                )
+            found += 1
+            return Cut(tensor, (*tensor.shape[:-2], *size))
+
+        marked = _placed(batch, mark, ())
+        if not found:
+            shapes = [tuple(tensor.shape) for tensor in _leaves(batch)]
+            raise ShapeError(
+                f"read() gave no tensor of rows {rows.start}:{rows.stop} and columns {columns.start}:{columns.stop}, "
+                f"but those of shapes {shapes}; return that part of the frame, H and W last"
+            )
+        return marked
+
+    def _splits(self, tensor: Tensor, frame: tuple[int, ...] | None, path: tuple[Any, ...]) -> bool:
+        if self.split == "auto":
+            return tensor.dim() >= 3 and tuple(tensor.shape[-2:]) == frame
+        return bool(path) and path[0] in self.split
+
+
+class Delivery:
+    """Turns batches on the host, as `Collation` made them, into this rank's on its device."""
+
+    def __init__(self, mesh: DeviceMesh, split: Split = "auto"):
+        self._mesh, self._split, self._spatial = mesh, split, spatial_of(mesh)
+        self._device = mesh_device(mesh)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    def __call__(self, host: Iterable[tuple[Any, int]], ahead: int | None = None) -> Iterator[Any]:
+        """The batches in order, each copied while up to `ahead` before it are computed on.
+
+        By default one ahead where there is a GPU, which copies beside computing, and none where there is not.
+        """
+        ahead = int(self._stream is not None) if ahead is None else ahead
+        sent: deque[tuple[Any, torch.cuda.Event | None]] = deque()
+        for batch, fingerprint in host:
+            sent.append(self._sent(batch, fingerprint))
+            if len(sent) > ahead:
+                yield self._received(*sent.popleft())
+        while sent:
+            yield self._received(*sent.popleft())
+
+    def _sent(self, batch: Any, fingerprint: int) -> tuple[Any, torch.cuda.Event | None]:
+        """The batch, its copies under way, and the moment at which they are done."""
+        if self._spatial.size > 1:
+            self._require_keys(batch)
+            self._require_same(fingerprint)
+        if self._stream is None:
+            return self.place(batch), None
+        with torch.cuda.stream(self._stream):
+            return self.place(batch), self._stream.record_event()
+
+    def _received(self, batch: Any, arrival: "torch.cuda.Event | None") -> Any:
+        """The batch for whatever is computed from here on: its memory came from the copying stream."""
+        if arrival is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(arrival)
+            for tensor in _leaves(batch):
+                tensor.record_stream(current)
+        return batch
+
+    def place(self, batch: Any) -> Any:
+        """This rank's batch on its device, from what `Collation` made."""
+        return _placed(batch, self._on_device, ())
+
+    def _on_device(self, value: "Tensor | Cut", path: tuple[Any, ...]) -> Tensor:
+        if isinstance(value, Cut):
+            layout = even_layout(value.shape, self._mesh)
+            return wrap(value.local.to(self._device, non_blocking=True), layout)
+        return value.to(self._device, non_blocking=True)
+
+    def _require_keys(self, batch: Any) -> None:
+        known = list(batch) if isinstance(batch, Mapping) else []
+        unknown = [key for key in self._split if key not in known] if self._split != "auto" else []
+        if unknown:
+            raise RecipeError(f"split names {unknown}, which the batch does not have; its keys are {known}")
+
+    def _require_same(self, fingerprint: int) -> None:
+        group = self._spatial.replica
+        device = "cpu" if "gloo" in torch.distributed.get_backend_config(group) else self._device
+        found = gathered(torch.tensor(fingerprint, device=device), group, "samples", _LINE).tolist()
+        if len(set(found)) > 1:
+            raise RecipeError(
+                f"ranks {list(self._spatial.replica_ranks)} of one replica read different samples (checksums {found}); "
+                "draw augmentation from torch, numpy.random or random, whose states are set for each sample, "
+                "not from a generator of the dataset's own, as many numbers whatever rows and columns are read, "
+                "and give every rank the same files"
+            )
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def _frame(batch: Any) -> tuple[int, ...] | None:
+    """The last two dims of the largest tensor that has at least three."""
+    largest = max((t for t in _leaves(batch) if t.dim() >= 3), key=Tensor.numel, default=None)
+    return None if largest is None else tuple(largest.shape[-2:])
+
+
+def _checksum(batch: Any, checksum: int) -> int:
+    """Of the tensors that every rank of the replica has; of those read in parts, their global shapes."""
+    for value in _leaves(batch):
+        tensor = value.local if isinstance(value, Cut) else value
+        checksum = zlib.crc32(str((tuple(value.shape), tensor.dtype)).encode(), checksum)
+        if isinstance(value, Cut):
+            continue
+        elements = tensor.detach().reshape(-1)
+        # An odd step walks through the columns of an image of any even width.
+        elements = elements[:: elements.numel() // _FINGERPRINT_ELEMENTS | 1].contiguous()
+        checksum = zlib.crc32(elements.view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
+
+
+def _placed(value: Any, place: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...]) -> Any:
+    """Nested containers with `place(leaf, path)` of each tensor or `Cut`; anything else as it is."""
+    if isinstance(value, (Tensor, Cut)):
+        return place(value, path)
+    if isinstance(value, Mapping):
+        return {key: _placed(item, place, (*path, key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_placed(item, place, (*path, number)) for number, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Each tensor or `Cut` in nested containers."""
+    if isinstance(value, (Tensor, Cut)):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)

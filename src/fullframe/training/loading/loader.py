@@ -1,0 +1,269 @@
+"""Batches for the ranks: replicas read different samples, the ranks of a replica their slice of the same one.
+
+What is read as sample i, augmentation included, follows from (seed, epoch, i) alone, so no rank can drift from
+another and a resumed run reads on exactly. A dataset that draws from a generator of its own escapes this; the ranks
+of a replica compare what they read, and refuse to go on with different samples.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.dataloader import default_collate
+
+from fullframe.data.slices import SliceReader
+from fullframe.errors import CheckpointError, RecipeError, ShapeError
+from fullframe.processes.stop_signals import Undisturbed
+from fullframe.ranks.randomness import mixed_seed, sample_randomness
+from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split, mesh_device
+
+
+class ShardedLoader:
+    """Iterates over one epoch of `loader`, from where it stands; the next iteration is the next epoch.
+
+    `loader` is an ordinary DataLoader (or torchdata's StatefulDataLoader) over a map-style dataset of dicts; its
+    batch_size is that of the whole job, its shuffle, drop_last, workers, collate_fn and pinning are kept. A last
+    incomplete batch that the replicas cannot share evenly is refused, unless `weighted` says that the loop multiplies
+    the mean over each batch by `weight`. `split` says which tensors are split over height and width: "auto" takes those
+    of 3 or more dims with the last two dims of the largest one (a split is exact for any tensor, so this is a matter of
+    speed only), or the keys of the batch. On a mesh without a split (height 1, width 1) all tensors stay plain. A
+    dataset that is a `fullframe.data.SliceReader` is asked for this rank's part only.
+
+    Tensors are moved to the mesh's device; on a GPU, host memory is pinned and `prefetch` batches (1 unless given) are
+    copied while those before them are computed on, which costs the memory of their parts.
+
+    Raises RecipeError when the loader cannot be spread over the mesh, or when ranks of a replica read different
+    samples; ShapeError when a tensor has fewer rows than there are ranks.
+    """
+
+    def __init__(
+        self,
+        loader: "DataLoader[Any]",
+        mesh: DeviceMesh,
+        *,
+        split: Split = "auto",
+        seed: int = 0,
+        prefetch: int | None = None,
+        weighted: bool = False,
+    ):
+        replica, replicas = mesh.get_local_rank("data"), mesh.size(0)
+        shuffle = _require_spreadable(loader, replicas, weighted)
+        if prefetch is not None and prefetch < 0:
+            raise RecipeError(f"prefetch must be a number of batches >= 0, got {prefetch}")
+        samples = len(loader.dataset)  # type: ignore[arg-type]
+        self._order = _Order(samples, loader.batch_size or 1, replica, replicas, shuffle, seed, loader.drop_last)
+        self._deliver, self._prefetch = Delivery(mesh, split), prefetch
+        grid = Grid.of(mesh)
+        self._loader = DataLoader(
+            _Samples(loader.dataset, seed, grid),
+            batch_sampler=self._order,
+            num_workers=loader.num_workers,
+            collate_fn=Collation(loader.collate_fn, grid, split),
+            pin_memory=loader.pin_memory or mesh_device(mesh).type == "cuda",
+            timeout=loader.timeout,
+            worker_init_fn=Undisturbed(loader.worker_init_fn),
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            # Its own, for a DataLoader draws from the process's generator each time it is iterated.
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    def __len__(self) -> int:
+        """Batches in an epoch, the same on all ranks."""
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._deliver(self._loader, self._prefetch):
+            self._order.position += 1
+            yield batch
+        self._order.epoch += 1
+        self._order.position = 0
+
+    @property
+    def weight(self) -> float:
+        """What the mean over the batch that was handed out last is to be multiplied by, on this replica.
+
+        Averaged over the replicas it is then the mean over the whole job's batch. 1 but for a last incomplete batch
+        whose samples the replicas share unevenly; 0 on a replica that had none left and got another's again, so that
+        all replicas take the same steps.
+        """
+        return self._order.weight
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to."""
+        return self._order.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`; naming the epoch it is in changes nothing."""
+        if epoch != self._order.epoch:
+            self._order.epoch, self._order.position = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands: batches already handed out of which epoch, and what must not change to go on."""
+        return {"epoch": self._order.epoch, "position": self._order.position, **self._order.identity()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from `state`, on a mesh of any size; raises CheckpointError when the order would be another."""
+        for name, value in self._order.identity().items():
+            if state[name] != value:
+                raise CheckpointError(
+                    f"the checkpoint's loader had {name} {state[name]}, this one has {value}: "
+                    "the order of the samples would change; resume with the same data, batch_size and seed"
+                )
+        self._order.epoch, self._order.position = state["epoch"], state["position"]
+
+
+def evaluation_batches(
+    dataset: Dataset[Any],
+    mesh: DeviceMesh,
+    seed: int,
+    *,
+    workers: int = 0,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> Iterator[tuple[Any, bool]]:
+    """Batches of one sample, each sample of `dataset` once, spread over the replicas; and whether the batch counts.
+
+    All replicas get equally many, as a forward pass may wait for the other replicas (sharded parameters do): one that
+    has no sample left gets another's again, which does not count.
+    """
+    samples, grid = len(dataset), Grid.of(mesh)  # type: ignore[arg-type]
+    mine = range(mesh.get_local_rank("data"), -(-samples // mesh.size(0)) * mesh.size(0), mesh.size(0))
+    host: DataLoader[Any] = DataLoader(
+        _Samples(dataset, seed, grid),
+        batch_sampler=[[(0, min(index, samples - 1))] for index in mine],
+        num_workers=workers,
+        collate_fn=Collation(collate or default_collate, grid, "auto"),
+        worker_init_fn=Undisturbed(),
+        pin_memory=mesh_device(mesh).type == "cuda",
+        generator=torch.Generator().manual_seed(seed),
+    )
+    for index, batch in zip(mine, Delivery(mesh)(host), strict=True):
+        yield batch, index < samples
+
+
+class _Order(Sampler[list[tuple[int, int]]]):
+    """Which samples this replica reads: a slice of every whole-job batch of an order that all ranks know."""
+
+    def __init__(
+        self, samples: int, batch_size: int, replica: int, replicas: int, shuffle: bool, seed: int, drop_last: bool
+    ):
+        self._samples, self._batch_size, self._shuffle, self._seed = samples, batch_size, shuffle, seed
+        self._replica, self._replicas = replica, replicas
+        self._left = 0 if drop_last else samples % batch_size  # samples of a last incomplete batch
+        self.epoch = self.position = 0
+
+    def identity(self) -> dict[str, int]:
+        return {"samples": self._samples, "batch_size": self._batch_size, "seed": self._seed}
+
+    def __len__(self) -> int:
+        return self._samples // self._batch_size + (self._left > 0)
+
+    @property
+    def weight(self) -> float:
+        """Of the batch before `position`, see `ShardedLoader.weight`."""
+        if not self._left or self.position < len(self):
+            return 1.0
+        return len(self._mine(self._left)) * self._replicas / self._left
+
+    def _mine(self, size: int) -> range:
+        """Which of a batch of `size` samples this replica reads: as many as the others, or one more."""
+        each, more = divmod(size, self._replicas)
+        first = self._replica * each + min(self._replica, more)
+        return range(first, first + each + (self._replica < more))
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch = self.epoch
+        order: Any = range(self._samples)
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(mixed_seed(self._seed, epoch))
+            order = torch.randperm(self._samples, generator=generator).tolist()
+        for batch in range(self.position, len(self)):
+            first = batch * self._batch_size
+            size = min(self._batch_size, self._samples - first)
+            mine = self._mine(size) or range(size - 1, size)  # a replica that has none left steps with another's
+            yield [(epoch, order[first + number]) for number in mine]
+
+
+class _Samples(Dataset[Sample]):
+    """The dataset, each sample, or this rank's part of it, read under random states of its own.
+
+    The epoch comes with the index, so that workers that live through many epochs need not be told.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, grid: Grid):
+        self._dataset, self._seed, self._grid = dataset, seed, grid
+
+    def __getitem__(self, epoch_and_index: tuple[int, int]) -> Sample:
+        epoch, index = epoch_and_index
+        with sample_randomness(self._seed, epoch, index):
+            if self._grid.ranks > 1 and isinstance(self._dataset, SliceReader):
+                return self._part(self._dataset, epoch, index)
+            return Sample(self._dataset[index], (epoch, index), None)
+
+    def _part(self, dataset: SliceReader, epoch: int, index: int) -> Sample:
+        height, width = dataset.size(index)
+        if height < self._grid.height or width < self._grid.width:
+            raise ShapeError(
+                f"sample {index} of {height} x {width} over height {self._grid.height} x width {self._grid.width} "
+                "ranks leaves ranks with nothing to read; use a smaller mesh"
+            )
+        value = dataset.read(index, *self._grid.part((height, width)))
+        drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
+        return Sample(value, (epoch, index, height, width, drawn), (height, width))
+
+
+def require_indexed(dataset: Any) -> None:
+    """Raises RecipeError where `dataset` gives no sample by its number."""
+    if isinstance(dataset, DataLoader):
+        raise RecipeError("a DataLoader was given where its dataset is asked for, whose samples ranks share out")
+    if isinstance(dataset, IterableDataset):
+        raise RecipeError(
+            f"{type(dataset).__name__} is an IterableDataset, which ranks cannot share out; "
+            "give a dataset with __len__ and __getitem__"
+        )
+
+
+def _require_spreadable(loader: "DataLoader[Any]", replicas: int, weighted: bool) -> bool:
+    """Whether `loader` shuffles; raises RecipeError where its order cannot be kept."""
+    require_indexed(loader.dataset)
+    samples = len(loader.dataset)  # type: ignore[arg-type]
+    shuffles = isinstance(loader.sampler, _random_samplers())
+    whole = not shuffles or (not loader.sampler.replacement and loader.sampler.num_samples == samples)  # type: ignore[attr-defined]
+    if loader.batch_size is None or not whole or not (shuffles or isinstance(loader.sampler, SequentialSampler)):
+        raise RecipeError(
+            f"ShardedLoader chooses the samples itself and cannot keep the loader's {type(loader.sampler).__name__}; "
+            "make the DataLoader with batch_size=... and shuffle=True or False"
+        )
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise RecipeError(
+            "the StatefulDataLoader was given a state, which holds for one process only; "
+            "give ShardedLoader.load_state_dict the state of a ShardedLoader, which holds for any mesh"
+        )
+    if loader.batch_size % replicas:
+        raise RecipeError(
+            f"batch_size {loader.batch_size} (of the whole job) is no multiple of the {replicas} data replicas; "
+            f"use {max(loader.batch_size // replicas, 1) * replicas}"
+        )
+    if samples < loader.batch_size and (loader.drop_last or not samples):
+        raise RecipeError(f"the dataset has {samples} samples, fewer than one batch of {loader.batch_size}")
+    left = 0 if loader.drop_last else samples % loader.batch_size
+    if left % replicas and not weighted:
+        raise RecipeError(
+            f"{samples} samples in batches of {loader.batch_size} leave a last batch of {left}, which {replicas} "
+            "replicas cannot share evenly: the mean of their means would not be that of the batch; give the DataLoader "
+            "drop_last=True, or ShardedLoader weighted=True and multiply each batch's mean loss by loader.weight"
+        )
+    return shuffles
+
+
+def _random_samplers() -> tuple[type, ...]:
+    """torch's, and that of torchdata where it is in use: a StatefulDataLoader has its own."""
+    torchdata = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    return (RandomSampler,) if torchdata is None else (RandomSampler, torchdata.RandomSampler)

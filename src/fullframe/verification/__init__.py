@@ -1,0 +1,1 @@
+"""Are the numbers of a split step those of one process?"""

@@ -1,0 +1,115 @@
+"""Every tensor that goes into or comes out of a module, in order of execution, and how two of them are compared."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fullframe.verification.verdict import Found, Place
+
+_CHUNK_ELEMENTS = 2**18
+_INFINITE = 1e30  # attention masks use a dtype's least number for minus infinity: no scale of anything
+
+
+class ModuleTensors:
+    """Calls `seen(place, tensor)` for the inputs and outputs of all modules of `model` between `with` and its end.
+
+    Inputs are seen before the forward, outputs after it; `stop` ends it, so that recompute in backward is not seen.
+    """
+
+    def __init__(self, model: nn.Module, seen: Callable[[Place, Tensor], None]):
+        self._model, self._seen = model, seen
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._calls: dict[str, int] = {}
+        self._running: list[tuple[nn.Module, int]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "ModuleTensors":
+        for module in self._paths:
+            self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._leave))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """See nothing from here on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        path = self._paths[module]
+        call = self._calls.get(path, 0)
+        self._calls[path] = call + 1
+        self._report("input", module, call, (args, kwargs))
+        self._running.append((module, call))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        _, call = self._running.pop()
+        self._report("output", module, call, output)
+
+    def _report(self, kind: str, module: nn.Module, call: int, values: Any) -> None:
+        caller = self._running[-1][0] if self._running else None
+        for leaf, tensor in enumerate(tensors_in(values)):
+            place = Place(
+                kind,
+                self._paths[module],
+                call,
+                leaf,
+                type(module).__name__,
+                None if caller is None else self._paths[caller],
+                "" if caller is None else type(caller).__name__,
+            )
+            self._seen(place, tensor)
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """The tensors in nested values, also in mappings and dataclasses that torch does not know."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from tensors_in(list(leaf.values()))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+
+@torch.no_grad()
+def compared(expected: Tensor, got: Tensor, rank: int = 0) -> Found:
+    """How far `got` is from `expected`, of the same shape; the same infinity, or NaN in both, is no difference."""
+    local_shape = tuple(got.shape)
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        problem = f"{tuple(got.shape)} {got.dtype} instead of {tuple(expected.shape)} {expected.dtype}"
+        return Found(float("inf"), 0.0, True, problem, local_shape, rank)
+    floating = expected.is_floating_point() or expected.is_complex()
+    if expected.numel() == 0:
+        return Found(0.0, 0.0, floating, "", local_shape, rank)
+    if expected.is_complex():
+        expected, got = torch.view_as_real(expected), torch.view_as_real(got)
+    largest = [
+        torch.stack(_largest(*chunks))
+        for chunks in zip(_chunks(expected.to(got.device)), _chunks(got), strict=True)  # no temporaries of full size
+    ]
+    max_abs, scale = torch.stack(largest).amax(0).tolist()
+    return Found(max_abs, scale, floating, "", local_shape, rank)
+
+
+def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(tensor.reshape(-1), _CHUNK_ELEMENTS)
+
+
+def _largest(expected: Tensor, got: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest difference, and the largest expected value."""
+    expected, got = expected.double(), got.double()
+    same = (expected == got) | (expected.isnan() & got.isnan())
+    difference = torch.where(same, 0.0, (expected - got).abs().nan_to_num(nan=float("inf"), posinf=float("inf")))
+    size = expected.abs()
+    return difference.amax(), torch.where(size < _INFINITE, size, 0.0).amax()

@@ -1,0 +1,216 @@
+"""The step in one process: plain tensors, no ranks, every module's inputs, outputs and their gradients kept as files.
+
+`python -m fullframe.verification.reference RECIPE FOLDER` reads what the ranks wrote to the folder with `hand_over` and
+writes there what it computed. A process of its own, so that nothing in it can know of ranks. The batch goes through
+replica by replica, each from the same initial buffers, and the gradients are added up: batch norm sees a replica's
+samples at a time, as it does in data-parallel training.
+"""
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fullframe.errors import FullframeError, RecipeError
+from fullframe.ranks.randomness import seed_everything
+from fullframe.strategy import Recipe, load_recipe
+from fullframe.verification.module_tensors import ModuleTensors
+from fullframe.verification.verdict import Place, Value
+
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "FULLFRAME_VERIFY_")
+
+
+@dataclass(kw_only=True)
+class Part:
+    """One replica's forward and backward in one process; tensors are read from the files when asked for."""
+
+    folder: Path
+    places: list[tuple[Place, int]]  # in order of execution, with the number of the value
+    values: list[Value]
+
+    def tensor(self, value: int) -> Tensor:
+        """The value, mapped from its file: only what is looked at is read."""
+        return _mapped(self.folder / f"{value}.pt")
+
+    def gradient(self, value: int) -> Tensor:
+        """The gradient of this replica's loss sum by the value."""
+        return _mapped(self.folder / f"{value}.gradient.pt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What one process computed for the whole batch."""
+
+    loss: float
+    gradients: dict[str, Tensor | None]
+    buffers: list[dict[str, Tensor]]  # after the step, of each replica
+    draws: bool  # with another seed the loss is another
+
+
+def without_dropout(model: nn.Module) -> list[str]:
+    """Set every nn.Dropout to p = 0, for its draws differ between ranks by design; what was set, in words."""
+    silenced = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            silenced.append(f"{path or 'the model'} (p = {module.p})")
+            module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention) and module.dropout > 0:
+            silenced.append(f"{path or 'the model'} (dropout = {module.dropout})")
+            module.dropout = 0.0
+    return silenced
+
+
+def hand_over(folder: Path, parts: Sequence[Any], seeds: Sequence[int], model: nn.Module, device: str) -> None:
+    """Give the reference what it starts from: each replica's plain batch and seed, and the model's initial state."""
+    state = {name: tensor.detach().cpu() for name, tensor in _state(model).items()}
+    torch.save({"parts": list(parts), "seeds": list(seeds), "state": state, "device": device}, folder / "given.pt")
+
+
+def compute(recipe: Path, folder: Path) -> None:
+    """Run the reference in a process of its own and wait; raises RecipeError with what went wrong there."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
+    # The ranks wait, so their threads are free.
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1")) * ranks_here
+    environment["OMP_NUM_THREADS"] = str(max(min(threads, len(os.sched_getaffinity(0))), 1))
+    command = [sys.executable, "-m", "fullframe.verification.reference", str(recipe), str(folder)]
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.strip() or f"it ended with exit code {done.returncode}, without a word"
+        raise RecipeError(f"the step fails already in one process: {said}")
+
+
+def read(folder: Path, replica: int) -> tuple[Answers, Part]:
+    """What the reference computed: for the whole batch, and module by module for one replica's samples."""
+    answers: Answers = torch.load(folder / "answers.pt", weights_only=False)
+    part: Part = torch.load(folder / f"part-{replica}" / "index.pt", weights_only=False)
+    return answers, part
+
+
+def main(recipe_path: Path, folder: Path) -> None:
+    """Compute the reference in this process."""
+    given = torch.load(folder / "given.pt", weights_only=False)
+    recipe, device = load_recipe(recipe_path), torch.device(given["device"])
+    model = double_model(recipe).to(device)
+    initial = {name: tensor.to(device) for name, tensor in given["state"].items()}
+    _restore(model, initial)
+    total, count, buffers = 0.0, 0.0, []
+    for replica, (batch, seed) in enumerate(zip(given["parts"], given["seeds"], strict=True)):
+        _restore(model, initial)
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+        seed_everything(seed)
+        part_sum, part_count = _recorded(recipe, model, batch, folder / f"part-{replica}")
+        total, count = total + part_sum, count + part_count
+        buffers.append({name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()})
+    _restore(model, initial)
+    draws = _draws(recipe, model, batch, seed, part_sum)
+    if not count > 0 or not torch.isfinite(torch.tensor(total)):
+        raise RecipeError(
+            f"the loss of the first batch is {total} over a count of {count}: there is nothing to compare; "
+            "let the recipe begin with a batch whose loss is finite"
+        )
+    gradients = {name: None if p.grad is None else (p.grad / count).cpu() for name, p in model.named_parameters()}
+    torch.save(Answers(loss=total / count, gradients=gradients, buffers=buffers, draws=draws), folder / "answers.pt")
+
+
+def double_model(recipe: Recipe) -> nn.Module:
+    """The recipe's model from its seed, in float64, without dropout."""
+    seed_everything(recipe.seed)
+    model = recipe.model().double()
+    without_dropout(model)
+    return model
+
+
+def sum_and_count(output: Any) -> tuple[Tensor, float]:
+    """A recipe's loss as (sum, count)."""
+    return (output[0], float(output[1])) if isinstance(output, tuple) else (output, 1.0)
+
+
+def _recorded(recipe: Recipe, model: nn.Module, batch: Any, folder: Path) -> tuple[float, float]:
+    """Forward and backward of one replica's samples, every module's tensors written; the loss sum and its count."""
+    folder.mkdir()
+    record = _Record(folder)
+    with ModuleTensors(model, record.seen) as modules:
+        value, count = sum_and_count(recipe.loss(model, batch))
+        modules.stop()
+        value.backward()
+    torch.save(record.part, folder / "index.pt")
+    return value.item(), count
+
+
+class _Record:
+    def __init__(self, folder: Path):
+        self.part = Part(folder=folder, places=[], values=[])
+        self._numbers = WeakIdKeyDictionary()  # tensor -> (version, number); an in-place op makes it another value
+        self._gradients = 0
+
+    def seen(self, place: Place, tensor: Tensor) -> None:
+        version, number = self._numbers.get(tensor, (None, 0))
+        if version != tensor._version:
+            number = len(self.part.values)
+            self._numbers[tensor] = tensor._version, number
+            self.part.values.append(Value(shape=tuple(tensor.shape), dtype=str(tensor.dtype)))
+            _write(tensor, self.part.folder / f"{number}.pt")
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._arrived(number, gradient))
+        self.part.places.append((place, number))
+
+    def _arrived(self, number: int, gradient: Tensor) -> None:
+        self.part.values[number].gradient_order = self._gradients
+        self._gradients += 1
+        _write(gradient, self.part.folder / f"{number}.gradient.pt")
+
+
+@torch.no_grad()
+def _draws(recipe: Recipe, model: nn.Module, batch: Any, seed: int, expected: float) -> bool:
+    """Whether another seed gives another loss sum than `expected`, beyond rounding."""
+    seed_everything(seed + 1)
+    other = sum_and_count(recipe.loss(model, batch))[0].item()
+    return abs(other - expected) > 1e-9 * abs(expected)
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+@torch.no_grad()
+def _restore(model: nn.Module, initial: Mapping[str, Tensor]) -> None:
+    state = _state(model)
+    if state.keys() != initial.keys():
+        raise RecipeError(
+            f"model() makes other parameters on the ranks than in one process: {sorted(state.keys() ^ initial.keys())}"
+        )
+    for name, tensor in state.items():
+        tensor.copy_(initial[name])
+
+
+def _write(tensor: Tensor, path: Path) -> None:
+    whole = tensor.detach().cpu().contiguous()
+    if whole.untyped_storage().nbytes() != whole.nbytes:
+        whole = whole.clone()  # a view would write all of its base
+    torch.save(whole, path)
+
+
+def _mapped(path: Path) -> Tensor:
+    return torch.load(path, mmap=True, weights_only=True)  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    # Pickled classes are found again under the module's own name, not under __main__.
+    from fullframe.verification import reference
+
+    try:
+        reference.main(Path(sys.argv[1]), Path(sys.argv[2]))
+    except FullframeError as error:
+        sys.exit(str(error))
+    except Exception:
+        sys.exit(traceback.format_exc().rstrip())

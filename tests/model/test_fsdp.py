@@ -1,0 +1,405 @@
+"""Sharded parameters under split tensors: every gradient is one process's, in whatever way the blocks are written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import fullframe as ff
+from tests.exactness import mesh, relative
+from tests.rank_group import RankFailure, rank_group
+
+CHANNELS = 6  # over 4 ranks: 2, 2, 2 and none
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spatial, self.norm = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.GroupNorm(2, CHANNELS)
+        self.mix = nn.Conv2d(CHANNELS, CHANNELS, 1)
+        self.scale = nn.Parameter(torch.tensor([0.7]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.mix(F.gelu(self.norm(self.spatial(x))))
+
+
+class Net(nn.Module):
+    """Stem, blocks, head; the images reach the first block without a gradient of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, CHANNELS, 3, padding=1), nn.Conv2d(CHANNELS, 5, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def features(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(self.features(self.stem(image)))  # type: ignore[no-any-return]
+
+
+class Recomputed(Net):
+    def features(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+
+class Unrolled(Net):
+    """The same blocks again and again."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(super().features(x))
+        return x
+
+
+class Structured(Net):
+    """Blocks that take keywords and give dicts, tuples and views, which are then written to."""
+
+    class Block(Block):
+        def forward(self, x: Tensor, *, extra: dict[str, Tensor]) -> dict[str, Any]:  # type: ignore[override]
+            y = (super().forward(x) + extra["skip"]).transpose(2, 3)
+            return {"pair": (y, 0.5), "name": "block"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def features(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y, shift = block(x * 1, extra={"skip": x})["pair"]
+            y += shift
+            x = y.transpose(2, 3)
+        return x
+
+
+class Tied(Net):
+    """A weight of the blocks is the head's too, so that those blocks are no units of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Conv2d(CHANNELS, CHANNELS, 1)
+        self.blocks[0].mix.weight = self.blocks[2].mix.weight = self.head.weight  # type: ignore[union-attr]
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem.requires_grad_(False)
+        self.blocks[1].requires_grad_(False)
+
+
+class Alone(Net):
+    """No repeated block: the model is one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()])
+
+
+class Whole(Net):
+    """The loss is of whole tensors, behind a pooled head."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return super().forward(image).mean((2, 3))
+
+
+Build = Callable[[], nn.Module]
+NETS: list[Build] = [Net, Recomputed, Unrolled, Structured, Tied, Frozen, Alone, Whole]
+MESHES = [(2, 1, 2), (4, 2, 2), (4, 1, 2), (2, 1, 1)]  # ranks, height, width
+
+
+def _built(build: Build) -> nn.Module:
+    torch.manual_seed(0)
+    return build().double()
+
+
+def _images(*size: int) -> Tensor:
+    return torch.randn(4, 3, *(size or (12, 22)), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def _mine(images: Tensor, on: DeviceMesh) -> Tensor:
+    part = images.chunk(on.size(0))[on.get_local_rank("data")]
+    return ff.shard(part, on) if on.size(1) * on.size(2) > 1 else part
+
+
+def _loss(out: Any) -> Tensor:
+    out = out if isinstance(out, Tensor) else out.logits
+    return F.mse_loss(out.sin(), out.detach() * 0.5)
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """By name, whole."""
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+
+
+def _worst(expected: dict[str, Tensor | None], got: dict[str, Tensor | None]) -> float:
+    assert expected.keys() == got.keys()
+    pairs = [(expected[name], got[name]) for name in expected]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    return max(relative(a, b) for a, b in pairs if a is not None and b is not None)
+
+
+def _expected(build: Build, *size: int) -> dict[str, Tensor | None]:
+    plain = _built(build)
+    _loss(plain(_images(*size))).backward()
+    return _gradients(plain)
+
+
+def _units(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def _error(build: Build, on: DeviceMesh, *size: int) -> float:
+    model = ff.parallelize(_built(build), on, shard_parameters=True)
+    _loss(model(_mine(_images(*size), on))).backward()
+    return _worst(_expected(build, *size), _gradients(model))
+
+
+def _errors(height: int, width: int) -> list[float]:
+    return [_error(build, mesh(height, width)) for build in NETS]
+
+
+@pytest.mark.parametrize(("ranks", "height", "width"), MESHES)
+def test_every_gradient_is_that_of_one_process(ranks: int, height: int, width: int) -> None:
+    for errors in rank_group(ranks).run(_errors, height, width):
+        assert max(errors) < 1e-9, errors
+
+
+def _twice() -> float:
+    """Two forward passes, one backward pass."""
+    on, plain = mesh(1, 2), _built(Net)
+    (_loss(plain(_images())) + _loss(plain(_images() + 1))).backward()
+    model = ff.parallelize(_built(Net), on, shard_parameters=True)
+    (_loss(model(_mine(_images(), on))) + _loss(model(_mine(_images() + 1, on)))).backward()
+    return _worst(_gradients(plain), _gradients(model))
+
+
+def test_two_forward_passes_before_backward() -> None:
+    assert max(rank_group(2).run(_twice)) < 1e-9
+
+
+def _errors_of_known_models() -> list[float]:
+    from tests.models import zoo
+
+    builds = [zoo.convnext, lambda: zoo.segformer().eval(), lambda: zoo.resnet("bottleneck").eval()]
+    return [_error(build, mesh(1, 2), 32, 70) for build in builds]
+
+
+def test_known_models() -> None:
+    for errors in rank_group(2).run(_errors_of_known_models):
+        assert max(errors) < 1e-9, errors
+
+
+def _units_of_nets() -> list[list[str]]:
+    models = [ff.parallelize(_built(build), mesh(1, 2), shard_parameters=True) for build in (Net, Tied, Alone)]
+    return [_units(model.module) for model in models]
+
+
+def test_the_units_are_the_blocks_and_the_rest() -> None:
+    for net, tied, alone in rank_group(2).run(_units_of_nets):
+        assert net == ["", "blocks.0", "blocks.1", "blocks.2"]
+        assert tied == ["", "blocks.1"]
+        assert alone == [""]
+
+
+def _bytes_held() -> tuple[int, int, int]:
+    model = ff.parallelize(_built(Net), mesh(1, 2), shard_parameters=True)
+    whole = sum(p.numel() for p in model.parameters())
+    _loss(model(_mine(_images(), mesh(1, 2)))).backward()
+    parameters: list[Any] = list(model.parameters())
+    return whole, *(sum(t.to_local().numel() for t in ts) for ts in (parameters, [p.grad for p in parameters]))
+
+
+def test_a_rank_holds_its_part() -> None:
+    held = rank_group(2).run(_bytes_held)
+    for whole, parameters, gradients in held:
+        assert parameters == gradients
+        assert 0.4 * whole < parameters < 0.6 * whole
+    assert sum(parameters for _, parameters, _ in held) == held[0][0]
+
+
+def _after_evaluation() -> float:
+    """The parameters change between an evaluation and the next forward pass, as an average swapped in does it."""
+    on = mesh(1, 2)
+    model, plain = ff.parallelize(_built(Net), on, shard_parameters=True), _built(Net)
+    parameters = [*model.parameters(), *plain.parameters()]
+    with torch.no_grad():
+        model(_mine(_images(), on))
+        for parameter in parameters:
+            parameter.mul_(1.5)
+        return relative(plain(_images()), model(_mine(_images(), on)).full())
+
+
+def test_no_stale_parameters_after_a_forward_pass_without_backward() -> None:
+    assert max(rank_group(2).run(_after_evaluation)) < 1e-12
+
+
+def _inference(first: bool) -> float:
+    on = mesh(1, 2)
+    model = ff.parallelize(_built(Net), on, shard_parameters=True)
+    if not first:
+        _loss(model(_mine(_images(), on))).backward()
+        model.zero_grad()
+    with torch.inference_mode():
+        model(_mine(_images(), on))
+    _loss(model(_mine(_images(), on))).backward()
+    return _worst(_expected(Net), _gradients(model))
+
+
+def test_inference_mode_between_steps() -> None:
+    assert max(rank_group(2).run(_inference, False)) < 1e-9
+    with pytest.raises(RankFailure, match=r"use torch\.no_grad\(\) rather than"):
+        rank_group(2).run(_inference, True)
+
+
+def _accumulated(height: int, width: int) -> tuple[float, float]:
+    on, plain = mesh(height, width), _built(Net)
+    for part in _images().chunk(2):
+        _loss(plain(part)).backward()
+    errors = []
+    for inside in (True, False):
+        model = ff.parallelize(_built(Net), on, shard_parameters=True)
+        first, second = _images().chunk(2)
+        if inside:
+            with model.no_sync():
+                _loss(model(_mine(first, on))).backward()
+            assert all(p.grad is None for p in model.parameters())  # nothing was sent yet
+        else:
+            _loss(model(_mine(first, on))).backward()
+        _loss(model(_mine(second, on))).backward()
+        errors.append(_worst(_gradients(plain), _gradients(model)))
+    return errors[0], errors[1]
+
+
+def test_gradients_accumulate_with_and_without_no_sync() -> None:
+    for ranks, height, width in [(2, 1, 2), (4, 1, 2)]:
+        for inside, outside in rank_group(ranks).run(_accumulated, height, width):
+            assert max(inside, outside) < 1e-9
+
+
+def _users_own(parallel: bool) -> float:
+    """The user has sharded some blocks; what fully_shard has not taken is averaged too, without `parallelize`."""
+    on, model = mesh(1, 2), _built(Net)
+    ranks = torch.distributed.init_device_mesh("cpu", (2,))
+    for module in (model.blocks[0], model.blocks[2].spatial, model.head):  # type: ignore[index,union-attr]
+        fully_shard(module, mesh=ranks)
+    if parallel:
+        model = ff.parallelize(model, on, shard_parameters=True)
+        assert _units(model.module) == ["", "head", "blocks.0", "blocks.1", "blocks.2.spatial"]
+    _loss(model(_mine(_images(), on))).backward()
+    return _worst(_expected(Net), _gradients(model))
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_blocks_that_the_user_has_sharded(parallel: bool) -> None:
+    assert max(rank_group(2).run(_users_own, parallel)) < 1e-9
+
+
+class Half(Net):
+    """Uses its extra branch when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Conv2d(CHANNELS, CHANNELS, 1)
+        self.never = nn.Linear(2, 2)
+        self.with_extra = False
+
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x)
+        return x + self.extra(x) if self.with_extra else x
+
+
+def _unused(find: bool, users: tuple[int, ...]) -> float:
+    """Replicas, of which `users` use the extra branch."""
+    on, models = mesh(1, 1), []
+    for shard_parameters in (True, False):
+        model = ff.parallelize(_built(Half), on, find_unused_parameters=find, shard_parameters=shard_parameters)
+        model.module.with_extra = torch.distributed.get_rank() in users
+        _loss(model(_mine(_images(), on))).backward()
+        models.append(model)
+    assert models[0].module.never.weight.grad is None
+    return _worst(_gradients(models[1]), _gradients(models[0]))
+
+
+def test_parameters_without_a_gradient() -> None:
+    """On no rank: none, as with DDP. On some: those count as zeros. Not asked for: named before the update."""
+    for users in [(), (1,), (0, 1)]:
+        assert max(rank_group(2).run(_unused, True, users)) < 1e-9
+    for users in [(), (1,)]:
+        with pytest.raises(RankFailure) as caught:
+            rank_group(2).run(_unused, False, users)
+        assert {name for _, name, _, _ in caught.value.errors} == {"GradientError"}
+        assert "4 parameters got no gradient (extra.weight, extra.bias, never.weight, ...)" in str(caught.value)
+
+
+def _buffers() -> list[Tensor]:
+    torch.manual_seed(torch.distributed.get_rank())
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
+    model = ff.parallelize(net, mesh(1, 1), shard_parameters=True)
+    for _ in range(2):
+        _loss(model(torch.randn(2, 3, 8, 8, dtype=torch.float64))).backward()
+    model(torch.randn(2, 3, 8, 8, dtype=torch.float64))
+    return [net[1].running_mean, net[1].num_batches_tracked]  # type: ignore[list-item]
+
+
+def test_buffers_are_the_first_ranks() -> None:
+    """As with DDP, at the start of each forward pass; the last one here has moved them apart again."""
+    (mean, steps), (other, other_steps) = rank_group(2).run(_buffers)
+    assert steps == other_steps == 3
+    # Three steps with momentum 0.1, of which the last was the rank's own.
+    assert 0 < (mean - other).abs().max() < 0.1
+
+
+def _refused(what: str) -> None:
+    model: nn.Module = _built(Net)
+    if what == "sharded already":
+        fully_shard(model.head, mesh=torch.distributed.init_device_mesh("cpu", (4,)))  # type: ignore[arg-type]
+        ff.parallelize(model, mesh(1, 2))
+    elif what == "other ranks":
+        fully_shard(model.head, mesh=mesh(1, 2)["data"])  # type: ignore[arg-type]
+        ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+    elif what == "hook":
+        model.head.weight.register_hook(torch.sin)  # type: ignore[union-attr]
+        ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+    elif what == "later hook":
+        model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+        model.module.head.weight.register_hook(torch.sin)  # type: ignore[union-attr]
+        model(_mine(_images(), mesh(1, 2)))
+    elif what == "frozen later":
+        model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+        model.module.head.requires_grad_(False)  # type: ignore[union-attr]
+        model(_mine(_images(), mesh(1, 2)))
+    elif what == "dtypes":
+        model.blocks[1].norm.float()  # type: ignore[index,union-attr]
+        ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+
+
+REFUSED = {
+    "sharded already": "parameter head.weight is sharded already",
+    "other ranks": "parameter head.weight is sharded over 2 of 4 ranks",
+    "dtypes": "blocks.1 has parameters of torch.float32, torch.float64",
+    "hook": "parameter head.weight has a gradient hook",
+    "later hook": "parameter head.weight has a gradient hook",
+    "frozen later": "requires_grad of head.bias, head.weight has changed",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_be_averaged_wrong_is_refused(what: str) -> None:
+    with pytest.raises(RankFailure) as caught:
+        rank_group(4).run(_refused, what)
+    for _, name, text, _ in caught.value.errors:
+        assert name == ("GradientError" if what in ("hook", "later hook", "frozen later") else "MeshError")
+        assert REFUSED[what] in text

@@ -1,0 +1,151 @@
+"""What people put around blocks: recompute, autocast, DDP's unused parameters, channels_last, evaluation."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fullframe as ff
+from tests.exactness import mesh, relative
+from tests.rank_group import rank_group
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.GroupNorm(2, channels),
+            nn.GELU(),
+            nn.Conv2d(channels, channels, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    def __init__(self, recompute: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.recompute, self.dropout = recompute, dropout
+        self.stem = nn.Conv2d(3, 8, 4, 2, 1)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(3))
+        self.head = nn.Conv2d(8, 5, 1)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)  # type: ignore[assignment]
+            x = F.max_pool2d(F.dropout(x, self.dropout, self.training), 3, 1, 1)
+        return F.interpolate(self.head(x), scale_factor=2, mode="bilinear")
+
+
+def _net(**options: float) -> Net:
+    torch.manual_seed(0)
+    return Net(**options).double()  # type: ignore[arg-type]
+
+
+def _image(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(2, 3, 26, 38, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def _loss(out: Tensor) -> Tensor:
+    return F.mse_loss(out.sin(), out.detach() * 0.5)
+
+
+def _worst(here: nn.Module, there: nn.Module) -> float:
+    pairs = list(zip(here.parameters(), there.parameters(), strict=True))
+    return max(relative(p.grad, q.grad) for p, q in pairs if p.grad is not None)  # type: ignore[arg-type]
+
+
+def _gradients(height: int, width: int, recompute: bool, dropout: float = 0.0) -> list[Tensor]:
+    model = ff.parallelize(_net(recompute=recompute, dropout=dropout), mesh(height, width), find_unused_parameters=True)
+    torch.manual_seed(3)
+    _loss(model(ff.shard(_image(), mesh(height, width)))).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _recomputed(height: int, width: int) -> tuple[float, float]:
+    plain = _net()
+    _loss(plain(_image())).backward()
+    expected = [p.grad for p in plain.parameters() if p.grad is not None]
+    with_dropout, again = (_gradients(height, width, recompute, 0.3) for recompute in (False, True))
+    return (
+        max(relative(a, b) for a, b in zip(expected, _gradients(height, width, True), strict=False)),
+        max(relative(a, b) for a, b in zip(with_dropout, again, strict=True)),
+    )
+
+
+def test_recompute_is_exact_and_draws_the_same_dropout() -> None:
+    for height, width in [(1, 2), (2, 2)]:
+        for exact, same_dropout in rank_group(height * width).run(_recomputed, height, width):
+            assert exact < 1e-11
+            assert same_dropout < 1e-11
+
+
+def _autocast(height: int, width: int) -> tuple[float, float, bool]:
+    """Error of the split step in bf16 against one process in float32, and that of one process in bf16."""
+    exact, whole = _net().float(), _net().float()
+    split = ff.parallelize(_net().float(), mesh(height, width), find_unused_parameters=True)
+    image = _image(torch.float32)
+    _loss(exact(image)).backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _loss(whole(image)).backward()
+        out = split(ff.shard(image, mesh(height, width)))
+        _loss(out).backward()
+    return _worst(exact, split), _worst(exact, whole), out.dtype == torch.bfloat16
+
+
+def test_autocast_is_as_precise_as_in_one_process() -> None:
+    for height, width in [(1, 2), (2, 2)]:
+        for split, whole, low in rank_group(height * width).run(_autocast, height, width):
+            assert low
+            assert split < 2 * whole
+
+
+def _channels_last(height: int, width: int) -> tuple[float, bool]:
+    plain = _net()
+    _loss(plain(_image())).backward()
+    model = ff.parallelize(
+        _net().to(memory_format=torch.channels_last), mesh(height, width), find_unused_parameters=True
+    )
+    x = ff.shard(_image().to(memory_format=torch.channels_last), mesh(height, width))
+    _loss(model(x)).backward()
+    stem = model.module.stem(x)
+    return _worst(plain, model), x.local.is_contiguous(memory_format=torch.channels_last) and stem.local.is_contiguous(
+        memory_format=torch.channels_last
+    )
+
+
+def test_channels_last_is_kept_and_exact() -> None:
+    for height, width in [(1, 2), (2, 1), (2, 2)]:
+        for error, kept in rank_group(height * width).run(_channels_last, height, width):
+            assert error < 1e-11
+            assert kept
+
+
+def _evaluated() -> float:
+    plain, model = _net().eval(), ff.parallelize(_net(), mesh(1, 2), find_unused_parameters=True).eval()
+    with torch.inference_mode():
+        return relative(plain(_image()), model(ff.shard(_image(), mesh(1, 2))).full())
+
+
+def test_inference_mode() -> None:
+    assert max(rank_group(2).run(_evaluated)) < 1e-12
+
+
+def _accumulated() -> float:
+    plain = _net()
+    for part in _image().chunk(2):
+        (_loss(plain(part)) / 2).backward()
+    model = ff.parallelize(_net(), mesh(1, 2), find_unused_parameters=True)
+    first, second = (ff.shard(part, mesh(1, 2)) for part in _image().chunk(2))
+    with model.no_sync():
+        (_loss(model(first)) / 2).backward()
+    (_loss(model(second)) / 2).backward()
+    return _worst(plain, model)
+
+
+def test_no_sync_accumulates() -> None:
+    assert max(rank_group(2).run(_accumulated)) < 1e-11

@@ -1,0 +1,134 @@
+"""Synchronised batch norm: replicas together are one process with the whole batch."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullframe as ff
+from fullframe.model.forward_patch import restore
+from fullframe.model.sync_batchnorm import synchronize_batchnorm
+from tests.rank_group import rank_group
+from tests.techniques.test_recompute import on_ranks, steps
+from tests.training import blocks
+
+STRATEGIES = [
+    ff.Strategy(data=2, sync_batchnorm=True),
+    ff.Strategy(data=2, sync_batchnorm=True, recompute="blocks"),
+    ff.Strategy(data=2, sync_batchnorm=True, shard_parameters=True),
+    ff.Strategy(data=2, width=2, sync_batchnorm=True),
+    ff.Strategy(data=2, height=2, sync_batchnorm=True, recompute="blocks"),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: f"{s.data}x{s.height}x{s.width}-{s.recompute}")
+def test_replicas_are_one_process_with_the_whole_batch(strategy: ff.Strategy) -> None:
+    expected = steps(ff.Strategy())
+    for found in rank_group(strategy.ranks).run(steps, strategy):
+        for kind in ("losses", "parameters", "buffers"):
+            torch.testing.assert_close(found[kind], expected[kind], rtol=1e-9, atol=1e-13)
+
+
+def test_without_it_they_are_not() -> None:
+    expected = steps(ff.Strategy())
+    found = rank_group(2).run(steps, ff.Strategy(data=2))[0]
+    name = "blocks.0.norm.running_var"
+    assert not torch.allclose(found["buffers"][name], expected["buffers"][name])
+
+
+class Odd(nn.Module):
+    """Batch norm of every dimension: of split maps, of what was pooled and is whole, without statistics or weights."""
+
+    def __init__(self, kind: Any = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.first = kind(3)
+        self.whole = nn.BatchNorm1d(3, momentum=None)
+        self.bare = nn.BatchNorm2d(3, affine=False, track_running_stats=False)
+        self.frozen = nn.BatchNorm2d(3).eval()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bare(self.first(x).sin())
+        pooled = self.whole(x.square().mean((2, 3)))
+        return self.frozen(x * pooled[:, :, None, None])
+
+
+def odd_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    out = model(batch["image"])
+    return (out * batch["image"]).square().sum(), torch.tensor(out.numel())
+
+
+def odd_step(strategy: ff.Strategy, kind: Any, uneven: bool = False) -> Any:
+    torch.manual_seed(0)
+    mesh = ff.init_mesh(height=strategy.height, width=strategy.width)
+    plain = Odd(kind)
+    plain.frozen.eval()
+    batch = {"image": blocks.batch()["image"]}
+    if uneven:  # replicas of 1 and 3 samples
+        share = slice(0, 1) if mesh.get_local_rank("data") == 0 else slice(1, 4)
+        batch = {"image": batch["image"][share]}
+    else:
+        batch = on_ranks(batch, mesh, ("image",))
+    model = ff.parallelize(plain, mesh, shard_parameters=strategy.shard_parameters)
+    step = ff.TrainStep(model, odd_loss, torch.optim.SGD(model.parameters(), lr=0.0), strategy)
+    record = step(batch)
+    gradients = {n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for n, p in plain.named_parameters()}
+    return record.loss, gradients, dict(plain.named_buffers())
+
+
+@pytest.mark.parametrize(("width", "uneven"), [(1, False), (1, True), (2, False)])
+def test_every_kind(width: int, uneven: bool) -> None:
+    expected = odd_step(ff.Strategy(), nn.BatchNorm2d)
+    strategy = ff.Strategy(data=2, width=width, sync_batchnorm=True)
+    for found in rank_group(strategy.ranks).run(odd_step, strategy, nn.BatchNorm2d, uneven):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_sync_batchnorm_of_the_users_runs_on_a_cpu_and_on_split_tensors() -> None:
+    """With sharded parameters, as DDP refuses it on a CPU."""
+    expected = odd_step(ff.Strategy(), nn.BatchNorm2d)[2]
+    strategy = ff.Strategy(data=2, width=2, shard_parameters=True)
+    for _, _, buffers in rank_group(4).run(odd_step, strategy, nn.SyncBatchNorm):
+        for name in ("first.running_mean", "first.running_var", "first.num_batches_tracked"):
+            torch.testing.assert_close(buffers[name], expected[name], rtol=1e-9, atol=1e-13)
+
+
+def single_values() -> str:
+    norm = nn.BatchNorm1d(3)
+    synchronize_batchnorm(norm, 2, every=True)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
+        norm(torch.randn(1, 3))
+    restore(norm)
+    synchronize_batchnorm(norm, 1, every=True)
+    assert norm(torch.ones(1, 3) * torch.distributed.get_rank()).abs().sum() > 0
+    return str(raised.value)
+
+
+def test_one_value_per_channel_is_refused_only_where_no_other_rank_has_one() -> None:
+    assert len(set(rank_group(2).run(single_values))) == 1
+
+
+def test_it_is_taken_out_again_and_not_copied() -> None:
+    model = blocks.network()
+    synchronize_batchnorm(model, 1, every=True)
+    assert "forward" in vars(model.stem[1])
+    fresh = copy.deepcopy(model)
+    assert fresh.stem[1].forward.__func__ is nn.BatchNorm2d.forward
+    restore(model)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def in_bf16(rank_width: int) -> Any:
+    strategy = ff.Strategy(data=2, width=rank_width, precision="bf16", sync_batchnorm=True)
+    return steps(strategy)
+
+
+def test_under_autocast() -> None:
+    one = steps(ff.Strategy(precision="bf16"))
+    exact = steps(ff.Strategy())
+    for found in rank_group(2).run(in_bf16, 1):
+        for name in ("blocks.0.norm.running_var", "blocks.2.norm.running_mean"):
+            scale = exact["buffers"][name].abs().max().item()
+            torch.testing.assert_close(found["buffers"][name], one["buffers"][name], rtol=0, atol=0.03 * scale)

@@ -1,0 +1,55 @@
+"""What a rank leaves behind for its launcher, and what counts as the machine's fault."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullframe.errors import RunError
+from fullframe.processes.exit_reasons import AGAIN, StartAgain, is_machines_fault, report, restart_reason
+
+LOST = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9095"
+CASES = [
+    (RuntimeError(LOST), True),
+    (dist.DistNetworkError("the client socket has failed to connect"), True),
+    (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), True),
+    (RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed."), True),
+    (RuntimeError("DataLoader worker (pid(s) 12) exited unexpectedly"), True),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    (torch.OutOfMemoryError("CUDA out of memory."), False),
+    (KeyError("is killed by signal"), False),
+    (RunError("cannot write"), False),
+]
+
+
+@pytest.mark.parametrize(("error", "machine"), CASES, ids=[str(error)[:40] for error, _ in CASES])
+def test_what_is_worth_another_try(error, machine):
+    assert is_machines_fault(error) is machine
+
+
+def test_the_report_is_read_by_torchs_launcher_too(tmp_path, monkeypatch, capsys):
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(StartAgain) as again:
+        raise StartAgain("out of memory", "--resume")
+    assert again.value.code == AGAIN == 75 and capsys.readouterr().err == ""
+    details = json.loads(file.read_text())["message"]["extraInfo"]
+    assert details["changed"] is True and details["consequence"] is False
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=AGAIN, error_file=str(file))
+    text = failure.error_file_data["message"]["extraInfo"]["py_callstack"]  # what torchrun prints
+    assert text == "out of memory; where nobody starts the ranks again, go on with --resume"
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    report("error: text", "summary")
+    assert capsys.readouterr().err == "error: text\n"
+
+
+def test_why_a_rank_was_started_again(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert restart_reason() == ""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert restart_reason() == "a rank had failed"
+    monkeypatch.setenv("FULLFRAME_RESTART_REASON", "rank 1 died (SIGKILL)")
+    assert restart_reason() == "rank 1 died (SIGKILL)"

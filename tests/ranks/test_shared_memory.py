@@ -1,0 +1,163 @@
+"""Messages through shared memory: in any order of reading, abandoned, too large, and from a rank that died."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullframe.geometry.extents import Extents
+from fullframe.ranks import exchange
+from fullframe.ranks import shared_memory as mailbox
+from fullframe.ranks.channel import channel_of
+from fullframe.ranks.exchange import InFlight, Message, fetch, gathered, summed
+from fullframe.ranks.mesh import init_mesh, spatial_of
+from fullframe.ranks.shared_memory import SLOT_BYTES, SLOTS
+from fullframe.ranks.tags import HEAD_BYTES, padded
+from tests.rank_group import RankGroup, rank_group
+
+HEAD = padded("a message", HEAD_BYTES)
+
+
+def boxes_and_other():
+    boxes = channel_of(dist.group.WORLD).boxes
+    assert boxes is not None, "gloo ranks of one machine with /dev/shm have mailboxes"
+    return boxes, 1 - dist.get_rank()
+
+
+def read_backwards():
+    boxes, other = boxes_and_other()
+    for number in range(SLOTS):
+        boxes.send(other, HEAD, torch.arange(6.0).view(2, 3).t() + 10 * dist.get_rank() + number)  # not contiguous
+    places = [boxes.expect(other) for _ in range(SLOTS)]
+    found = {}
+    for number in reversed(range(SLOTS)):
+        found[number] = torch.empty(3, 2)
+        boxes.receive(places[number], HEAD, found[number])
+    expected = torch.arange(6.0).view(2, 3).t() + 10 * other
+    return all(torch.equal(found[number], expected + number) for number in range(SLOTS))
+
+
+def test_messages_are_read_in_any_order():
+    assert all(rank_group(2).run(read_backwards))
+
+
+def many(count):
+    """The sender runs ahead until all slots are full, and waits there."""
+    boxes, other = boxes_and_other()
+    if dist.get_rank() == 0:
+        for number in range(count):
+            boxes.send(other, HEAD, torch.tensor([number], dtype=torch.int16))
+        return True
+    time.sleep(0.05)
+    target, found = torch.zeros(1, dtype=torch.int16), []
+    for _ in range(count):
+        boxes.receive(boxes.expect(other), HEAD, target)
+        found.append(target.item())
+    return found == list(range(count))
+
+
+def test_a_sender_waits_for_a_free_slot():
+    assert all(rank_group(2).run(many, 5 * SLOTS + 1))
+
+
+def abandoned():
+    """A flight that is never waited for: the messages after it are the right ones."""
+    axis = spatial_of(init_mesh(width=2)).width
+    peer, found = 1 - axis.part, []
+    for number in range(3 * SLOTS):
+        flight = InFlight(axis, [Message(peer, torch.full((2,), 1.0 * number))], [Message(peer, torch.empty(2))])
+        if number % 3:
+            found.append((number, flight.wait()[0].tolist()))
+        del flight
+    return all(values == [number, number] for number, values in found)
+
+
+def test_abandoned_messages_do_not_stand_in_for_later_ones():
+    assert all(rank_group(2).run(abandoned))
+
+
+def large_and_small():
+    """A row that does not fit a slot goes by gloo, beside small ones that do."""
+    axis = spatial_of(init_mesh(width=2)).width
+    right = True
+    for columns in (3, SLOT_BYTES // 8, SLOT_BYTES // 8 + 1, 5):
+        whole = torch.arange(4.0 * columns, dtype=torch.float64).view(4, columns)
+        extents = Extents((0, 2, 4))
+        mine = whole[2 * axis.part : 2 * axis.part + 2].contiguous()
+        right &= torch.equal(fetch(mine, 0, extents, (range(4), range(1, 4)), axis), whole[(0, 1)[axis.part] :])
+    return right
+
+
+def test_what_does_not_fit_goes_by_gloo():
+    assert all(rank_group(2).run(large_and_small))
+
+
+def same_by_either(seed):
+    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+    group = dist.group.WORLD
+    right = True
+    for dtype in (torch.float32, torch.float64, torch.int32, torch.bfloat16):
+        value = (torch.randn(5, 3, generator=generator) * 9).to(dtype)
+        by_box = gathered(value, group), summed(value, group)
+        exchange.fits = lambda tensor: False
+        try:
+            by_gloo = gathered(value, group), summed(value, group)
+        finally:
+            exchange.fits = mailbox.fits
+        right &= torch.equal(by_box[0], by_gloo[0]) and by_box[1].dtype == dtype
+        torch.testing.assert_close(by_box[1], by_gloo[1])
+    return right
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives_are_those_of_gloo(ranks, seed):
+    assert all(rank_group(ranks).run(same_by_either, seed))
+
+
+def wait_for_the_dead():
+    boxes, other = boxes_and_other()
+    if dist.get_rank() == 1:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        time.sleep(60)
+    try:
+        boxes.receive(boxes.expect(other), HEAD, torch.empty(1))
+    except dist.DistNetworkError as error:
+        return str(error)
+
+
+def answer_of_the_first(group):
+    """What rank 0 says; rank 1 says nothing any more."""
+    for pipe in group._pipes:
+        pipe.send((wait_for_the_dead, ()))
+    assert group._pipes[0].poll(30)
+    return group._pipes[0].recv()
+
+
+def test_a_rank_that_waits_for_a_dead_one_learns_it():
+    group = RankGroup(2)
+    try:
+        failed, text = answer_of_the_first(group)
+    finally:
+        group.close()
+    assert not failed and text.startswith("rank 1 died")
+
+
+def test_nothing_is_left_in_shared_memory():
+    before = set(Path("/dev/shm").glob("fullframe-*"))  # of others, on a machine that is shared
+    rank_group(2).run(read_backwards)
+    assert set(Path("/dev/shm").glob("fullframe-*")) <= before
+
+
+def test_a_full_shared_memory_is_noticed_before_it_is_written(monkeypatch, tmp_path):
+    def full(descriptor, start, size):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(mailbox, "_FOLDER", tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert mailbox._reserved(4096) is None
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,297 @@
+"""What is not exact is refused on every rank alike, quickly, by name; and bad input gets a clear error."""
+
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullframe as ff
+from fullframe.errors import MeshError, ShapeError, UnsupportedOp
+from tests.exactness import mesh, relative
+from tests.rank_group import RankFailure, rank_group
+
+
+class Spectral(nn.Module):
+    """A block with an op that has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft2(self.mix(x)).abs()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 3, 3, padding=1)
+        self.blocks = nn.Sequential(nn.ReLU(), Spectral())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.stem(x)).mean()
+
+
+def _net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def _image() -> Tensor:
+    return torch.randn(2, 3, 10, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def _refused() -> tuple[str, str, tuple[str, ...], str, float]:
+    model = ff.parallelize(_net(), mesh(1, 2))
+    x = ff.shard(_image(), mesh(1, 2))
+    begin = time.monotonic()
+    with pytest.raises(UnsupportedOp) as caught:
+        model(x)
+    error = caught.value
+    return error.function, error.module, error.placements, str(error), time.monotonic() - begin
+
+
+def test_an_unknown_op_is_refused_on_all_ranks_by_name() -> None:
+    for function, module, placements, message, seconds in rank_group(2).run(_refused):
+        assert function == "torch.fft.rfft2"
+        assert module == "blocks.1 (Spectral)"
+        assert "dim 3 over width at (0, 7, 13)" in placements[0]
+        assert "unsupported='gather'" in message
+        assert seconds < 1
+
+
+def _gathered() -> tuple[float, float, list[str]]:
+    whole = _net()
+    expected = whole(_image())
+    expected.backward()
+    model = ff.parallelize(_net(), mesh(1, 2), unsupported="gather")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(ff.shard(_image(), mesh(1, 2)))
+            loss.backward()
+    errors = [relative(p.grad, q.grad) for p, q in zip(whole.parameters(), model.parameters(), strict=True)]  # type: ignore[arg-type]
+    return relative(expected.detach(), loss.detach()), max(errors), [str(w.message) for w in said]
+
+
+def test_gather_trains_it_exactly_and_says_so_once() -> None:
+    answers = rank_group(2).run(_gathered)
+    for loss_error, gradient_error, _ in answers:
+        assert loss_error < 1e-12
+        assert gradient_error < 1e-12
+    (said,) = answers[0][2]
+    assert "torch.fft.rfft2 (blocks.1 (Spectral)) runs on the gathered" in said
+    assert answers[1][2] == []
+
+
+class Masking(nn.Module):
+    """Writes at a boolean mask, which has no rule: the write must reach the split tensor all the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        y[y > 0.5] = 0.25
+        y.cumprod_(3)
+        return (y * x).sum()
+
+
+def _gathered_writes() -> float:
+    whole, there = _image().requires_grad_(), _image().requires_grad_()
+    Masking()(whole).backward()
+    model = ff.parallelize(Masking(), mesh(1, 2), unsupported="gather")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(ff.shard(there, mesh(1, 2))).backward()
+    assert whole.grad is not None and there.grad is not None
+    torch.distributed.all_reduce(there.grad)
+    return relative(whole.grad, there.grad / 2)
+
+
+def test_gathered_writes_are_not_lost() -> None:
+    assert max(rank_group(2).run(_gathered_writes)) < 1e-12
+
+
+class HalfUsed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stem(x)  # type: ignore[no-any-return]
+
+
+def _unused(find: bool) -> float:
+    whole, split = HalfUsed().double(), HalfUsed().double()
+    split.load_state_dict(whole.state_dict())
+    for parameter in whole.parameters():
+        torch.distributed.broadcast(parameter.detach(), 0)
+    model = ff.parallelize(split, mesh(1, 2), find_unused_parameters=find)
+    model(ff.shard(_image(), mesh(1, 2))).square().mean().backward()
+    whole(_image()).square().mean().backward()
+    return relative(whole.stem.weight.grad, split.stem.weight.grad)  # type: ignore[arg-type]
+
+
+def test_a_parameter_without_a_gradient_is_named_before_the_update() -> None:
+    with pytest.raises(RankFailure) as caught:
+        rank_group(2).run(_unused, False)
+    assert [name for _, name, _, _ in caught.value.errors] == ["GradientError"] * 2
+    assert "4 parameters got no gradient (blocks.1.mix.weight, blocks.1.mix.bias, forgotten.weight, ...)" in str(
+        caught.value
+    )
+    assert max(rank_group(2).run(_unused, True)) < 1e-12
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+class Energy(torch.autograd.Function):
+    """Its result is a whole tensor, so nothing downstream would meet the shell again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+@torch.library.custom_op("fullframe_tests::triple", mutates_args=())
+def triple(x: Tensor) -> Tensor:
+    return x * 3
+
+
+def _bypass(what: str) -> str:
+    x = ff.shard(_image().requires_grad_(), mesh(1, 2))
+    with pytest.raises(UnsupportedOp) as caught:
+        if what == "Function, split result":
+            Doubled.apply(x * 1)
+        elif what == "Function, whole result":
+            Energy.apply(x * 1)
+        elif what == "custom_op":
+            triple(x)
+        elif what == "aten op":
+            torch.ops.aten.sin.default(x)
+        elif what == "C++ kernel":
+            with torch._C.DisableTorchFunctionSubclass():  # as a compiled extension calls it
+                torch.sin(x)
+        elif what == "reentrant checkpoint":
+            torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
+    return str(caught.value)
+
+
+BYPASSES = {
+    "Function, split result": "Doubled.apply",
+    "Function, whole result": "Energy.apply",
+    "custom_op": "fullframe_tests.triple",
+    "aten op": "aten.sin",
+    "C++ kernel": "aten.sin",
+    "reentrant checkpoint": "CheckpointFunction.apply",
+}
+
+
+@pytest.mark.parametrize("what", BYPASSES)
+def test_what_bypasses_the_rules_is_refused_by_name(what: str) -> None:
+    for message in rank_group(2).run(_bypass, what):
+        assert BYPASSES[what] in message
+
+
+class WithFunctions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Energy.apply(triple_gradient(Doubled.apply(self.mix(x))))  # type: ignore[no-any-return]
+
+
+def triple_gradient(x: Tensor) -> Tensor:
+    return x * 3
+
+
+def _functions_gathered() -> float:
+    torch.manual_seed(0)
+    whole = WithFunctions().double()
+    whole(_image()).backward()
+    torch.manual_seed(0)
+    model = ff.parallelize(WithFunctions().double(), mesh(1, 2), unsupported="gather")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(ff.shard(_image(), mesh(1, 2))).backward()
+    pairs = zip(whole.parameters(), model.parameters(), strict=True)
+    return max(relative(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+
+
+def test_no_gradient_is_dropped_when_functions_are_gathered() -> None:
+    assert max(rank_group(2).run(_functions_gathered)) < 1e-12
+
+
+def _shell_with_a_graph() -> str:
+    """The last net: a shell that has got a graph of its own, however it came by it."""
+    x = ff.shard(_image().requires_grad_(), mesh(1, 2))
+    from fullframe.spatial.function_guard import apply_function as _apply_function
+
+    doubled = _apply_function(Doubled, x)
+    with pytest.raises(UnsupportedOp) as caught:
+        doubled.sum()
+    return str(caught.value)
+
+
+def test_a_shell_with_a_graph_of_its_own_is_refused() -> None:
+    for message in rank_group(2).run(_shell_with_a_graph):
+        assert "DoubledBackward" in message
+
+
+def _bad(what: str) -> None:
+    rank = torch.distributed.get_rank()
+    if what == "mesh":
+        ff.init_mesh(height=3)
+    elif what == "sizes":
+        ff.shard(torch.zeros(1, 3, 8, 8 + rank), mesh(1, 2))
+    elif what == "dims":
+        ff.shard(torch.zeros((8, 8) if rank else (1, 8, 8)), mesh(1, 2))
+    elif what == "rows":
+        ff.shard(torch.zeros(1, 3, 1, 8), mesh(2, 1))
+    elif what == "twice":
+        ff.shard(ff.shard(torch.zeros(8, 8), mesh(1, 2)), mesh(1, 2))
+    elif what == "wrapped":
+        ff.parallelize(ff.parallelize(_net(), mesh(1, 2)), mesh(1, 2))
+    elif what == "item":
+        ff.shard(torch.zeros(8, 8), mesh(1, 2)).item()
+    elif what == "truth":
+        bool(ff.shard(torch.zeros(8, 8), mesh(1, 2)) > 0)
+
+
+BAD = {
+    "mesh": (MeshError, "height 3 x width 1 = 3 does not divide the 2 ranks"),
+    "sizes": (ShapeError, "rank 0: (1, 3, 8, 8), rank 1: (1, 3, 8, 9)"),
+    "dims": (ShapeError, "rank 0: (1, 8, 8), rank 1: (8, 8)"),
+    "rows": (ShapeError, "height 1 over 2 ranks leaves rank 1 of the axis empty"),
+    "twice": (ShapeError, "split already"),
+    "wrapped": (MeshError, "wrapped already"),
+    "item": (UnsupportedOp, "torch.Tensor.item"),
+    "truth": (UnsupportedOp, "torch.Tensor.__bool__"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_named_on_all_ranks(what: str) -> None:
+    kind, message = BAD[what]
+    with pytest.raises(RankFailure) as caught:
+        rank_group(2).run(_bad, what)
+    assert len(caught.value.errors) == 2
+    for _, name, text, _ in caught.value.errors:
+        assert name == kind.__name__
+        assert message in text

@@ -1,0 +1,202 @@
+"""What torch makes a view is one: a write to either side is seen in both, or it is refused by name on all ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import fullframe as ff
+from fullframe.errors import UnsupportedOp
+from tests.exactness import differences, mesh, relative
+from tests.rank_group import rank_group
+from tests.spatial.rules.test_ops import CASES
+
+MESHES = [(1, 2), (2, 1), (1, 3), (2, 2)]
+SHAPE = (2, 4, 7, 13)
+
+
+def nested(x: Tensor) -> Any:
+    y = x[..., 1:8]
+    z = y[:, 1:]
+    w = z[:, 0, :, 2]
+    w.fill_(7)
+    z[..., 0] = -3
+    return x, y, z, w
+
+
+def both_ways(x: Tensor) -> Any:
+    y = x[..., 3:9]
+    first = y.sum()
+    x.mul_(2)
+    second = y.sum()
+    y.add_(1)
+    return first, second, x.sum(), y
+
+
+def siblings(x: Tensor) -> Any:
+    a, b, c = x.chunk(3, -1)
+    a.zero_()
+    b.mul_(2)
+    return x, a, b, c
+
+
+def of_resized(x: Tensor) -> Any:
+    y = F.interpolate(x, scale_factor=2, mode="bilinear")
+    y.view(2, -1)[0].zero_()
+    y.view(2, 4, 14, 13, 2)[..., 0].mul_(3)
+    return y
+
+
+def windows(x: Tensor) -> Any:
+    x = F.pad(x, (1, 2, 1, 0))
+    tiles = x[:, :, 1:7, 1:13].reshape(2, 4, 3, 2, 3, 4)
+    tiles += 1  # of a slice, so a copy in torch
+    tiles = x.view(2, 4, 4, 2, 4, 4)
+    tiles[:, :, 0] = 5
+    return x, tiles
+
+
+def strips(x: Tensor, value: Tensor) -> Any:
+    x[..., 1:6] = x[..., 4:9] * 2
+    x[..., 1::3] = value
+    x[:, :, 2:6:2] += 1
+    x[..., None, 4] = 8.0
+    return x
+
+
+def same_memory(x: Tensor) -> Any:
+    y = F.interpolate(x, size=x.shape[2:])
+    y += 1
+    z = F.pad(x, (0, 0, 0, 0))
+    z += 1
+    c = F.pad(x, (-1, -1, 0, 0))
+    c += 1
+    r = x.roll(0, 3)
+    r += 1
+    e = x[..., 2:7].contiguous()
+    e += 1
+    q = x.roll(13, 3) + x.flip(())
+    return x, y, z, c, r, e, q
+
+
+WRITES: dict[str, Callable[..., Any]] = {
+    "slice": lambda x: (x[..., :2].zero_(), x),
+    "one column": lambda x: (x[..., 0].zero_(), x),
+    "select": lambda x: (x.select(-1, 0).zero_(), x.select(2, -1).fill_(4), x),
+    "narrow": lambda x: (x.narrow(-1, 1, 2).fill_(9), x),
+    "relu in place": lambda x: (F.relu_(x[..., :3]), x),
+    "relu in place, by position": lambda x: (F.relu(x[..., 5:], True), x),
+    "chunk": lambda x: (x.chunk(4, -1)[0].zero_(), x),
+    "unbind": lambda x: (x.unbind(-1)[0].zero_(), x),
+    "copy_": lambda x: (x[..., :3].copy_(x[..., 5:8]), x),
+    "add to a slice": lambda x: (x[..., :3].__iadd__(1), x),
+    "wide slice": lambda x: (x[..., 2:9].mul_(2), x),
+    "rows and columns": lambda x: (x[:, :, 1:3, 2:9].mul_(2), x[:, :, 1:5, :1].fill_(3), x),
+    "every second": lambda x: (x[..., ::2].mul_(2), x[:, :, 1::3].zero_(), x),
+    "of the data": lambda x: (x.data[..., 0].zero_(), x.detach()[..., 3:5].fill_(2), x),
+    "transposed": lambda x: (x.transpose(2, 3)[:, :, 0].zero_(), x.permute(0, 2, 3, 1)[..., 5, :].fill_(1), x),
+    "a view of a slice": nested,
+    "base and view": both_ways,
+    "chunks": siblings,
+    "view of what was resized": of_resized,
+    "windows": windows,
+    "what torch copies": same_memory,
+    "shuffled and repeated": lambda x: (
+        F.pixel_shuffle(x, 2).fill_(2), F.channel_shuffle(x, 2).fill_(2), x.repeat_interleave(2, 1).fill_(2), x,
+    ),
+    "one element": lambda x: (x[0, 1, 2, 3].fill_(9), x[1, 2, 3, 4].item(), x),
+    "a whole strip": lambda x: (x[..., 0].t() if x[..., 0].dim() == 2 else x[..., 0].transpose(0, 1), x[..., :1] * 2),
+    "strip of a strip": lambda x: (x[..., 0][..., 1:3].zero_(), x[0, ..., 0].view(-1).mul_(2), x),
+}  # fmt: skip
+
+WITHOUT_GRAPH = ("of the data", "chunk", "unbind", "chunks")  # what torch itself refuses where a gradient is wanted
+
+
+def _values(results: Any) -> list[Tensor]:
+    found = []
+    for t in tree_leaves(results):
+        if isinstance(t, Tensor):
+            found.append((t.full() if isinstance(t, ff.SpatialTensor) else t).detach().clone())
+    return found
+
+
+def _compared(name: str, height: int, width: int, graph: bool) -> list[float]:
+    given = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    answers = []
+    for split in (False, True):
+        leaf = given.clone().requires_grad_(graph)
+        x = (ff.shard(leaf, mesh(height, width)) if split else leaf) * 1
+        results = WRITES[name](x)
+        values = _values(results)
+        tensors = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+        if graph:
+            loss = sum((t * t.detach().sin()).sum() for t in tensors if t.requires_grad)
+            loss.backward()  # type: ignore[union-attr]
+            assert leaf.grad is not None
+            if split:
+                torch.distributed.all_reduce(leaf.grad)
+                leaf.grad /= height * width
+            values.append(leaf.grad)
+        answers.append(values)
+    assert len(answers[0]) == len(answers[1])
+    return [relative(here, there) for here, there in zip(*answers, strict=True)]
+
+
+def _all_compared(height: int, width: int, graph: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in WRITES:
+        if graph and name in WITHOUT_GRAPH:
+            continue
+        try:
+            found[name] = _compared(name, height, width, graph)
+        except UnsupportedOp as refused:
+            found[name] = str(refused)
+    return found
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["values", "gradients"])
+@pytest.mark.parametrize(("height", "width"), MESHES)
+def test_a_write_reaches_who_shares_the_memory(height: int, width: int, graph: bool) -> None:
+    for found in rank_group(height * width).run(_all_compared, height, width, graph):
+        wrong = {name: e for name, e in found.items() if isinstance(e, str) or not max(e) <= 1e-12}
+        assert not wrong, wrong
+
+
+def _added_to(name: str) -> Callable[..., Any]:
+    """The op of a case, with 1 added in place to all it gives that is of floating point."""
+
+    def run(*operands: Tensor) -> Any:
+        results = tree_leaves(CASES[name].op(*(t * 1 for t in operands)))
+        return [t.add_(1) if isinstance(t, Tensor) and t.is_floating_point() else t for t in results]
+
+    return run
+
+
+def _differences_of_results_written_to(height: int, width: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        generator = torch.Generator().manual_seed(1)
+        split = [torch.rand((*lead, 9, 14), generator=generator, dtype=torch.float64) for lead in case.split]
+        whole = [torch.rand(shape, generator=generator, dtype=torch.float64) for shape in case.whole]
+        leaves = [t.clone().requires_grad_() for t in (*split, *whole)]
+        try:
+            sum(t.sum() for t in _added_to(name)(*leaves) if isinstance(t, Tensor) and t.requires_grad).backward()  # type: ignore[union-attr]
+        except (RuntimeError, AttributeError, ValueError, IndexError):
+            continue  # plain torch refuses
+        try:
+            found[name] = max(differences(_added_to(name), split, whole, height, width).values())
+        except UnsupportedOp as refused:
+            found[name] = str(refused)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_an_op_gives_can_be_written_to() -> None:
+    for found in rank_group(2).run(_differences_of_results_written_to, 1, 2, timeout_seconds=250):
+        assert len(found) > 100
+        wrong = {name: e for name, e in found.items() if isinstance(e, str) or not e <= 1e-9}
+        assert not wrong, wrong

@@ -1,0 +1,455 @@
+"""The strategy's optimizers on whole, sharded and partly kept state; and updates within backward."""
+
+import math
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW
+from torch.utils.checkpoint import checkpoint
+
+import fullframe as ff
+from fullframe.errors import GradientError, StrategyError
+from fullframe.model.fsdp import whole_value
+from fullframe.model.parallelized import parallelize_for
+from fullframe.techniques.optimizers import build_optimizer, set_learning_rate, state_bytes
+from tests.rank_group import RankFailure, rank_group
+from tests.training import tiny
+from tests.training.test_combinations import BATCH, STEPS, batch_of, error, exact_loss, loss, network
+from tests.training.test_step import Spike
+
+
+class Grouped(NamedTuple):
+    """A recipe's optimizer: no weight decay on vectors, and another learning rate."""
+
+    kind: Any
+    options: dict[str, Any]
+
+    def __call__(self, parameters):
+        parameters = list(parameters)
+        return self.kind(
+            [
+                {"params": [p for p in parameters if p.ndim > 1]},
+                {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0, "lr": 2e-2},
+            ],
+            lr=1e-2,
+            weight_decay=0.1,
+            **self.options,
+        )
+
+
+def grouped(kind, **options):
+    return Grouped(kind, options)
+
+
+ADAMW = grouped(AdamW)
+
+
+def trained(strategy, make=ADAMW, dtype=torch.float64, schedule=None, loss_of=exact_loss, build=network):
+    """Parameters after some steps, the state's bytes on this rank, the gradient norms, and the averages."""
+    mesh = ff.init_mesh(height=strategy.height, width=strategy.width)
+    model = parallelize_for(
+        strategy,
+        build(dtype),
+        mesh,
+    )
+    optimizer = build_optimizer(make, model, strategy)
+    step = ff.TrainStep(model, loss_of, optimizer, strategy)
+    replica, share = mesh.get_local_rank("data"), BATCH // strategy.data
+    norms = []
+    for number in range(STEPS):
+        if schedule is not None:
+            set_learning_rate(optimizer, schedule(number))
+        batch = {name: value[replica * share :][:share] for name, value in batch_of(number, dtype).items()}
+        if strategy.height * strategy.width > 1:
+            batch = {name: ff.shard(value, mesh) for name, value in batch.items()}
+        record = step(batch)
+        assert not record.skipped
+        norms.append(record.grad_norm)
+    averages = [] if step.average is None else [whole_value(a) for a in step.average.state_dict().values()]
+    return [whole_value(p.detach()) for p in model.parameters()], state_bytes(optimizer), norms, averages
+
+
+def changes(parameters, dtype=torch.float64):
+    return [p.double() - q.detach().double() for p, q in zip(parameters, network(dtype).parameters(), strict=True)]
+
+
+def warmed_up(number):
+    return (number + 1) / STEPS
+
+
+def plainly(make, schedule=lambda number: 1.0):
+    """By plain PyTorch in one process."""
+    model = network()
+    optimizer = make(model.parameters())
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for number in range(STEPS):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * schedule(number)
+        optimizer.zero_grad()
+        total, count = exact_loss(model, batch_of(number))
+        (total / count).backward()
+        optimizer.step()
+    return changes([p.detach() for p in model.parameters()])
+
+
+# The named optimizer, the recipe's, and the optimizer that must come of it.
+NAMED = {
+    "recipe": ("recipe", grouped(AdamW), grouped(AdamW)),
+    "adamw of adam": ("adamw", grouped(Adam, betas=(0.8, 0.9)), grouped(AdamW, betas=(0.8, 0.9))),
+    "adamw of sgd": ("adamw", grouped(SGD, momentum=0.5), grouped(AdamW)),
+    "sgd": ("sgd", grouped(AdamW), grouped(SGD, momentum=0.9)),
+    "sgd of sgd": ("sgd", grouped(SGD, momentum=0.5, nesterov=True), grouped(SGD, momentum=0.5, nesterov=True)),
+    "adafactor": ("adafactor", grouped(AdamW), grouped(Adafactor)),
+    "maximize": ("sgd", grouped(AdamW, maximize=True), grouped(SGD, momentum=0.9, maximize=True)),
+}
+SPREAD = {
+    "whole": {"width": 2},
+    "state sharded": {"data": 2, "width": 2, "shard_optimizer": True},
+    "parameters sharded": {"data": 2, "width": 2, "shard_parameters": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "spread"),
+    [(n, s) for n in NAMED for s in SPREAD if (n, s) != ("adafactor", "parameters sharded")],  # which is refused
+)
+def test_the_named_optimizer_is_torchs_with_the_recipes_options(name, spread):
+    optimizer, make, expected = NAMED[name]
+    strategy = ff.Strategy(optimizer=optimizer, **SPREAD[spread])
+    for parameters, *_ in rank_group(strategy.ranks).run(trained, strategy, make, torch.float64, warmed_up):
+        assert error(changes(parameters), plainly(expected, warmed_up)) < 1e-12
+
+
+@pytest.mark.parametrize("make", [grouped(Adafactor), grouped(AdamW)])
+def test_adafactor_on_sharded_parameters_is_refused(make):
+    name = "recipe" if make.kind is Adafactor else "adafactor"
+    with pytest.raises(RankFailure) as caught:
+        rank_group(2).run(trained, ff.Strategy(width=2, shard_parameters=True, optimizer=name), make)
+    assert [kind for _, kind, _, _ in caught.value.errors] == ["StrategyError"] * 2
+    assert "use optimizer 'adamw8bit', or shard_optimizer" in str(caught.value)
+
+
+def wide(dtype):
+    """Weights of 8192 elements: torchao keeps smaller ones in 32 bits."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 64, 1), nn.GELU(), nn.Conv2d(64, 128, 1), nn.Conv2d(128, 4, 1)).to(dtype)
+
+
+def test_8_bit_state():
+    """Near to AdamW's numbers at about a third of its state's bytes, for some weights are small; whole and sharded."""
+    exact, exact_bytes, *_ = trained(ff.Strategy(), ADAMW, torch.float32, warmed_up, loss, wide)
+    moved = [p - q.detach() for p, q in zip(exact, wide(torch.float32).parameters(), strict=True)]
+    for option, most_bytes in ({}, 0.37), ({"shard_optimizer": True}, 0.27), ({"shard_parameters": True}, 0.2):
+        strategy = ff.Strategy(optimizer="adamw8bit", width=2, **option)
+        for parameters, held, *_ in rank_group(2).run(
+            trained, strategy, grouped(Adam), torch.float32, warmed_up, loss, wide
+        ):
+            found = [p - q.detach() for p, q in zip(parameters, wide(torch.float32).parameters(), strict=True)]
+            assert 1e-4 < error(found, moved) < 0.05
+            assert held < most_bytes * exact_bytes
+
+
+def test_8_bit_state_without_torchao_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(StrategyError, match=r"needs torchao .*pip install 'fullframe\[adamw8bit\]'"):
+        build_optimizer(grouped(Adam), network(), ff.Strategy(optimizer="adamw8bit"))
+
+
+def test_state_is_shared_out():
+    """Each rank keeps a half; Adagrad, which makes its state before the first step, too."""
+    for make in (grouped(AdamW), grouped(Adagrad)):
+        _, whole, *_ = trained(ff.Strategy(), make)
+        for option in ("shard_optimizer", "shard_parameters"):
+            results = rank_group(2).run(trained, ff.Strategy(width=2, **{option: True}), make)
+            held = [held for _, held, *_ in results]
+            assert max(held) < 0.6 * whole
+            # Every parameter's step counter is on each rank that has a part of it.
+            assert 0 <= sum(held) - whole <= 8 * len(changes(results[0][0]))
+
+
+@pytest.mark.parametrize("spread", SPREAD)
+def test_clipping_and_averages_of_sharded_parameters(spread):
+    options = {"clip_norm": 0.02, "ema_decay": 0.7}
+    expected = trained(ff.Strategy(**options))
+    strategy = ff.Strategy(**SPREAD[spread], **options)
+    for parameters, _, norms, averages in rank_group(strategy.ranks).run(trained, strategy):
+        assert norms == pytest.approx(expected[2], rel=1e-10)
+        assert min(norms) > 0.02  # clipped in every step
+        assert error(changes(parameters), changes(expected[0])) < 1e-12
+        assert len(averages) == len(parameters)
+        assert error(changes(averages), changes(expected[3])) < 1e-12
+    assert error(changes(expected[0]), changes(trained(ff.Strategy())[0])) > 1e-6
+
+
+def averages_applied():
+    """An evaluation under averaged parameters, then a step: neither sees the other's parameters."""
+    mesh = ff.init_mesh(width=2)
+    strategy = ff.Strategy(width=2, shard_parameters=True, ema_decay=0.5)
+    model = ff.parallelize(network(), mesh, shard_parameters=True)
+    step = ff.TrainStep(model, exact_loss, build_optimizer(grouped(AdamW), model, strategy), strategy)
+    losses = []
+    for number in range(STEPS):
+        batch = {name: ff.shard(value, mesh) for name, value in batch_of(number).items()}
+        step(batch)
+        with torch.no_grad(), step.average.applied():
+            total, count = exact_loss(model, batch)
+            losses.append((total / count).item())
+    return [whole_value(p.detach()) for p in model.parameters()], losses
+
+
+def test_evaluation_with_averages_of_sharded_parameters():
+    model, average = network(), network()
+    optimizer = grouped(AdamW)(model.parameters())
+    expected = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        total, count = exact_loss(model, batch_of(number))
+        (total / count).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(parameter, 0.5)
+            total, count = exact_loss(average, batch_of(number))
+        expected.append((total / count).item())
+    for parameters, losses in rank_group(2).run(averages_applied):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        assert error(changes(parameters), plainly(grouped(AdamW))) < 1e-12
+
+
+# Updates in backward
+
+IN_BACKWARD = [
+    ff.Strategy(update_in_backward=True),
+    ff.Strategy(update_in_backward=True, width=2, recompute="blocks"),
+    ff.Strategy(update_in_backward=True, data=2, width=2, ema_decay=0.7),
+    ff.Strategy(update_in_backward=True, height=2, width=2, optimizer="sgd"),
+]
+
+
+@pytest.mark.parametrize("strategy", IN_BACKWARD, ids=lambda s: f"{s.data}x{s.height}x{s.width}")
+def test_updates_in_backward_are_those_after_it(strategy):
+    expected = trained(ff.Strategy(optimizer=strategy.optimizer, ema_decay=strategy.ema_decay))
+    results = [trained(strategy)] if strategy.ranks == 1 else rank_group(strategy.ranks).run(trained, strategy)
+    for parameters, _, norms, averages in results:
+        assert norms == pytest.approx(expected[2], rel=1e-10)
+        assert norms == results[0][2]
+        assert error(changes(parameters), changes(expected[0])) < 1e-12
+        for found, average in zip(averages, expected[3], strict=True):
+            torch.testing.assert_close(found, average, rtol=1e-10, atol=1e-13)
+
+
+class Tangled(nn.Module):
+    """Registered in another order than used; a weight used twice; one not used by replica 1, one never."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first = nn.Conv2d(6, 4, 1), nn.Conv2d(3, 6, 3, padding=1)
+        self.never, self.some = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)
+        self.twice = nn.Conv2d(6, 6, 1)
+        self.use_some = True
+
+    def forward(self, image):
+        x = self.twice(torch.tanh(self.twice(self.first(image))))
+        return self.last(self.some(x) if self.use_some else x)
+
+
+def tangled(dtype=torch.float64):
+    torch.manual_seed(0)
+    return Tangled().to(dtype)
+
+
+def most_gradients(strategy, find_unused=True):
+    """Parameters after two steps; the most gradients that lived at once; gradients left over."""
+    mesh = ff.init_mesh(width=strategy.width)
+    model = parallelize_for(strategy, tangled(), mesh, find_unused_parameters=find_unused)
+    model.module.use_some = mesh.get_local_rank("data") == 0
+    most = 0
+
+    def count(parameter):
+        nonlocal most
+        most = max(most, sum(p.grad is not None for p in model.parameters()))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    step = ff.TrainStep(model, exact_loss, build_optimizer(grouped(AdamW), model, strategy), strategy)
+    replica, share = mesh.get_local_rank("data"), BATCH // strategy.data
+    for number in range(2):
+        batch = {name: value[replica * share :][:share] for name, value in batch_of(number).items()}
+        if strategy.width > 1:
+            batch = {name: ff.shard(value, mesh) for name, value in batch.items()}
+        step(batch)
+    left = [name for name, p in model.module.named_parameters() if p.grad is not None]
+    return {name: p.detach() for name, p in model.module.named_parameters()}, most, left
+
+
+def test_gradients_are_dropped_one_by_one_in_an_order_all_ranks_share():
+    for spread in ({}, {"width": 2}, {"data": 2}, {"data": 2, "width": 2}):
+        plain, together = ff.Strategy(**spread), ff.Strategy(**spread, update_in_backward=True)
+        if plain.ranks == 1:
+            expected, found = [most_gradients(plain)], [most_gradients(together)]
+        else:
+            group = rank_group(plain.ranks)
+            expected, found = group.run(most_gradients, plain), group.run(most_gradients, together)
+        for (exact, most_before, _), (got, most, left) in zip(expected, found, strict=True):
+            assert most_before >= 6 and most <= 2 and left == []
+            torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(got["never.weight"], tangled().never.weight.detach(), rtol=0, atol=0)
+
+
+def test_a_parameter_without_a_gradient_is_named_before_any_update():
+    with pytest.raises(RankFailure) as caught:
+        rank_group(2).run(most_gradients, ff.Strategy(data=2, update_in_backward=True), False)
+    assert [kind for _, kind, _, _ in caught.value.errors] == ["GradientError"] * 2
+    for text in ("2 ranks (never.weight, never.bias)", "2 ranks (never.weight, never.bias, some.weight, ...)"):
+        assert text in str(caught.value)
+
+
+def broken(kind, ranks):
+    strategy = ff.Strategy(data=ranks, update_in_backward=True)
+    model = ff.parallelize(network(), ff.init_mesh(), average_gradients=False)
+    step = ff.TrainStep(model, spiked if kind == "gradient" else exact_loss, SGD(model.parameters(), lr=0.1), strategy)
+    batch = batch_of(0)
+    if kind == "loss" and (ranks == 1 or torch.distributed.get_rank() == 1):
+        batch["image"] = batch["image"] * math.nan
+    if kind == "nothing counts":
+        batch["target"] = torch.full_like(batch["target"], -1)
+    if kind == "rehearsal":
+        step.rehearse(batch)
+        return True, error_free(model)
+    record = step(batch)
+    return record.skipped, error_free(model)
+
+
+def error_free(model):
+    return all(map(torch.equal, model.parameters(), network().parameters()))
+
+
+def spiked(model, batch):
+    total, count = exact_loss(model, batch)
+    return Spike.apply(total), count
+
+
+@pytest.mark.parametrize("kind", ["loss", "nothing counts", "rehearsal"])
+def test_nothing_is_updated_in_backward_when_a_rank_cannot(kind):
+    for skipped, unchanged in [broken(kind, 1), *rank_group(2).run(broken, kind, 2)]:
+        assert skipped and unchanged
+
+
+def test_a_gradient_that_is_not_finite_ends_an_update_in_backward():
+    with pytest.raises(GradientError, match=r"the gradient's norm is (inf|nan), and update_in_backward has applied it"):
+        broken("gradient", 1)
+
+
+def channels_last(dtype):
+    return network(dtype).to(memory_format=torch.channels_last)
+
+
+class Reentrant(nn.Module):
+    """Its inner parameters are in no graph that the loss shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, image):
+        return checkpoint(self.inner, self.first(image), use_reentrant=True)
+
+
+def reentrant(dtype):
+    torch.manual_seed(0)
+    return Reentrant().to(dtype)
+
+
+def test_updates_in_backward_of_channels_last():
+    """Fused kernels go through memory in order: parameter and gradient must lie alike."""
+    exact, *_ = trained(ff.Strategy(optimizer="adamw"), build=channels_last)
+    for spread in ({}, {"data": 2}):
+        strategy = ff.Strategy(optimizer="adamw", update_in_backward=True, **spread)
+        arguments = (strategy, ADAMW, torch.float64, None, exact_loss, channels_last)
+        results = [trained(*arguments)] if strategy.ranks == 1 else rank_group(2).run(trained, *arguments)
+        for parameters, *_ in results:
+            assert error(changes(parameters), changes(exact)) < 1e-12
+
+
+def test_a_gradient_that_no_graph_shows_is_refused():
+    with pytest.raises(GradientError, match=r"inner\.(weight|bias) got a gradient that the loss's graph does not show"):
+        trained(ff.Strategy(update_in_backward=True), build=reentrant)
+
+
+class Counting(SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_counts_its_steps_is_refused():
+    with pytest.raises(StrategyError, match="Counting counts steps in its parameter groups"):
+        trained(ff.Strategy(update_in_backward=True), grouped(Counting))
+
+
+def mismatched():
+    messages = []
+    for options, strategy in [
+        ({}, ff.Strategy(width=2, update_in_backward=True)),
+        ({}, ff.Strategy(width=2, shard_parameters=True)),
+        ({"average_gradients": False}, ff.Strategy(width=2)),
+        ({"shard_parameters": True}, ff.Strategy(width=2)),
+    ]:
+        model = ff.parallelize(network(), ff.init_mesh(width=2), **options)
+        with pytest.raises(StrategyError) as caught:
+            ff.TrainStep(model, exact_loss, SGD(model.parameters(), lr=0.1), strategy)
+        messages.append(str(caught.value).rpartition("mesh, ")[2])
+    return messages
+
+
+def test_a_model_that_was_parallelized_for_another_strategy():
+    wanted = [
+        "average_gradients=False)",
+        "shard_parameters=True)",
+        "average_gradients=True)",
+        "shard_parameters=False)",
+    ]
+    for messages in rank_group(2).run(mismatched):
+        assert messages == wanted
+
+
+def finished(model, run_dir):
+    """A whole model on one rank alone."""
+    with torch.no_grad():
+        torch.save(model(tiny.Frames(1).images), run_dir / "finished.pt")
+
+
+def fitted(strategy, run_dir):
+    recipe = tiny.recipe(
+        model=tiny.Plain,
+        steps=3,
+        evaluate=tiny.evaluate,
+        evaluation_data=evaluation_frames,
+        evaluate_every=2,
+        finish=finished,
+    )
+    records = []
+    model = ff.fit(recipe, strategy, run_dir, on_record=records.append)
+    return records, [p.detach() for p in model.parameters()]
+
+
+def evaluation_frames():
+    return tiny.Frames(5)  # more for one replica than for the other
+
+
+@pytest.mark.parametrize("option", ["shard_optimizer", "shard_parameters", "update_in_backward"])
+def test_a_whole_run(option, tmp_path):
+    group = rank_group(4)
+    expected, parameters = group.run(fitted, ff.Strategy(data=2, width=2), tmp_path / "plain")[0]
+    for records, found in group.run(fitted, ff.Strategy(data=2, width=2, **{option: True}), tmp_path / option):
+        torch.testing.assert_close(found, parameters, rtol=1e-10, atol=1e-13)
+        for record, wanted in zip(records, expected, strict=True):
+            assert record.keys() == wanted.keys()
+            for name in record.keys() - {"step_seconds"}:
+                assert record[name] == pytest.approx(wanted[name], rel=1e-9), name
+    images = [torch.load(tmp_path / run / "finished.pt") for run in ("plain", option)]
+    torch.testing.assert_close(*images, rtol=1e-10, atol=1e-13)

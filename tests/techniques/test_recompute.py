@@ -1,0 +1,291 @@
+"""A step that computes blocks again is the step that does not: gradients, statistics, draws, on any ranks."""
+
+import copy
+import io
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fullframe as ff
+from fullframe.errors import StrategyError
+from fullframe.model.parallelized import parallelize_for
+from fullframe.ranks.randomness import random_state, seed_everything
+from fullframe.techniques.recompute import blocks_to_recompute
+from tests.models.zoo import ZOO
+from tests.rank_group import rank_group
+from tests.training import blocks
+from tests.training.tiny import Plain
+
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
+
+
+def on_ranks(batch: dict[str, Any], mesh: Any, split: tuple[str, ...]) -> dict[str, Any]:
+    """This replica's share of a batch, cut over its ranks."""
+    share = len(batch[split[0]]) // mesh.size(0)
+    mine = slice(mesh.get_local_rank("data") * share, (mesh.get_local_rank("data") + 1) * share)
+    batch = {name: value[mine] for name, value in batch.items()}
+    if mesh.size() > mesh.size(0):
+        batch |= {name: ff.shard(batch[name], mesh) for name in split}
+    return batch
+
+
+def steps(strategy: ff.Strategy, **options: Any) -> dict[str, Any]:
+    """What two steps leave behind, as plain tensors and numbers."""
+    mesh = ff.init_mesh(height=strategy.height, width=strategy.width)
+    dtype = torch.float64 if strategy.precision == "fp32" else torch.float32
+    plain = blocks.network(dtype, **options)
+    model = parallelize_for(
+        strategy,
+        plain,
+        mesh,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ff.TrainStep(model, blocks.loss, optimizer, strategy)
+    batch = on_ranks(blocks.batch(dtype), mesh, ("image", "target"))
+    seed_everything(7 + mesh.get_local_rank("data"))
+    losses = [step(batch).loss for _ in range(2)]
+    state = random_state()
+    whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in plain.named_parameters()}
+    return {
+        "losses": losses,
+        "parameters": whole,
+        "buffers": {name: buffer.clone() for name, buffer in plain.named_buffers()},
+        "random": (state["torch"], state["numpy"]["state"]["pos"], state["python"][1]),
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_same_to_the_last_bit_in_one_process(precision: Any, microbatches: int) -> None:
+    """With dropout, Python's and numpy's draws, batch norm, and a spectral norm that steps on at every forward."""
+    options: Any = {"precision": precision, "microbatches": microbatches}
+    without = steps(ff.Strategy(**options), dropout=0.3, spectral=True)
+    assert_same(steps(ff.Strategy(**options, recompute="blocks"), dropout=0.3, spectral=True), without)
+
+
+STRATEGIES = [
+    ff.Strategy(width=2, recompute="blocks"),
+    ff.Strategy(data=2, recompute="blocks", microbatches=2),
+    ff.Strategy(height=2, width=2, recompute="blocks", microbatches=2),
+    ff.Strategy(data=2, width=2, recompute="blocks", precision="bf16"),
+]
+
+
+def both(strategy: ff.Strategy) -> tuple[dict[str, Any], dict[str, Any]]:
+    options: Any = {"dropout": 0.3, "spectral": not strategy.shard_parameters}
+    return steps(strategy, **options), steps(replace(strategy, recompute="none"), **options)
+
+
+@pytest.mark.parametrize("option", ["", "shard_parameters", "update_in_backward"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: f"{s.data}x{s.height}x{s.width}")
+def test_the_same_to_the_last_bit_on_ranks(strategy: ff.Strategy, option: str) -> None:
+    options: Any = {option: True} if option else {}
+    if option == "update_in_backward":
+        options["microbatches"] = 1
+    for found, expected in rank_group(strategy.ranks).run(both, replace(strategy, **options)):
+        assert_same(found, expected)
+
+
+def test_split_ranks_give_the_numbers_of_one_process() -> None:
+    expected = steps(ff.Strategy())
+    for strategy in (STRATEGIES[0], ff.Strategy(height=2, width=2, recompute="blocks")):
+        for found in rank_group(strategy.ranks).run(steps, strategy):
+            for kind in ("losses", "parameters", "buffers"):
+                torch.testing.assert_close(found[kind], expected[kind], rtol=1e-10, atol=1e-13)
+
+
+def test_statistics_count_a_batch_once() -> None:
+    found = steps(ff.Strategy(microbatches=2, recompute="blocks"))["buffers"]
+    assert found["stem.1.num_batches_tracked"] == found["blocks.0.norm.num_batches_tracked"] == 4
+    assert found["blocks.2.norm.num_batches_tracked"] == 8  # it runs twice in a forward pass
+
+
+class Count(nn.Module):
+    """A layer that knows how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.calls = nn.Conv2d(3, 3, 3, padding=1), 0
+        self.second = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.second(self.conv(x).relu()).sin()  # type: ignore[no-any-return]
+
+
+def counted(names: tuple[str, ...] = (), steps: int = 1) -> tuple[nn.Module, list[int]]:
+    model = nn.Sequential(*(Count() for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = ff.Strategy(recompute="blocks", recompute_modules=names)
+    for _ in range(steps):
+        step = ff.TrainStep(model, lambda model, x: model(x).square().mean(), optimizer, strategy)
+    step(torch.ones(1, 3, 8, 8))
+    return model, [layer.calls for layer in model]
+
+
+def test_blocks_run_twice_also_after_a_second_step_was_made() -> None:
+    assert counted()[1] == [2, 2, 2]
+    assert counted(steps=3)[1] == [2, 2, 2]
+    assert counted(("0", "[2]"))[1] == [2, 1, 2]
+
+
+def test_a_step_without_recompute_takes_it_out_and_evaluation_does_not_see_it() -> None:
+    model, _ = counted()
+    assert "forward" in vars(model[0])
+    with torch.no_grad():
+        model(torch.ones(1, 3, 8, 8))
+    assert [layer.calls for layer in model] == [3, 3, 3]
+    ff.TrainStep(model, lambda model, x: x, torch.optim.SGD(model.parameters()), ff.Strategy())
+    assert "forward" not in vars(model[0])
+
+
+def test_the_model_is_the_same_to_everyone_else() -> None:
+    model, _ = counted()
+    fresh = nn.Sequential(*(Count() for _ in range(3)))
+    assert list(model.state_dict()) == list(fresh.state_dict())
+    assert repr(model) == repr(fresh)
+    assert [type(m) for m in model.modules()] == [type(m) for m in fresh.modules()]
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        other[0].conv.weight.data.zero_()
+        other(torch.ones(1, 3, 8, 8)).sum().backward()
+        assert other[0].conv.weight.grad is not None
+        assert other[0].calls == 3 and model[0].calls == 2, "the copy must not run in the original"
+        assert model[0].conv.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        ((), BLOCKS),
+        (("blocks.1",), ("blocks.1",)),
+        (("blocks",), BLOCKS),  # a list is never called: what is in it
+        (("blocks.*",), BLOCKS),  # not also what is within them
+        (("*.norm", "stem"), ("stem", "blocks.0.norm", "blocks.1.norm", "blocks.2.norm")),
+    ],
+)
+def test_which_blocks(patterns: tuple[str, ...], names: tuple[str, ...]) -> None:
+    strategy = ff.Strategy(recompute="blocks", recompute_modules=patterns)
+    assert blocks_to_recompute(blocks.network(), strategy) == names
+
+
+def test_names_that_are_not_there() -> None:
+    strategy = ff.Strategy(recompute="blocks", recompute_modules=("blocks.0", "layers.*"))
+    with pytest.raises(StrategyError, match=r"names 'layers\.\*', which no module of Blocks .* stem, stem.0"):
+        blocks_to_recompute(blocks.network(), strategy)
+    with pytest.raises(
+        StrategyError, match=r"Plain has no repeated blocks; name modules with recompute_modules, of la"
+    ):
+        blocks_to_recompute(Plain(), ff.Strategy(recompute="blocks"))
+
+
+class Writing(Count):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.relu_())
+
+
+def writing(width: int) -> str:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), Writing(), Writing())
+    mesh = ff.init_mesh(width=width)
+    strategy = ff.Strategy(width=width, recompute="blocks")
+    given = ff.parallelize(model, mesh)
+    step = ff.TrainStep(given, lambda model, x: model(x).sum(), torch.optim.SGD(given.parameters(), lr=0.1), strategy)
+    with pytest.raises(StrategyError) as raised:
+        step(ff.shard(torch.ones(1, 3, 8, 8), mesh) if width > 1 else torch.ones(1, 3, 8, 8))
+    return str(raised.value)
+
+
+def test_a_block_that_writes_to_its_input_is_refused() -> None:
+    for message in (writing(1), *rank_group(2).run(writing, 2)):
+        assert message.startswith("1 writes to its input, so it cannot be recomputed from it; use inplace=False")
+
+
+class PassedBy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Count() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0].second(self.layers[0].conv(x)))  # type: ignore[no-any-return]
+
+
+def test_a_block_that_is_not_called_is_named() -> None:
+    model = PassedBy()
+    strategy = ff.Strategy(recompute="blocks")
+    step = ff.TrainStep(model, lambda model, x: model(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    with pytest.warns(UserWarning, match=r"no effect on layers\.0: the model did not call them"):
+        step(torch.ones(1, 3, 8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(torch.ones(1, 3, 8, 8))
+
+
+def of_a_model(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    entry = ZOO[name]
+    mesh = ff.init_mesh(height=2, width=2)
+    torch.manual_seed(0)
+    plain = entry.build().double().train()
+    model = ff.parallelize(
+        plain, mesh, unsupported=entry.unsupported, find_unused_parameters=entry.find_unused_parameters
+    )
+    strategy = ff.Strategy(height=2, width=2, **options)
+    step = ff.TrainStep(model, entry.loss, torch.optim.SGD(model.parameters(), lr=0.0), strategy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is gathered
+        step(on_ranks(entry.inputs(64, 96), mesh, entry.split))
+    gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    return gradients, dict(plain.named_buffers())
+
+
+def both_of_a_model(name: str, modules: tuple[str, ...]) -> Any:
+    return of_a_model(name), of_a_model(name, recompute="blocks", recompute_modules=modules)
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"), [("convnext", ()), ("segformer", ()), ("unet", ()), ("unrolled_stereo", ("update", "delta"))]
+)
+def test_models_on_two_by_two_ranks(name: str, modules: tuple[str, ...]) -> None:
+    """Blocks that exchange rows and reduce over ranks do so again in backward, in one order on all ranks."""
+    for expected, found in rank_group(4).run(both_of_a_model, name, modules):
+        assert_same(found, expected)
+
+
+class Checkpointed(blocks.Blocks):
+    """The user's own recompute, by torch."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = self.stem(image)
+        for block in self.blocks:
+            x, found = checkpoint(block, x, [], extra={"scale": 0.5}, use_reentrant=False)
+            x = x + found["mean"]
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def with_the_users_own(height: int, width: int) -> Any:
+    torch.manual_seed(0)
+    model = Checkpointed().double()
+    image, given = blocks.batch()["image"], model
+    if height * width > 1:
+        mesh = ff.init_mesh(height=height, width=width)
+        given, image = ff.parallelize(model, mesh), ff.shard(image, mesh)
+    given(image).square().mean().backward()
+    return {n: p.grad for n, p in model.named_parameters()}, dict(model.named_buffers())
+
+
+def test_the_users_own_recompute_is_what_it_is_in_one_process() -> None:
+    """Torch's, which counts a batch twice: the numbers of one GPU, whatever they are."""
+    expected = with_the_users_own(1, 1)
+    assert expected[1]["blocks.0.norm.num_batches_tracked"] == 2
+    for found in rank_group(4).run(with_the_users_own, 2, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13)

@@ -1,0 +1,68 @@
+"""Ranks that hold different numbers are named, and what may differ is not."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullframe as ff
+from fullframe.errors import RunError
+from tests.rank_group import rank_group
+from tests.training.tiny import Network, recipe
+
+
+class Drifting(torch.optim.SGD):
+    """In step 3 one rank gets one bit wrong."""
+
+    def __init__(self, model_values, rank):
+        super().__init__(model_values, lr=0.1)
+        self.rank, self.steps = rank, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps += 1
+        if self.steps == 3 and dist.get_rank() == self.rank:
+            weight = self.param_groups[0]["params"][-2]  # head.1.weight
+            weight.view(-1)[0] = torch.nextafter(weight.view(-1)[0], torch.tensor(torch.inf, dtype=weight.dtype))
+
+
+def drifting_run(strategy, run_dir, rank):
+    job = recipe(optimizer=lambda parameters: Drifting(parameters, rank))
+    try:
+        ff.fit(job, strategy, run_dir, steps=9, check_every=2, checkpoint_every=2)
+    except RunError as error:
+        return str(error)
+
+
+def test_one_bit_on_one_rank(tmp_path):
+    for error in rank_group(4).run(drifting_run, ff.Strategy(data=2, width=2), tmp_path, 3):
+        assert error.startswith("the ranks have drifted apart: after step 4, head.1.weight on rank 3 differs from ")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002"], "nothing wrong kept"
+
+
+class Forgetful(Network):
+    """Keeps something of its own on each rank of a replica."""
+
+    def forward(self, image):
+        if self.training:
+            self.body[1].running_mean += dist.get_rank() % 2
+        return super().forward(image)
+
+
+def checked_run(strategy, run_dir, model):
+    try:
+        ff.fit(recipe(model=model), strategy, run_dir, steps=3, check_every=1)
+    except RunError as error:
+        return str(error)
+
+
+def test_a_buffer_that_differs_within_a_replica(tmp_path):
+    for error in rank_group(2).run(checked_run, ff.Strategy(height=2), tmp_path, Forgetful):
+        assert "after step 1, body.1.running_mean on rank 1 differs" in error
+
+
+@pytest.mark.parametrize("changes", [{}, {"shard_parameters": True}, {"sync_batchnorm": True}], ids=str)
+def test_what_may_differ_is_left_alone(tmp_path, changes):
+    """Replicas have running statistics of their own after a step, ranks their own shards."""
+    strategy = ff.Strategy(data=2, width=2, **changes)
+    assert rank_group(4).run(checked_run, strategy, tmp_path, Network) == [None] * 4

@@ -1,0 +1,107 @@
+"""Who hangs: whoever does not wait for the others. That all ranks end is tested in test_faults.py."""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullframe as ff
+from fullframe.ranks.exchange import summed
+from fullframe.ranks.shared_memory import SLOT_BYTES
+from fullframe.training.faults import watchdog
+from fullframe.training.faults.watchdog import Watchdog, Whereabouts, verdict
+from tests.rank_group import rank_group
+from tests.training.tiny import loss, recipe
+
+
+def test_the_verdict_names_who_does_not_wait():
+    waits = Whereabouts("step 7", 61.0, "exchange.py, line 3, in wait", True)
+    sleeps = Whereabouts("reading the batch of step 7", 62.0, "job.py, line 9, in read", False)
+    text = verdict([waits, sleeps, None, waits], 60.0, Path("run/stacks"))
+    assert text == (
+        "the job hangs, no rank got on for 60 s; rank 1 does not reach the others: reading the batch of step 7, "
+        "job.py, line 9, in read; rank 2 does not answer: it is stopped, or stuck outside Python; "
+        "rank 0, 3 waits for that: step 7, exchange.py, line 3, in wait. Stacks of all threads are in "
+        "run/stacks; if a step may take so long, give --hang-timeout"
+    )
+    assert "rank 0, 1 waits for each other: they do not run the same program" in verdict([waits, waits], 60.0, Path())
+
+
+def seen_from_beside(wait):
+    """What the watchdog's thread thinks of this one meanwhile: does it wait for other ranks?"""
+    seen, main, ended = [], threading.get_ident(), threading.Event()
+
+    def look():
+        while not ended.wait(0.02):
+            seen.append(watchdog._waits(main, sys._current_frames()[main]))
+
+    beside = threading.Thread(target=look)
+    beside.start()
+    try:
+        wait()
+    finally:
+        ended.set()
+        beside.join()
+    return seen
+
+
+def one_waits_for_the_other(large):
+    """Rank 0 waits for rank 1, which sleeps first; then that both are there."""
+    first = dist.get_rank() == 0
+
+    def add():  # on one line for both ranks
+        summed(torch.zeros(SLOT_BYTES + 8 if large else 8), dist.group.WORLD)
+
+    seen = seen_from_beside(add if first else lambda: time.sleep(0.6))
+    if not first:
+        add()
+    return seen
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_who_waits_says_so(large):
+    waiting, sleeping = rank_group(2).run(one_waits_for_the_other, large)
+    assert len(waiting) > 5 and len(sleeping) > 5
+    assert sum(waiting) >= len(waiting) - 2 and not any(sleeping)
+
+
+def test_a_process_alone_says_so_and_goes_on(tmp_path):
+    calls, messages = [], []
+
+    def slow(model, batch):
+        calls.append(1)
+        time.sleep(0.8 * (len(calls) == 2))
+        return loss(model, batch)
+
+    ff.fit(recipe(loss=slow), ff.Strategy(), tmp_path, steps=3, hang_timeout=0.5, on_message=messages.append)
+    said = [message for message in messages if message.startswith("step 2 has taken")]
+    assert len(said) == 1, messages
+    line = slow.__code__.co_firstlineno + 2
+    assert said[0] == (
+        f"step 2 has taken 0.5 s so far: {__file__}, line {line}, in slow; stacks are in {tmp_path}/stacks/rank-0.txt"
+    )
+    first, *rest = (tmp_path / "stacks" / "rank-0.txt").read_text().splitlines()
+    assert json.loads(first)["waits"] is False
+    assert any(f'File "{__file__}", line {line} in slow' in text for text in rest)
+
+
+def one_is_slow(folder):
+    """Rank 1 is busy three times as long as a rank may be silent, and says so; what rank 0 says meanwhile."""
+    said = []
+    with Watchdog(folder, 2.0, said.append) as watching:
+        for _ in range(30 * dist.get_rank()):
+            time.sleep(0.2)
+            watching.beat("writing a lot")
+        dist.barrier()
+    return said
+
+
+def test_a_rank_that_is_slow_is_waited_for(tmp_path):
+    waiting, busy = rank_group(2).run(one_is_slow, tmp_path)
+    assert busy == []
+    assert waiting and all(text.startswith("all wait for rank 1, which gets on: writing a lot, ") for text in waiting)

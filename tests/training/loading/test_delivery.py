@@ -1,0 +1,151 @@
+"""A batch is cut where it is read, and a data set that can read a part is asked for no more than it."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+import fullframe as ff
+from fullframe.errors import FullframeError, RecipeError, ShapeError
+from fullframe.training.loading.delivery import Collation, Cut, Grid, Sample
+from fullframe.training.loading.loader import evaluation_batches
+from tests.rank_group import rank_group
+from tests.training.tiny import SIZE, Frames
+
+LAST = Grid(height=2, width=3, row=1, column=2)  # of 2 x 3 ranks
+
+
+def test_a_grid_cuts_as_shard_does():
+    assert Grid(2, 3, 0, 0).part((9, 14)) == (slice(0, 5), slice(0, 5))
+    assert LAST.part((9, 14)) == (slice(5, 9), slice(10, 14))
+    assert Grid().part((9, 14)) == (slice(0, 9), slice(0, 14))
+
+
+def test_only_the_part_leaves_the_process_that_read_it():
+    samples = [Sample({"image": torch.arange(27.0).reshape(3, 3, 3), "id": torch.tensor(i)}, (), None) for i in (1, 2)]
+    batch, _ = Collation(default_collate, LAST, "auto")(samples)
+    assert type(batch["image"]) is Cut and batch["image"].shape == (2, 3, 3, 3)
+    local = batch["image"].local
+    assert torch.equal(local, default_collate([s.value["image"] for s in samples])[..., 2:, 2:])
+    assert local.untyped_storage().nbytes() == local.numel() * local.element_size(), "a view would carry the whole"
+    assert type(batch["id"]) is torch.Tensor
+    whole, _ = Collation(default_collate, Grid(), "auto")(samples)
+    assert type(whole["image"]) is torch.Tensor
+
+
+def cameras():
+    """The shapes of a batch (N, cameras, 3, H, W) and of its part, and what became of the matrices beside it."""
+    data = [{"image": torch.full((6, 3, 7, 10), float(i)), "intrinsics": torch.eye(3).expand(6, 3, 3)} for i in (0, 1)]
+    (batch,) = ff.ShardedLoader(DataLoader(data, 2), ff.init_mesh(height=2))
+    image = batch["image"]
+    assert image.full()[:, 5, 2].mean((1, 2)).tolist() == [0, 1]
+    return tuple(image.shape), tuple(image.local.shape), type(batch["intrinsics"])
+
+
+def test_multi_camera_images_are_split_on_their_last_dims():
+    for part, (shape, local, matrices) in enumerate(rank_group(2).run(cameras)):
+        assert shape == (2, 6, 3, 7, 10) and local == (2, 6, 3, 4 - part, 10) and matrices is torch.Tensor
+
+
+class Parts(Frames):
+    """Reads parts of frames: brightness and color are drawn for the whole frame. Counts the pixels it reads."""
+
+    pixels = 0
+    noise = False  # also draws one number for each pixel it reads, which it must not
+
+    def size(self, index):
+        return SIZE
+
+    def __getitem__(self, index):
+        return self.read(index, slice(0, SIZE[0]), slice(0, SIZE[1]))
+
+    def read(self, index, rows, columns):
+        image = self.images[index][:, rows, columns]
+        self.pixels += image[0].numel()
+        image = image * random.uniform(0.5, 1.5) + float(np.random.normal()) + torch.rand(3, 1, 1)
+        image = image + torch.randn_like(image) if self.noise else image
+        return {"image": image, "target": self.targets[index][rows, columns], "index": index}
+
+
+def loader_of(data, height, width, workers=0, batch_size=4, **options):
+    read = DataLoader(data, batch_size, shuffle=True, num_workers=workers, drop_last=True)
+    return ff.ShardedLoader(read, ff.init_mesh(height=height, width=width), seed=5, **options)
+
+
+def frames(height, width, workers):
+    """Two epochs made whole again, and the pixels that this process read for them."""
+    data = Parts(11)
+    batches = []
+    for _ in range(2):
+        for batch in loader_of(data, height, width, workers):
+            batches.append({k: v.full() if isinstance(v, ff.SpatialTensor) else v for k, v in batch.items()})
+    return batches, data.pixels
+
+
+@pytest.mark.parametrize(("height", "width", "workers"), [(1, 2, 0), (2, 1, 2)])
+def test_parts_make_the_frame_that_one_process_reads(height, width, workers):
+    alone, pixels = frames(1, 1, 0)
+    assert pixels == 4 * 4 * SIZE[0] * SIZE[1], "four batches of four"
+    for found, read in rank_group(2).run(frames, height, width, workers):
+        assert workers or read == pixels // 2, "a rank read more than its part"
+        for batch, whole in zip(found, alone, strict=True):
+            assert all(torch.equal(batch[key], whole[key]) for key in ("image", "target", "index"))
+
+
+def evaluated():
+    """The parts that evaluation reads."""
+    data = Parts(2)
+    batches = [(batch["image"].full(), counts) for batch, counts in evaluation_batches(data, ff.init_mesh(width=2), 5)]
+    return batches, data.pixels
+
+
+def test_evaluation_reads_parts_too():
+    for batches, pixels in rank_group(2).run(evaluated):
+        assert pixels == SIZE[0] * SIZE[1] and all(counts for _, counts in batches)
+        assert [tuple(image.shape) for image, _ in batches] == [(1, 3, *SIZE)] * 2
+
+
+def refused(what, height=2, width=1):
+    """What a wrong data set is told."""
+    data: Any = Parts(4)
+    options = {}
+    if what == "noise":
+        data.noise = True
+    elif what == "another frame":
+        data.images = data.images + torch.distributed.get_rank()
+        data.read = lambda index, rows, columns: {"image": data.images[index], "index": index}
+    elif what == "a part too large":
+        data.read = lambda index, rows, columns: {"image": torch.zeros(3, *SIZE)}
+        options["split"] = ["image"]
+    elif what == "sizes":
+        data.size = lambda index: (8 + index, 14)
+    elif what == "few rows":
+        data.size = lambda index: (1, 14)
+    elif what == "other labels":
+        plain = data.read
+        data.read = lambda index, *part: plain(index, *part) | {"label": torch.distributed.get_rank()}
+    try:
+        next(iter(loader_of(data, height, width, **options)))
+    except FullframeError as error:
+        return type(error), str(error)
+    return None, ""
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "message"),
+    [
+        ("noise", RecipeError, "as many numbers whatever rows and columns are read"),
+        ("other labels", RecipeError, "ranks [0, 1] of one replica read different samples"),
+        ("another frame", ShapeError, "gave no tensor of rows"),
+        ("a part too large", ShapeError, "read() gave 'image' with the shape (4, 3, 9, 14) where rows"),
+        ("sizes", ShapeError, "cannot be one batch of parts"),
+        ("few rows", ShapeError, "of 1 x 14 over height 2 x width 1 ranks leaves ranks with nothing to read"),
+        ("nothing", None, ""),
+    ],
+)
+def test_a_wrong_read_is_refused_on_all_ranks(what, kind, message):
+    for found, said in rank_group(2).run(refused, what):
+        assert found is kind and message in said, said

@@ -1,0 +1,163 @@
+"""A step is proved exact, or the very module is named where split ranks leave the way of one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullframe.verification.verdict import Verdict
+from tests.rank_group import RankFailure, rank_group
+from tests.verification.job import DRAWN, LEAK, PARTS, RIGHT, SCALED, SEAM, SPECTRAL, UNUSED, written
+
+
+def _verified(path: str, data: int, height: int, width: int, unsupported: str) -> str:
+    from fullframe.strategy import Strategy
+    from fullframe.verification.verify import verify
+
+    torch.set_num_threads(1)
+    strategy = Strategy(data=data, height=height, width=width)
+    return verify(Path(path), strategy, unsupported=unsupported).to_json()  # type: ignore[arg-type]
+
+
+def verified(path: Path, data: int = 1, height: int = 1, width: int = 2, unsupported: str = "error") -> Verdict:
+    """The verdict, the same on all ranks."""
+    answers = rank_group(data * height * width).run(_verified, str(path), data, height, width, unsupported)
+    verdicts = [json.loads(answer) for answer in answers]
+    for verdict in verdicts:
+        verdict.pop("notes")  # a gathered op is named by the first rank alone
+    assert all(verdict == verdicts[0] for verdict in verdicts)
+    return Verdict.from_json(answers[0])
+
+
+def largest(verdict: Verdict) -> float:
+    assert verdict.loss is not None
+    return max([verdict.loss.relative] + [d.relative for d in (*verdict.parameters, *verdict.buffers)])
+
+
+@pytest.mark.parametrize(("data", "height", "width"), [(1, 1, 2), (2, 1, 2)])
+def test_an_exact_recipe(tmp_path: Path, data: int, height: int, width: int) -> None:
+    verdict = verified(written(tmp_path), data, height, width)
+    assert verdict.exact and verdict.first_difference is None and verdict.exit_code == 0, verdict
+    assert 0 < largest(verdict) < 1e-12, "exact to rounding, and not the same sums"
+    assert {d.name for d in verdict.parameters} == {
+        *("stem.0.weight", "stem.0.bias", "stem.1.weight", "stem.1.bias"),
+        *("middle.weight", "middle.bias", "head.1.weight", "head.1.bias"),
+    }
+    assert {d.name for d in verdict.buffers} == {f"stem.1.{n}" for n in ("running_mean", "running_var")} | {
+        "stem.1.num_batches_tracked"
+    }
+    # 11 modules, with one input and one output each. Distinct tensors behind the image: the outputs of stem.0, stem.1,
+    # stem.2, pool, middle, up and head.1, the sum before up and the slice behind it.
+    assert (verdict.values, verdict.gradients) == (22 * data, 9 * data)
+    assert verdict.mesh == {"data": data, "height": height, "width": width}
+    assert verdict.notes == ("dropout is off for the comparison, in both runs: head.0 (p = 0.3)",)
+
+
+WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    # middle block, its code, what the first difference must be, what the sentence says
+    "scaled on one rank": (
+        "Scaled()",
+        SCALED,
+        {"phase": "forward", "module": "middle", "class_name": "Scaled", "tensor": "output", "rank": 1},
+        "'middle' (Scaled) is the first module whose output differs",
+    ),
+    "a rule without halo": (
+        "Blurred()",
+        SEAM,
+        {
+            "phase": "forward",
+            "module": "middle",
+            "class_name": "Blurred",
+            "tensor": "input of 'middle.second' (Conv2d)",
+        },
+        "code in the forward of 'middle' (Blurred) differs first: what it passes to 'middle.second' (Conv2d)",
+    ),
+    "a gradient that leaks": (
+        "Leaking()",
+        LEAK,
+        {"phase": "backward", "module": "middle", "class_name": "Leaking", "rank": 1},
+        "output of 'middle.mix' (Conv2d) is the first that differs: look at the backward of the code in the forward of",
+    ),
+    "a leak in a child": (
+        "nn.Sequential(nn.Conv2d(6, 6, 1), Leaking.Alone(), nn.Conv2d(6, 6, 1))",
+        LEAK + "class Alone(Leaking):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.mix = nn.Identity()\n\nLeaking.Alone = Alone\n",
+        {"phase": "backward", "module": "middle.1", "class_name": "Alone", "rank": 1},
+        "gradient at the output of 'middle.0' (Conv2d) is the first that differs: look at the backward of",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_recipe_names_the_module(tmp_path: Path, what: str) -> None:
+    middle, code, expected, said = WRONG[what]
+    verdict = verified(written(tmp_path, middle, code))
+    first = verdict.first_difference
+    assert not verdict.exact and verdict.exit_code == 1 and first is not None
+    assert {name: getattr(first, name) for name in expected} == expected, first
+    assert said in first.message
+    assert first.shape == (2, 6, 9, 13) and first.local_shape in ((2, 6, 9, 7), (2, 6, 9, 6))
+    assert first.relative > 1e-8
+    assert largest(verdict) > 1e-9, "the gradients differ too"
+
+
+def test_samples_that_are_read_in_parts(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, RIGHT, PARTS.format(shift=0)))
+    assert verdict.exact and largest(verdict) < 1e-12, verdict
+    verdict = verified(written(tmp_path, RIGHT, PARTS.format(shift=1)))
+    first = verdict.first_difference
+    assert not verdict.exact and first is not None and (first.phase, first.rank) == ("forward", 0), first
+
+
+def test_what_has_no_rule_is_refused_or_gathered(tmp_path: Path) -> None:
+    path = written(tmp_path, "Spectral()", SPECTRAL)
+    verdict = verified(path)
+    assert not verdict.exact and verdict.exit_code == 2 and verdict.refused is not None
+    assert (verdict.refused.function, verdict.refused.module) == ("torch.fft.fft2", "middle (Spectral)")
+    assert verdict.loss is None and verdict.parameters == ()
+
+    verdict = verified(path, unsupported="gather")
+    assert verdict.exact and largest(verdict) < 1e-12, verdict
+    assert any("torch.fft.fft2 (middle (Spectral)) runs on the gathered" in note for note in verdict.notes)
+
+
+def test_parameters_without_a_gradient_are_named(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, "Unused()", UNUSED))
+    assert {d.name: d.problem for d in verdict.parameters if d.problem} == {
+        "middle.spare.weight": "no gradient",
+        "middle.spare.bias": "no gradient",
+    }
+    assert verdict.notes[-1].startswith("2 parameters get no gradient from this batch (middle.spare.weight, ")
+
+
+def test_random_numbers_are_named_as_a_reason(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, "Drawn()", DRAWN))
+    first = verdict.first_difference
+    assert not verdict.exact and first is not None and (first.phase, first.module) == ("forward", "middle")
+    assert any(note.startswith("the loss depends on the seed also without nn.Dropout") for note in verdict.notes)
+
+
+BAD = {
+    "fails in one process": (
+        "Needy()",
+        "class Needy(nn.Module):\n    def __init__(self):\n        super().__init__()\n        dist.get_world_size()\n",
+        ["the step fails already in one process", "Default process group has not been initialized"],
+    ),
+    "loss not finite": (
+        "Zero()",
+        "class Zero(nn.Module):\n    def forward(self, x):\n        return x * float('nan')\n",
+        ["the loss of the first batch is nan over a count of"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_step_that_fails_in_one_process(tmp_path: Path, what: str) -> None:
+    middle, code, said = BAD[what]
+    with pytest.raises(RankFailure) as caught:
+        rank_group(2).run(_verified, str(written(tmp_path, middle, code)), 1, 1, 2, "error")
+    assert [name for _, name, _, _ in caught.value.errors] == ["RecipeError"] * 2
+    for _, _, message, _ in caught.value.errors:
+        assert all(words in message for words in said), message
