@@ -299,6 +299,10 @@ BAD = [
 
 @pytest.mark.parametrize(("path", "source", "said"), BAD)
 def test_a_breach_is_found(path: str, source: str, said: str) -> None:
-    files = {**GOOD, "fullframe/cli/train.py": "from fullframe.processes import launch\nfrom fullframe.strategy import x", path: source}
+    files = {
+        **GOOD,
+        "fullframe/cli/train.py": "from fullframe.processes import launch\nfrom fullframe.strategy import x",
+        path: source,
+    }
     found = violations(files)
     assert any(said in sentence for sentence in found), found

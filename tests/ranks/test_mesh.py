@@ -97,8 +97,8 @@ def numbers_of_numpy():
     size = [numpy.int64(n) for n in (1, 2, 2, 3, 8)]
     first = x.reshape(size)
     second = x.reshape(1, 2, 2, 3, 8)
-    kinds = {type(n) for n in (*first._layout.shape, *second._layout.shape)}
-    bounds = {type(b) for y in (first, second) for p in y._layout.placements for b in p.extents.bounds}
+    kinds = {type(n) for n in (*first.spec.shape, *second.spec.shape)}
+    bounds = {type(b) for y in (first, second) for p in y.spec.placements for b in p.extents.bounds}
     pooled = F.max_pool2d(x, numpy.int64(2)), F.max_pool2d(x, 2)
     return kinds | bounds == {int}, torch.equal(pooled[0].full(), pooled[1].full())
 

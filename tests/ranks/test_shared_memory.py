@@ -14,7 +14,8 @@ from fullframe.geometry.extents import Extents
 from fullframe.ranks import exchange
 from fullframe.ranks import shared_memory as mailbox
 from fullframe.ranks.channel import channel_of
-from fullframe.ranks.exchange import InFlight, Message, fetch, gathered, summed
+from fullframe.ranks.collectives import all_gather_no_grad, all_sum_no_grad
+from fullframe.ranks.exchange import InFlight, Message, fetch
 from fullframe.ranks.mesh import init_mesh, spatial_of
 from fullframe.ranks.shared_memory import SLOT_BYTES, SLOTS
 from fullframe.ranks.tags import HEAD_BYTES, padded
@@ -68,7 +69,7 @@ def test_a_sender_waits_for_a_free_slot():
 def abandoned():
     """A flight that is never waited for: the messages after it are the right ones."""
     axis = spatial_of(init_mesh(width=2)).width
-    peer, found = 1 - axis.part, []
+    peer, found = 1 - axis.coordinate, []
     for number in range(3 * SLOTS):
         flight = InFlight(axis, [Message(peer, torch.full((2,), 1.0 * number))], [Message(peer, torch.empty(2))])
         if number % 3:
@@ -88,8 +89,8 @@ def large_and_small():
     for columns in (3, SLOT_BYTES // 8, SLOT_BYTES // 8 + 1, 5):
         whole = torch.arange(4.0 * columns, dtype=torch.float64).view(4, columns)
         extents = Extents((0, 2, 4))
-        mine = whole[2 * axis.part : 2 * axis.part + 2].contiguous()
-        right &= torch.equal(fetch(mine, 0, extents, (range(4), range(1, 4)), axis), whole[(0, 1)[axis.part] :])
+        mine = whole[2 * axis.coordinate : 2 * axis.coordinate + 2].contiguous()
+        right &= torch.equal(fetch(mine, 0, extents, (range(4), range(1, 4)), axis), whole[(0, 1)[axis.coordinate] :])
     return right
 
 
@@ -103,10 +104,10 @@ def same_by_either(seed):
     right = True
     for dtype in (torch.float32, torch.float64, torch.int32, torch.bfloat16):
         value = (torch.randn(5, 3, generator=generator) * 9).to(dtype)
-        by_box = gathered(value, group), summed(value, group)
+        by_box = all_gather_no_grad(value, group), all_sum_no_grad(value, group)
         exchange.fits = lambda tensor: False
         try:
-            by_gloo = gathered(value, group), summed(value, group)
+            by_gloo = all_gather_no_grad(value, group), all_sum_no_grad(value, group)
         finally:
             exchange.fits = mailbox.fits
         right &= torch.equal(by_box[0], by_gloo[0]) and by_box[1].dtype == dtype

@@ -79,7 +79,7 @@ def blur(x):
 
 @ff.rule(blur)
 def blur_of_parts(function, x):
-    return wrap(F.avg_pool2d(local_of(x), 3, 1, 1), x._layout)
+    return wrap(F.avg_pool2d(local_of(x), 3, 1, 1), x.spec)
 
 class Blurred(nn.Module):
     def __init__(self):
@@ -109,7 +109,7 @@ class Leaking(nn.Module):
     def forward(self, x):
         y = self.mix(x)
         if isinstance(y, ff.SpatialTensor):
-            return wrap(Leak.apply(local_of(y)), y._layout)
+            return wrap(Leak.apply(local_of(y)), y.spec)
         return Leak.apply(y)
 """
 

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 import fullframe as ff
-from fullframe.spatial.tensor import SpatialTensor, layout_of, wrap
+from fullframe.spatial.spec import spec_of
+from fullframe.spatial.tensor import SpatialTensor, wrap
 from tests.whole.cases import Case, Mesh, can_split, chosen, planted
 from tests.whole.database import UNSET, Entry, Sample, own_copy, seeded
 
@@ -112,8 +113,8 @@ class Program:
         shell = ff.shard(tensor, on, check=False)
         if not self.case.gather:
             return shell
-        layout = shell._layout
-        return wrap(shell._local, layout_of(layout.spatial, layout.shape, layout.placements, True))
+        spec = shell.spec
+        return wrap(shell._local, spec_of(spec.spatial, spec.shape, spec.placements, True))
 
     def _out(self, on: DeviceMesh | None) -> Any:
         """What `out=` gets: tensors of the result's shapes that hold something else."""

@@ -31,18 +31,18 @@ def test_ops_and_modules_are_exact_or_refused() -> None:
 def _sabotaged(*chunk: Any) -> None:
     """A chunk where some functions have rules of the kinds of fault that the suite is there to see."""
     import fullframe.spatial.rules.catalog  # noqa: F401  which fills the registry
-    from fullframe.spatial.rules.registry import QUICK, RULES, Refused
+    from fullframe.spatial.rules.registry import QUICK, RULES, Unsupported
     from fullframe.spatial.tensor import wrap
 
     rank = torch.distributed.get_rank()
     rules = {
-        torch.neg: lambda func, x: wrap(func(x.local) * (1 + 1e-8), x._layout),
-        torch.sin: lambda func, x: wrap(func(x.local.detach()), x._layout),
-        torch.tan: lambda func, x: _raise(ValueError("of one rank") if rank else Refused("of the other")),
+        torch.neg: lambda func, x: wrap(func(x.local) * (1 + 1e-8), x.spec),
+        torch.sin: lambda func, x: wrap(func(x.local.detach()), x.spec),
+        torch.tan: lambda func, x: _raise(ValueError("of one rank") if rank else Unsupported("of the other")),
         torch.cos: lambda func, x: _raise(AttributeError("of all ranks")),
-        torch.exp: lambda func, x: wrap(func(x.local.zero_()), x._layout),
+        torch.exp: lambda func, x: wrap(func(x.local.zero_()), x.spec),
         torch.erf: lambda func, x: time.sleep(1000) if rank else x,
-        torch.abs: lambda func, x: wrap(func(x.local).float(), x._layout),
+        torch.abs: lambda func, x: wrap(func(x.local).float(), x.spec),
     }
     kept, limit = {function: RULES[function] for function in rules}, verdicts.STALLED_SECONDS
     quick = {function: QUICK.pop(function) for function in rules if function in QUICK}

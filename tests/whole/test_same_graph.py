@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import fullframe as ff
-from fullframe.ranks import exchange
+from fullframe.ranks import collectives, exchange
 from tests.exactness import mesh
 from tests.rank_group import rank_group
 from tests.spatial.rules.test_ops import CASES
@@ -37,8 +37,8 @@ def every_message_noted(events: list[str]) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(exchange.InFlight, "__init__", noting(exchange.InFlight.__init__)))
-        for name in ("gathered", "summed"):
-            function = getattr(exchange, name)
+        for name in ("all_gather_no_grad", "all_sum_no_grad"):
+            function = getattr(collectives, name)
             for module in [m for m in sys.modules.values() if getattr(m, name, None) is function]:
                 stack.enter_context(mock.patch.object(module, name, noting(function)))
         yield

@@ -23,7 +23,8 @@ from fullframe.ranks.random_states import share_random_states
 from fullframe.spatial.gradients import manage
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
-from fullframe.spatial.tensor import Layout, SpatialTensor, layout_of, local_of, wrap
+from fullframe.spatial.spec import Spec, spec_of
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 _BUCKET_BYTES = 25 << 20  # of a message in which buffers travel together
 
@@ -101,14 +102,14 @@ class ParallelModel(nn.Module):
             self._share_buffers()
         if self._sharded is not None:
             self._sharded.begin()
-        leaves, spec = _take_off((args, kwargs))
-        self._agreement.before_forward(any(layout is not None for layout in spec.layouts))
-        results, spec, within = run(leaves, spec)
+        leaves, shells = _unwrapped((args, kwargs))
+        self._agreement.before_forward(any(spec is not None for spec in shells.specs))
+        results, shells, within = run(leaves, shells)
         self._agreement.after_forward([*results, *within])
         if self._averaging is not None:
             self._averaging.called()
         self._watch_backward([*results, *within])
-        return _put_on(results, spec)
+        return _wrapped(results, shells)
 
     @property
     def run(self) -> nn.Module:
@@ -178,11 +179,11 @@ class ParallelModel(nn.Module):
             self._sharded.set_gradient_sync(on)
 
 
-class _Spec:
+class _Shells:
     """Where the shells were in nested values: opaque to DDP."""
 
-    def __init__(self, tree: TreeSpec, layouts: list[Layout | None]):
-        self.tree, self.layouts = tree, layouts
+    def __init__(self, tree: TreeSpec, specs: list[Spec | None]):
+        self.tree, self.specs = tree, specs
 
 
 class _Undressed(nn.Module):
@@ -193,20 +194,20 @@ class _Undressed(nn.Module):
         self.model = model
         self.gather = gather
 
-    def forward(self, leaves: list[Any], spec: _Spec) -> tuple[list[Any], _Spec, list[Tensor]]:
+    def forward(self, leaves: list[Any], shells: _Shells) -> tuple[list[Any], _Shells, list[Tensor]]:
         if self.gather:
-            spec = _Spec(
-                spec.tree, [lay and layout_of(lay.spatial, lay.shape, lay.placements, True) for lay in spec.layouts]
+            shells = _Shells(
+                shells.tree, [lay and spec_of(lay.spatial, lay.shape, lay.placements, True) for lay in shells.specs]
             )
-        args, kwargs = _put_on(leaves, spec)
-        results, spec = _take_off(self.model(*args, **kwargs))
-        return results, spec, list(_within(results))
+        args, kwargs = _wrapped(leaves, shells)
+        results, shells = _unwrapped(self.model(*args, **kwargs))
+        return results, shells, list(_within(results))
 
 
-def _take_off(tree: Any) -> tuple[list[Any], _Spec]:
-    leaves, spec = tree_flatten(tree)
-    layouts = [leaf._layout if isinstance(leaf, SpatialTensor) else None for leaf in leaves]
-    return [local_of(leaf) if isinstance(leaf, SpatialTensor) else leaf for leaf in leaves], _Spec(spec, layouts)
+def _unwrapped(tree: Any) -> tuple[list[Any], _Shells]:
+    leaves, shells = tree_flatten(tree)
+    specs = [leaf.spec if isinstance(leaf, SpatialTensor) else None for leaf in leaves]
+    return [local_of(leaf) if isinstance(leaf, SpatialTensor) else leaf for leaf in leaves], _Shells(shells, specs)
 
 
 def _within(leaves: list[Any]) -> Iterator[Tensor]:
@@ -226,11 +227,9 @@ def _within(leaves: list[Any]) -> Iterator[Tensor]:
                 waiting.append(leaf)
 
 
-def _put_on(leaves: list[Any], spec: _Spec) -> Any:
-    dressed = [
-        wrap(leaf, layout) if layout is not None else leaf for leaf, layout in zip(leaves, spec.layouts, strict=True)
-    ]
-    return tree_unflatten(dressed, spec.tree)
+def _wrapped(leaves: list[Any], shells: _Shells) -> Any:
+    dressed = [wrap(leaf, spec) if spec is not None else leaf for leaf, spec in zip(leaves, shells.specs, strict=True)]
+    return tree_unflatten(dressed, shells.tree)
 
 
 def _share_values(model: nn.Module) -> None:

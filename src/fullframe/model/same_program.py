@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fullframe.errors import DivergenceError
-from fullframe.ranks.exchange import gathered
+from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.random_states import NAMES, digests
 from fullframe.ranks.tags import HEAD_BYTES, line, padded
@@ -66,7 +66,7 @@ class Agreement:
             spatial.channel.record.note(padded(text, HEAD_BYTES))
             return
         facts = torch.tensor([after, drawn], device=spatial.mesh.device_type)
-        everyone = gathered(facts, spatial.replica, "random states")
+        everyone = all_gather_no_grad(facts, spatial.replica, "random states")
         states, used = everyone[:, 0], everyone[:, 1]
         wrong = ((states != states[0]).any(0) & used.any(0)).tolist()
         if any(wrong):

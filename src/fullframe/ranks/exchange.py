@@ -1,6 +1,6 @@
 """The exchange: every rank owns one interval of a dim and wants another; both are known to all ranks.
 
-Nothing else in the package sends activations. Reductions over ranks are at the end of this file.
+Nothing else in the package sends activations; reductions over ranks are in `collectives`.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.route import Route, Transfer, Wanted, borrows, route
-from fullframe.ranks.channel import Channel, channel_of, gloo_tag
+from fullframe.ranks.channel import gloo_tag
 from fullframe.ranks.mesh import Axis
-from fullframe.ranks.shared_memory import Mailboxes, Place, fits
+from fullframe.ranks.shared_memory import Place, fits
 from fullframe.ranks.tags import Rows, line
 from fullframe.ranks.waiting import waiting_for_ranks
 
@@ -203,7 +203,7 @@ def fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis)
     if wanted == extents.ranges:
         return local
     if not borrows(extents, wanted):
-        own, rows = extents.ranges[axis.part], wanted[axis.part]
+        own, rows = extents.ranges[axis.coordinate], wanted[axis.coordinate]
         return local.narrow(dim, rows.start - own.start if rows else 0, len(rows))
     if torch.is_grad_enabled() and local.requires_grad:
         return _Fetch.apply(local, dim, extents, wanted, axis)  # type: ignore[no-any-return, no-untyped-call]
@@ -211,8 +211,8 @@ def fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis)
 
 
 def _fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
-    own, rows = extents.ranges[axis.part], wanted[axis.part]
-    plan = route(extents, wanted, axis.part)
+    own, rows = extents.ranges[axis.coordinate], wanted[axis.coordinate]
+    plan = route(extents, wanted, axis.coordinate)
     shape = list(local.shape)
 
     def cut(piece: range) -> Tensor:
@@ -246,8 +246,8 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
         ctx.where = dim, extents, wanted, axis
-        own, rows = extents.ranges[axis.part], wanted[axis.part]
-        plan = route(extents, wanted, axis.part)
+        own, rows = extents.ranges[axis.coordinate], wanted[axis.coordinate]
+        plan = route(extents, wanted, axis.coordinate)
         shape = list(gradient.shape)
 
         def shape_of(piece: range) -> list[int]:
@@ -267,91 +267,3 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return _Fetch.apply(gradient, *ctx.where), None, None, None, None  # type: ignore[no-untyped-call]
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """All-reduce; the adjoint of a sum whose result every rank holds is the sum of what every rank's copy gets."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return summed(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _SumOverRanks.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
-
-
-def sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `value` over the ranks of `group`, on all of them; differentiable."""
-    if dist.get_world_size(group) == 1:
-        return value
-    return _SumOverRanks.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `value` over the ranks of `group`; outside autograd, in a new tensor."""
-    channel = channel_of(group)
-    if channel.boxes is not None and value.device.type == "cpu" and value.numel() and fits(value):
-        everyone = _through(channel.boxes, channel, value.detach().contiguous(), "sum", line())
-        return everyone.sum(0, dtype=value.dtype)  # in rank order, so equal to the last bit on all ranks
-    total = value.detach().clone(memory_format=torch.contiguous_format)
-    if total.numel():
-        channel.agree("sum", total)
-        with waiting_for_ranks():
-            dist.all_reduce(total, group=group)
-    return total
-
-
-class _GatherOverRanks(torch.autograd.Function):
-    """All-gather; every rank holds all the values, so what a rank's own gets is the sum over the copies of its slot."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return sum_over_ranks(gradient, ctx.group)[dist.get_rank(ctx.group)], None
-
-
-def gather_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`value` of every rank of `group`, stacked in rank order along a new first dim; differentiable."""
-    if dist.get_world_size(group) == 1:
-        return value[None]
-    return _GatherOverRanks.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def gathered(value: Tensor, group: dist.ProcessGroup, kind: str = "all values", at: str | None = None) -> Tensor:
-    """`value` of every rank of `group`, stacked in rank order along a new first dim; outside autograd.
-
-    `kind` says in a word what for. `at` stands for the line where ranks may come from different ones.
-    """
-    value = value.detach().contiguous()
-    channel = channel_of(group)
-    if not channel.others or not value.numel():
-        return value.expand(len(channel.ranks), *value.shape).clone()
-    if channel.boxes is not None and value.device.type == "cpu" and fits(value):
-        return _through(channel.boxes, channel, value, kind, at or line())
-    channel.agree(kind, value, at)
-    everyone = [torch.empty_like(value) for _ in channel.ranks]
-    # As bytes: gloo knows no int16, no complex numbers.
-    plain = [t.view(-1).view(torch.uint8) for t in (value, *everyone)]
-    with waiting_for_ranks():
-        dist.all_gather(plain[1:], plain[0], group=group)
-    return torch.stack(everyone)
-
-
-def _through(boxes: Mailboxes, channel: Channel, value: Tensor, kind: str, at: str) -> Tensor:
-    """`gathered` through mailboxes."""
-    head = channel.head(kind, at, value)
-    for rank in channel.others:
-        boxes.send(rank, head, value)
-    everyone = value.new_empty((len(channel.ranks), *value.shape))
-    for target, rank in zip(everyone, channel.ranks, strict=True):
-        if rank in channel.others:
-            boxes.receive(boxes.expect(rank), head, target)
-        else:
-            target.copy_(value)
-    return everyone

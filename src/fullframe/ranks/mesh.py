@@ -27,7 +27,7 @@ class Axis:
 
     name: str
     size: int
-    part: int  # this rank's coordinate
+    coordinate: int  # of this rank
     ranks: tuple[int, ...]  # the job's ranks along the axis, by coordinate
     channel: Channel
     _group: "ref[dist.ProcessGroup]"
@@ -72,10 +72,10 @@ class Spatial:
         alone = {self.axis(name).name for name in names}
         return self.axis(*alone).group if len(alone) == 1 else self.replica
 
-    def part_along(self, names: Collection[str]) -> int:
+    def coordinate_along(self, names: Collection[str]) -> int:
         """This rank's number among the ranks of `group(names)`."""
-        height = self.height.part if "height" in names else 0
-        return height * self.width.size + self.width.part if "width" in names else height
+        height = self.height.coordinate if "height" in names else 0
+        return height * self.width.size + self.width.coordinate if "width" in names else height
 
     @property
     def size(self) -> int:
@@ -83,9 +83,9 @@ class Spatial:
         return self.height.size * self.width.size
 
     @property
-    def part(self) -> int:
+    def coordinate(self) -> int:
         """This rank's number within its replica."""
-        return self.height.part * self.width.size + self.width.part
+        return self.height.coordinate * self.width.size + self.width.coordinate
 
 
 def init_mesh(height: int = 1, width: int = 1) -> DeviceMesh:

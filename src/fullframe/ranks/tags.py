@@ -69,8 +69,8 @@ def _operation(frame: FrameType) -> tuple[Any, ...]:
     operands: list[Any] = []
     for value in held.get("args", ()):
         operands += value if isinstance(value, (list, tuple)) else [value]
-    layouts = (getattr(value, "_layout", None) for value in operands)
-    return held.get("func"), *(layout.shape for layout in layouts if layout is not None)
+    specs = (getattr(value, "spec", None) for value in operands)
+    return held.get("func"), *(spec.shape for spec in specs if spec is not None)
 
 
 def _named(frame: FrameType, file: str, op: tuple[Any, ...]) -> str:

@@ -19,17 +19,12 @@ from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
 from fullframe.spatial.fallback import derived, memory_of, name_of, plain, settle, unsupported
 from fullframe.spatial.gradients import entered, enters
 from fullframe.spatial.module_path import module_path
-from fullframe.spatial.rules.registry import RULES, TRUSTED, UNCHECKED, Merged, Refused, general, writes
+from fullframe.spatial.operands import aligned
+from fullframe.spatial.redistribute import in_runs
+from fullframe.spatial.rules.registry import RULES, TRUSTED, UNCHECKED, Merged, Unsupported, general, writes
 from fullframe.spatial.rules.unsupported import REASONS
-from fullframe.spatial.tensor import (
-    Layout,
-    SpatialTensor,
-    aligned,
-    described,
-    in_runs,
-    local_of,
-    shell_of,
-)
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, described, local_of, shell_of
 from fullframe.spatial.views import View, share_memory, version_of
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x1": "input", "x2": "other"}  # as torch itself translates them
@@ -41,7 +36,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs:
         args, kwargs = _renamed(func, args, kwargs) if func in RULES else (args, dict(kwargs))
     usual = _usual(func, args, kwargs) if func in TRUSTED else None
-    if usual is not None and usual in args[0]._layout.approved:
+    if usual is not None and usual in args[0].spec.approved:
         return RULES[func](func, *args, **kwargs)
     args, kwargs = entered(SpatialTensor, func, args, kwargs)
     operands: list[Tensor] = []
@@ -51,17 +46,17 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = tuple(map(_number, args)), {name: _number(value) for name, value in kwargs.items()}
         facts = facts_of(func, args, kwargs, operands)
         operands = operands or [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-    if any(type(operand) is SpatialTensor and not operand._layout.placements for operand in operands):
+    if any(type(operand) is SpatialTensor and not operand.spec.placements for operand in operands):
         return _with_whole_views(func, args, kwargs if target is None else {**kwargs, "out": target})
     try:
         result = _ruled(func, args, kwargs, operands, facts)
-        if usual is not None and type(result) is SpatialTensor and result._layout.strides is None:
-            args[0]._layout.approved.add(usual)
+        if usual is not None and type(result) is SpatialTensor and result.spec.strides is None:
+            args[0].spec.approved.add(usual)
         return result if target is None else _into(target, result, func)
     except Merged as merged:
         again = _in_runs(merged, args, kwargs)
         reason, fix = merged.reason, merged.fix
-    except Refused as refused:
+    except Unsupported as refused:
         again, reason, fix = None, refused.reason, refused.fix
     if again is not None:
         result = dispatch(func, again[0], again[1] if target is None else {**again[1], "out": target})
@@ -75,10 +70,10 @@ general.append(dispatch)
 def _usual(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What tells a call whose operands are a split tensor that is no view, model parameters and numbers; else None.
 
-    Once such a call has gone the general way, a layout remembers it.
+    Once such a call has gone the general way, a spec remembers it.
     """
     first = args[0] if args else None
-    if type(first) is not SpatialTensor or first._view is not None or first._layout.strides is not None:
+    if type(first) is not SpatialTensor or first._view is not None or first.spec.strides is not None:
         return None
     told = [func, first._local.dtype, torch._C._is_any_autocast_enabled()]
     for value in (*args[1:], *kwargs.values()) if kwargs else args[1:]:
@@ -108,10 +103,10 @@ def _in_runs(
     found: dict[int, SpatialTensor] = {}
 
     def recut(shell: SpatialTensor, exactly: bool) -> SpatialTensor:
-        layout, first = shell._layout, shell
-        dims = [d for d in {p.dim for p in layout.placements} if not _plain_in(layout, d)]
+        spec, first = shell.spec, shell
+        dims = [d for d in {p.dim for p in spec.placements} if not _plain_in(spec, d)]
         if exactly:
-            dims = [d for d in dims if layout.shape == merged.layout.shape and d == merged.dim]
+            dims = [d for d in dims if spec.shape == merged.spec.shape and d == merged.dim]
         if dims and id(first) not in found:
             for dim in dims:
                 shell = _view_in_runs(shell, dim)
@@ -125,22 +120,22 @@ def _in_runs(
     return None
 
 
-def _plain_in(layout: Layout, dim: int) -> bool:
-    here = [p for p in layout.placements if p.dim == dim]
+def _plain_in(spec: Spec, dim: int) -> bool:
+    here = [p for p in spec.placements if p.dim == dim]
     return len(here) == 1 and here[0].is_plain
 
 
 def _view_in_runs(shell: SpatialTensor, dim: int) -> SpatialTensor:
-    local, layout = in_runs(local_of(shell), shell._layout, dim)
+    local, spec = in_runs(local_of(shell), shell.spec, dim)
 
     def put(view: SpatialTensor) -> None:
-        local_of(shell).copy_(aligned(view, shell._layout))
+        local_of(shell).copy_(aligned(view, shell.spec))
 
     def replay(base: SpatialTensor) -> Tensor:
-        return in_runs(local_of(base), base._layout, dim)[0]
+        return in_runs(local_of(base), base.spec, dim)[0]
 
-    layout = layout.strided(shell._layout.strides)
-    return shell_of(local, layout, View(shell, replay, put, shell._local, version_of(shell._local)))
+    spec = spec.strided(shell.spec.strides)
+    return shell_of(local, spec, View(shell, replay, put, shell._local, version_of(shell._local)))
 
 
 def _renamed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -164,10 +159,10 @@ def _number(value: Any) -> Any:
 
 
 def _ruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor], facts: Any) -> Any:
-    """What the rule of `func` makes of it, held to what torch would; raises Refused."""
+    """What the rule of `func` makes of it, held to what torch would; raises Unsupported."""
     rule = RULES.get(func)
     if rule is None:
-        raise Refused(REASONS.get(func, "there is no exact rule for it on split tensors"))
+        raise Unsupported(REASONS.get(func, "there is no exact rule for it on split tensors"))
     expected = None if facts is None or func in UNCHECKED else expected_of(facts, func, args, kwargs)
     if expected is not None and expected.error is not None:
         raise type(expected.error)(*expected.error.args)
@@ -176,7 +171,7 @@ def _ruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: l
             result = _in_fp32(rule, func, args, kwargs)
         else:
             result = rule(func, *args, **kwargs) if kwargs else rule(func, *args)
-    except Refused:
+    except Unsupported:
         raise
     except Exception as error:
         if isinstance(error, TypeError):
@@ -205,11 +200,11 @@ def _in_fp32(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _explain(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
-    """Raise Refused where the rule does not know an option that torch accepts."""
+    """Raise Unsupported where the rule does not know an option that torch accepts."""
     try:
         inspect.signature(rule).bind(func, *args, **kwargs)
     except TypeError as unknown:
-        raise Refused(f"this form of the call has no exact rule ({unknown})") from error
+        raise Unsupported(f"this form of the call has no exact rule ({unknown})") from error
 
 
 class Call(NamedTuple):
@@ -238,12 +233,12 @@ def _conformed(result: Tensor, leaf: Leaf, operands: list[Tensor], call: Call, n
     if result is alias:
         return result
     if type(result) is SpatialTensor:
-        made, layout, old = result._local, result._layout, result._view
+        made, spec, old = result._local, result.spec, result._view
     else:
-        made, layout, old = result, _whole_layout(result, operands), None
-    if layout.shape != leaf.shape:
+        made, spec, old = result, _whole_spec(result, operands), None
+    if spec.shape != leaf.shape:
         raise FullframeError(
-            f"{name_of(call.func)} would give shape {layout.shape} where torch gives {leaf.shape}: a fault of "
+            f"{name_of(call.func)} would give shape {spec.shape} where torch gives {leaf.shape}: a fault of "
             "fullframe; please report it, and gather the operands with .full() meanwhile"
         )
     local = made if made.dtype is leaf.dtype else made.to(leaf.dtype)
@@ -253,16 +248,16 @@ def _conformed(result: Tensor, leaf: Leaf, operands: list[Tensor], call: Call, n
             local = local.clone()
     else:
         view = old if old is not None else _view_of(alias, local, call, number)
-    if local is made and view is old and layout.strides == leaf.strides:
+    if local is made and view is old and spec.strides == leaf.strides:
         return result
-    if not layout.placements and view is None:
+    if not spec.placements and view is None:
         return local
-    return shell_of(local, layout.strided(leaf.strides), view)
+    return shell_of(local, spec.strided(leaf.strides), view)
 
 
-def _whole_layout(result: Tensor, operands: list[Tensor]) -> Layout:
-    layout: Layout = next(operand._layout for operand in operands if type(operand) is SpatialTensor)
-    return layout.with_(result.shape, ())
+def _whole_spec(result: Tensor, operands: list[Tensor]) -> Spec:
+    spec: Spec = next(operand.spec for operand in operands if type(operand) is SpatialTensor)
+    return spec.with_(result.shape, ())
 
 
 def _view_of(base: Tensor, local: Tensor, call: Call, number: int) -> View | None:
@@ -288,7 +283,7 @@ def _view_of(base: Tensor, local: Tensor, call: Call, number: int) -> View | Non
 
 def _with_whole_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with whole tensors that are views of split ones: plain tensors but for who must hear of a write."""
-    views = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is SpatialTensor and not leaf._layout.placements]
+    views = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is SpatialTensor and not leaf.spec.placements]
     locals_, options = tree_map_only(SpatialTensor, plain, (args, kwargs))
     result = func(*locals_, **options)
     memories = [(view, view._local) for view in views]
@@ -335,8 +330,8 @@ def _check_out(goal: Tensor, value: Tensor, func: Any) -> None:
     if not torch.can_cast(value.dtype, goal.dtype):
         raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {goal.dtype}")
     if goal.dtype != value.dtype:  # some functions convert, some raise
-        raise Refused(f"out= is of {goal.dtype}, the result of {value.dtype}", "Give out= the result's dtype.")
+        raise Unsupported(f"out= is of {goal.dtype}, the result of {value.dtype}", "Give out= the result's dtype.")
     if tuple(goal.shape) != tuple(value.shape):
-        raise Refused(f"out= has shape {tuple(goal.shape)}, the result {tuple(value.shape)}", "Give out= its size.")
+        raise Unsupported(f"out= has shape {tuple(goal.shape)}, the result {tuple(value.shape)}", "Give out= its size.")
     if isinstance(value, SpatialTensor) and not isinstance(goal, SpatialTensor):
-        raise Refused("out= is whole and the result split", "Leave out= away, or give a split tensor.")
+        raise Unsupported("out= is whole and the result split", "Leave out= away, or give a split tensor.")

@@ -85,7 +85,7 @@ def _facts(values: Any, operands: list[Tensor]) -> tuple[Any, ...]:
         found.append(kind)
         if kind is SpatialTensor:
             operands.append(value)
-            found += (value._layout.facts, value._local.dtype)
+            found += (value.spec.facts, value._local.dtype)
         elif kind in _PLAIN:
             found.append(value)
         elif isinstance(value, Tensor):
@@ -145,7 +145,7 @@ def _without_values(value: Any, device: str, made: list[Tensor]) -> Any:
     """`value` with tensors of the global shapes on `device` in place of those it holds."""
     if isinstance(value, Tensor):
         if type(value) is SpatialTensor:
-            shape, strides, dtype = value._layout.shape, value._layout.strides, value._local.dtype
+            shape, strides, dtype = value.spec.shape, value.spec.strides, value._local.dtype
         else:
             shape, strides, dtype = tuple(value.shape), value.stride(), value.dtype
         if strides is None:

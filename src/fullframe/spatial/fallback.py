@@ -14,18 +14,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from fullframe.errors import UnsupportedOp
 from fullframe.spatial.gradients import enter
 from fullframe.spatial.module_path import module_path
+from fullframe.spatial.operands import say_gathered, shells_in
+from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules.registry import writes
-from fullframe.spatial.tensor import (
-    Layout,
-    SpatialTensor,
-    described,
-    local_of,
-    say_gathered,
-    shell_of,
-    shells_in,
-    sliced,
-    wrap,
-)
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, described, local_of, shell_of, wrap
 from fullframe.spatial.views import View, share_memory, version_of
 
 
@@ -33,12 +26,12 @@ def unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
     """Refuse `func` by name, or run it on gathered tensors where the user asked for that."""
     shells = list(shells_in(args, kwargs))
     name = name_of(func)
-    if not any(shell._layout.gather for shell in shells) or kwargs.get("out") is not None:
+    if not any(shell.spec.gather for shell in shells) or kwargs.get("out") is not None:
         raise UnsupportedOp(name, described(shells), module_path(), reason, fix)
     say_gathered(name, reason, shells[0])
     if writes(func, kwargs) and isinstance(args[0], SpatialTensor):
         return gathered_write(func, args, kwargs)
-    return gathered_call(func, args, kwargs, shells[0]._layout)
+    return gathered_call(func, args, kwargs, shells[0].spec)
 
 
 def gathered_write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -47,16 +40,16 @@ def gathered_write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     whole = target.full().clone()
     rest, kwargs = tree_map_only(SpatialTensor, lambda shell: shell.full(), (args[1:], kwargs))
     result = func(whole, *rest, **kwargs)
-    if tuple(whole.shape) != target._layout.shape:
+    if tuple(whole.shape) != target.spec.shape:
         reason = "it changes the shape of a split tensor in place"
         raise UnsupportedOp(name_of(func), described([target]), module_path(), reason, "Use the form that does not.")
-    local_of(target).copy_(sliced(enter(whole, target._layout.spatial), target._layout))
+    local_of(target).copy_(sliced(enter(whole, target.spec.spatial), target.spec))
     settle(target)
     return None if result is None else target
 
 
-def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, layout: Layout) -> Any:
-    """Run `func` whole on every rank; results of the shape of `layout` are cut like it, others stay whole.
+def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, spec: Spec) -> Any:
+    """Run `func` whole on every rank; results of the shape of `spec` are cut like it, others stay whole.
 
     A result that torch makes a view of an operand is one: what is written to it reaches the operand.
     """
@@ -76,9 +69,9 @@ def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, layout: Layo
         if base is not None:
             swapped = tuple(base if t is base._local else t for t in args_)
             leaves[n] = derived(base, out, func, swapped, kwargs_, n)
-        elif tuple(out.shape) == layout.shape and out.layout is torch.strided:
-            strided = layout.strided(None if out.is_contiguous() else out.stride())
-            leaves[n] = wrap(sliced(enter(out, layout.spatial), layout), strided)
+        elif tuple(out.shape) == spec.shape and out.layout is torch.strided:
+            strided = spec.strided(None if out.is_contiguous() else out.stride())
+            leaves[n] = wrap(sliced(enter(out, spec.spatial), spec), strided)
     return tree_unflatten(leaves, tree)
 
 
@@ -86,11 +79,11 @@ def _whole_view(shell: SpatialTensor) -> SpatialTensor:
     """`shell` gathered, as a view of it that was copied."""
 
     def put(view: SpatialTensor) -> None:
-        local_of(shell).copy_(sliced(enter(view._local, shell._layout.spatial), shell._layout))
+        local_of(shell).copy_(sliced(enter(view._local, shell.spec.spatial), shell.spec))
 
     whole = shell.full()
-    layout = shell._layout.with_(shell._layout.shape, ())
-    return shell_of(whole, layout, View(shell, lambda base: base.full(), put, shell._local, version_of(shell._local)))
+    spec = shell.spec.with_(shell.spec.shape, ())
+    return shell_of(whole, spec, View(shell, lambda base: base.full(), put, shell._local, version_of(shell._local)))
 
 
 def settle(shell: SpatialTensor) -> None:
@@ -109,14 +102,14 @@ def derived(base: SpatialTensor, leaf: Tensor, func: Any, args: Any, kwargs: Any
         assert isinstance(found, Tensor)
         return found
 
-    layout = base._layout.with_(tuple(leaf.shape), ())
-    layout = layout if leaf.is_contiguous() else layout.strided(leaf.stride())
-    return shell_of(leaf, layout, View(base, replay, None, base._local, version_of(base._local)))
+    spec = base.spec.with_(tuple(leaf.shape), ())
+    spec = spec if leaf.is_contiguous() else spec.strided(leaf.stride())
+    return shell_of(leaf, spec, View(base, replay, None, base._local, version_of(base._local)))
 
 
 def plain(value: Any) -> Any:
     """The plain tensor of a shell that is whole; anything else as it is."""
-    return local_of(value) if type(value) is SpatialTensor and not value._layout.placements else value
+    return local_of(value) if type(value) is SpatialTensor and not value.spec.placements else value
 
 
 def memory_of(operand: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def _apply_to_locals(identity: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     results = apply_function(identity, *(local_of(arg) if type(arg) is SpatialTensor else arg for arg in args))
     return tuple(
-        wrap(result, arg._layout) if type(arg) is SpatialTensor else result
+        wrap(result, arg.spec) if type(arg) is SpatialTensor else result
         for result, arg in zip(results, tensors, strict=True)
     )
 

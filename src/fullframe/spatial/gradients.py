@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from fullframe.ranks.exchange import sum_over_ranks
+from fullframe.ranks.collectives import all_sum
 from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.rules.registry import setters, writes
 
@@ -32,7 +32,7 @@ def mean_over_ranks(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
     if gradient.dtype is torch.complex32:  # for which torch has no division
         return mean_over_ranks(gradient.to(torch.complex64), group).to(torch.complex32)
-    return sum_over_ranks(gradient / size, group)  # first divided: a sum could overflow in fp16
+    return all_sum(gradient / size, group)  # first divided: a sum could overflow in fp16
 
 
 class _Known:
@@ -113,7 +113,7 @@ _AS_THEY_ARE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, *
 def _entered(shell: type[Tensor], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if func in _AS_THEY_ARE:
         return args, kwargs
-    spatial: Spatial = next(t._layout.spatial for t in tree_iter((args, kwargs)) if type(t) is shell)  # type: ignore[attr-defined]
+    spatial: Spatial = next(t.spec.spatial for t in tree_iter((args, kwargs)) if type(t) is shell)  # type: ignore[attr-defined]
     kept = id(args[0]) if args and writes(func, kwargs) else None  # an alias would be written to
     args, kwargs = tree_map_only(
         Tensor, lambda t: enter(t, spatial) if _holds_entering(t, shell) and id(t) != kept else t, (args, kwargs)
@@ -163,34 +163,34 @@ def reaches_any(leaves: Iterable[Tensor]) -> bool:
         return False
 
 
-def parts(layout: Any) -> int:
-    """How many ranks of a replica hold different parts of a tensor with this layout."""
-    return math.prod(layout.spatial.axis(p.axis).size for p in layout.placements)
+def parts(spec: Any) -> int:
+    """How many ranks of a replica hold different parts of a tensor with this spec."""
+    return math.prod(spec.spatial.axis(p.axis).size for p in spec.placements)
 
 
-def seen(gradient: Tensor, layout: Any) -> Tensor:
+def seen(gradient: Tensor, spec: Any) -> Tensor:
     """This rank's part of one process's gradient, from what the rank holds; differentiable.
 
     The ranks that hold the same part, along axes over which the tensor is not split, add up theirs.
     """
-    spatial: Spatial = layout.spatial
+    spatial: Spatial = spec.spatial
     if spatial.size == 1:
         return gradient
-    split = {p.axis for p in layout.placements}
+    split = {p.axis for p in spec.placements}
     whole = [axis.name for axis in (spatial.height, spatial.width) if axis.size > 1 and axis.name not in split]
     gradient = gradient / spatial.size
-    return sum_over_ranks(gradient, spatial.group(whole)) if whole else gradient
+    return all_sum(gradient, spatial.group(whole)) if whole else gradient
 
 
-def unseen(gradient: Tensor, layout: Any) -> Tensor:
+def unseen(gradient: Tensor, spec: Any) -> Tensor:
     """What each rank holds where one process has this gradient: a seed of backward, or the result of a hook."""
-    return gradient * parts(layout)
+    return gradient * parts(spec)
 
 
-def see_leaf(local: Tensor, layout: Any) -> None:
+def see_leaf(local: Tensor, spec: Any) -> None:
     """From now on `.grad` of this leaf is its part of one process's gradient."""
     if local not in _leaves:
-        _leaves.add(local, lambda gradient: seen(gradient, layout))
+        _leaves.add(local, lambda gradient: seen(gradient, spec))
 
 
 def is_seen(local: Tensor) -> bool:

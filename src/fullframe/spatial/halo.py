@@ -30,15 +30,15 @@ class Cut:
 
     @property
     def own(self) -> range:
-        return self.extents.ranges[self.axis.part]
+        return self.extents.ranges[self.axis.coordinate]
 
     @property
     def rows(self) -> range:
-        return self.wanted[self.axis.part]
+        return self.wanted[self.axis.coordinate]
 
     @property
     def route(self) -> Route:
-        return route(self.extents, self.wanted, self.axis.part)
+        return route(self.extents, self.wanted, self.axis.coordinate)
 
     @property
     def borrows(self) -> bool:

@@ -9,12 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
-from fullframe.ranks.exchange import gathered
+from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.mesh import spatial_of
 from fullframe.spatial.gradients import enter
 from fullframe.spatial.halo import memory_format_of
+from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
-from fullframe.spatial.tensor import Layout, SpatialTensor, layout_of, sliced, wrap
+from fullframe.spatial.spec import Spec, spec_of
+from fullframe.spatial.tensor import SpatialTensor, wrap
 
 _MOST_DIMS = 8
 _LOOKED_AT = 12  # rows, or a little more, of each dim
@@ -34,13 +36,13 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
         raise ShapeError("the tensor is split already; pass the whole one, x.full()")
     if check:
         _agree(full, mesh)
-    layout = even_layout(tuple(full.shape), mesh)
-    part = sliced(enter(full, layout.spatial), layout).clone(memory_format=memory_format_of(full))
-    return wrap(part, layout)  # type: ignore[return-value]
+    spec = even_spec(tuple(full.shape), mesh)
+    part = sliced(enter(full, spec.spatial), spec).clone(memory_format=memory_format_of(full))
+    return wrap(part, spec)  # type: ignore[return-value]
 
 
-def even_layout(shape: tuple[int, ...], mesh: DeviceMesh) -> Layout:
-    """The layout of a whole (..., H, W) tensor cut evenly over `mesh`."""
+def even_spec(shape: tuple[int, ...], mesh: DeviceMesh) -> Spec:
+    """The spec of a whole (..., H, W) tensor cut evenly over `mesh`."""
     spatial = spatial_of(mesh)
     if len(shape) < 2:
         raise ShapeError(f"a tensor with dims (..., H, W) is needed, got shape {shape}")
@@ -55,7 +57,7 @@ def even_layout(shape: tuple[int, ...], mesh: DeviceMesh) -> Layout:
                 f"use {axis.name}={max(size, 1)} or less in the mesh"
             )
         placements.append(Placement(axis.name, len(shape) + dim, Extents.even(size, axis.size)))
-    return layout_of(spatial, shape, tuple(placements))
+    return spec_of(spatial, shape, tuple(placements))
 
 
 def _agree(full: Tensor, mesh: DeviceMesh) -> None:
@@ -66,7 +68,7 @@ def _agree(full: Tensor, mesh: DeviceMesh) -> None:
     mine = torch.tensor(facts, device=mesh.device_type)
     if spatial.size > 1:
         mine = torch.cat([mine, _fingerprint(full.detach()).to(mine.device)])
-    everyone = gathered(mine, spatial.replica, "shard").tolist()
+    everyone = all_gather_no_grad(mine, spatial.replica, "shard").tolist()
     if all(other == everyone[0] for other in everyone):
         return
     if any(other[:-1] != everyone[0][:-1] for other in everyone):

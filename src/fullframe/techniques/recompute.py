@@ -94,7 +94,7 @@ class _Recomputed(PatchedForward):
         # All tensors go in as plain positional arguments: only those does checkpoint save through the hooks around it,
         # which may offload them.
         leaves, spec = tree_flatten((args, kwargs))
-        layouts = [leaf._layout if isinstance(leaf, SpatialTensor) else None for leaf in leaves]
+        specs = [leaf.spec if isinstance(leaf, SpatialTensor) else None for leaf in leaves]
         locals_ = [local_of(leaf) if isinstance(leaf, SpatialTensor) else leaf for leaf in leaves]
         given = [(args, kwargs)]  # the first pass gets the very objects, which it may change; and lets go of them
         versions = [(tensor, tensor._version) for tensor in locals_ if isinstance(tensor, Tensor)]
@@ -104,7 +104,7 @@ class _Recomputed(PatchedForward):
             if given:
                 args, kwargs = given.pop()
             else:
-                dressed = [leaf if lay is None else wrap(leaf, lay) for leaf, lay in zip(again, layouts, strict=True)]
+                dressed = [leaf if lay is None else wrap(leaf, lay) for leaf, lay in zip(again, specs, strict=True)]
                 args, kwargs = tree_unflatten(dressed, spec)
             return self.original(*args, **kwargs)
 

@@ -28,10 +28,12 @@ from fullframe.data.slices import SliceReader
 from fullframe.errors import FullframeError, RecipeError, UnsupportedOp
 from fullframe.model.parallelize import ParallelModel, parallelize
 from fullframe.ranks.agreement import from_all_ranks
-from fullframe.ranks.exchange import summed
+from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.ranks.mesh import AXES, Spatial, init_mesh, spatial_of
 from fullframe.ranks.randomness import mixed_seed, seed_everything
-from fullframe.spatial.tensor import Layout, SpatialTensor, local_of, sliced, wrap
+from fullframe.spatial.redistribute import sliced
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 from fullframe.strategy import Recipe, Strategy, load_recipe
 from fullframe.training.loading.delivery import mesh_device
 from fullframe.training.loading.loader import ShardedLoader
@@ -165,7 +167,7 @@ def _step(recipe: Recipe, strategy: Strategy, model: ParallelModel, batch: Any, 
 class _Hooked(NamedTuple):
     """A value whose gradient is waited for."""
 
-    layout: Layout | None
+    spec: Spec | None
     empty: Tensor  # of its dtype and device
     local_shape: tuple[int, ...]
 
@@ -193,43 +195,43 @@ class _Comparison:
         if number is None:
             self.unexpected.append(place)
             return
-        layout = tensor._layout if isinstance(tensor, SpatialTensor) else None
+        spec = tensor.spec if isinstance(tensor, SpatialTensor) else None
         local = local_of(tensor) if isinstance(tensor, SpatialTensor) else tensor
-        found = self.forward[place[:4]] = self._compared(number, local, layout)
+        found = self.forward[place[:4]] = self._compared(number, local, spec)
         if self._known.get(local, None) == local._version:
             return  # its gradient is that of all its uses, and belongs to the value that it was first
         self._known[local] = local._version
         if local.requires_grad and not found.problem and number not in self._hooked:
-            self._hooked[number] = _Hooked(layout, local.detach().new_empty(0), tuple(local.shape))
+            self._hooked[number] = _Hooked(spec, local.detach().new_empty(0), tuple(local.shape))
             local.register_hook(lambda gradient: self._arrived(number, gradient))
 
-    def _compared(self, number: int, local: Tensor, layout: Layout | None) -> Found:
-        shape = tuple(local.shape) if layout is None else layout.shape
+    def _compared(self, number: int, local: Tensor, spec: Spec | None) -> Found:
+        shape = tuple(local.shape) if spec is None else spec.shape
         value = self.part.values[number]
         if shape != value.shape or str(local.dtype) != value.dtype:
             problem = f"{shape} {local.dtype} instead of {value.shape} {value.dtype}"
             return Found(float("inf"), 0.0, True, problem, tuple(local.shape), dist.get_rank())
         whole = self.part.tensor(number)
-        return compared(whole if layout is None else sliced(whole, layout), local.detach(), dist.get_rank())
+        return compared(whole if spec is None else sliced(whole, spec), local.detach(), dist.get_rank())
 
     def _arrived(self, number: int, gradient: Tensor) -> None:
         """In backward. The true gradient is the mean over the replica's ranks of what each holds, zero elsewhere."""
-        layout = self._hooked[number].layout
-        if self._parts(layout) == self._spatial.size:
-            self._judge(number, gradient / self._spatial.size, layout)
+        spec = self._hooked[number].spec
+        if self._parts(spec) == self._spatial.size:
+            self._judge(number, gradient / self._spatial.size, spec)
         else:
             self._shares[number] = gradient.detach().clone()
 
-    def _parts(self, layout: Layout | None) -> int:
+    def _parts(self, spec: Spec | None) -> int:
         """How many ranks of a replica hold different parts."""
-        axes = [] if layout is None else [self._spatial.axis(placement.axis) for placement in layout.placements]
+        axes = [] if spec is None else [self._spatial.axis(placement.axis) for placement in spec.placements]
         return math.prod(axis.size for axis in axes)
 
-    def _judge(self, number: int, gradient: Tensor, layout: Layout | None) -> None:
+    def _judge(self, number: int, gradient: Tensor, spec: Spec | None) -> None:
         value = self.part.values[number]
         has_one = value.gradient_order is not None
         whole = self.part.gradient(number) if has_one else torch.zeros(value.shape, dtype=gradient.dtype)
-        expected = whole if layout is None else sliced(whole, layout)
+        expected = whole if spec is None else sliced(whole, spec)
         self.backward[number] = compared(expected, gradient, dist.get_rank())
 
     @torch.no_grad()
@@ -237,20 +239,20 @@ class _Comparison:
         """Compare the gradients of which several ranks hold shares; all ranks call it after backward."""
         shared: dict[int, str] = {}
         for number, hooked in self._hooked.items():
-            if self._parts(hooked.layout) < self._spatial.size:
-                shared[number] = str(hooked.layout and hooked.layout.placements)
+            if self._parts(hooked.spec) < self._spatial.size:
+                shared[number] = str(hooked.spec and hooked.spec.placements)
             elif number not in self.backward:  # no gradient came
-                self._judge(number, hooked.zeros(), hooked.layout)
+                self._judge(number, hooked.zeros(), hooked.spec)
         replica = [theirs for replica, theirs in from_all_ranks((self.replica, shared)) if replica == self.replica]
         agreed = [n for n, cuts in sorted(replica[0].items()) if all(theirs.get(n) == cuts for theirs in replica)]
         for number in agreed:
             hooked = self._hooked[number]
             share = self._shares.get(number)
             whole = hooked.zeros() if share is None else share
-            if hooked.layout is not None:
-                whole = wrap(whole, hooked.layout).full()  # type: ignore[attr-defined]
-            total = summed(whole, self._spatial.replica)  # of equal wholes, one for each part of it
-            self._judge(number, total / (self._spatial.size * self._parts(hooked.layout)), None)
+            if hooked.spec is not None:
+                whole = wrap(whole, hooked.spec).full()  # type: ignore[attr-defined]
+            total = all_sum_no_grad(whole, self._spatial.replica)  # of equal wholes, one for each part of it
+            self._judge(number, total / (self._spatial.size * self._parts(hooked.spec)), None)
 
 
 def _evidence(answers: Answers, comparison: _Comparison, plain: nn.Module, loss: float) -> Evidence:

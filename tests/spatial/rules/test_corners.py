@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import fullframe as ff
-from fullframe.spatial.tensor import SpatialTensor, layout_of, wrap
+from fullframe.spatial.spec import spec_of
+from fullframe.spatial.tensor import SpatialTensor, wrap
 from tests.exactness import differences, mesh
 from tests.rank_group import rank_group
 
@@ -54,8 +55,8 @@ def _gathered() -> tuple[float, bool]:
     """In gather mode: operands by names that are the function's own, and a result that is sparse."""
     x = _image()
     shell = ff.shard(x, mesh(1, 2))
-    layout = shell._layout
-    loose = wrap(shell.local, layout_of(layout.spatial, layout.shape, layout.placements, True))
+    spec = shell.spec
+    loose = wrap(shell.local, spec_of(spec.spatial, spec.shape, spec.placements, True))
     assert isinstance(loose, SpatialTensor)
     apart = torch.cdist(x1=loose, x2=loose)
     leaf = loose.detach().requires_grad_()

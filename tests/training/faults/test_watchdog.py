@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fullframe as ff
-from fullframe.ranks.exchange import summed
+from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.ranks.shared_memory import SLOT_BYTES
 from fullframe.training.faults import watchdog
 from fullframe.training.faults.watchdog import Watchdog, Whereabouts, verdict
@@ -55,7 +55,7 @@ def one_waits_for_the_other(large):
     first = dist.get_rank() == 0
 
     def add():  # on one line for both ranks
-        summed(torch.zeros(SLOT_BYTES + 8 if large else 8), dist.group.WORLD)
+        all_sum_no_grad(torch.zeros(SLOT_BYTES + 8 if large else 8), dist.group.WORLD)
 
     seen = seen_from_beside(add if first else lambda: time.sleep(0.6))
     if not first:

@@ -28,7 +28,7 @@ def with_link(rates: Rates, mesh: DeviceMesh) -> Rates:
 
     def exchange(size: int) -> Callable[[], object]:
         out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-        peer = 1 - axis.part
+        peer = 1 - axis.coordinate
         return lambda: InFlight(axis, [Message(peer, out)], [Message(peer, into)]).wait()
 
     def reduce(size: int) -> Callable[[], object]:

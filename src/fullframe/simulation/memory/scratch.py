@@ -1,6 +1,6 @@
 """What kernels allocate for the time they run, which no tensor of the program shows.
 
-For the CPU it is what oneDNN was seen to take in torch 2.13 on AVX-512: copies in its own layouts, partial sums.
+For the CPU it is what oneDNN was seen to take in torch 2.13 on AVX-512: copies in its own specs, partial sums.
 """
 
 from math import prod
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
-_BLOCK_CHANNELS = 16  # of oneDNN's layouts
+_BLOCK_CHANNELS = 16  # of oneDNN's specs
 _PARTIAL_SUMS = 256  # of a depthwise kernel's gradient
 _FP32 = 4
 

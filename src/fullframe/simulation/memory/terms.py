@@ -3,7 +3,7 @@
 context            the driver's, with the kernels' code: of the device's table; on the CPU the process without tensors
 nccl               buffers of each communicator that was used
 cublas_workspace   torch takes one for each thread that multiplies matrices, the user's and autograd's, and keeps it
-cudnn_workspace    copies in the layout that tensor cores want, where maps are not channels_last, while an op runs
+cudnn_workspace    copies in the spec that tensor cores want, where maps are not channels_last, while an op runs
 ddp_buckets        the gradients' place in DDP, taken at the start and kept between steps
 prefetched_batch   the next batch, copied while this one is computed on
 caching_allocator  what torch's allocator holds and does not use at the peak
@@ -74,14 +74,14 @@ class Terms:
         if not self._device.is_cuda:
             return cpu_scratch(func, args, out)
         if func is _aten.convolution.default:
-            return self._layout_copies(args[0], args[1], out)
+            return self._spec_copies(args[0], args[1], out)
         if func is _aten.convolution_backward.default:
-            return self._layout_copies(args[1], args[2], args[0])
+            return self._spec_copies(args[1], args[2], args[0])
         if func is _aten._scaled_dot_product_flash_attention_backward.default:
             return int(args[1].numel()) * torch.float32.itemsize  # the queries' gradient is added up in fp32
         return 0
 
-    def _layout_copies(self, x: Tensor, weight: Tensor, y: Tensor) -> int:
+    def _spec_copies(self, x: Tensor, weight: Tensor, y: Tensor) -> int:
         """cuDNN's, where tensor cores are used: they read and write channels last."""
         by_tensor_cores = x.element_size() == 2 or (x.dtype == torch.float32 and self._tensor_cores_fp32)
         depthwise = weight.shape[1] == 1 and weight.shape[0] > 1  # torch's own kernel, no tensor cores

@@ -7,9 +7,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.ranks.exchange import gather_over_ranks, gathered, sum_over_ranks, summed
+from fullframe.ranks.collectives import all_gather, all_gather_no_grad, all_sum, all_sum_no_grad
 from fullframe.spatial.rules.reduction import wide
-from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 _SOFTMAX = F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax
@@ -17,8 +17,8 @@ _LOG_SOFTMAX = F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.speci
 
 
 def _whole(x: SpatialTensor, dim: int) -> None:
-    if x._layout.is_split(dim):
-        raise Refused(f"it works along dim {dim}, which is split")
+    if x.spec.is_split(dim):
+        raise Unsupported(f"it works along dim {dim}, which is split")
 
 
 class _Softmax(torch.autograd.Function):
@@ -26,10 +26,10 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, group: dist.ProcessGroup, log: bool) -> Tensor:
-        top = torch.amax(gathered(torch.amax(local, dim, True), group), 0)
+        top = torch.amax(all_gather_no_grad(torch.amax(local, dim, True), group), 0)
         shifted = local.to(wide(local.dtype)) - top
         powers = shifted.exp()
-        total = summed(powers.sum(dim, True), group)
+        total = all_sum_no_grad(powers.sum(dim, True), group)
         result = (shifted.sub_(total.log_()) if log else powers.div_(total)).to(local.dtype)
         ctx.save_for_backward(result)
         ctx.where = dim, group, log
@@ -40,7 +40,7 @@ class _Softmax(torch.autograd.Function):
         (result,), (dim, group, log) = ctx.saved_tensors, ctx.where
         kind = wide(result.dtype)
         given, result = gradient.to(kind), result.to(kind)
-        total = sum_over_ranks((given if log else given * result).sum(dim, True), group)
+        total = all_sum((given if log else given * result).sum(dim, True), group)
         slope = given - result.exp() * total if log else result * (given - total)
         return slope.to(gradient.dtype), None, None, None
 
@@ -51,12 +51,12 @@ def _softmax(func: Any, x: SpatialTensor, dim: int | None = None, _stacklevel: i
         dtype = _stacklevel
     if dim is None:
         dim = 0 if x.dim() in (0, 1, 3) else 1  # as torch does, which advises to name it
-    layout, local = x._layout, local_of(x)
-    if not layout.is_split(dim):
-        return wrap(func(local, dim, dtype=dtype), layout)
-    axes = [p.axis for p in layout.placements if p.dim == dim % len(layout.shape)]
+    spec, local = x.spec, local_of(x)
+    if not spec.is_split(dim):
+        return wrap(func(local, dim, dtype=dtype), spec)
+    axes = [p.axis for p in spec.placements if p.dim == dim % len(spec.shape)]
     local = local if dtype is None else local.to(dtype)
-    return wrap(_Softmax.apply(local, dim, layout.spatial.group(axes), func in _LOG_SOFTMAX), layout)  # type: ignore[no-untyped-call]
+    return wrap(_Softmax.apply(local, dim, spec.spatial.group(axes), func in _LOG_SOFTMAX), spec)  # type: ignore[no-untyped-call]
 
 
 @rule(F.softmin)
@@ -66,31 +66,33 @@ def _softmin(func: Any, x: SpatialTensor, dim: int | None = None, _stacklevel: i
 
 @rule(torch.cumsum, Tensor.cumsum)
 def _cumsum(func: Any, x: SpatialTensor, dim: int, *, dtype: Any = None) -> Tensor:
-    layout = x._layout
-    placement = layout.of(dim)
+    spec = x.spec
+    placement = spec.of(dim)
     if placement is None:
-        return wrap(func(local_of(x), dim, dtype=dtype), layout)
+        return wrap(func(local_of(x), dim, dtype=dtype), spec)
     if dtype is None:
         dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
-    axis = layout.spatial.axis(placement.axis)
+    axis = spec.spatial.axis(placement.axis)
     local = func(local_of(x).to(wide(dtype)), dim, dtype=wide(dtype))  # so that its backward adds up as widely
-    totals = gather_over_ranks(local.narrow(dim, local.shape[dim] - 1, 1), axis.group)
-    before = totals[: axis.part].sum(0, dtype=local.dtype)  # of no rank on the first, which takes part in backward so
-    return wrap((local + before).to(dtype), layout)
+    totals = all_gather(local.narrow(dim, local.shape[dim] - 1, 1), axis.group)
+    before = totals[: axis.coordinate].sum(
+        0, dtype=local.dtype
+    )  # of none on the first, which so takes part in backward
+    return wrap((local + before).to(dtype), spec)
 
 
 @rule(torch.cumprod, Tensor.cumprod, torch.logcumsumexp, Tensor.logcumsumexp)
 def _cumulative(func: Any, x: SpatialTensor, dim: int, *args: Any, **kwargs: Any) -> Tensor:
     _whole(x, dim)
-    return wrap(func(local_of(x), dim, *args, **kwargs), x._layout)
+    return wrap(func(local_of(x), dim, *args, **kwargs), x.spec)
 
 
 @rule(F.glu)
 def _glu(func: Any, x: SpatialTensor, dim: int = -1) -> Tensor:
     _whole(x, dim)
-    shape = list(x._layout.shape)
+    shape = list(x.spec.shape)
     shape[dim] //= 2
-    return wrap(func(local_of(x), dim), x._layout.with_(shape, x._layout.placements))
+    return wrap(func(local_of(x), dim), x.spec.with_(shape, x.spec.placements))
 
 
 @rule(F.normalize)
@@ -101,33 +103,33 @@ def _normalize(func: Any, x: SpatialTensor, p: float = 2.0, dim: Any = 1, eps: f
 @rule(F.prelu, torch.prelu, Tensor.prelu)
 def _prelu(func: Any, x: Tensor, weight: Tensor) -> Tensor:
     if isinstance(weight, SpatialTensor) or not isinstance(x, SpatialTensor):
-        raise Refused("the weight is split")
+        raise Unsupported("the weight is split")
     if weight.numel() > 1:
         _whole(x, 1)
-    return wrap(func(local_of(x), weight), x._layout)
+    return wrap(func(local_of(x), weight), x.spec)
 
 
 @rule(F.local_response_norm)
 def _local_response_norm(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
     _whole(x, 1)
-    return wrap(func(local_of(x), *args, **kwargs), x._layout)
+    return wrap(func(local_of(x), *args, **kwargs), x.spec)
 
 
 @rule(torch.topk, Tensor.topk)
 def _topk(func: Any, x: SpatialTensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
     _whole(x, dim)
-    shape = list(x._layout.shape)
+    shape = list(x.spec.shape)
     shape[dim] = k
-    layout = x._layout.with_(shape, x._layout.placements)
+    spec = x.spec.with_(shape, x.spec.placements)
     found = func(local_of(x), k, dim, *args, **kwargs)
-    return type(found)([wrap(part, layout) for part in found])
+    return type(found)([wrap(part, spec) for part in found])
 
 
 @rule(torch.sort, Tensor.sort)
 def _sort(func: Any, x: SpatialTensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Any:
     _whole(x, dim)
     found = func(local_of(x), dim=dim, descending=descending, stable=stable)
-    return type(found)([wrap(part, x._layout) for part in found])
+    return type(found)([wrap(part, x.spec) for part in found])
 
 
 @rule(torch.argsort, Tensor.argsort)
@@ -143,10 +145,10 @@ def _msort(func: Any, x: SpatialTensor) -> Tensor:
 @rule(F.one_hot)
 def _one_hot(func: Any, x: SpatialTensor, num_classes: int = -1) -> Tensor:
     """Of as many classes as there are in the whole tensor, where their number is not given."""
-    layout = x._layout
+    spec = x.spec
     if num_classes == -1:
         num_classes = int(torch.amax(x)) + 1
-    return wrap(func(local_of(x), num_classes), layout.with_((*layout.shape, num_classes), layout.placements))
+    return wrap(func(local_of(x), num_classes), spec.with_((*spec.shape, num_classes), spec.placements))
 
 
 @rule(F.embedding)
@@ -161,8 +163,8 @@ def _embedding(
     sparse: bool = False,
 ) -> Tensor:
     if isinstance(weight, SpatialTensor) or not isinstance(x, SpatialTensor):
-        raise Refused("the table is split")
-    layout, local = x._layout, local_of(x)
+        raise Unsupported("the table is split")
+    spec, local = x.spec, local_of(x)
     everywhere = x.full() if max_norm is not None or scale_grad_by_freq else local
     if max_norm is not None:  # every rank shortens all rows that are used
         torch.embedding_renorm_(weight.detach(), everywhere, max_norm, norm_type)
@@ -170,13 +172,13 @@ def _embedding(
     if scale_grad_by_freq and found.requires_grad:
         uses = torch.bincount(everywhere.flatten(), minlength=weight.shape[0])[local].unsqueeze(-1)
         found.register_hook(lambda gradient: gradient / uses)
-    return wrap(found, layout.with_((*layout.shape, weight.shape[1]), layout.placements))
+    return wrap(found, spec.with_((*spec.shape, weight.shape[1]), spec.placements))
 
 
 @rule(torch.diff, Tensor.diff)
 def _diff(func: Any, x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
     if prepend is not None or append is not None:
-        raise Refused("prepend and append are not split", "Concatenate them with torch.cat first.")
+        raise Unsupported("prepend and append are not split", "Concatenate them with torch.cat first.")
     for _ in range(min(n, x.shape[dim])):
         size = x.shape[dim]
         later, earlier = (torch.narrow(x, dim, start, size - 1) for start in (1, 0))

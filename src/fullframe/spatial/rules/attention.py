@@ -6,8 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, gather_axes, local_of, wrap
+from fullframe.spatial.operands import aligned
+from fullframe.spatial.redistribute import gather_axes
+from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 
 @rule(F.scaled_dot_product_attention)
@@ -23,36 +26,36 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if dropout_p:
-        raise Refused(f"attention dropout {dropout_p} is not split", "Set the attention dropout to 0.")
+        raise Unsupported(f"attention dropout {dropout_p} is not split", "Set the attention dropout to 0.")
     if is_causal:
-        raise Refused("causal attention over image positions is not split")
-    layout = query._layout if isinstance(query, SpatialTensor) else None
-    if layout is not None and layout.is_split(-1):
-        raise Refused("the channels of the queries are split")
-    key, value = (_whole_sequence(t, layout) for t in (key, value))
-    if layout is None:
+        raise Unsupported("causal attention over image positions is not split")
+    spec = query.spec if isinstance(query, SpatialTensor) else None
+    if spec is not None and spec.is_split(-1):
+        raise Unsupported("the channels of the queries are split")
+    key, value = (_whole_sequence(t, spec) for t in (key, value))
+    if spec is None:
         if any(isinstance(t, SpatialTensor) for t in (key, value, attn_mask)):
-            raise Refused("keys are split over samples or heads but queries are whole")
+            raise Unsupported("keys are split over samples or heads but queries are whole")
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    batch = tuple(p for p in layout.placements if p.dim < len(layout.shape) - 2)
-    k, v = (aligned(t, layout.with_(tuple(t.shape), batch)) for t in (key, value))
+    batch = tuple(p for p in spec.placements if p.dim < len(spec.shape) - 2)
+    k, v = (aligned(t, spec.with_(tuple(t.shape), batch)) for t in (key, value))
     mask = attn_mask
     if mask is not None:
-        mask = aligned(mask, layout.with_((*layout.shape[:-1], key.shape[-2]), layout.placements))
+        mask = aligned(mask, spec.with_((*spec.shape[:-1], key.shape[-2]), spec.placements))
     out = F.scaled_dot_product_attention(local_of(query), k, v, mask, scale=scale, enable_gqa=enable_gqa)  # type: ignore[arg-type]
-    return wrap(out, layout.with_((*layout.shape[:-1], value.shape[-1]), layout.placements))
+    return wrap(out, spec.with_((*spec.shape[:-1], value.shape[-1]), spec.placements))
 
 
-def _whole_sequence(t: Tensor, queries: Layout | None) -> Tensor:
+def _whole_sequence(t: Tensor, queries: Spec | None) -> Tensor:
     """Keys or values, whole along their sequence and wherever the queries' split does not match theirs."""
     if not isinstance(t, SpatialTensor):
         return t
     count = t.dim()
     matching = {p for p in queries.placements if p.dim < count - 2} if queries is not None else set()
-    axes = [p.axis for p in t._layout.placements if p.dim >= count - 2 or p not in matching]
-    return wrap(*gather_axes(local_of(t), t._layout, axes))
+    axes = [p.axis for p in t.spec.placements if p.dim >= count - 2 or p not in matching]
+    return wrap(*gather_axes(local_of(t), t.spec, axes))
 
 
 @rule(F.multi_head_attention_forward)
@@ -88,7 +91,7 @@ def _multi_head(
     given = {"bias_k": bias_k, "bias_v": bias_v, "static_k": static_k, "static_v": static_v}
     odd = [name for name, value in given.items() if value is not None]
     if odd or add_zero_attn or is_causal or (dropout_p and training) or query.dim() != 3:
-        raise Refused(
+        raise Unsupported(
             f"multi-head attention with {odd or 'zero attention, causality, dropout or no batch'} is not split"
         )
     if use_separate_proj_weight:

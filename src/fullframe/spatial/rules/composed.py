@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.tensor import SpatialTensor, aligned, local_of, merged, wrap
+from fullframe.spatial.operands import aligned, merged
+from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 _SPLIT_ALONG = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
 
@@ -87,59 +88,59 @@ def _rot90(func: Any, x: SpatialTensor, k: int = 1, dims: Sequence[int] = (0, 1)
 @rule(torch.tril, Tensor.tril, torch.triu, Tensor.triu, Tensor.tril_, Tensor.triu_)
 def _triangle(func: Any, x: SpatialTensor, diagonal: int = 0) -> Tensor:
     """Of a part that begins at row r and column c, the diagonal lies r - c further right."""
-    layout, first = x._layout, {-2: 0, -1: 0}
+    spec, first = x.spec, {-2: 0, -1: 0}
     for dim in first:
-        placement = layout.of(dim)
+        placement = spec.of(dim)
         if placement is not None:
-            first[dim] = placement.extents.ranges[layout.spatial.axis(placement.axis).part].start
+            first[dim] = spec.rows(placement).start
     local = local_of(x)
     result = func(local, diagonal + first[-2] - first[-1])
-    return x if result is local else wrap(result, layout)
+    return x if result is local else wrap(result, spec)
 
 
 @rule(torch.cross, Tensor.cross, torch.linalg.cross)
 def _cross(func: Any, a: Tensor, b: Tensor, dim: int | None = None) -> Tensor:
-    layout = merged([a, b])
+    spec = merged([a, b])
     if dim is None:
         dim = -1 if func is torch.linalg.cross else next(d for d, size in enumerate(a.shape) if size == 3)
-    if layout.is_split(dim):
-        raise Refused("the dim of the vectors is split")
-    return wrap(torch.linalg.cross(aligned(a, layout), aligned(b, layout), dim=dim), layout)
+    if spec.is_split(dim):
+        raise Unsupported("the dim of the vectors is split")
+    return wrap(torch.linalg.cross(aligned(a, spec), aligned(b, spec), dim=dim), spec)
 
 
 @rule(torch.view_as_real)
 def _view_as_real(func: Any, x: SpatialTensor) -> Tensor:
-    layout = x._layout
-    return wrap(func(local_of(x)), layout.with_((*layout.shape, 2), layout.placements))
+    spec = x.spec
+    return wrap(func(local_of(x)), spec.with_((*spec.shape, 2), spec.placements))
 
 
 @rule(torch.view_as_complex)
 def _view_as_complex(func: Any, x: SpatialTensor) -> Tensor:
-    layout = x._layout
-    if layout.is_split(-1):
-        raise Refused("real and imaginary parts lie on different ranks")
-    return wrap(func(local_of(x)), layout.with_(layout.shape[:-1], layout.placements))
+    spec = x.spec
+    if spec.is_split(-1):
+        raise Unsupported("real and imaginary parts lie on different ranks")
+    return wrap(func(local_of(x)), spec.with_(spec.shape[:-1], spec.placements))
 
 
 @rule(torch.frexp, Tensor.frexp)
 def _frexp(func: Any, x: SpatialTensor) -> Any:
     mantissa, exponent = parts = func(local_of(x))
-    return type(parts)((wrap(mantissa, x._layout), wrap(exponent, x._layout)))
+    return type(parts)((wrap(mantissa, x.spec), wrap(exponent, x.spec)))
 
 
 @rule(torch.isin)
 def _isin(func: Any, elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
     if not isinstance(elements, SpatialTensor) or isinstance(test_elements, SpatialTensor):
-        raise Refused("the set of elements to look for is split")
+        raise Unsupported("the set of elements to look for is split")
     # Where all are promised to be unique torch may sort them together; one by one the answer is the same.
-    return wrap(func(local_of(elements), test_elements, invert=invert), elements._layout)
+    return wrap(func(local_of(elements), test_elements, invert=invert), elements.spec)
 
 
 @rule(torch.bucketize)
 def _bucketize(func: Any, input: Any, boundaries: Tensor, **options: Any) -> Tensor:
     if isinstance(boundaries, SpatialTensor):
-        raise Refused("the boundaries are split")
-    return wrap(func(local_of(input), boundaries, **options), input._layout)
+        raise Unsupported("the boundaries are split")
+    return wrap(func(local_of(input), boundaries, **options), input.spec)
 
 
 _COPIES = """

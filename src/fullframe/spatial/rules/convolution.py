@@ -15,9 +15,11 @@ from fullframe.geometry.extents import overlap
 from fullframe.geometry.window import Window
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Halo, Piece, Ranges, assembled, part_of
-from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.redistribute import gather_axes
+from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.window_plan import WindowPlan, embedded, ints, plan_windows, region, return_gradient
-from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 Ints = tuple[int, ...]
 Border = tuple[Ranges, Ranges]  # output rows that see a strip, and the input rows they read
@@ -57,7 +59,7 @@ class _Plan:
     def kernel_part(self, weight: Tensor, taps: list[range]) -> Tensor:
         """The view of the kernel rows `taps`, one range a cut."""
         for cut, rows in zip(self.window.cuts, taps, strict=True):
-            dim = cut.dim - len(self.window.layout.shape) + weight.dim()
+            dim = cut.dim - len(self.window.spec.shape) + weight.dim()
             if len(rows) != weight.shape[dim]:
                 weight = weight.narrow(dim, rows.start, len(rows))
         return weight
@@ -70,15 +72,15 @@ class _Plan:
 
 
 @kept_with_mesh(maxsize=4096)
-def _plan(layout: Layout, weight: Ints, stride: Ints, padding: Ints, dilation: Ints, groups: int) -> _Plan:
+def _plan(spec: Spec, weight: Ints, stride: Ints, padding: Ints, dilation: Ints, groups: int) -> _Plan:
     count = len(stride)
-    dims = range(len(layout.shape) - count, len(layout.shape))
-    if layout.is_split(dims[0] - 1):
-        raise Refused("the channels are split")
+    dims = range(len(spec.shape) - count, len(spec.shape))
+    if spec.is_split(dims[0] - 1):
+        raise Unsupported("the channels are split")
     windows = [Window(k, s, d, p) for k, s, d, p in zip(weight[2:], stride, dilation, padding, strict=True)]
-    sizes = [w.output_size(layout.shape[dim]) for w, dim in zip(windows, dims, strict=True)]
-    shape = (*layout.shape[: dims[0] - 1], weight[0], *sizes)
-    plan = plan_windows(layout, dims, windows, sizes, shape)
+    sizes = [w.output_size(spec.shape[dim]) for w, dim in zip(windows, dims, strict=True)]
+    shape = (*spec.shape[: dims[0] - 1], weight[0], *sizes)
+    plan = plan_windows(spec, dims, windows, sizes, shape)
     split = {cut.dim for cut in plan.cuts}
     inner = tuple(0 if dim in split else p for dim, p in zip(dims, padding, strict=True))
     lead, skips = _lead(plan, dims, inner)
@@ -137,9 +139,9 @@ def _convolution(
     groups: int = 1,
 ) -> Tensor:
     if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
-        raise Refused("the weight is split, not the input")
+        raise Unsupported("the weight is split, not the input")
     count = weight.dim() - 2
-    if len(input._layout.shape) == count + 1:  # no batch dim
+    if len(input.spec.shape) == count + 1:  # no batch dim
         batch = func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
         return batch.squeeze(0)  # type: ignore[no-any-return]
     stride, dilation = ints(stride, count), ints(dilation, count)
@@ -149,17 +151,17 @@ def _convolution(
         if any(t % 2 for t in total):  # torch pads the odd row behind
             padded = F.pad(input, [after for t in reversed(total) for after in (0, t % 2)])
             return func(padded, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
-    plan = _plan(input._layout, tuple(weight.shape), stride, ints(padding, count), dilation, groups)
+    plan = _plan(input.spec, tuple(weight.shape), stride, ints(padding, count), dilation, groups)
     local, window = local_of(input), plan.window
     if window.too_small:
-        local, layout = gather_axes(local, input._layout, window.too_small)
-        return func(wrap(local, layout), weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+        local, spec = gather_axes(local, input.spec, window.too_small)
+        return func(wrap(local, spec), weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
     if not window.borrows and plan.lead is not None:
         out = func(plan.unskipped(local), weight, bias, stride, plan.lead, dilation, groups)
     else:
         local, weight, bias = autocast_inputs(local, weight, bias)
         out = _HaloConvolution.apply(local, weight, bias, plan)  # type: ignore[no-untyped-call]
-    return wrap(out, window.layout)
+    return wrap(out, window.spec)
 
 
 class _HaloConvolution(torch.autograd.Function):

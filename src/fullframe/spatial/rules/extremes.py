@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullframe.ranks.exchange import gather_over_ranks, gathered, sum_over_ranks
+from fullframe.ranks.collectives import all_gather, all_gather_no_grad, all_sum
+from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.reduction import Dims, dims_of, reduced_axes, without
 from fullframe.spatial.rules.registry import rule
-from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 
 class _Extreme(torch.autograd.Function):
@@ -21,7 +23,7 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, func: Any, dims: tuple[int, ...] | None, group: dist.ProcessGroup) -> Tensor:
         over: Any = () if dims is None else (dims, True)
-        found: Tensor = func(gathered(func(local, *over), group), *(() if dims is None else (0,)))
+        found: Tensor = func(all_gather_no_grad(func(local, *over), group), *(() if dims is None else (0,)))
         ctx.save_for_backward(local, found)
         ctx.where = dims, group
         return found
@@ -29,30 +31,30 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         (local, found), (dims, group) = ctx.saved_tensors, ctx.where
-        gradient, hits = sum_over_ranks(gradient, group), local == found
+        gradient, hits = all_sum(gradient, group), local == found
         if dims is None:  # torch.max gives it to the NaNs that won, torch.amax makes all of it NaN
             hits = hits | (local.isnan() & found.isnan())
-            return torch.where(hits, gradient / sum_over_ranks(hits.sum(), group), 0), None, None, None
-        return gradient * hits / sum_over_ranks(hits.sum(dims, True), group), None, None, None
+            return torch.where(hits, gradient / all_sum(hits.sum(), group), 0), None, None, None
+        return gradient * hits / all_sum(hits.sum(dims, True), group), None, None, None
 
 
 def _extreme(func: Any, x: SpatialTensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    layout, result, axes = x._layout, without(x._layout, dims, keepdim), reduced_axes(x._layout, dims)
+    spec, result, axes = x.spec, without(x.spec, dims, keepdim), reduced_axes(x.spec, dims)
     if not axes:
         return wrap(func(local_of(x), dims, keepdim), result)
-    found = _Extreme.apply(local_of(x), func, dims, layout.spatial.group(axes))  # type: ignore[no-untyped-call]
+    found = _Extreme.apply(local_of(x), func, dims, spec.spatial.group(axes))  # type: ignore[no-untyped-call]
     return wrap(found if keepdim else found.squeeze(dims), result)
 
 
 @rule(torch.amax, Tensor.amax, torch.amin, Tensor.amin)
 def _amax(func: Any, x: SpatialTensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     func = torch.amax if func in (torch.amax, Tensor.amax) else torch.amin
-    return _extreme(func, x, dims_of(x._layout, dim), keepdim)
+    return _extreme(func, x, dims_of(x.spec, dim), keepdim)
 
 
 @rule(torch.aminmax, Tensor.aminmax)
 def _aminmax(func: Any, x: SpatialTensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    dims = dims_of(x._layout, dim)
+    dims = dims_of(x.spec, dim)
     return torch.return_types.aminmax((_extreme(torch.amin, x, dims, keepdim), _extreme(torch.amax, x, dims, keepdim)))
 
 
@@ -63,25 +65,25 @@ def _max(func: Any, x: Any, other: Any = None, keepdim: bool = False, *, dim: in
         return torch.maximum(x, other) if largest else torch.minimum(x, other)
     dim = other if dim is None else dim
     if dim is None:
-        group = x._layout.spatial.group([p.axis for p in x._layout.placements])
+        group = x.spec.spatial.group([p.axis for p in x.spec.placements])
         return _Extreme.apply(local_of(x), torch.max if largest else torch.min, None, group)  # type: ignore[no-untyped-call]
-    layout = x._layout
-    placements = [p for p in layout.placements if p.dim == dim % len(layout.shape)]
+    spec = x.spec
+    placements = [p for p in spec.placements if p.dim == dim % len(spec.shape)]
     if not all(p.is_plain for p in placements):  # their rows are not in order on the ranks
-        return func(wrap(*gather_axes(local_of(x), layout, [p.axis for p in placements])), dim, keepdim)
+        return func(wrap(*gather_axes(local_of(x), spec, [p.axis for p in placements])), dim, keepdim)
     return _max_along(func, x, dim, keepdim)
 
 
 def _max_along(func: Any, x: SpatialTensor, dim: int, keepdim: bool) -> Any:
     """Values and indices along a dim that is whole or split as it is."""
-    layout, result = x._layout, without(x._layout, dims_of(x._layout, dim), keepdim)
-    placement, local = layout.of(dim), local_of(x)
+    spec, result = x.spec, without(x.spec, dims_of(x.spec, dim), keepdim)
+    placement, local = spec.of(dim), local_of(x)
     if placement is None:
         found = func(local, dim, keepdim)
         return type(found)([wrap(found.values, result), wrap(found.indices, result)])
-    found, axis = func(local, dim, True), layout.spatial.axis(placement.axis)
-    values = gather_over_ranks(found.values, axis.group)  # (ranks, ..., 1, ...)
-    indices = gathered(found.indices + placement.extents.ranges[axis.part].start, axis.group)
+    found, axis = func(local, dim, True), spec.spatial.axis(placement.axis)
+    values = all_gather(found.values, axis.group)  # (ranks, ..., 1, ...)
+    indices = all_gather_no_grad(found.indices + placement.extents.ranges[axis.coordinate].start, axis.group)
     best = func(values.detach(), 0, True).indices  # the first among equals, as in one process
     chosen = [t.gather(0, best).squeeze(0) for t in (values, indices)]
     return type(found)([wrap(t if keepdim else t.squeeze(dim), result) for t in chosen])
@@ -92,25 +94,25 @@ def _index(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = 
     best = torch.max if func in (torch.argmax, Tensor.argmax) else torch.min
     if dim is not None:
         return best(x.detach(), dim, keepdim).indices
-    in_order = all(p.is_plain for p in x._layout.placements)
-    found = _first(func, best, x._layout, local_of(x).detach()) if in_order else func(x.full())
+    in_order = all(p.is_plain for p in x.spec.placements)
+    found = _first(func, best, x.spec, local_of(x).detach()) if in_order else func(x.full())
     return found.reshape((1,) * x.dim()) if keepdim else found
 
 
-def _first(func: Any, best: Any, layout: Layout, local: Tensor) -> Tensor:
+def _first(func: Any, best: Any, spec: Spec, local: Tensor) -> Tensor:
     """The number of the best element in the whole tensor's order; the first among equals."""
-    group = layout.spatial.group([p.axis for p in layout.placements])
+    group = spec.spatial.group([p.axis for p in spec.placements])
     place = torch.unravel_index(func(local), local.shape)
     mine = torch.zeros_like(place[0])
-    for dim, size in enumerate(layout.shape):
-        mine = mine * size + place[dim] + _start(layout, dim)
-    values, numbers = gathered(local[place], group), gathered(mine, group)
+    for dim, size in enumerate(spec.shape):
+        mine = mine * size + place[dim] + _start(spec, dim)
+    values, numbers = all_gather_no_grad(local[place], group), all_gather_no_grad(mine, group)
     top = best(values, 0).values
     ties = (values == top) | (values.isnan() & top.isnan())
-    return torch.where(ties, numbers, torch.Size(layout.shape).numel()).amin()
+    return torch.where(ties, numbers, torch.Size(spec.shape).numel()).amin()
 
 
-def _start(layout: Layout, dim: int) -> int:
+def _start(spec: Spec, dim: int) -> int:
     """The first row of a dim that this rank holds."""
-    placement = layout.of(dim)
-    return placement.extents.ranges[layout.spatial.axis(placement.axis).part].start if placement else 0
+    placement = spec.of(dim)
+    return spec.rows(placement).start if placement else 0

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from fullframe.errors import UnsupportedOp
 from fullframe.spatial.gradients import is_seen, see_leaf, seen, unseen
+from fullframe.spatial.operands import aligned
 from fullframe.spatial.rules.registry import getter, rule, setters
-from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, local_of, wrap
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 
@@ -22,7 +24,7 @@ def _requires_grad(func: Any, x: SpatialTensor, requires_grad: bool = True) -> S
     local = local_of(x)
     local.requires_grad_(requires_grad)
     if requires_grad and local.is_leaf:
-        see_leaf(local, x._layout)
+        see_leaf(local, x.spec)
     with _no_torch_function():
         func(x, requires_grad)  # the mirror by which lost gradients are found
     return x
@@ -36,13 +38,13 @@ def _set_requires_grad(func: Any, x: SpatialTensor, requires_grad: bool) -> None
 class _Retained:
     """The gradient of a split tensor that is no leaf, once `retain_grad` has asked for it."""
 
-    def __init__(self, local: Tensor, layout: Layout):
+    def __init__(self, local: Tensor, spec: Spec):
         self.grad: Tensor | None = None
-        self._layout = layout
+        self.spec = spec
         self._handle = local.register_hook(self._keep)
 
     def _keep(self, gradient: Tensor) -> None:
-        gradient = seen(gradient, self._layout)
+        gradient = seen(gradient, self.spec)
         self.grad = gradient if self.grad is None else self.grad + gradient
 
     def comes_last(self, local: Tensor) -> None:
@@ -61,7 +63,7 @@ def _retain_grad(func: Any, x: SpatialTensor) -> None:
     if local.is_leaf or not local.requires_grad:
         func(local)  # nothing to do, or torch's error
     elif _retained(local) is None:
-        local._fullframe_retained = _Retained(local, x._layout)  # type: ignore[attr-defined]
+        local._fullframe_retained = _Retained(local, x.spec)  # type: ignore[attr-defined]
 
 
 @rule(getter("retains_grad"), checked=False)
@@ -77,23 +79,23 @@ def _grad(func: Any, x: SpatialTensor) -> Tensor | None:
     if gradient is None:
         return None
     if kept is None and not is_seen(local):  # of x.local.requires_grad_()
-        gradient = seen(gradient, x._layout)
-    return wrap(gradient, x._layout)
+        gradient = seen(gradient, x.spec)
+    return wrap(gradient, x.spec)
 
 
 @rule(*setters("grad"), checked=False)
 def _set_grad(func: Any, x: Tensor, gradient: Tensor | None = None) -> None:
     if not isinstance(x, SpatialTensor):
         raise RuntimeError(f"assigned grad is a split tensor of shape {tuple(gradient.shape)}, which {x.shape} is not")  # type: ignore[union-attr]
-    if gradient is not None and tuple(gradient.shape) != x._layout.shape:
-        raise RuntimeError(f"assigned grad has data of shape {tuple(gradient.shape)}, {x._layout.shape} is needed")
+    if gradient is not None and tuple(gradient.shape) != x.spec.shape:
+        raise RuntimeError(f"assigned grad has data of shape {tuple(gradient.shape)}, {x.spec.shape} is needed")
     local = local_of(x)
-    value = None if gradient is None else aligned(gradient, x._layout)
+    value = None if gradient is None else aligned(gradient, x.spec)
     kept = _retained(local)
     if kept is not None:
         kept.grad = value
     else:
-        see_leaf(local, x._layout)
+        see_leaf(local, x.spec)
         local.grad = value
 
 
@@ -102,20 +104,20 @@ def _register_hook(func: Any, x: SpatialTensor, hook: Callable[[Tensor], Any]) -
     """The hook gets a split tensor, with one process's gradient; FSDP2's own only watches when it arrives."""
     if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp."):
         return when_gradient_arrives(local_of(x), hook)
-    local, layout = local_of(x), x._layout
+    local, spec = local_of(x), x.spec
     is_right = is_seen(local)
 
     def called(gradient: Tensor) -> Tensor | None:
-        given = gradient if is_right else seen(gradient, layout)
+        given = gradient if is_right else seen(gradient, spec)
         version = given._version
-        result = hook(wrap(given, layout))
+        result = hook(wrap(given, spec))
         if result is None:
             if given is gradient or given._version == version:
                 return None
             changed = given  # in place
         else:
-            changed = aligned(result, layout)
-        return changed if is_right else unseen(changed, layout)
+            changed = aligned(result, spec)
+        return changed if is_right else unseen(changed, spec)
 
     handle = func(local, called)
     kept = _retained(local)
@@ -126,8 +128,8 @@ def _register_hook(func: Any, x: SpatialTensor, hook: Callable[[Tensor], Any]) -
 
 @rule(Tensor.register_post_accumulate_grad_hook, checked=False)
 def _register_post_accumulate_grad_hook(func: Any, x: SpatialTensor, hook: Callable[[Tensor], None]) -> Any:
-    layout = x._layout
-    return func(local_of(x), lambda local: hook(wrap(local, layout)))
+    spec = x.spec
+    return func(local_of(x), lambda local: hook(wrap(local, spec)))
 
 
 def when_gradient_arrives(value: Tensor, hook: Callable[[Tensor], Any]) -> Any:
@@ -170,14 +172,14 @@ def _seeded(outputs: Any, seeds: Any) -> _Seeded:
 def _seed(output: Any, seed: Any) -> tuple[Any, Any]:
     if not isinstance(output, SpatialTensor):
         return output, seed.full() if isinstance(seed, SpatialTensor) else seed
-    layout = output._layout
+    spec = output.spec
     if seed is None:
-        if layout.shape.count(1) != len(layout.shape):
+        if spec.shape.count(1) != len(spec.shape):
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         return local_of(output), None
-    if tuple(seed.shape) != layout.shape:
-        raise RuntimeError(f"Mismatch in shape: a gradient has {tuple(seed.shape)}, its tensor {layout.shape}")
-    return local_of(output), unseen(aligned(seed, layout), layout)
+    if tuple(seed.shape) != spec.shape:
+        raise RuntimeError(f"Mismatch in shape: a gradient has {tuple(seed.shape)}, its tensor {spec.shape}")
+    return local_of(output), unseen(aligned(seed, spec), spec)
 
 
 @rule(torch.autograd.grad, checked=False)
@@ -189,9 +191,7 @@ def _autograd_grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = Non
     locals_ = [local_of(x) if isinstance(x, SpatialTensor) else x for x in wanted]
     found = func(tensors, locals_, seeds, **options)
     results = tuple(
-        wrap(g if is_seen(local) else seen(g, x._layout), x._layout)
-        if isinstance(x, SpatialTensor) and g is not None
-        else g
+        wrap(g if is_seen(local) else seen(g, x.spec), x.spec) if isinstance(x, SpatialTensor) and g is not None else g
         for x, local, g in zip(wanted, locals_, found, strict=True)
     )
     return dict(zip(inputs, results, strict=True)) if isinstance(inputs, dict) else results

@@ -5,8 +5,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.tensor import SpatialTensor, aligned, local_of, say_gathered, wrap
+from fullframe.spatial.operands import aligned, say_gathered
+from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 
 @rule(F.grid_sample)
@@ -24,11 +25,11 @@ def _grid_sample(
         input = input.full()
     if not isinstance(grid, SpatialTensor):
         return func(input, grid, mode, padding_mode, align_corners)  # type: ignore[no-any-return]
-    layout = grid._layout
-    if layout.is_split(-1):
-        raise Refused("the coordinates of the grid are split")
-    batch = tuple(p for p in layout.placements if p.dim == 0)
-    image = aligned(input, layout.with_(tuple(input.shape), batch))
-    shape = (*input.shape[:2], *layout.shape[1:-1])
-    placements = tuple(p if p.dim == 0 else p.at(p.dim + 1) for p in layout.placements)
-    return wrap(func(image, local_of(grid), mode, padding_mode, align_corners), layout.with_(shape, placements))
+    spec = grid.spec
+    if spec.is_split(-1):
+        raise Unsupported("the coordinates of the grid are split")
+    batch = tuple(p for p in spec.placements if p.dim == 0)
+    image = aligned(input, spec.with_(tuple(input.shape), batch))
+    shape = (*input.shape[:2], *spec.shape[1:-1])
+    placements = tuple(p if p.dim == 0 else p.at(p.dim + 1) for p in spec.placements)
+    return wrap(func(image, local_of(grid), mode, padding_mode, align_corners), spec.with_(shape, placements))

@@ -8,23 +8,25 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice
+from fullframe.spatial.redistribute import refetched
 from fullframe.spatial.rules.reduction import without
-from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.window_plan import plan_windows, region
-from fullframe.spatial.tensor import Layout, SpatialTensor, local_of, refetched, viewed, wrap
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, viewed, wrap
 
 
 def sliced_rows(x: Tensor, dim: int, start: int, stop: int, step: int = 1) -> Tensor:
     """Rows `start:stop:step` of a dim, all inside the tensor: a view of `x`."""
-    if not isinstance(x, SpatialTensor) or not x._layout.placements:
+    if not isinstance(x, SpatialTensor) or not x.spec.placements:
         return x[(slice(None),) * dim + (slice(start, stop, step),)]
-    layout = x._layout
+    spec = x.spec
     size = max(0, -(-(stop - start) // step))
-    shape = (*layout.shape[:dim], size, *layout.shape[dim + 1 :])
-    if not layout.is_split(dim):
+    shape = (*spec.shape[:dim], size, *spec.shape[dim + 1 :])
+    if not spec.is_split(dim):
         local = local_of(x)[(slice(None),) * dim + (slice(start, stop, step),)]
-        result = layout.with_(shape, layout.placements)
-    elif (start, stop, step) == (0, layout.shape[dim], 1):
+        result = spec.with_(shape, spec.placements)
+    elif (start, stop, step) == (0, spec.shape[dim], 1):
         return x
     else:
         local, result = _rows(x, dim, range(start, stop, step), shape)
@@ -37,19 +39,19 @@ def sliced_rows(x: Tensor, dim: int, start: int, stop: int, step: int = 1) -> Te
     return viewed(x, local, result, replay, lambda view: put_rows(x, view, dim, range(start, stop, step)))
 
 
-def _rows(x: SpatialTensor, dim: int, rows: range, shape: tuple[int, ...]) -> tuple[Tensor, Layout]:
+def _rows(x: SpatialTensor, dim: int, rows: range, shape: tuple[int, ...]) -> tuple[Tensor, Spec]:
     """This rank's share of some rows of a split dim; all of them where they are too few to be split."""
-    layout, step = x._layout, rows.step
-    plan = plan_windows(layout, [dim], [Slice(rows.start, step)], [len(rows)], shape)
+    spec, step = x.spec, rows.step
+    plan = plan_windows(spec, [dim], [Slice(rows.start, step)], [len(rows)], shape)
     if not plan.too_small:
         local = region(local_of(x), plan)
-        return local[(slice(None),) * dim + (slice(None, None, step),)] if step > 1 else local, plan.layout
-    placement = layout.of(dim)
+        return local[(slice(None),) * dim + (slice(None, None, step),)] if step > 1 else local, plan.spec
+    placement = spec.of(dim)
     assert placement is not None
     wanted = range(rows.start, rows.stop if rows else rows.start)
-    local = refetched(local_of(x), layout, placement, layout.placements, (wanted,) * placement.extents.parts)
+    local = refetched(local_of(x), spec, placement, spec.placements, (wanted,) * placement.extents.parts)
     local = local[(slice(None),) * dim + (slice(None, None, step),)]
-    return local, layout.with_(shape, tuple(p for p in layout.placements if p.axis != placement.axis))
+    return local, spec.with_(shape, tuple(p for p in spec.placements if p.axis != placement.axis))
 
 
 def put_rows(x: SpatialTensor, view: SpatialTensor, dim: int, rows: range) -> None:
@@ -57,21 +59,21 @@ def put_rows(x: SpatialTensor, view: SpatialTensor, dim: int, rows: range) -> No
 
     Every rank writes, if only nothing: the graphs and the versions of its memory are to be alike.
     """
-    layout, step = x._layout, rows.step
-    placement = layout.of(dim)
+    spec, step = x.spec, rows.step
+    placement = spec.of(dim)
     assert placement is not None
     wanted = tuple(  # which of the view's rows lie in each part
         range(*(min(max(-(-(bound - rows.start) // step), 0), len(rows)) for bound in (own.start, own.stop)))
         for own in placement.extents.ranges
     )
-    held = view._layout.of(dim)
-    mine = wanted[layout.spatial.axis(placement.axis).part]
+    held = view.spec.of(dim)
+    mine = wanted[spec.spatial.axis(placement.axis).coordinate]
     if held is None:
         local = local_of(view).narrow(dim, mine.start if mine else 0, len(mine))
     else:
         wanted = tuple(r if r else range(0) for r in wanted)
-        local = refetched(local_of(view), view._layout, held, view._layout.placements, wanted)
-    own = placement.extents.ranges[layout.spatial.axis(placement.axis).part]
+        local = refetched(local_of(view), view.spec, held, view.spec.placements, wanted)
+    own = spec.rows(placement)
     first = rows.start + mine.start * step - own.start if mine else 0
     stop = first + (len(mine) - 1) * step + 1 if mine else 0
     local_of(x)[(slice(None),) * dim + (slice(first, stop, step),)].copy_(local)
@@ -81,7 +83,7 @@ def put_rows(x: SpatialTensor, view: SpatialTensor, dim: int, rows: range) -> No
 def select(func: Any, x: Tensor, dim: int, index: int) -> Tensor:
     """Row `index` of a dim, which is removed: a view of `x`."""
     dim, index = dim % x.dim(), index % x.shape[dim]
-    if not isinstance(x, SpatialTensor) or not x._layout.is_split(dim):
+    if not isinstance(x, SpatialTensor) or not x.spec.is_split(dim):
         return _selected(x, dim, index)
     return _selected(sliced_rows(x, dim, index, index + 1), dim, 0)
 
@@ -92,7 +94,7 @@ def _selected(x: Tensor, dim: int, index: int) -> Tensor:
     return viewed(
         x,
         local_of(x).select(dim, index),
-        without(x._layout, (dim,), False),
+        without(x.spec, (dim,), False),
         lambda base: local_of(base).select(dim, index),
         None,
     )
@@ -101,7 +103,7 @@ def _selected(x: Tensor, dim: int, index: int) -> Tensor:
 @rule(Tensor.__getitem__)
 def _getitem(func: Any, x: Tensor, index: Any) -> Tensor:
     if not isinstance(x, SpatialTensor):
-        raise Refused("a whole tensor is indexed by a split one", "Gather the index with .full().")
+        raise Unsupported("a whole tensor is indexed by a split one", "Gather the index with .full().")
     items = _spelled_out(x, index)
     if any(isinstance(i, (Tensor, list)) or hasattr(i, "__array__") for i in items):
         return _indexed_by_tensors(x, items)
@@ -115,7 +117,7 @@ def _getitem(func: Any, x: Tensor, index: Any) -> Tensor:
             result = sliced_rows(result, dim, rows.start, max(rows.stop, rows.start), rows.step)  # type: ignore[assignment]
             dim += 1
         elif isinstance(item, bool):
-            raise Refused("indexing with a bool is not split")
+            raise Unsupported("indexing with a bool is not split")
         else:
             result = torch.select(result, dim, int(item))  # type: ignore[assignment]
     return result
@@ -125,21 +127,21 @@ def _getitem(func: Any, x: Tensor, index: Any) -> Tensor:
 def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
     """Write into slices; each rank writes the rows it owns."""
     if not isinstance(x, SpatialTensor):
-        raise Refused("a split value is written into a whole tensor", "Use torch.where or torch.cat.")
+        raise Unsupported("a split value is written into a whole tensor", "Use torch.where or torch.cat.")
     items = _spelled_out(x, index)
     if any(isinstance(i, (Tensor, list, bool)) or hasattr(i, "__array__") for i in items):
-        raise Refused("it writes at index tensors", "Use torch.where.")
+        raise Unsupported("it writes at index tensors", "Use torch.where.")
     strange = any(i is None or (isinstance(i, slice) and i.step not in (None, 1)) for i in items)
     if isinstance(value, SpatialTensor) or strange:
         _written(x[index], value)
         return
-    layout, local, written = x._layout, local_of(x), []
+    spec, local, written = x.spec, local_of(x), []
     for dim, item in enumerate(items + [slice(None)] * (x.dim() - len(items))):
-        size = layout.shape[dim]
+        size = spec.shape[dim]
         rows = range(*item.indices(size)) if isinstance(item, slice) else range(size)[item : item + 1 or None]
         keep = isinstance(item, slice)
-        placement = layout.of(dim)
-        own = range(size) if placement is None else placement.extents.ranges[layout.spatial.axis(placement.axis).part]
+        placement = spec.of(dim)
+        own = range(size) if placement is None else spec.rows(placement)
         mine = overlap(rows, own)
         written.append((keep, rows, mine))
         local = local.narrow(dim, mine.start - own.start if mine else 0, len(mine))
@@ -183,18 +185,18 @@ def _dims_used(item: Any) -> int:
 
 def _indexed_by_tensors(x: SpatialTensor, items: list[Any]) -> Tensor:
     """One plain index tensor on a whole dim; the dims before it taken whole."""
-    layout = x._layout
+    spec = x.spec
     at = next(n for n, i in enumerate(items) if not isinstance(i, slice) or i != slice(None))
     rest = [i for n, i in enumerate(items) if n != at]
     index = items[at]
     index = torch.as_tensor(index, device=x.device) if not isinstance(index, Tensor) else index
     simple = all(isinstance(i, slice) and i == slice(None) for i in rest)
-    if not simple or isinstance(index, SpatialTensor) or index.dtype == torch.bool or layout.is_split(at):
-        raise Refused("index tensors are split only on whole dims, one at a time", "Use torch.where, or gather first.")
+    if not simple or isinstance(index, SpatialTensor) or index.dtype == torch.bool or spec.is_split(at):
+        raise Unsupported("index tensors select on whole dims, one at a time", "Use torch.where, or gather first.")
     local = local_of(x)[(slice(None),) * at + (index,)]
-    shape = (*layout.shape[:at], *index.shape, *layout.shape[at + 1 :])
-    moved = tuple(p if p.dim < at else p.at(p.dim + index.dim() - 1) for p in layout.placements)
-    return wrap(local, layout.with_(shape, moved))
+    shape = (*spec.shape[:at], *index.shape, *spec.shape[at + 1 :])
+    moved = tuple(p if p.dim < at else p.at(p.dim + index.dim() - 1) for p in spec.placements)
+    return wrap(local, spec.with_(shape, moved))
 
 
 @rule(torch.narrow, Tensor.narrow)
@@ -234,7 +236,7 @@ def _chunk(func: Any, x: SpatialTensor, chunks: int, dim: int = 0) -> Any:
 def _tensor_split(func: Any, x: SpatialTensor, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
     where = named.pop("sections", named.pop("indices", indices_or_sections))
     if isinstance(where, SpatialTensor):
-        raise Refused("the places to split at are split themselves", "Gather them with .full().")
+        raise Unsupported("the places to split at are split themselves", "Gather them with .full().")
     where = where.tolist() if isinstance(where, Tensor) else where
     size, dim = x.shape[dim], dim % x.dim()
     if isinstance(where, int):
@@ -259,25 +261,25 @@ def _flip(func: Any, x: SpatialTensor, *args: Any, dims: Any = ()) -> Tensor:
     if func in (torch.fliplr, torch.flipud, Tensor.fliplr, Tensor.flipud):
         dims = (1,) if func in (torch.fliplr, Tensor.fliplr) else (0,)
     flat = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    local, layout = local_of(x), x._layout
+    local, spec = local_of(x), x.spec
     for dim in (d % x.dim() for d in flat):
-        placement = layout.of(dim)
+        placement = spec.of(dim)
         if placement is not None:
             extents = placement.extents
             wanted = tuple(range(extents.size - r.stop, extents.size - r.start) for r in extents.ranges)
-            local = refetched(local, layout, placement, layout.placements, wanted)
+            local = refetched(local, spec, placement, spec.placements, wanted)
         local = local.flip(dim)
-    return wrap(local, layout)
+    return wrap(local, spec)
 
 
 @rule(torch.index_select, Tensor.index_select)
 def _index_select(func: Any, x: SpatialTensor, dim: int, index: Tensor) -> Tensor:
-    layout = x._layout
-    if layout.is_split(dim) or isinstance(index, SpatialTensor):
-        raise Refused(f"it selects along dim {dim}, which is split")
-    shape = list(layout.shape)
+    spec = x.spec
+    if spec.is_split(dim) or isinstance(index, SpatialTensor):
+        raise Unsupported(f"it selects along dim {dim}, which is split")
+    shape = list(spec.shape)
     shape[dim] = index.numel()
-    return wrap(func(local_of(x), dim, index), layout.with_(shape, layout.placements))
+    return wrap(func(local_of(x), dim, index), spec.with_(shape, spec.placements))
 
 
 @rule(torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim)
@@ -286,9 +288,11 @@ def _gather(func: Any, x: Tensor, dim: Any = None, index: Any = None, **kwargs: 
     if along:
         dim, index = (index, dim) if isinstance(dim, Tensor) else (dim, kwargs.pop("indices"))
     if dim is None or not isinstance(x, SpatialTensor):
-        raise Refused("it gathers from a whole or flattened tensor by a split index", "Gather the index with .full().")
-    layout = x._layout
-    if not isinstance(index, SpatialTensor) or layout.is_split(dim) or index._layout.placements != layout.placements:
-        raise Refused("it gathers across ranks", "Gather along a whole dim, with an index cut like the tensor.")
+        raise Unsupported(
+            "it gathers from a whole or flattened tensor by a split index", "Gather the index by .full()."
+        )
+    spec = x.spec
+    if not isinstance(index, SpatialTensor) or spec.is_split(dim) or index.spec.placements != spec.placements:
+        raise Unsupported("it gathers across ranks", "Gather along a whole dim, with an index cut like the tensor.")
     parts = (local_of(index), dim) if along else (dim, local_of(index))
-    return wrap(func(local_of(x), *parts, **kwargs), index._layout)
+    return wrap(func(local_of(x), *parts, **kwargs), index.spec)

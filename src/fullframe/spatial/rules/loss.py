@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn import _reduction  # what torch itself makes of size_average, reduce and reduction
 
 from fullframe.geometry.placement import Placements
-from fullframe.ranks.exchange import sum_over_ranks
-from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, merged, wrap
+from fullframe.ranks.collectives import all_sum
+from fullframe.spatial.operands import aligned, merged
+from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, wrap
 
 _POINTWISE = (
     F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
@@ -36,9 +38,9 @@ def _reduced(each: Tensor, reduction: str) -> Tensor:
 def _each(func: Any, options: dict[str, Any], *operands: Tensor) -> Tensor:
     """The loss of each element of operands (and of tensors among the options) that broadcast to one shape."""
     tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
-    layout = merged([*operands, *tensors.values()])
-    options = options | {name: aligned(value, layout) for name, value in tensors.items()}
-    return wrap(func(*(aligned(t, layout) for t in operands), reduction="none", **options), layout)
+    spec = merged([*operands, *tensors.values()])
+    options = options | {name: aligned(value, spec) for name, value in tensors.items()}
+    return wrap(func(*(aligned(t, spec) for t in operands), reduction="none", **options), spec)
 
 
 @lru_cache
@@ -93,43 +95,43 @@ def _classification_loss(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     (input, target), options = _options(func, 2, args, kwargs)
     reduction, weight = _reduction_of(options), options.get("weight")
     if isinstance(weight, SpatialTensor):
-        raise Refused("the class weights are split")
-    logits, labels, layout = _matched(input, target)
+        raise Unsupported("the class weights are split")
+    logits, labels, spec = _matched(input, target)
     each = func(logits, labels, reduction="none", **options)
     if reduction != "mean":
-        return _reduced(wrap(each, layout), reduction)
+        return _reduced(wrap(each, spec), reduction)
     counted = _counted(labels, weight, options.get("ignore_index", -100), each)
     # Both in one message, of a precision that counts the pixels of any image.
     both = torch.stack([each.sum(dtype=torch.float64), counted])
-    both = sum_over_ranks(both, layout.spatial.group([p.axis for p in layout.placements]))
+    both = all_sum(both, spec.spatial.group([p.axis for p in spec.placements]))
     return (both[0] / both[1]).to(each.dtype)
 
 
-def _matched(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Layout]:
-    """Local logits (N, C, ...) and local labels cut alike, and the layout of the labels (N, ...)."""
+def _matched(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Spec]:
+    """Local logits (N, C, ...) and local labels cut alike, and the spec of the labels (N, ...)."""
     class_dim = 0 if input.dim() == 1 else 1
     probabilities = target.is_floating_point()
     if isinstance(input, SpatialTensor):
-        layout = input._layout
+        spec = input.spec
     elif isinstance(target, SpatialTensor):
-        layout = _spread(target._layout, tuple(input.shape), None if probabilities else class_dim)
+        spec = _spread(target.spec, tuple(input.shape), None if probabilities else class_dim)
     else:
-        raise Refused("neither logits nor labels are split")
-    if layout.is_split(class_dim):
-        raise Refused("the classes are split")
-    shape = tuple(n for d, n in enumerate(layout.shape) if d != class_dim)
-    placements: Placements = tuple(p if p.dim < class_dim else p.at(p.dim - 1) for p in layout.placements)
-    labels_layout = layout.with_(shape, placements)
-    labels = aligned(target, layout if probabilities else labels_layout)
-    return aligned(input, layout), labels, labels_layout
+        raise Unsupported("neither logits nor labels are split")
+    if spec.is_split(class_dim):
+        raise Unsupported("the classes are split")
+    shape = tuple(n for d, n in enumerate(spec.shape) if d != class_dim)
+    placements: Placements = tuple(p if p.dim < class_dim else p.at(p.dim - 1) for p in spec.placements)
+    labels_spec = spec.with_(shape, placements)
+    labels = aligned(target, spec if probabilities else labels_spec)
+    return aligned(input, spec), labels, labels_spec
 
 
-def _spread(layout: Layout, shape: tuple[int, ...], class_dim: int | None) -> Layout:
-    """The layout of labels for logits of `shape`, which have a class dim besides unless it is None."""
-    shifted = layout.placements
+def _spread(spec: Spec, shape: tuple[int, ...], class_dim: int | None) -> Spec:
+    """The spec of labels for logits of `shape`, which have a class dim besides unless it is None."""
+    shifted = spec.placements
     if class_dim is not None:
         shifted = tuple(p if p.dim < class_dim else p.at(p.dim + 1) for p in shifted)
-    return layout.with_(shape, shifted)
+    return spec.with_(shape, shifted)
 
 
 def _counted(labels: Tensor, weight: Tensor | None, ignore_index: int, each: Tensor) -> Tensor:
@@ -156,22 +158,22 @@ def _gaussian_nll(
         apart = [theirs for mine, theirs in zip(input.shape, var.shape, strict=False) if mine != theirs]
         if var.dim() != input.dim() or sum(apart) > 1:  # torch wants one dim of size 1 that broadcasts, at most
             raise ValueError("var is of incorrect size")
-    layout = merged([t for t in (input, target, var) if isinstance(t, Tensor)])
-    operands = aligned(input, layout), aligned(target, layout)
+    spec = merged([t for t in (input, target, var) if isinstance(t, Tensor)])
+    operands = aligned(input, spec), aligned(target, spec)
     if isinstance(var, Tensor):
-        var = aligned(var, layout).expand_as(operands[0])
-    return _reduced(wrap(func(*operands, var, full=full, eps=eps, reduction="none"), layout), reduction)
+        var = aligned(var, spec).expand_as(operands[0])
+    return _reduced(wrap(func(*operands, var, full=full, eps=eps, reduction="none"), spec), reduction)
 
 
 @rule(F.cosine_similarity)
 def _cosine_similarity(func: Any, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    layout = merged([x1, x2])
-    if layout.is_split(dim):
-        raise Refused(f"it works along dim {dim}, which is split")
-    dim %= len(layout.shape)
-    result = func(aligned(x1, layout), aligned(x2, layout), dim, eps)
-    shape = (*layout.shape[:dim], *layout.shape[dim + 1 :])
-    return wrap(result, layout.with_(shape, tuple(p if p.dim < dim else p.at(p.dim - 1) for p in layout.placements)))
+    spec = merged([x1, x2])
+    if spec.is_split(dim):
+        raise Unsupported(f"it works along dim {dim}, which is split")
+    dim %= len(spec.shape)
+    result = func(aligned(x1, spec), aligned(x2, spec), dim, eps)
+    shape = (*spec.shape[:dim], *spec.shape[dim + 1 :])
+    return wrap(result, spec.with_(shape, tuple(p if p.dim < dim else p.at(p.dim - 1) for p in spec.placements)))
 
 
 @rule(F.margin_ranking_loss)
@@ -196,12 +198,12 @@ def _loss_of_rows(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     vectors = 2 if func is F.cosine_embedding_loss else 1
     operands, options = _options(func, vectors + 1, args, kwargs)
     reduction, weight = _reduction_of(options), options.get("weight")
-    layout = merged(operands[:vectors]) if any(isinstance(t, SpatialTensor) for t in operands[:vectors]) else None
-    if layout is None or len(layout.shape) != 2 or layout.is_split(1) or isinstance(weight, SpatialTensor):
-        raise Refused("its rows are not whole on each rank")
-    of_rows = layout.with_(layout.shape[:1], layout.placements)
-    target = aligned(operands[-1], layout if func is F.multilabel_margin_loss else of_rows)
-    local = [aligned(t, layout) for t in operands[:vectors]]
+    spec = merged(operands[:vectors]) if any(isinstance(t, SpatialTensor) for t in operands[:vectors]) else None
+    if spec is None or len(spec.shape) != 2 or spec.is_split(1) or isinstance(weight, SpatialTensor):
+        raise Unsupported("its rows are not whole on each rank")
+    of_rows = spec.with_(spec.shape[:1], spec.placements)
+    target = aligned(operands[-1], spec if func is F.multilabel_margin_loss else of_rows)
+    local = [aligned(t, spec) for t in operands[:vectors]]
     return _reduced(wrap(func(*local, target, reduction="none", **options), of_rows), reduction)
 
 

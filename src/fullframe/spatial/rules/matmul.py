@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.placement import Placement
-from fullframe.ranks.exchange import sum_over_ranks
-from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, gather_axes, local_of, wrap
+from fullframe.ranks.collectives import all_sum
+from fullframe.spatial.operands import aligned
+from fullframe.spatial.redistribute import gather_axes
+from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 
 def contract(operands: list[Tensor], terms: list[str], result: str, call: Any) -> Tensor:
@@ -36,22 +39,22 @@ def contract(operands: list[Tensor], terms: list[str], result: str, call: Any) -
         ]  # fmt: skip
         if clashing:
             assert isinstance(operand, SpatialTensor)
-            operand = wrap(*gather_axes(local_of(operand), operand._layout, clashing))
+            operand = wrap(*gather_axes(local_of(operand), operand.spec, clashing))
         for p in _placements(operand):
             chosen.setdefault(p.axis, (term[p.dim], p))
         ready.append(operand)
-    layout = next(o._layout for o in operands if isinstance(o, SpatialTensor))
-    locals_ = [aligned(o, _cut_like(o, term, chosen, layout)) for o, term in zip(ready, terms, strict=True)]
+    spec = next(o.spec for o in operands if isinstance(o, SpatialTensor))
+    locals_ = [aligned(o, _cut_like(o, term, chosen, spec)) for o, term in zip(ready, terms, strict=True)]
     out = call(*locals_)
     summed = [axis for axis, (letter, _) in chosen.items() if letter not in result]
     if summed:
-        out = sum_over_ranks(out, layout.spatial.group(summed))
+        out = all_sum(out, spec.spatial.group(summed))
     kept = tuple(p.at(result.index(letter)) for letter, p in chosen.values() if letter in result)
-    return wrap(out, layout.with_([sizes[letter] for letter in result], kept))
+    return wrap(out, spec.with_([sizes[letter] for letter in result], kept))
 
 
 def _placements(operand: Tensor) -> tuple[Placement, ...]:
-    return operand._layout.placements if isinstance(operand, SpatialTensor) else ()
+    return operand.spec.placements if isinstance(operand, SpatialTensor) else ()
 
 
 def _same(chosen: tuple[str, Placement], letter: str, p: Placement) -> bool:
@@ -60,24 +63,24 @@ def _same(chosen: tuple[str, Placement], letter: str, p: Placement) -> bool:
     )  # fmt: skip
 
 
-def _cut_like(operand: Tensor, term: str, chosen: dict[str, tuple[str, Placement]], layout: Layout) -> Layout:
-    """The layout an operand must have: cut in every dim whose letter is cut somewhere."""
+def _cut_like(operand: Tensor, term: str, chosen: dict[str, tuple[str, Placement]], spec: Spec) -> Spec:
+    """The spec an operand must have: cut in every dim whose letter is cut somewhere."""
     placements = tuple(
         p.at(term.index(letter))
         for letter, p in chosen.values()
         if letter in term and operand.shape[term.index(letter)] != 1
     )
-    return layout.with_(tuple(operand.shape), placements)
+    return spec.with_(tuple(operand.shape), placements)
 
 
 @rule(F.linear)
 def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
-        raise Refused("the weight is split, not the input")
-    layout = input._layout
-    last = len(layout.shape) - 1
-    if not layout.is_split(last):
-        result = layout.with_((*layout.shape[:-1], weight.shape[0]), layout.placements)
+        raise Unsupported("the weight is split, not the input")
+    spec = input.spec
+    last = len(spec.shape) - 1
+    if not spec.is_split(last):
+        result = spec.with_((*spec.shape[:-1], weight.shape[0]), spec.placements)
         return wrap(F.linear(local_of(input), weight, bias), result)
     letters = string.ascii_lowercase[: last + 1]
     out = contract([input, weight], [letters, "z" + letters[-1]], letters[:-1] + "z", lambda x, w: F.linear(x, w))
@@ -123,7 +126,7 @@ def _add_matmul(func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: float =
 @rule(torch.einsum)
 def _einsum(func: Any, equation: Any, *operands: Any) -> Tensor:
     if not isinstance(equation, str):
-        raise Refused("the form with sublists is not split", "Write the equation as a string.")
+        raise Unsupported("the form with sublists is not split", "Write the equation as a string.")
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
     left, _, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
@@ -140,6 +143,6 @@ def _einsum(func: Any, equation: Any, *operands: Any) -> Tensor:
     result = right.replace("...", "".join(unused))
     for term in full:
         if len(set(term)) != len(term):
-            raise Refused(f"einsum term '{term}' repeats a letter")
+            raise Unsupported(f"einsum term '{term}' repeats a letter")
     written = ",".join(full) + "->" + result
     return contract(tensors, full, result, lambda *parts: torch.einsum(written, *parts))

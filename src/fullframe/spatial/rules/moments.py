@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullframe.ranks.exchange import gathered, sum_over_ranks, summed
+from fullframe.ranks.collectives import all_gather_no_grad, all_sum, all_sum_no_grad
 from fullframe.spatial.rules.reduction import Dims, count, dims_of, reduced_axes, wide, without
-from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 Dim = tuple[int, ...]
@@ -27,7 +27,7 @@ class _Variance(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         own_var, own_mean = torch.var_mean(local.to(wide(local.dtype)), dims, correction=0, keepdim=True)
         own_count = torch.full_like(own_mean, count(local.shape, dims))
-        everyone = gathered(torch.stack([own_var.to(own_mean.dtype), own_mean, own_count]), group)
+        everyone = all_gather_no_grad(torch.stack([own_var.to(own_mean.dtype), own_mean, own_count]), group)
         each_var, means, counts = everyone.unbind(1)  # (ranks, ...)
         mean = means[0] + (counts * (means - means[0])).sum(0) / elements
         squares = (counts * (each_var + (means - mean).abs() ** 2)).sum(0).real
@@ -41,13 +41,13 @@ class _Variance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_spread: Tensor | None, of_mean: Tensor | None) -> tuple[Any, ...]:
         (local, *found), (dims, elements, correction, root, whole, group) = ctx.saved_tensors, ctx.where
-        result = None if of_mean is None else (sum_over_ranks(of_mean, group) / elements).expand_as(local)
+        result = None if of_mean is None else (all_sum(of_mean, group) / elements).expand_as(local)
         if of_spread is not None:
-            slope = sum_over_ranks(of_spread, group)
+            slope = all_sum(of_spread, group)
             if root:
                 slope = torch.where(found[0] == 0, 0, slope / (found[0] * 2))
             kind = wide(local.dtype)
-            distance = local.to(kind) - sum_over_ranks(local.sum(dims, True, dtype=kind), group) / elements
+            distance = local.to(kind) - all_sum(local.sum(dims, True, dtype=kind), group) / elements
             if whole and elements <= correction:
                 distance = torch.where(distance == 0, math.nan, math.inf)
             else:
@@ -65,13 +65,13 @@ def _variance(
         dim, unbiased = None, dim
     if correction is None:
         correction = 1 if unbiased is None or unbiased else 0
-    layout, dims = x._layout, dims_of(x._layout, dim)
-    axes, result = reduced_axes(layout, dims), without(layout, dims, keepdim)
+    spec, dims = x.spec, dims_of(x.spec, dim)
+    axes, result = reduced_axes(spec, dims), without(spec, dims, keepdim)
     if not axes:
         found = func(local_of(x), dims, correction=correction, keepdim=keepdim)
         return tuple(wrap(f, result) for f in found) if isinstance(found, tuple) else wrap(found, result)
-    root, group = func in (torch.std, Tensor.std, torch.std_mean), layout.spatial.group(axes)
-    elements = count(layout.shape, dims)
+    root, group = func in (torch.std, Tensor.std, torch.std_mean), spec.spatial.group(axes)
+    elements = count(spec.shape, dims)
     both = _Variance.apply(local_of(x), dims, elements, correction, root, dim is None, group)  # type: ignore[no-untyped-call]
     spread, mean = (wrap(t if keepdim else t.squeeze(dims), result) for t in both)
     return (spread, mean) if func in (torch.var_mean, torch.std_mean) else spread
@@ -83,7 +83,7 @@ class _VectorNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, order: float, dims: Dim, group: dist.ProcessGroup) -> Tensor:
         norm, real = torch.linalg.vector_norm, local.dtype.to_real()
-        each = gathered(norm(local, order, dims, True, dtype=wide(local.dtype)), group)
+        each = all_gather_no_grad(norm(local, order, dims, True, dtype=wide(local.dtype)), group)
         found: Tensor = (each.sum(0) if order == 0 else norm(each, order, 0)).to(real)
         ctx.save_for_backward(local, found)
         ctx.where = order, dims, group
@@ -94,7 +94,7 @@ class _VectorNorm(torch.autograd.Function):
         (local, found), (order, dims, group) = ctx.saved_tensors, ctx.where
         if order == 0:
             return None, None, None, None
-        gradient = sum_over_ranks(gradient, group)
+        gradient = all_sum(gradient, group)
         return _slope(local, found, gradient, order, dims, group), None, None, None
 
 
@@ -105,7 +105,7 @@ def _slope(x: Tensor, norm: Tensor, gradient: Tensor, p: float, dims: Dim, group
     if math.isinf(p):
         size = x.abs()
         hits = (size == norm) | size.isnan()
-        return x.sgn() * (gradient / sum_over_ranks(hits.sum(dims, True), group) * hits)
+        return x.sgn() * (gradient / all_sum(hits.sum(dims, True), group) * hits)
     if p == 2:
         return gradient * torch.where(norm == 0, 0, x / norm)
     if p < 1:
@@ -118,12 +118,12 @@ def _slope(x: Tensor, norm: Tensor, gradient: Tensor, p: float, dims: Dim, group
 def _vector_norm(
     func: Any, x: SpatialTensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
-    layout, dims = x._layout, dims_of(x._layout, dim)
-    axes, result = reduced_axes(layout, dims), without(layout, dims, keepdim)
+    spec, dims = x.spec, dims_of(x.spec, dim)
+    axes, result = reduced_axes(spec, dims), without(spec, dims, keepdim)
     if not axes:
         return wrap(func(local_of(x), ord, dims, keepdim, dtype=dtype), result)
     local = local_of(x) if dtype is None else local_of(x).to(dtype)
-    found = _VectorNorm.apply(local, float(ord), dims, layout.spatial.group(axes))  # type: ignore[no-untyped-call]
+    found = _VectorNorm.apply(local, float(ord), dims, spec.spatial.group(axes))  # type: ignore[no-untyped-call]
     return wrap(found if keepdim else found.squeeze(dims), result)
 
 
@@ -132,7 +132,7 @@ def _norm(
     func: Any, x: SpatialTensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dtype: Any = None
 ) -> Tensor:
     if p == "nuc":
-        raise Refused(f"norm with p={p!r} is not split")
+        raise Unsupported(f"norm with p={p!r} is not split")
     order = 2.0 if p in ("fro", None) else float(p)
     return torch.linalg.vector_norm(x, order, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
 
@@ -147,9 +147,9 @@ class _LogSumExp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, dims: Dim, group: dist.ProcessGroup) -> Tensor:
-        top = torch.amax(gathered(torch.amax(local, dims, True), group), 0)
+        top = torch.amax(all_gather_no_grad(torch.amax(local, dims, True), group), 0)
         top = torch.where(top.isinf(), 0, top)
-        total = summed(torch.exp(local - top).sum(dims, True, dtype=wide(local.dtype)), group)
+        total = all_sum_no_grad(torch.exp(local - top).sum(dims, True, dtype=wide(local.dtype)), group)
         found = total.to(local.dtype).log_().add_(top)
         ctx.save_for_backward(local, found)
         ctx.group = group
@@ -158,17 +158,17 @@ class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         local, found = ctx.saved_tensors
-        return sum_over_ranks(gradient, ctx.group) * torch.exp(local - found), None, None
+        return all_sum(gradient, ctx.group) * torch.exp(local - found), None, None
 
 
 @rule(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
 def _logsumexp(func: Any, x: SpatialTensor, dim: Dims, keepdim: bool = False) -> Tensor:
-    layout, dims = x._layout, dims_of(x._layout, dim)
-    axes, result = reduced_axes(layout, dims), without(layout, dims, keepdim)
+    spec, dims = x.spec, dims_of(x.spec, dim)
+    axes, result = reduced_axes(spec, dims), without(spec, dims, keepdim)
     if not axes:
         return wrap(func(local_of(x), dims, keepdim), result)
     if x.is_complex():
-        raise Refused("complex numbers have no largest one to scale by")
+        raise Unsupported("complex numbers have no largest one to scale by")
     local = local_of(x) if x.is_floating_point() else local_of(x).to(torch.get_default_dtype())
-    found = _LogSumExp.apply(local, dims, layout.spatial.group(axes))  # type: ignore[no-untyped-call]
+    found = _LogSumExp.apply(local, dims, spec.spatial.group(axes))  # type: ignore[no-untyped-call]
     return wrap(found if keepdim else found.squeeze(dims), result)

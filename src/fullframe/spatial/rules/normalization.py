@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fullframe.ranks.exchange import gathered, summed
+from fullframe.ranks.collectives import all_gather_no_grad, all_sum_no_grad
 from fullframe.spatial.halo import memory_format_of
+from fullframe.spatial.operands import say_gathered
 from fullframe.spatial.rules.reduction import count
-from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.second_derivative import once_differentiable
-from fullframe.spatial.tensor import Layout, SpatialTensor, local_of, say_gathered, wrap
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 
 class _Statistics(NamedTuple):
@@ -38,7 +40,7 @@ def _statistics(x: Tensor, m: int, group: dist.ProcessGroup) -> _Statistics:
     var = distance.square_().mean(dims)
     del distance
     elements = mean.new_full((1,), x.numel() / x.shape[1])
-    everyone = gathered(torch.cat([mean, var, elements]), group)  # (ranks, 2 * channels + 1)
+    everyone = all_gather_no_grad(torch.cat([mean, var, elements]), group)  # (ranks, 2 * channels + 1)
     counts = everyone[:, -1:, None]  # (ranks, 1, 1)
     means, variances = everyone[:, :-1].view(len(everyone), 2, -1, m).unbind(1)  # (ranks, groups, m)
     total = counts.sum() * m
@@ -74,7 +76,7 @@ class _Normalize(torch.autograd.Function):
             grad, x, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
         )
         shares = torch.stack([weight * of_bias, weight * of_weight]).view(2, -1, ctx.m).sum(2)
-        shares = summed(shares, ctx.group) if dist.get_world_size(ctx.group) > 1 else shares
+        shares = all_sum_no_grad(shares, ctx.group) if dist.get_world_size(ctx.group) > 1 else shares
         by_mean, by_var = shares.repeat_interleave(ctx.m, 1) / -elements
         inverse = torch.rsqrt(var + ctx.eps)
         slope = inverse * inverse * by_var
@@ -111,11 +113,11 @@ def _parameters(*tensors: Tensor | None) -> list[Any]:
 
 def _check_buffers(*buffers: Tensor | None) -> None:
     if any(isinstance(t, SpatialTensor) for t in buffers):
-        raise Refused("the running statistics are split", "Make them whole with .full() beforehand.")
+        raise Unsupported("the running statistics are split", "Make them whole with .full() beforehand.")
 
 
-def _group(layout: Layout) -> dist.ProcessGroup:
-    return layout.spatial.group([p.axis for p in layout.placements])
+def _group(spec: Spec) -> dist.ProcessGroup:
+    return spec.spatial.group([p.axis for p in spec.placements])
 
 
 def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
@@ -139,13 +141,13 @@ def _batch_norm(
     weight, bias = _parameters(weight, bias)
     if not isinstance(input, SpatialTensor):
         return func(input, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
-    layout, x = input._layout, local_of(input)
-    if layout.is_split(1):
-        raise Refused("the channels are split")
-    if not training or 0 in layout.shape:
-        return wrap(func(x, running_mean, running_var, weight, bias, training, momentum, eps), layout)
-    local = _over_ranks(x, running_mean, running_var, weight, bias, momentum, eps, _group(layout), 1)
-    return wrap(local, layout)
+    spec, x = input.spec, local_of(input)
+    if spec.is_split(1):
+        raise Unsupported("the channels are split")
+    if not training or 0 in spec.shape:
+        return wrap(func(x, running_mean, running_var, weight, bias, training, momentum, eps), spec)
+    local = _over_ranks(x, running_mean, running_var, weight, bias, momentum, eps, _group(spec), 1)
+    return wrap(local, spec)
 
 
 def _over_ranks(
@@ -199,14 +201,14 @@ class OverReplicas(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        if not training or (isinstance(input, SpatialTensor) and input._layout.is_split(1)):
+        if not training or (isinstance(input, SpatialTensor) and input.spec.is_split(1)):
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         everyone: Any = dist.group.WORLD
         options = running_mean, running_var, weight, bias, momentum, eps, everyone
         if not isinstance(input, SpatialTensor):
             return _over_ranks(input, *options, self._ranks)
-        holders = dist.get_world_size(_group(input._layout))
-        return wrap(_over_ranks(local_of(input), *options, self._ranks // holders), input._layout)
+        holders = dist.get_world_size(_group(input.spec))
+        return wrap(_over_ranks(local_of(input), *options, self._ranks // holders), input.spec)
 
 
 @rule(F.instance_norm)
@@ -227,17 +229,17 @@ def _instance_norm(
         return func(  # type: ignore[no-any-return]
             input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
         )
-    layout, x = input._layout, local_of(input)
-    if layout.is_split(0) or layout.is_split(1):
-        raise Refused("the samples or channels are split")
+    spec, x = input.spec, local_of(input)
+    if spec.is_split(0) or spec.is_split(1):
+        raise Unsupported("the samples or channels are split")
     if not use_input_stats:
-        return wrap(func(x, running_mean, running_var, weight, bias, False, momentum, eps), layout)
+        return wrap(func(x, running_mean, running_var, weight, bias, False, momentum, eps), spec)
     samples = x.shape[0]
-    found = _statistics(_flat(x), 1, _group(layout))
-    elements = count(layout.shape, range(2, len(layout.shape)))
+    found = _statistics(_flat(x), 1, _group(spec))
+    elements = count(spec.shape, range(2, len(spec.shape)))
     _update(running_mean, found.mean.view(samples, -1).mean(0), momentum)
     _update(running_var, found.var.view(samples, -1).mean(0) * (elements / max(elements - 1, 1)), momentum)
-    return wrap(_apply(x, weight, bias, found, 1, eps, _group(layout)).contiguous(), layout)  # as torch's
+    return wrap(_apply(x, weight, bias, found, 1, eps, _group(spec)).contiguous(), spec)  # as torch's
 
 
 @rule(F.group_norm)
@@ -252,17 +254,17 @@ def _group_norm(
     weight, bias = _parameters(weight, bias)
     if not isinstance(input, SpatialTensor):
         return func(input, num_groups, weight, bias, eps)  # type: ignore[no-any-return]
-    layout, x = input._layout, local_of(input)
-    if layout.is_split(0) or layout.is_split(1):
-        raise Refused("the samples or channels are split")
-    if 0 in layout.shape:
-        return wrap(func(x, num_groups, weight, bias, eps), layout)
+    spec, x = input.spec, local_of(input)
+    if spec.is_split(0) or spec.is_split(1):
+        raise Unsupported("the samples or channels are split")
+    if 0 in spec.shape:
+        return wrap(func(x, num_groups, weight, bias, eps), spec)
     channels = x.shape[1]
     if channels % num_groups:
         raise ValueError(f"{channels} channels are not divisible by {num_groups} groups")
     m = channels // num_groups
-    found = _statistics(_flat(x), m, _group(layout))
-    return wrap(_apply(x, weight, bias, found, m, eps, _group(layout)), layout)
+    found = _statistics(_flat(x), m, _group(spec))
+    return wrap(_apply(x, weight, bias, found, m, eps, _group(spec)), spec)
 
 
 @rule(F.layer_norm)
@@ -302,12 +304,12 @@ def _split_dims(input: Tensor, normalized_shape: Any) -> tuple[int, ...]:
     if not isinstance(input, SpatialTensor):
         return ()
     dims = tuple(range(input.dim() - len(normalized_shape), input.dim()))
-    return dims if any(input._layout.is_split(d) for d in dims) else ()
+    return dims if any(input.spec.is_split(d) for d in dims) else ()
 
 
 def _where_it_lies(x: Tensor, op: Any) -> Tensor:
     """`op` of a whole tensor, or of a split one's local part."""
-    return wrap(op(local_of(x)), x._layout) if isinstance(x, SpatialTensor) else op(x)
+    return wrap(op(local_of(x)), x.spec) if isinstance(x, SpatialTensor) else op(x)
 
 
 def _scaled(x: Tensor, dims: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:

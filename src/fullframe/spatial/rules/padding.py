@@ -10,10 +10,11 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import Slice
+from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.indexing import sliced_rows
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.rules.window_plan import plan_windows, region
-from fullframe.spatial.tensor import SpatialTensor, gather_axes, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 
 @rule(F.pad)
@@ -34,16 +35,16 @@ def _constant(x: Tensor, dim: int, before: int, after: int, value: float) -> Ten
     whole_dims = (0, 0) * (x.dim() - dim - 1)
     if not isinstance(x, SpatialTensor):
         return F.pad(x, (*whole_dims, before, after), value=value)
-    layout = x._layout
-    size = layout.shape[dim] + before + after
-    shape = (*layout.shape[:dim], size, *layout.shape[dim + 1 :])
-    if not layout.is_split(dim):
+    spec = x.spec
+    size = spec.shape[dim] + before + after
+    shape = (*spec.shape[:dim], size, *spec.shape[dim + 1 :])
+    if not spec.is_split(dim):
         local = F.pad(local_of(x), (*whole_dims, before, after), value=value)
-        return wrap(local, layout.with_(shape, layout.placements))
-    plan = plan_windows(layout, [dim], [Slice(-before)], [size], shape)
+        return wrap(local, spec.with_(shape, spec.placements))
+    plan = plan_windows(spec, [dim], [Slice(-before)], [size], shape)
     if plan.too_small:
-        return _constant(wrap(*gather_axes(local_of(x), layout, plan.too_small)), dim, before, after, value)
-    return wrap(region(local_of(x), plan, value), plan.layout)
+        return _constant(wrap(*gather_axes(local_of(x), spec, plan.too_small)), dim, before, after, value)
+    return wrap(region(local_of(x), plan, value), plan.spec)
 
 
 def _copied(x: Tensor, dim: int, before: int, after: int, mode: str) -> Tensor:
@@ -72,11 +73,11 @@ def _copied(x: Tensor, dim: int, before: int, after: int, mode: str) -> Tensor:
 
 def _at_the_edges(x: SpatialTensor, dim: int, before: int, after: int, mode: str) -> Tensor | None:
     """Padded by the first and the last rank out of their own rows; None where those are too few."""
-    layout = x._layout
-    placement = layout.of(dim)
+    spec = x.spec
+    placement = spec.of(dim)
     if placement is None:
         return None
-    sizes, part = placement.extents.sizes, layout.spatial.axis(placement.axis).part
+    sizes, part = placement.extents.sizes, spec.spatial.axis(placement.axis).coordinate
     if mode == "reflect" and not (sizes[0] > before and sizes[-1] > after):
         return None
     mine = (before if part == 0 else 0, after if part == len(sizes) - 1 else 0)
@@ -86,9 +87,9 @@ def _at_the_edges(x: SpatialTensor, dim: int, before: int, after: int, mode: str
     local = F.pad(local_of(x), pad, mode)  # also by nothing: recompute needs the same graph on every rank
     *inner, last = (b + before for b in placement.extents.bounds[1:])
     extents = Extents((0, *inner, last + after))
-    shape = (*layout.shape[:dim], extents.size, *layout.shape[dim + 1 :])
-    placements = tuple(Placement(p.axis, dim, extents) if p is placement else p for p in layout.placements)
-    return wrap(local, layout.with_(shape, placements))
+    shape = (*spec.shape[:dim], extents.size, *spec.shape[dim + 1 :])
+    placements = tuple(Placement(p.axis, dim, extents) if p is placement else p for p in spec.placements)
+    return wrap(local, spec.with_(shape, placements))
 
 
 def _edge(x: Tensor, dim: int, rows: int, mode: str, first: bool) -> Tensor:

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from fullframe.spatial.gradients import enters
-from fullframe.spatial.rules.registry import QUICK, RULES, Refused, getter, rule, writes
-from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, local_of, merged, wrap
+from fullframe.spatial.operands import aligned, merged
+from fullframe.spatial.rules.registry import QUICK, RULES, Unsupported, getter, rule, writes
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 _UNARY = """
     abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil cos cosh
@@ -57,7 +59,7 @@ _FUNCTIONAL = """
 """
 _TORCH = "zeros_like ones_like full_like empty_like clone detach threshold threshold_ celu selu celu_ selu_ relu_"
 _METADATA = """
-    shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_quantized itemsize nbytes
+    shape dtype device ndim spec is_cuda is_cpu is_meta is_sparse is_quantized itemsize nbytes
     names is_mkldnn is_xpu is_mps is_nested
 """
 _METADATA_METHODS = """
@@ -93,13 +95,13 @@ def _quick(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> A
             return _result(func(local_of(first), **kwargs), first)
     elif count == 1:
         return _result(func(local_of(first)), first)
-    layout, second = first._layout, args[1]
+    spec, second = first.spec, args[1]
     if type(second) is SpatialTensor:
-        if second._layout is not layout or second._view is not None:
+        if second.spec is not spec or second._view is not None:
             return NotImplemented
         second = local_of(second)
     elif isinstance(second, Tensor):
-        if (second.requires_grad and enters(second)) or not _rides_along(second, layout):
+        if (second.requires_grad and enters(second)) or not _rides_along(second, spec):
             return NotImplemented
     elif type(second) not in _NUMBERS:
         return NotImplemented
@@ -114,19 +116,19 @@ QUICK.update(dict.fromkeys(_functions(), _quick))
 @rule(*_functions())
 def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply `func` to the local parts; an in-place function returns the operand it changed."""
-    layout = merged([leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)])
+    spec = merged([leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)])
     target = args[0] if writes(func, kwargs) else None
-    if target is not None and (not isinstance(target, SpatialTensor) or target._layout.shape != layout.shape):
-        raise Refused("it would write a split result into a smaller or whole tensor", "Write x = x + y, not in place.")
+    if target is not None and (not isinstance(target, SpatialTensor) or target.spec.shape != spec.shape):
+        raise Unsupported("it writes a split result into a smaller or whole tensor", "Write x = x + y, not in place.")
     if target is not None:
-        layout = target._layout
-    local_args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, layout), (args, kwargs))
+        spec = target.spec
+    local_args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, spec), (args, kwargs))
     result = func(*local_args, **kwargs)
     if result is NotImplemented:  # x == None
         return func is Tensor.__ne__
     if type(args[0]) is SpatialTensor and (target is not None or result is args[0]._local):
         return _result(result, args[0])
-    return wrap(result, layout.elementwise)
+    return wrap(result, spec.elementwise)
 
 
 def _holds_tensor(kwargs: dict[str, Any]) -> bool:
@@ -136,19 +138,19 @@ def _holds_tensor(kwargs: dict[str, Any]) -> bool:
     return False
 
 
-def _rides_along(whole: Tensor, layout: Layout) -> bool:
+def _rides_along(whole: Tensor, spec: Spec) -> bool:
     """Whether a whole operand (a scalar, a bias) broadcasts against the local part as it is."""
-    shape, target = whole.shape, layout.shape
+    shape, target = whole.shape, spec.shape
     offset = len(target) - len(shape)
     if offset < 0 or any(size not in (1, target[dim + offset]) for dim, size in enumerate(shape)):
         return False
-    return all(p.dim < offset or shape[p.dim - offset] == 1 for p in layout.placements)
+    return all(p.dim < offset or shape[p.dim - offset] == 1 for p in spec.placements)
 
 
 def _result(result: Tensor, operand: SpatialTensor) -> Tensor:
     """The shell around `result`; `operand` itself where the function worked in place on it."""
     if result is not operand._local:
-        return wrap(result, operand._layout.elementwise)
+        return wrap(result, operand.spec.elementwise)
     with torch._C.DisableTorchFunctionSubclass():
         if operand.requires_grad != result.requires_grad:  # keep the mirror by which lost gradients are found
             operand.requires_grad_(result.requires_grad)
@@ -189,13 +191,13 @@ def _contiguous(func: Any, x: SpatialTensor, memory_format: Any = torch.contiguo
         return x
     local = local_of(x)
     made = local.contiguous(memory_format=memory_format)
-    return wrap(made if made is not local else local.clone(), x._layout)
+    return wrap(made if made is not local else local.clone(), x.spec)
 
 
 @rule(getter("grad_fn"), getter("is_leaf"), getter("requires_grad"), Tensor.type, Tensor.record_stream, checked=False)
 def _of_the_local(func: Any, x: SpatialTensor, *args: Any) -> Any:
     result = func(local_of(x), *args)
-    return wrap(result, x._layout) if isinstance(result, Tensor) else result
+    return wrap(result, x.spec) if isinstance(result, Tensor) else result
 
 
 @rule(Tensor.to, Tensor.type_as, *_named(Tensor, "cpu cuda pin_memory"), checked=False)
@@ -209,10 +211,10 @@ def _converted(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if made is local:
         return x
     if wanted is torch.preserve_format:
-        return wrap(made, x._layout.elementwise)
+        return wrap(made, x.spec.elementwise)
     with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
-        strides = torch.empty(x._layout.shape, device="meta", memory_format=wanted).stride()
-    return wrap(made, x._layout.strided(None if wanted is torch.contiguous_format else strides))
+        strides = torch.empty(x.spec.shape, device="meta", memory_format=wanted).stride()
+    return wrap(made, x.spec.strided(None if wanted is torch.contiguous_format else strides))
 
 
 @rule(Tensor.detach_, checked=False)

@@ -11,12 +11,14 @@ from torch import Tensor
 from fullframe.geometry.window import AdaptiveWindow, Window, proportional_extents
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Halo, memory_format_of
-from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.redistribute import gather_axes, refetched
+from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.resampling import in_format, resampled
 from fullframe.spatial.rules.taps import taps_of
 from fullframe.spatial.rules.window_plan import WindowPlan, ints, nonempty, plan_windows, region, region_gradient
 from fullframe.spatial.second_derivative import once_differentiable
-from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, refetched, wrap
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 Ints = tuple[int, ...]
 _MAX: dict[Any, int] = {torch.max_pool1d: 1, torch.max_pool2d: 2, torch.max_pool3d: 3}
@@ -30,17 +32,17 @@ _ADAPTIVE_MAX |= {torch.adaptive_max_pool1d: 1}
 
 @kept_with_mesh(maxsize=1024)
 def _plan(
-    layout: Layout, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool
+    spec: Spec, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool
 ) -> tuple[WindowPlan, tuple[Window, ...], Ints]:
-    dims = range(len(layout.shape) - len(kernel), len(layout.shape))
+    dims = range(len(spec.shape) - len(kernel), len(spec.shape))
     windows = tuple(Window(k, s, d, p) for k, s, d, p in zip(kernel, stride, dilation, padding, strict=True))
     for k, p in zip(kernel, padding, strict=True):
         if p > k // 2:
             raise RuntimeError(f"padding {p} must be at most half of the kernel {k}")
-    sizes = tuple(w.output_size(layout.shape[d], ceil_mode=ceil_mode) for w, d in zip(windows, dims, strict=True))
+    sizes = tuple(w.output_size(spec.shape[d], ceil_mode=ceil_mode) for w, d in zip(windows, dims, strict=True))
     if min(sizes) < 1:
-        raise RuntimeError(f"pooling {tuple(layout.shape[d] for d in dims)} by {kernel} leaves size {sizes}")
-    return plan_windows(layout, dims, windows, sizes, (*layout.shape[: dims[0]], *sizes)), windows, sizes
+        raise RuntimeError(f"pooling {tuple(spec.shape[d] for d in dims)} by {kernel} leaves size {sizes}")
+    return plan_windows(spec, dims, windows, sizes, (*spec.shape[: dims[0]], *sizes)), windows, sizes
 
 
 @rule(*_MAX)
@@ -55,25 +57,25 @@ def _max_pool(
     return_indices: bool = False,
 ) -> Tensor:
     if return_indices:
-        raise Refused("the indices would count within one rank's part", "Pool without return_indices.")
+        raise Unsupported("the indices would count within one rank's part", "Pool without return_indices.")
     count = _MAX[func]
     kernel, padding, dilation = ints(kernel_size, count), ints(padding, count), ints(dilation, count)
     stride = ints(stride, count) if stride not in (None, [], ()) else kernel
     if count == 1:
         flat = F.max_pool2d(input.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding), (1, *dilation), ceil_mode)
         return flat.squeeze(-2)
-    plan, _, _ = _plan(input._layout, kernel, stride, padding, dilation, ceil_mode)
-    local, layout = local_of(input), input._layout
+    plan, _, _ = _plan(input.spec, kernel, stride, padding, dilation, ceil_mode)
+    local, spec = local_of(input), input.spec
     if plan.too_small:
-        whole = wrap(*gather_axes(local, layout, plan.too_small))
+        whole = wrap(*gather_axes(local, spec, plan.too_small))
         return func(whole, kernel, stride, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
     first = local.dim() - count
-    cut = [layout.is_split(first + n) for n in range(count)]
+    cut = [spec.is_split(first + n) for n in range(count)]
     inner = tuple(0 if here else p for here, p in zip(cut, padding, strict=True))
     options = (kernel, stride, inner, dilation, ceil_mode)
     if plan.borrows or any(p for here, p in zip(cut, padding, strict=True) if here):
-        return wrap(_MaxPool.apply(local, plan, options), plan.layout)  # type: ignore[no-untyped-call]
-    return wrap(func(region(local, plan, _lowest(local.dtype)), *options), plan.layout)
+        return wrap(_MaxPool.apply(local, plan, options), plan.spec)  # type: ignore[no-untyped-call]
+    return wrap(func(region(local, plan, _lowest(local.dtype)), *options), plan.spec)
 
 
 class _MaxPool(torch.autograd.Function):
@@ -140,10 +142,10 @@ def _average_pool(
     kernel, padding = ints(kernel_size, count), ints(padding, count)
     stride = ints(stride, count) if stride not in (None, [], ()) else kernel
     extra = {} if divisor_override is None else {"divisor_override": divisor_override}
-    plan, windows, sizes = _plan(input._layout, kernel, stride, padding, (1,) * count, ceil_mode)
-    local, layout = local_of(input), input._layout
+    plan, windows, sizes = _plan(input.spec, kernel, stride, padding, (1,) * count, ceil_mode)
+    local, spec = local_of(input), input.spec
     if plan.too_small:
-        whole = wrap(*gather_axes(local, layout, plan.too_small))
+        whole = wrap(*gather_axes(local, spec, plan.too_small))
         return func(whole, kernel, stride, padding, ceil_mode, count_include_pad, **extra)  # type: ignore[no-any-return]
     local = region(local, plan)
     outs = {cut.dim: rows for cut, rows in zip(plan.cuts, plan.outs, strict=True)}
@@ -152,20 +154,20 @@ def _average_pool(
     seen: Tensor | None = None
     for n, window in enumerate(windows):
         dim = first + n
-        if dim not in outs and layout.is_split(dim):
+        if dim not in outs and spec.is_split(dim):
             continue  # pooled one by one: each row stays where it is
         rows = outs.get(dim, range(sizes[n]))
         if dim not in outs:
             reads = window.reads(rows)
             behind = (0, 0) * (local.dim() - dim - 1)
-            local = F.pad(local, (*behind, -reads.start, reads.stop - layout.shape[dim]))
+            local = F.pad(local, (*behind, -reads.start, reads.stop - spec.shape[dim]))
         if counted:
-            here = [_seen(window, row, layout.shape[dim], padding[n] if count_include_pad else 0) for row in rows]
+            here = [_seen(window, row, spec.shape[dim], padding[n] if count_include_pad else 0) for row in rows]
             column = torch.tensor(here, device=local.device).view(-1, *(1,) * (count - n - 1))
             seen = column if seen is None else seen * column
     if seen is None:
-        return wrap(func(local, kernel, stride, **extra), plan.layout)
-    return wrap(_summed(local, kernel, stride, seen), plan.layout)
+        return wrap(func(local, kernel, stride, **extra), plan.spec)
+    return wrap(_summed(local, kernel, stride, seen), plan.spec)
 
 
 def _summed(x: Tensor, kernel: Ints, stride: Ints, seen: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ def _seen(window: Window, row: int, size: int, padding: int) -> int:
 def _adaptive_average_pool(func: Any, input: SpatialTensor, output_size: Any) -> Tensor:
     count = _ADAPTIVE[func]
     first = input.dim() - count
-    input._layout.require_plain(range(first, input.dim()))
+    input.spec.require_plain(range(first, input.dim()))
     sizes = _targets(input, output_size, count)
     if 0 in input.shape:
         return func(input.full(), sizes)  # type: ignore[no-any-return]
@@ -198,29 +200,24 @@ def _adaptive_average_pool(func: Any, input: SpatialTensor, output_size: Any) ->
     kind = torch.float64 if input.dtype == torch.float64 else torch.float32
     result = input.mean(single, keepdim=True) if single else input
     for dim, size in zip(range(first, input.dim()), sizes, strict=True):
-        if (
-            size != 1
-            and isinstance(result, SpatialTensor)
-            and result._layout.is_split(dim)
-            and size != input.shape[dim]
-        ):
+        if size != 1 and isinstance(result, SpatialTensor) and result.spec.is_split(dim) and size != input.shape[dim]:
             result = resampled(result, dim, taps_of(result.shape[dim], size, "area", None, None, False, kind))
     if not isinstance(result, SpatialTensor):
         return in_format(func(result, sizes), input, input.dtype)
-    layout, local = result._layout, local_of(result)
-    targets = [local.shape[first + n] if layout.is_split(first + n) else size for n, size in enumerate(sizes)]
+    spec, local = result.spec, local_of(result)
+    targets = [local.shape[first + n] if spec.is_split(first + n) else size for n, size in enumerate(sizes)]
     if targets != list(local.shape[-count:]):
         local = func(local, targets)
-    return in_format(wrap(local, layout.with_((*layout.shape[:-count], *sizes), layout.placements)), input, input.dtype)
+    return in_format(wrap(local, spec.with_((*spec.shape[:-count], *sizes), spec.placements)), input, input.dtype)
 
 
 @rule(*_ADAPTIVE_MAX)
 def _adaptive_max_pool(func: Any, input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Tensor:
     if return_indices:
-        raise Refused("the indices would count within one rank's part", "Pool without return_indices.")
+        raise Unsupported("the indices would count within one rank's part", "Pool without return_indices.")
     count = _ADAPTIVE_MAX[func]
     first = input.dim() - count
-    input._layout.require_plain(range(first, input.dim()))
+    input.spec.require_plain(range(first, input.dim()))
     sizes = _targets(input, output_size, count)
     result: Tensor = input
     for n in reversed(range(count)):  # the last dim first, so that among equals torch's choice is taken
@@ -231,21 +228,21 @@ def _adaptive_max_pool(func: Any, input: SpatialTensor, output_size: Any, return
 def _adaptive_max_rows(x: Tensor, dim: int, size: int) -> Tensor:
     if not isinstance(x, SpatialTensor):
         return _max_windows(x, dim, AdaptiveWindow(x.shape[dim], size), range(size), 0)
-    layout = x._layout
-    window = AdaptiveWindow(layout.shape[dim], size)
-    shape = (*layout.shape[:dim], size, *layout.shape[dim + 1 :])
-    placement = layout.of(dim)
+    spec = x.spec
+    window = AdaptiveWindow(spec.shape[dim], size)
+    shape = (*spec.shape[:dim], size, *spec.shape[dim + 1 :])
+    placement = spec.of(dim)
     if placement is None:
-        return wrap(_max_windows(local_of(x), dim, window, range(size), 0), layout.with_(shape, layout.placements))
+        return wrap(_max_windows(local_of(x), dim, window, range(size), 0), spec.with_(shape, spec.placements))
     extents = nonempty(proportional_extents(placement.extents, size))
     if extents is None:
-        return _adaptive_max_rows(wrap(*gather_axes(local_of(x), layout, [placement.axis])), dim, size)
+        return _adaptive_max_rows(wrap(*gather_axes(local_of(x), spec, [placement.axis])), dim, size)
     wanted = tuple(window.reads(rows) for rows in extents.ranges)
-    local = refetched(local_of(x), layout, placement, layout.placements, wanted)
-    part = layout.spatial.axis(placement.axis).part
+    local = refetched(local_of(x), spec, placement, spec.placements, wanted)
+    part = spec.spatial.axis(placement.axis).coordinate
     local = _max_windows(local, dim, window, extents.ranges[part], wanted[part].start)
-    moved = tuple(type(p)(p.axis, dim, extents) if p is placement else p for p in layout.placements)
-    return wrap(local, layout.with_(shape, moved))
+    moved = tuple(type(p)(p.axis, dim, extents) if p is placement else p for p in spec.placements)
+    return wrap(local, spec.with_(shape, moved))
 
 
 def _max_windows(x: Tensor, dim: int, window: AdaptiveWindow, rows: range, offset: int) -> Tensor:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fullframe.spatial.rules.registry import Refused, rule
-from fullframe.spatial.tensor import SpatialTensor, aligned, local_of, wrap
+from fullframe.spatial.operands import aligned
+from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 
 def shard_generator(x: SpatialTensor, generator: torch.Generator | None = None) -> torch.Generator:
@@ -19,8 +20,8 @@ def shard_generator(x: SpatialTensor, generator: torch.Generator | None = None) 
 
     That is the default CPU generator where none is given, so recompute repeats it.
     """
-    layout = x._layout
-    part = layout.spatial.part_along([p.axis for p in layout.placements])
+    spec = x.spec
+    part = spec.spatial.coordinate_along([p.axis for p in spec.placements])
     device = "cpu" if generator is None else generator.device
     seed = int(torch.randint(2**48, (), generator=generator, device=device).item())
     return torch.Generator(local_of(x).device).manual_seed(seed + part)
@@ -36,15 +37,15 @@ def _kept(x: SpatialTensor, p: float) -> Tensor:
 def _kept_channels(x: SpatialTensor, p: float, batched: bool) -> Tensor:
     """The same for whole channels, drawn alike on all ranks: (N, C, 1, ...), or (C, 1, ...) without a batch."""
     leading = 2 if batched else 1
-    if any(x._layout.is_split(dim) for dim in range(leading)):
-        raise Refused("the samples or channels are split")
+    if any(x.spec.is_split(dim) for dim in range(leading)):
+        raise Unsupported("the samples or channels are split")
     shape = (*x.shape[:leading], *(1,) * (x.dim() - leading))
     return torch.empty(shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p)
 
 
 def _dropped(x: SpatialTensor, kept: Tensor, p: float, inplace: bool) -> Tensor:
     local = local_of(x) * kept * (1 / (1 - p) if p < 1 else 0)
-    return x.copy_(wrap(local, x._layout)) if inplace else wrap(local, x._layout)
+    return x.copy_(wrap(local, x.spec)) if inplace else wrap(local, x.spec)
 
 
 @rule(F.dropout, torch.dropout, torch.dropout_)
@@ -77,7 +78,7 @@ def _alpha_dropout(
     kept = (_kept(x, p) if func is F.alpha_dropout else _kept_channels(x, p, True)).to(local.dtype)
     low = -1.7580993408473766  # what SELU tends to for very negative input
     scale = ((1 - p) * (1 + p * low**2)) ** -0.5 if p < 1 else 0.0
-    result = wrap(local * (kept * scale) + ((1 - kept) * (scale * low) - scale * p * low), x._layout)
+    result = wrap(local * (kept * scale) + ((1 - kept) * (scale * low) - scale * p * low), x.spec)
     return x.copy_(result) if inplace else result
 
 
@@ -95,14 +96,14 @@ def _random_like(func: Any, x: SpatialTensor, *bounds: int, generator: Any = Non
         out.data.random_(*(bounds if len(bounds) == 2 else (0, *bounds)), generator=own)
     else:
         (out.data.uniform_ if func is torch.rand_like else out.data.normal_)(generator=own)
-    return wrap(out, x._layout)
+    return wrap(out, x.spec)
 
 
 @rule(torch.bernoulli, Tensor.bernoulli)
 def _bernoulli(func: Any, x: SpatialTensor, p: float | None = None, *, generator: Any = None) -> Tensor:
     local, own = local_of(x), shard_generator(x, generator)
     drawn = torch.bernoulli(local, generator=own) if p is None else torch.empty_like(local).bernoulli_(p, generator=own)
-    return wrap(drawn, x._layout)
+    return wrap(drawn, x.spec)
 
 
 @rule(
@@ -111,6 +112,6 @@ def _bernoulli(func: Any, x: SpatialTensor, p: float | None = None, *, generator
 )  # fmt: skip
 def _filled(func: Any, x: SpatialTensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
     """Every element of the same distribution, or of its own where the probabilities are a tensor."""
-    args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, x._layout), (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, x.spec), (args, kwargs))
     func(local_of(x), *args, **kwargs, generator=shard_generator(x, generator))
     return x

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from fullframe.geometry.placement import Placements
-from fullframe.ranks.exchange import gather_over_ranks, sum_over_ranks
+from fullframe.ranks.collectives import all_gather, all_sum
+from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.registry import rule
-from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 Dims = int | Sequence[int] | None
 
@@ -25,29 +27,29 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return _WIDE.get(dtype, dtype)
 
 
-def dims_of(layout: Layout, dim: Dims) -> tuple[int, ...]:
+def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
     """`dim` as torch's reductions take it, as non-negative dims; None and () mean all."""
-    count = len(layout.shape)
+    count = len(spec.shape)
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(count))
     return tuple(d % count for d in ((dim,) if isinstance(dim, int) else dim))
 
 
-def without(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> Layout:
-    """The layout of a result in which `dims` are reduced."""
-    kept = [d for d in range(len(layout.shape)) if d not in dims]
+def without(spec: Spec, dims: tuple[int, ...], keepdim: bool) -> Spec:
+    """The spec of a result in which `dims` are reduced."""
+    kept = [d for d in range(len(spec.shape)) if d not in dims]
     if keepdim:
-        shape = [1 if d in dims else size for d, size in enumerate(layout.shape)]
-        placements: Placements = tuple(p for p in layout.placements if p.dim not in dims)
+        shape = [1 if d in dims else size for d, size in enumerate(spec.shape)]
+        placements: Placements = tuple(p for p in spec.placements if p.dim not in dims)
     else:
-        shape = [layout.shape[d] for d in kept]
-        placements = tuple(p.at(kept.index(p.dim)) for p in layout.placements if p.dim not in dims)
-    return layout.with_(shape, placements)
+        shape = [spec.shape[d] for d in kept]
+        placements = tuple(p.at(kept.index(p.dim)) for p in spec.placements if p.dim not in dims)
+    return spec.with_(shape, placements)
 
 
-def reduced_axes(layout: Layout, dims: tuple[int, ...]) -> tuple[str, ...]:
+def reduced_axes(spec: Spec, dims: tuple[int, ...]) -> tuple[str, ...]:
     """The mesh axes over which a reduction over `dims` must combine."""
-    return tuple(p.axis for p in layout.placements if p.dim in dims)
+    return tuple(p.axis for p in spec.placements if p.dim in dims)
 
 
 def count(shape: Sequence[int], dims: Sequence[int]) -> int:
@@ -57,47 +59,47 @@ def count(shape: Sequence[int], dims: Sequence[int]) -> int:
 
 def _total(func: Any, x: SpatialTensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
     """The sum of `func` (a sum) over all ranks, of at least 32 bits where values have fewer, on each of them."""
-    layout, axes = x._layout, reduced_axes(x._layout, dims)
+    spec, axes = x.spec, reduced_axes(x.spec, dims)
     mine = func(local_of(x), dims, keepdim, dtype=wide(dtype))
     if not axes:
         return mine  # type: ignore[no-any-return]
     if not (dtype.is_floating_point or dtype.is_complex):
         mine = mine.long()  # which every backend adds; it wraps like the shorter ones once it is cut
-    return sum_over_ranks(mine, layout.spatial.group(axes))
+    return all_sum(mine, spec.spatial.group(axes))
 
 
 @rule(torch.sum, Tensor.sum, torch.nansum, Tensor.nansum)
 def _sum(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    layout, dims = x._layout, dims_of(x._layout, dim)
+    spec, dims = x.spec, dims_of(x.spec, dim)
     if dtype is None:
         dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
-    return wrap(_total(func, x, dims, keepdim, dtype).to(dtype), without(layout, dims, keepdim))
+    return wrap(_total(func, x, dims, keepdim, dtype).to(dtype), without(spec, dims, keepdim))
 
 
 @rule(torch.count_nonzero, Tensor.count_nonzero)
 def _count_nonzero(func: Any, x: SpatialTensor, dim: Dims = None) -> Tensor:
-    return torch.sum(x != 0, dims_of(x._layout, dim))
+    return torch.sum(x != 0, dims_of(x.spec, dim))
 
 
 @rule(torch.mean, Tensor.mean)
 def _mean(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    layout, dims = x._layout, dims_of(x._layout, dim)
+    spec, dims = x.spec, dims_of(x.spec, dim)
     out = dtype or x.dtype
-    if not reduced_axes(layout, dims) or not (out.is_floating_point or out.is_complex):  # torch refuses integers
-        return wrap(func(local_of(x), dims, keepdim, dtype=dtype), without(layout, dims, keepdim))
-    mean = _total(torch.sum, x, dims, keepdim, out) / count(layout.shape, dims)
-    return wrap(mean.to(out), without(layout, dims, keepdim))
+    if not reduced_axes(spec, dims) or not (out.is_floating_point or out.is_complex):  # torch refuses integers
+        return wrap(func(local_of(x), dims, keepdim, dtype=dtype), without(spec, dims, keepdim))
+    mean = _total(torch.sum, x, dims, keepdim, out) / count(spec.shape, dims)
+    return wrap(mean.to(out), without(spec, dims, keepdim))
 
 
 @rule(torch.nanmean, Tensor.nanmean)
 def _nanmean(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    valid, dims = torch.logical_not(torch.isnan(x)), dims_of(x._layout, dim)
+    valid, dims = torch.logical_not(torch.isnan(x)), dims_of(x.spec, dim)
     return torch.nansum(x, dims, keepdim, dtype=dtype) / torch.sum(valid, dims, keepdim)
 
 
 @rule(torch.any, Tensor.any, torch.all, Tensor.all)
 def _any(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    dims, any_ = dims_of(x._layout, dim), func in (torch.any, Tensor.any)
+    dims, any_ = dims_of(x.spec, dim), func in (torch.any, Tensor.any)
     hits = torch.sum(x != 0 if any_ else x == 0, dims, keepdim)
     found = hits > 0 if any_ else hits == 0
     return found.to(torch.uint8) if x.dtype == torch.uint8 else found
@@ -106,15 +108,15 @@ def _any(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False) -
 @rule(torch.prod, Tensor.prod)
 def _prod(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """The dims are gathered where a gradient is wanted: around zeros it needs the product of all others."""
-    layout, dims = x._layout, dims_of(x._layout, dim)
-    axes, local, result = reduced_axes(layout, dims), local_of(x), without(layout, dims, keepdim)
+    spec, dims = x.spec, dims_of(x.spec, dim)
+    axes, local, result = reduced_axes(spec, dims), local_of(x), without(spec, dims, keepdim)
     over = () if dim is None else (dim, keepdim)
     if not axes:
         return wrap(func(local, *over, dtype=dtype), result)
     if local.requires_grad and torch.is_grad_enabled():
-        return wrap(func(gather_axes(local, layout, axes)[0], *over, dtype=dtype), result)
+        return wrap(func(gather_axes(local, spec, axes)[0], *over, dtype=dtype), result)
     out = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
-    everyone = gather_over_ranks(func(local, *over, dtype=wide(out)), layout.spatial.group(axes))
+    everyone = all_gather(func(local, *over, dtype=wide(out)), spec.spatial.group(axes))
     return wrap(torch.prod(everyone, 0, dtype=out if out == torch.bool else None).to(out), result)
 
 

@@ -18,7 +18,7 @@ QUICK: dict[Any, Rule] = {}  # (func, args, kwargs) -> the result, or NotImpleme
 general: list[Rule] = []  # the general way, put in by `dispatch`; in a list, as it needs the tensor that calls it
 
 
-class Refused(Exception):
+class Unsupported(Exception):
     """Raised by a rule, from facts all ranks know and before any message, when it has no exact way: (reason, fix)."""
 
     def __init__(self, reason: str, fix: str = "Gather first with .full(), or parallelize(..., unsupported='gather')."):
@@ -26,11 +26,11 @@ class Refused(Exception):
         super().__init__(reason)
 
 
-class Merged(Refused):
+class Merged(Unsupported):
     """Raised where a rule needs the rows of a dim that is merged from split and other factors."""
 
-    def __init__(self, layout: Any, dim: int):
-        self.layout, self.dim = layout, dim
+    def __init__(self, spec: Any, dim: int):
+        self.spec, self.dim = spec, dim
         super().__init__(f"dim {dim} is merged from split and other dims", "Undo the flatten before this op.")
 
 

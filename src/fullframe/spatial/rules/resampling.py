@@ -13,12 +13,14 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import proportional_extents
-from fullframe.ranks.exchange import sum_over_ranks
+from fullframe.ranks.collectives import all_sum
 from fullframe.spatial.halo import memory_format_of
+from fullframe.spatial.operands import say_gathered
+from fullframe.spatial.redistribute import refetched, sliced
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.rules.taps import Taps, repeats, taps_of, weighted
 from fullframe.spatial.rules.window_plan import nonempty
-from fullframe.spatial.tensor import SpatialTensor, local_of, refetched, say_gathered, sliced, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 _NEAREST = ("nearest", "nearest-exact")
 _REACH = {"bicubic": 2, "nearest": 0, "nearest-exact": 0}  # input rows beyond its own that an output row may read; or 1
@@ -40,22 +42,22 @@ def resampled(x: Tensor, dim: int, taps: Taps) -> Tensor:
     """
     if not isinstance(x, SpatialTensor):
         return weighted(x, dim, taps, range(taps.size_out), 0)
-    layout, local, placement = x._layout, local_of(x), x._layout.of(dim)
+    spec, local, placement = x.spec, local_of(x), x.spec.of(dim)
     size_out = taps.size_out
-    shape = (*layout.shape[:dim], size_out, *layout.shape[dim + 1 :])
+    shape = (*spec.shape[:dim], size_out, *spec.shape[dim + 1 :])
     if placement is None:
-        return wrap(weighted(local, dim, taps, range(size_out), 0), layout.with_(shape, layout.placements))
-    extents, axis = placement.extents, layout.spatial.axis(placement.axis)
+        return wrap(weighted(local, dim, taps, range(size_out), 0), spec.with_(shape, spec.placements))
+    extents, axis = placement.extents, spec.spatial.axis(placement.axis)
     out = nonempty(proportional_extents(extents, size_out))
     if out is None:
-        rest = tuple(p for p in layout.placements if p is not placement)
-        partial = taps.share(local, dim, extents.ranges[axis.part])
-        return wrap(sum_over_ranks(partial, axis.group), layout.with_(shape, rest))
+        rest = tuple(p for p in spec.placements if p is not placement)
+        partial = taps.share(local, dim, extents.ranges[axis.coordinate])
+        return wrap(all_sum(partial, axis.group), spec.with_(shape, rest))
     wanted = tuple(taps.reads(rows) for rows in out.ranges)
-    local = refetched(local, layout, placement, layout.placements, wanted)
-    placements = tuple(Placement(p.axis, dim, out) if p is placement else p for p in layout.placements)
-    result = weighted(local, dim, taps, out.ranges[axis.part], wanted[axis.part].start)
-    return wrap(result, layout.with_(shape, placements))
+    local = refetched(local, spec, placement, spec.placements, wanted)
+    placements = tuple(Placement(p.axis, dim, out) if p is placement else p for p in spec.placements)
+    result = weighted(local, dim, taps, out.ranges[axis.coordinate], wanted[axis.coordinate].start)
+    return wrap(result, spec.with_(shape, placements))
 
 
 def in_format(x: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,7 +65,7 @@ def in_format(x: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     kept = memory_format_of(local_of(like) if isinstance(like, SpatialTensor) else like)
     if not isinstance(x, SpatialTensor):
         return x.to(dtype).contiguous(memory_format=kept)
-    return wrap(local_of(x).to(dtype).contiguous(memory_format=kept), x._layout)
+    return wrap(local_of(x).to(dtype).contiguous(memory_format=kept), x.spec)
 
 
 @rule(F.interpolate, F.upsample, F.upsample_bilinear, F.upsample_nearest)
@@ -79,7 +81,7 @@ def _interpolate(
 ) -> Tensor:
     if func is F.upsample_bilinear:
         mode, align_corners = "bilinear", True
-    input._layout.require_plain(range(2, input.dim()))
+    input.spec.require_plain(range(2, input.dim()))
     options: dict[str, Any] = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
     request = _request(input, size, scale_factor, recompute_scale_factor, options)
     if mode == "area":
@@ -119,15 +121,15 @@ def _torchs(x: Tensor, request: _Request) -> Tensor:
 def _gathered(x: SpatialTensor, request: _Request) -> Tensor:
     """Made whole for a moment, and cut again where there are rows for all ranks."""
     say_gathered("interpolate", "torch's own kernel for this is not made of rows that could be computed apart", x)
-    layout = x._layout
-    shape = (*layout.shape[:2], *request.after)
+    spec = x.spec
+    shape = (*spec.shape[:2], *request.after)
     placements = []
-    for p in layout.placements:
+    for p in spec.placements:
         out = nonempty(proportional_extents(p.extents, shape[p.dim])) if p.dim >= 2 else p.extents
         if out is not None:
             placements.append(Placement(p.axis, p.dim, out) if p.dim >= 2 else p)
-    layout = layout.with_(shape, tuple(placements))
-    return in_format(wrap(sliced(_torchs(x.full(), request), layout), layout), x, x.dtype)
+    spec = spec.with_(shape, tuple(placements))
+    return in_format(wrap(sliced(_torchs(x.full(), request), spec), spec), x, x.dtype)
 
 
 def _by_taps(x: SpatialTensor, request: _Request) -> Tensor:
@@ -152,7 +154,7 @@ def _in_place(x: SpatialTensor, request: _Request) -> dict[int, int] | None:
     factors = {}
     mode, corners = request.options["mode"], request.options["align_corners"]
     for dim, (n, m, scale) in enumerate(zip(request.before, request.after, request.scales, strict=True), start=2):
-        if not x._layout.is_split(dim):
+        if not x.spec.is_split(dim):
             continue
         factor = m // n
         if m % n or scale not in (None, factor) or request.options["antialias"]:
@@ -168,9 +170,9 @@ def _in_place(x: SpatialTensor, request: _Request) -> dict[int, int] | None:
 
 def _where_it_lies(x: SpatialTensor, request: _Request, factors: dict[int, int]) -> Tensor:
     """One local call: each split dim grows by its whole number."""
-    local, layout = local_of(x), x._layout
+    local, spec = local_of(x), x.spec
     reach, trims, placements = _REACH.get(request.options["mode"], 1), [], []
-    for p in layout.placements:
+    for p in spec.placements:
         factor = factors.get(p.dim)
         if factor is None:
             placements.append(p)
@@ -178,8 +180,8 @@ def _where_it_lies(x: SpatialTensor, request: _Request, factors: dict[int, int])
         extents = p.extents
         reach_here = reach if factor > 1 or reach == 2 else 0
         wanted = tuple(extents.clipped(range(r.start - reach_here, r.stop + reach_here)) for r in extents.ranges)
-        local = refetched(local, layout, p, layout.placements, wanted)
-        part = layout.spatial.axis(p.axis).part
+        local = refetched(local, spec, p, spec.placements, wanted)
+        part = spec.spatial.axis(p.axis).coordinate
         own = extents.ranges[part]
         trims.append((p.dim, (own.start - wanted[part].start) * factor, len(own) * factor))
         placements.append(Placement(p.axis, p.dim, Extents(tuple(b * factor for b in extents.bounds))))
@@ -190,5 +192,5 @@ def _where_it_lies(x: SpatialTensor, request: _Request, factors: dict[int, int])
     local = _torchs(local, _Request(here, after, scales, request.options))
     for dim, start, rows in trims:
         local = local.narrow(dim, start, rows)
-    done = wrap(local, layout.with_((*layout.shape[:2], *request.after), tuple(placements)))
+    done = wrap(local, spec.with_((*spec.shape[:2], *request.after), tuple(placements)))
     return in_format(done, x, x.dtype)

@@ -10,27 +10,30 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import coarsened, grain, local_shape, permuted, reshaped
-from fullframe.spatial.rules.registry import Refused, getter, rule
+from fullframe.spatial.operands import aligned
+from fullframe.spatial.redistribute import gather_axes, resplit
+from fullframe.spatial.rules.registry import Unsupported, getter, rule
 from fullframe.spatial.rules.window_plan import nonempty
-from fullframe.spatial.tensor import Layout, SpatialTensor, aligned, gather_axes, local_of, resplit, viewed, wrap
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, viewed, wrap
 
 
-def _at_multiples(local: Tensor, layout: Layout, shape: Sequence[int]) -> tuple[Tensor, Layout]:
+def _at_multiples(local: Tensor, spec: Spec, shape: Sequence[int]) -> tuple[Tensor, Spec]:
     """The tensor with boundaries moved to where `shape` cuts a split dim (into windows, say), by one fetch."""
-    for p in layout.placements:
-        rows = grain(p, layout.shape, shape)
+    for p in spec.placements:
+        rows = grain(p, spec.shape, shape)
         if rows == 0:
-            raise Refused(f"the shape {tuple(shape)} would cut a split dim in pieces")
+            raise Unsupported(f"the shape {tuple(shape)} would cut a split dim in pieces")
         if rows > 1:
             natural = Extents(tuple((b + rows // 2) // rows for b in p.extents.bounds))
             coarse = nonempty(natural)
             if coarse is None:
-                local, layout = gather_axes(local, layout, [p.axis])
+                local, spec = gather_axes(local, spec, [p.axis])
                 continue
-            local, layout = resplit(local, layout, p.axis, Extents(tuple(b * rows for b in coarse.bounds)))
-            moved = tuple(coarsened(q, rows) if q.axis == p.axis else q for q in layout.placements)
-            layout = layout.with_(layout.shape, moved)
-    return local, layout
+            local, spec = resplit(local, spec, p.axis, Extents(tuple(b * rows for b in coarse.bounds)))
+            moved = tuple(coarsened(q, rows) if q.axis == p.axis else q for q in spec.placements)
+            spec = spec.with_(spec.shape, moved)
+    return local, spec
 
 
 def _sizes(args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -38,25 +41,25 @@ def _sizes(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _reshaped(func: Any, x: SpatialTensor, shape: Sequence[int]) -> Tensor:
-    layout = x._layout
+    spec = x.spec
     shape = list(shape)
     if -1 in shape:
-        shape[shape.index(-1)] = math.prod(layout.shape) // max(math.prod(s for s in shape if s != -1), 1)
-    local, result = _reshaped_local(local_of(x), layout, shape)
+        shape[shape.index(-1)] = math.prod(spec.shape) // max(math.prod(s for s in shape if s != -1), 1)
+    local, result = _reshaped_local(local_of(x), spec, shape)
 
     def put(view: SpatialTensor) -> None:
-        local_of(x).copy_(aligned(_reshaped(Tensor.reshape, view, layout.shape), layout))
+        local_of(x).copy_(aligned(_reshaped(Tensor.reshape, view, spec.shape), spec))
 
-    return viewed(x, local, result, lambda base: _reshaped_local(local_of(base), base._layout, shape)[0], put)
+    return viewed(x, local, result, lambda base: _reshaped_local(local_of(base), base.spec, shape)[0], put)
 
 
-def _reshaped_local(local: Tensor, layout: Layout, shape: Sequence[int]) -> tuple[Tensor, Layout]:
-    local, layout = _at_multiples(local, layout, shape)
-    placements = reshaped(layout.placements, layout.shape, shape)
+def _reshaped_local(local: Tensor, spec: Spec, shape: Sequence[int]) -> tuple[Tensor, Spec]:
+    local, spec = _at_multiples(local, spec, shape)
+    placements = reshaped(spec.placements, spec.shape, shape)
     if placements is None:
-        raise Refused(f"the shape {tuple(shape)} would cut a split dim in pieces")
-    result = layout.with_(shape, placements)
-    coordinates = [layout.spatial.axis(p.axis).part for p in placements]
+        raise Unsupported(f"the shape {tuple(shape)} would cut a split dim in pieces")
+    result = spec.with_(shape, placements)
+    coordinates = [spec.spatial.axis(p.axis).coordinate for p in placements]
     # A part cut from a larger tensor may need a copy where the whole would not.
     return local.reshape(local_shape(shape, placements, coordinates)), result
 
@@ -64,7 +67,7 @@ def _reshaped_local(local: Tensor, layout: Layout, shape: Sequence[int]) -> tupl
 @rule(Tensor.view, Tensor.reshape, torch.reshape)
 def _view(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
     if "dtype" in kwargs or (args and isinstance(args[0], torch.dtype)):
-        raise Refused("a view of another dtype is not split")
+        raise Unsupported("a view of another dtype is not split")
     return _reshaped(func, x, _sizes(args) if args else kwargs["shape" if "shape" in kwargs else "size"])
 
 
@@ -77,7 +80,7 @@ def _view_as(func: Any, x: Tensor, other: Tensor) -> Tensor:
 
 @rule(torch.flatten, Tensor.flatten)
 def _flatten(func: Any, x: SpatialTensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
-    shape, count = x._layout.shape, len(x._layout.shape)
+    shape, count = x.spec.shape, len(x.spec.shape)
     start, end = start_dim % count, end_dim % count
     return _reshaped(func, x, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]))
 
@@ -89,7 +92,7 @@ def _ravel(func: Any, x: SpatialTensor) -> Tensor:
 
 @rule(torch.unflatten, Tensor.unflatten)
 def _unflatten(func: Any, x: SpatialTensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    shape = x._layout.shape
+    shape = x.spec.shape
     dim %= len(shape)
     sizes = list(sizes)
     if -1 in sizes:
@@ -98,9 +101,9 @@ def _unflatten(func: Any, x: SpatialTensor, dim: int, sizes: Sequence[int]) -> T
 
 
 def _permuted(x: SpatialTensor, order: Sequence[int]) -> Tensor:
-    layout = x._layout
-    order = [d % len(layout.shape) for d in order]
-    result = layout.with_([layout.shape[d] for d in order], permuted(layout.placements, order))
+    spec = x.spec
+    order = [d % len(spec.shape) for d in order]
+    result = spec.with_([spec.shape[d] for d in order], permuted(spec.placements, order))
     return wrap(local_of(x).permute(order), result)
 
 
@@ -135,14 +138,14 @@ def _t(func: Any, x: SpatialTensor) -> Tensor:
 
 @rule(torch.squeeze, Tensor.squeeze)
 def _squeeze(func: Any, x: SpatialTensor, dim: Any = None) -> Tensor:
-    shape = x._layout.shape
+    shape = x.spec.shape
     dims = range(len(shape)) if dim is None else [d % len(shape) for d in ((dim,) if isinstance(dim, int) else dim)]
     return _reshaped(func, x, [size for d, size in enumerate(shape) if d not in dims or size != 1])
 
 
 @rule(torch.unsqueeze, Tensor.unsqueeze)
 def _unsqueeze(func: Any, x: SpatialTensor, dim: int) -> Tensor:
-    shape = list(x._layout.shape)
+    shape = list(x.spec.shape)
     shape.insert(dim % (len(shape) + 1), 1)
     return _reshaped(func, x, shape)
 
@@ -153,31 +156,31 @@ def _expand(func: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
     if not isinstance(x, SpatialTensor):  # a whole tensor, expanded as a split one is: a view, whole as well
         return x.expand(args[0].shape)
     shape = args[0].shape if isinstance(args[0], Tensor) else _sizes(args)
-    old = x._layout.shape
+    old = x.spec.shape
     extra = len(shape) - len(old)
     sizes = [s if s != -1 else old[d - extra] for d, s in enumerate(shape)]
-    placements = tuple(p.at(p.dim + extra) for p in x._layout.placements)
-    coordinates = [x._layout.spatial.axis(p.axis).part for p in placements]
-    return wrap(local_of(x).expand(local_shape(sizes, placements, coordinates)), x._layout.with_(sizes, placements))
+    placements = tuple(p.at(p.dim + extra) for p in x.spec.placements)
+    coordinates = [x.spec.spatial.axis(p.axis).coordinate for p in placements]
+    return wrap(local_of(x).expand(local_shape(sizes, placements, coordinates)), x.spec.with_(sizes, placements))
 
 
 @rule(Tensor.repeat, torch.tile, Tensor.tile)
 def _repeat(func: Any, x: SpatialTensor, *args: Any, **named: Any) -> Tensor:
-    layout: Layout = x._layout
+    spec: Spec = x.spec
     repeats = list(_sizes(args or tuple(named.values())))
     if func is not Tensor.repeat:
-        repeats = [1] * (len(layout.shape) - len(repeats)) + repeats
-    extra = len(repeats) - len(layout.shape)
-    if any(repeats[p.dim + extra] != 1 for p in layout.placements):
-        raise Refused(f"it repeats a split dim (repeats {tuple(repeats)})", "Concatenate the copies with torch.cat.")
-    shape = [r * s for r, s in zip(repeats, (1,) * extra + layout.shape, strict=True)]
-    result = layout.with_(shape, tuple(p.at(p.dim + extra) for p in layout.placements))
+        repeats = [1] * (len(spec.shape) - len(repeats)) + repeats
+    extra = len(repeats) - len(spec.shape)
+    if any(repeats[p.dim + extra] != 1 for p in spec.placements):
+        raise Unsupported(f"it repeats a split dim (repeats {tuple(repeats)})", "Join copies with torch.cat.")
+    shape = [r * s for r, s in zip(repeats, (1,) * extra + spec.shape, strict=True)]
+    result = spec.with_(shape, tuple(p.at(p.dim + extra) for p in spec.placements))
     return wrap(local_of(x).repeat(repeats), result)
 
 
 @rule(torch.pixel_shuffle)
 def _pixel_shuffle(func: Any, x: SpatialTensor, upscale_factor: int) -> Tensor:
-    *lead, channels, height, width = x._layout.shape
+    *lead, channels, height, width = x.spec.shape
     r = upscale_factor
     if channels % (r * r):
         raise RuntimeError(f"pixel_shuffle by {r} needs a multiple of {r * r} channels, got {channels}")
@@ -189,7 +192,7 @@ def _pixel_shuffle(func: Any, x: SpatialTensor, upscale_factor: int) -> Tensor:
 
 @rule(torch.pixel_unshuffle)
 def _pixel_unshuffle(func: Any, x: SpatialTensor, downscale_factor: int) -> Tensor:
-    *lead, channels, height, width = x._layout.shape
+    *lead, channels, height, width = x.spec.shape
     r = downscale_factor
     if height % r or width % r:
         raise RuntimeError(f"pixel_unshuffle by {r} needs sizes divisible by {r}, got {height} x {width}")
@@ -201,7 +204,7 @@ def _pixel_unshuffle(func: Any, x: SpatialTensor, downscale_factor: int) -> Tens
 
 @rule(torch.channel_shuffle, F.native_channel_shuffle)
 def _channel_shuffle(func: Any, x: SpatialTensor, groups: int) -> Tensor:
-    samples, channels, *rest = x._layout.shape
+    samples, channels, *rest = x.spec.shape
     return x.reshape(samples, groups, channels // groups, *rest).transpose(1, 2).reshape(samples, channels, *rest)
 
 
@@ -210,9 +213,9 @@ def _repeat_interleave(
     func: Any, x: SpatialTensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
 ) -> Tensor:
     if not isinstance(repeats, int) or dim is None:
-        raise Refused("it repeats by a tensor, or over the flattened tensor", "Give a number and a dim.")
+        raise Unsupported("it repeats by a tensor, or over the flattened tensor", "Give a number and a dim.")
     dim %= x.dim()
-    shape = list(x._layout.shape)
+    shape = list(x.spec.shape)
     wide = x.unsqueeze(dim + 1).expand(*shape[: dim + 1], repeats, *shape[dim + 1 :])
     return wide.reshape(*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :])
 

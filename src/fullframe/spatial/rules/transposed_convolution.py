@@ -17,10 +17,12 @@ from torch import Tensor
 from fullframe.geometry.window import TransposedWindow, Window
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Cut, memory_format_of
+from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.convolution import autocast_inputs
-from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.window_plan import WindowPlan, ints, plan_windows, region
-from fullframe.spatial.tensor import Layout, SpatialTensor, gather_axes, local_of, wrap
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 Ints = tuple[int, ...]
 
@@ -54,15 +56,15 @@ class _Plan:
 
 
 @kept_with_mesh(maxsize=1024)
-def _plan(layout: Layout, weight: Ints, stride: Ints, padding: Ints, extra: Ints, dilation: Ints, groups: int) -> _Plan:
+def _plan(spec: Spec, weight: Ints, stride: Ints, padding: Ints, extra: Ints, dilation: Ints, groups: int) -> _Plan:
     count = len(stride)
-    dims = range(len(layout.shape) - count, len(layout.shape))
-    if layout.is_split(dims[0] - 1):
-        raise Refused("the channels are split")
+    dims = range(len(spec.shape) - count, len(spec.shape))
+    if spec.is_split(dims[0] - 1):
+        raise Unsupported("the channels are split")
     options = list(zip(weight[2:], stride, dilation, padding, strict=True))
     windows = [TransposedWindow(*option) for option in options]
-    sizes = [w.output_size(layout.shape[dim], more) for w, dim, more in zip(windows, dims, extra, strict=True)]
-    forward = plan_windows(layout, dims, windows, sizes, (*layout.shape[: dims[0] - 1], weight[1] * groups, *sizes))
+    sizes = [w.output_size(spec.shape[dim], more) for w, dim, more in zip(windows, dims, extra, strict=True)]
+    forward = plan_windows(spec, dims, windows, sizes, (*spec.shape[: dims[0] - 1], weight[1] * groups, *sizes))
     inner, behind, trims, cuts, back, needs = list(padding), list(extra), [], [], [], []
     for cut, need, out in zip(forward.cuts, forward.needs, forward.outs, strict=True):
         at = cut.dim - dims[0]
@@ -71,13 +73,13 @@ def _plan(layout: Layout, weight: Ints, stride: Ints, padding: Ints, extra: Ints
         made = (len(need) - 1) * window.stride + window.span
         inner[at], behind[at] = 0, max(0, first + len(out) - made)
         trims.append((cut.dim, first, len(out)))
-        placement = forward.layout.of(cut.dim)
+        placement = forward.spec.of(cut.dim)
         assert placement is not None
         wanted = tuple(placement.extents.clipped(window.reads(rows)) for rows in cut.extents.ranges)
         cuts.append(Cut(cut.dim, placement.extents, wanted, cut.axis))
         back.append(window)
         needs.append(window.reads(cut.own))
-    backward = WindowPlan(tuple(cuts), tuple(back), tuple(needs), tuple(cut.own for cut in forward.cuts), layout)
+    backward = WindowPlan(tuple(cuts), tuple(back), tuple(needs), tuple(cut.own for cut in forward.cuts), spec)
     return _Plan(forward, backward, stride, tuple(inner), tuple(behind), dilation, groups, tuple(trims))
 
 
@@ -95,21 +97,22 @@ def _transposed_convolution(
 ) -> Tensor:
     """Transposed convolution of an input split along spatial dims; refuses split channels and a split weight."""
     if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
-        raise Refused("the weight is split, not the input")
+        raise Unsupported("the weight is split, not the input")
     count = weight.dim() - 2
     stride, padding, dilation = ints(stride, count), ints(padding, count), ints(dilation, count)
     extra = ints(output_padding, count)
-    plan = _plan(input._layout, tuple(weight.shape), stride, padding, extra, dilation, groups)
+    plan = _plan(input.spec, tuple(weight.shape), stride, padding, extra, dilation, groups)
     local = local_of(input)
     if plan.forward.too_small:
-        whole = wrap(*gather_axes(local, input._layout, plan.forward.too_small))
+        whole = wrap(*gather_axes(local, input.spec, plan.forward.too_small))
         return func(whole, weight, bias, stride, padding, extra, groups, dilation)  # type: ignore[no-any-return]
-    if plan.alone:
-        out = plan.trimmed(func(local, weight, bias, stride, plan.padding, plan.extra, groups, dilation))
+    if plan.alone or local.is_complex():  # for which aten::convolution has no kernel
+        joined = region(local, plan.forward)
+        out = plan.trimmed(func(joined, weight, bias, stride, plan.padding, plan.extra, groups, dilation))
     else:
         local, weight, bias = autocast_inputs(local, weight, bias)
         out = _HaloTransposedConvolution.apply(local, weight, bias, plan)  # type: ignore[no-untyped-call]
-    return wrap(out, plan.forward.layout)
+    return wrap(out, plan.forward.spec)
 
 
 class _HaloTransposedConvolution(torch.autograd.Function):

@@ -9,37 +9,39 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, local_shape
 from fullframe.geometry.window import Window
-from fullframe.spatial.rules.registry import Refused, rule
+from fullframe.spatial.operands import aligned
+from fullframe.spatial.redistribute import gather_axes
+from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.window_plan import WindowPlan, ints, plan_windows, region
 from fullframe.spatial.second_derivative import once_differentiable
-from fullframe.spatial.tensor import SpatialTensor, aligned, gather_axes, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 
 @rule(F.unfold)
 def _unfold(
     func: Any, input: SpatialTensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
 ) -> Tensor:
-    layout = input._layout
-    if len(layout.shape) != 4:
-        raise Refused("only a batch of images (N, C, H, W) is unfolded split")
+    spec = input.spec
+    if len(spec.shape) != 4:
+        raise Unsupported("only a batch of images (N, C, H, W) is unfolded split")
     options = [ints(value, 2) for value in (kernel_size, stride, dilation, padding)]
     windows = [Window(*row) for row in zip(*options, strict=True)]
-    samples, channels, *sizes = layout.shape
+    samples, channels, *sizes = spec.shape
     sizes = [w.output_size(n) for w, n in zip(windows, sizes, strict=True)]
     kernel, stride, dilation, padding = options
     deep = channels * kernel[0] * kernel[1]
-    plan = plan_windows(layout, (2, 3), windows, sizes, (samples, deep, *sizes))
+    plan = plan_windows(spec, (2, 3), windows, sizes, (samples, deep, *sizes))
     if plan.too_small:
-        whole = wrap(*gather_axes(local_of(input), layout, plan.too_small))
+        whole = wrap(*gather_axes(local_of(input), spec, plan.too_small))
         return func(whole, kernel, dilation, padding, stride)  # type: ignore[no-any-return]
-    inner = [0 if layout.is_split(dim) else p for dim, p in zip((2, 3), padding, strict=True)]
+    inner = [0 if spec.is_split(dim) else p for dim, p in zip((2, 3), padding, strict=True)]
     joined = region(local_of(input), plan)
     made = [
         Window(k, s, d, p).output_size(n)
         for k, s, d, p, n in zip(kernel, stride, dilation, inner, joined.shape[2:], strict=True)
     ]
     local = func(joined, kernel, dilation, inner, stride).view(samples, deep, *made)
-    return wrap(local, plan.layout).flatten(2)
+    return wrap(local, plan.spec).flatten(2)
 
 
 @rule(F.fold)
@@ -54,32 +56,32 @@ def _fold(
 ) -> Tensor:
     """The windows (N, C * k * k, rows * columns) added up into the image (N, C, H, W), which is cut evenly."""
     if input.dim() != 3:
-        raise Refused("only a batch of windows (N, C * k * k, L) is folded split")
+        raise Unsupported("only a batch of windows (N, C * k * k, L) is folded split")
     options = [ints(value, 2) for value in (kernel_size, stride, dilation, padding)]
     windows = [Window(*row) for row in zip(*options, strict=True)]
     sizes = ints(output_size, 2)
-    samples, deep, _ = input._layout.shape
+    samples, deep, _ = input.spec.shape
     rows, columns = (w.output_size(n) for w, n in zip(windows, sizes, strict=True))
     cells = input.reshape(samples, deep, rows, columns)
     if not isinstance(cells, SpatialTensor):
         return func(cells.flatten(2), sizes, *(options[n] for n in (0, 2, 3, 1)))  # type: ignore[no-any-return]
-    layout = cells._layout
+    spec = cells.spec
     image = tuple(
         p if p.dim < 2 else Placement(p.axis, p.dim, Extents.even(sizes[p.dim - 2], p.extents.parts))
-        for p in layout.placements
+        for p in spec.placements
     )
     small = [p.axis for p in image if p.extents.has_empty]
     channels = deep // (options[0][0] * options[0][1])
-    goal = layout.with_((samples, channels, *sizes), image)
-    plan = plan_windows(goal, (2, 3), windows, (rows, columns), layout.shape) if not small else None
+    goal = spec.with_((samples, channels, *sizes), image)
+    plan = plan_windows(goal, (2, 3), windows, (rows, columns), spec.shape) if not small else None
     small += plan.too_small if plan is not None else ()
     if plan is None or small:
-        whole = wrap(*gather_axes(local_of(cells), layout, small)).flatten(2)
+        whole = wrap(*gather_axes(local_of(cells), spec, small)).flatten(2)
         return F.fold(whole, sizes, *(options[n] for n in (0, 2, 3, 1)))
     kernel, stride, dilation, padding = options
     inner = [0 if goal.is_split(dim) else p for dim, p in zip((2, 3), padding, strict=True)]
-    local = aligned(cells, plan.layout)
-    held = local_shape(goal.shape, goal.placements, [goal.spatial.axis(p.axis).part for p in goal.placements])
+    local = aligned(cells, plan.spec)
+    held = local_shape(goal.shape, goal.placements, [goal.spatial.axis(p.axis).coordinate for p in goal.placements])
     return wrap(_Fold.apply(local, plan, held, (kernel, dilation, inner, stride)), goal)  # type: ignore[no-untyped-call]
 
 
@@ -105,14 +107,14 @@ class _Fold(torch.autograd.Function):
 
 @rule(Tensor.unfold)
 def _windows(func: Any, x: SpatialTensor, dimension: int, size: int, step: int) -> Tensor:
-    layout = x._layout
-    dim = dimension % len(layout.shape)
-    rows = (layout.shape[dim] - size) // step + 1
-    shape = (*layout.shape[:dim], rows, *layout.shape[dim + 1 :])
-    if not layout.is_split(dim):
-        return wrap(func(local_of(x), dim, size, step), layout.with_((*shape, size), layout.placements))
-    plan = plan_windows(layout, [dim], [Window(size, step)], [rows], shape)
+    spec = x.spec
+    dim = dimension % len(spec.shape)
+    rows = (spec.shape[dim] - size) // step + 1
+    shape = (*spec.shape[:dim], rows, *spec.shape[dim + 1 :])
+    if not spec.is_split(dim):
+        return wrap(func(local_of(x), dim, size, step), spec.with_((*shape, size), spec.placements))
+    plan = plan_windows(spec, [dim], [Window(size, step)], [rows], shape)
     if plan.too_small:
-        return func(wrap(*gather_axes(local_of(x), layout, plan.too_small)), dim, size, step)  # type: ignore[no-any-return]
+        return func(wrap(*gather_axes(local_of(x), spec, plan.too_small)), dim, size, step)  # type: ignore[no-any-return]
     local = region(local_of(x), plan).unfold(dim, size, step)
-    return wrap(local, layout.with_((*shape, size), plan.layout.placements))
+    return wrap(local, spec.with_((*shape, size), plan.spec.placements))

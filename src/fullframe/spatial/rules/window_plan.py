@@ -12,7 +12,7 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice, TransposedWindow, Window
 from fullframe.spatial.halo import Cut, Halo, Piece, Ranges, part_of
-from fullframe.spatial.tensor import Layout
+from fullframe.spatial.spec import Spec
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class WindowPlan:
     windows: tuple[Any, ...]  # one a cut
     needs: Ranges  # input rows read, one range a cut, with those outside the image but for transposed windows
     outs: Ranges  # output rows of this rank, one range a cut
-    layout: Layout  # of the result
+    spec: Spec  # of the result
     too_small: tuple[str, ...] = ()
 
     @cached_property
@@ -33,7 +33,7 @@ class WindowPlan:
 
 
 def plan_windows(
-    layout: Layout,
+    spec: Spec,
     dims: Sequence[int],
     windows: Sequence[Window | TransposedWindow | Slice],
     sizes: Sequence[int],
@@ -41,11 +41,11 @@ def plan_windows(
 ) -> WindowPlan:
     """Plan a window op over tensor dims `dims` with output `sizes` there; `shape` is that of the whole result."""
     cuts, used, needs, outs, small = [], [], [], [], []
-    placements = {p.axis: p for p in layout.placements}
+    placements = {p.axis: p for p in spec.placements}
     for dim, window, size in zip(dims, windows, sizes, strict=True):
-        if _stays(window) and size == layout.shape[dim]:  # each row for itself, however the dim is cut
+        if _stays(window) and size == spec.shape[dim]:  # each row for itself, however the dim is cut
             continue
-        placement = layout.of(dim)
+        placement = spec.of(dim)
         if placement is None:
             continue
         extents = placement.extents
@@ -53,18 +53,18 @@ def plan_windows(
         if out is None:
             small.append(placement.axis)
             continue
-        axis = layout.spatial.axis(placement.axis)
+        axis = spec.spatial.axis(placement.axis)
         wanted = tuple(extents.clipped(window.reads(rows)) for rows in out.ranges)
-        need = window.reads(out.ranges[axis.part])
+        need = window.reads(out.ranges[axis.coordinate])
         if isinstance(window, TransposedWindow):  # what lies outside the image adds nothing, and is not made
             wanted = tuple(rows or range(extents.size - 1, extents.size) for rows in wanted)
-            need = wanted[axis.part]
+            need = wanted[axis.coordinate]
         cuts.append(Cut(dim, extents, wanted, axis))
         used.append(window)
         needs.append(need)
-        outs.append(out.ranges[axis.part])
+        outs.append(out.ranges[axis.coordinate])
         placements[placement.axis] = type(placement)(placement.axis, dim, out)
-    result = layout.with_(shape, tuple(placements.values()))
+    result = spec.with_(shape, tuple(placements.values()))
     return WindowPlan(tuple(cuts), tuple(used), tuple(needs), tuple(outs), result, tuple(small))
 
 

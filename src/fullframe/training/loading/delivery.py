@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import RecipeError, ShapeError
 from fullframe.geometry.extents import Extents
-from fullframe.ranks.exchange import gathered
+from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.mesh import spatial_of
-from fullframe.spatial.shard import even_layout
+from fullframe.spatial.shard import even_spec
 from fullframe.spatial.tensor import wrap
 
 Split = Literal["auto"] | Collection[str]
@@ -193,8 +193,8 @@ class Delivery:
 
     def _on_device(self, value: "Tensor | Cut", path: tuple[Any, ...]) -> Tensor:
         if isinstance(value, Cut):
-            layout = even_layout(value.shape, self._mesh)
-            return wrap(value.local.to(self._device, non_blocking=True), layout)
+            spec = even_spec(value.shape, self._mesh)
+            return wrap(value.local.to(self._device, non_blocking=True), spec)
         return value.to(self._device, non_blocking=True)
 
     def _require_keys(self, batch: Any) -> None:
@@ -206,7 +206,7 @@ class Delivery:
     def _require_same(self, fingerprint: int) -> None:
         group = self._spatial.replica
         device = "cpu" if "gloo" in torch.distributed.get_backend_config(group) else self._device
-        found = gathered(torch.tensor(fingerprint, device=device), group, "samples", _LINE).tolist()
+        found = all_gather_no_grad(torch.tensor(fingerprint, device=device), group, "samples", _LINE).tolist()
         if len(set(found)) > 1:
             raise RecipeError(
                 f"ranks {list(self._spatial.replica_ranks)} of one replica read different samples (checksums {found}); "

@@ -1,0 +1,104 @@
+"""Several operands of one op brought to one spec, so that the op can run on their local parts."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from fullframe.errors import MeshError
+from fullframe.geometry.placement import Placement, Placements
+from fullframe.spatial.module_path import module_path
+from fullframe.spatial.redistribute import gather_axes, resplit, sliced
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of
+
+
+def aligned(value: Tensor, spec: Spec) -> Tensor:
+    """The local part of an operand that broadcasts against `spec`, cut where `spec` is cut."""
+    if not isinstance(value, SpatialTensor):
+        return sliced(value, spec) if value.dim() else value
+    local, own = local_of(value), value.spec
+    if own is spec:
+        return local
+    require_one_mesh(own, spec)
+    offset = len(spec.shape) - len(own.shape)
+    target = {p.axis: p for p in spec.placements}
+    for p in own.placements:
+        wanted = target.get(p.axis)
+        if wanted is None or not alike(p.at(p.dim + offset), wanted):
+            say_gathered("an operand", f"{p} meets {wanted or 'a tensor that is whole there'}", value)
+            local, own = gather_axes(local, own, [p.axis])
+        else:
+            local, own = resplit(local, own, p.axis, wanted.extents)
+    return sliced(local, spec, tuple(p.at(p.dim + offset) for p in own.placements))
+
+
+def merged(values: Sequence[Tensor]) -> Spec:
+    """The spec of what `values` broadcast to: cut as the largest operands are."""
+    shells = sorted((v for v in values if isinstance(v, SpatialTensor)), key=lambda s: -_numel(s.spec.shape))
+    first = shells[0].spec
+    shapes = [v.spec.shape if isinstance(v, SpatialTensor) else tuple(v.shape) for v in values]
+    if all(s.spec is first for s in shells) and all(_fits(shape, first.shape) for shape in shapes):
+        return first
+    for shell in shells:
+        require_one_mesh(shell.spec, first)
+    shape = tuple(torch.broadcast_shapes(*shapes))
+    cuts = [[p.at(p.dim + len(shape) - len(s.spec.shape)) for p in s.spec.placements] for s in shells]
+    return first.with_(shape, united(cuts))
+
+
+def require_one_mesh(own: Spec, other: Spec) -> None:
+    """Raises MeshError where the operands of one op are split over different meshes."""
+    if own.spatial is not other.spatial:
+        sizes = [f"{spec.spatial.height.size}x{spec.spatial.width.size}" for spec in (own, other)]
+        raise MeshError(
+            f"tensors of two meshes (height x width {sizes[0]} and {sizes[1]}) meet in one op; "
+            "split both over one mesh, or pass one of them as x.full()"
+        )
+
+
+def united(cuts: Sequence[Sequence[Placement]]) -> Placements:
+    """The placements of operands of one shape together: the first operand that is split over an axis decides."""
+    placements: dict[str, Placement] = {}
+    for own in cuts:
+        taken = {p.dim for p in placements.values()}  # two operands do not share out the factors of one dim
+        placements |= {p.axis: p for p in own if p.axis not in placements and p.dim not in taken}
+    return tuple(placements[name] for name in ("height", "width") if name in placements)
+
+
+def alike(p: Placement, q: Placement) -> bool:
+    """Whether two placements split the same factor of the same dim, at whatever boundaries."""
+    return (p.dim, p.outer, p.inner, p.extents.size) == (q.dim, q.outer, q.inner, q.extents.size)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
+    """Whether `shape` broadcasts to `into` without making it larger."""
+    return len(shape) <= len(into) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(into), strict=False))
+
+
+def shells_in(*trees: Any) -> Iterator[SpatialTensor]:
+    """The split tensors in nested arguments."""
+    return (leaf for leaf in tree_iter(trees) if isinstance(leaf, SpatialTensor))
+
+
+_said: set[tuple[str, str]] = set()
+
+
+def say_gathered(name: str, reason: str, shell: SpatialTensor) -> None:
+    """Warn, once a call site and on the job's first rank, that `shell` is made whole."""
+    where = module_path()
+    if (name, where) in _said or torch._C._current_graph_task_id() != -1:  # in backward: recompute, of what was said
+        return
+    _said.add((name, where))
+    if torch.distributed.get_rank() == 0:
+        warnings.warn(f"{name} ({where or 'outside a module'}) runs on the gathered {shell!r}: {reason}", stacklevel=5)

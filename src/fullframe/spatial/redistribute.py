@@ -1,0 +1,94 @@
+"""A local tensor and its spec, cut otherwise: made whole along an axis, moved to other boundaries, sliced.
+
+Knows no shell. All ranks of the axes in question call these together, but for `sliced`, which sends nothing.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fullframe.errors import ShapeError
+from fullframe.geometry.extents import Extents
+from fullframe.geometry.placement import Placement, Placements, local_factors
+from fullframe.ranks.exchange import fetch
+from fullframe.spatial.spec import Spec
+
+
+def gather_axes(local: Tensor, spec: Spec, axes: Sequence[str]) -> tuple[Tensor, Spec]:
+    """Make `local` whole along the named mesh axes."""
+    placements = spec.placements
+    for placement in spec.placements:
+        if placement.axis in axes:
+            local = _gather_axis(local, spec, placement, placements)
+            placements = tuple(p for p in placements if p.axis != placement.axis)
+    return local, spec.with_(spec.shape, placements)
+
+
+def _gather_axis(local: Tensor, spec: Spec, placement: Placement, placements: Placements) -> Tensor:
+    whole = (range(placement.extents.size),) * placement.extents.parts
+    return refetched(local, spec, placement, placements, whole)
+
+
+def refetched(
+    local: Tensor, spec: Spec, placement: Placement, placements: Placements, wanted: tuple[range, ...]
+) -> Tensor:
+    """Exchange rows of one placement of a tensor that is cut by `placements`, so that this rank holds `wanted`."""
+    axis = spec.spatial.axis(placement.axis)
+    if placement.is_plain:
+        return fetch(local, placement.dim, placement.extents, wanted, axis)
+    outer, rows, inner = local_factors(placement, placements, spec.coordinates)
+    split = local.unflatten(placement.dim, (outer, rows, inner))
+    return fetch(split, placement.dim + 1, placement.extents, wanted, axis).flatten(placement.dim, placement.dim + 2)
+
+
+def in_runs(local: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Spec]:
+    """A dim merged from several factors cut in runs of rows over one mesh axis instead, or whole where it is small.
+
+    The tensor is made whole along the axes in question for a moment: an exchange of all with all.
+    """
+    here = [p for p in spec.placements if p.dim == dim]
+    local, spec = gather_axes(local, spec, [p.axis for p in here])
+    axis = max((spec.spatial.axis(p.axis) for p in here), key=lambda a: a.size)
+    if spec.shape[dim] < max(2, axis.size):
+        return local, spec
+    runs = Placement(axis.name, dim, Extents.even(spec.shape[dim], axis.size))
+    cut = spec.with_(spec.shape, (*spec.placements, runs))
+    return sliced(local, spec.with_(spec.shape, (runs,))), cut
+
+
+def resplit(local: Tensor, spec: Spec, axis: str, extents: Extents) -> tuple[Tensor, Spec]:
+    """The same tensor with other boundaries along one mesh axis."""
+    placement = next(p for p in spec.placements if p.axis == axis)
+    if placement.extents == extents:
+        return local, spec
+    local = refetched(local, spec, placement, spec.placements, extents.ranges)
+    moved = Placement(axis, placement.dim, extents, placement.outer, placement.inner)
+    return local, spec.with_(spec.shape, tuple(moved if p is placement else p for p in spec.placements))
+
+
+def sliced(whole: Tensor, spec: Spec, cut: Placements = ()) -> Tensor:
+    """This rank's part of an operand that broadcasts against `spec`, sends nothing.
+
+    `cut` are the placements (in dims of `spec`) by which the operand is split already.
+    """
+    offset = len(spec.shape) - whole.dim()
+    for p in spec.placements:
+        dim = p.dim - offset
+        if dim < 0 or whole.shape[dim] == 1 or any(q.axis == p.axis for q in cut):
+            continue
+        _require(whole, dim, spec, p, cut)
+        rows = spec.rows(p)
+        if p.is_plain:
+            whole = whole.narrow(dim, rows.start, len(rows))
+        else:
+            parts = whole.unflatten(dim, local_factors(p, cut, spec.coordinates))
+            whole = parts.narrow(dim + 1, rows.start, len(rows)).flatten(dim, dim + 2)
+        cut = (*cut, p)
+    return whole
+
+
+def _require(whole: Tensor, dim: int, spec: Spec, p: Placement, cut: Placements) -> None:
+    """The operand has as many rows as the dim it is cut along; torch would refuse any other but 1."""
+    outer, rows, inner = (1, p.extents.size, 1) if p.is_plain else local_factors(p, cut, spec.coordinates)
+    if whole.shape[dim] != outer * rows * inner:
+        raise ShapeError(f"an operand of shape {tuple(whole.shape)} does not broadcast to {spec.shape} in dim {p.dim}")

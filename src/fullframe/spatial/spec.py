@@ -1,0 +1,96 @@
+"""Spec: what all ranks know of a split tensor, one object for each set of facts."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fullframe.geometry.extents import Extents
+from fullframe.geometry.placement import Placement, Placements
+from fullframe.ranks.mesh import Spatial, kept_with_mesh
+from fullframe.spatial.rules.registry import Merged
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """What all ranks know of a split tensor: its global shape and where it is cut. Compare with `is`."""
+
+    spatial: Spatial
+    shape: tuple[int, ...]
+    placements: Placements
+    gather: bool  # what has no rule is gathered rather than refused
+    strides: tuple[int, ...] | None = None  # of the whole tensor as torch would have it; None: contiguous
+    approved: set[Any] = field(default_factory=set)  # calls on such tensors that need no more checking
+
+    def of(self, dim: int) -> Placement | None:
+        """The placement of a dim that is nothing but one split factor; None when the dim is whole.
+
+        Raises Merged for a dim that is merged from several factors; the dispatch then brings it to runs of rows.
+        """
+        here = [p for p in self.placements if p.dim == dim % len(self.shape)]
+        if not here:
+            return None
+        if len(here) > 1 or not here[0].is_plain:
+            raise Merged(self, dim % len(self.shape))
+        return here[0]
+
+    def rows(self, placement: Placement) -> range:
+        """The global rows that this rank holds of what the placement cuts."""
+        return placement.extents.ranges[self.spatial.axis(placement.axis).coordinate]
+
+    def require_plain(self, dims: Iterable[int]) -> None:
+        """Raises Merged where one of the dims is merged from several factors."""
+        for dim in dims:
+            self.of(dim)
+
+    def is_split(self, dim: int) -> bool:
+        """Whether any part of the dim is split."""
+        return any(p.dim == dim % len(self.shape) for p in self.placements)
+
+    def with_(self, shape: Sequence[int], placements: Placements) -> "Spec":
+        """The spec of a result with this shape and these placements."""
+        return spec_of(self.spatial, tuple(shape), placements, self.gather)
+
+    def strided(self, strides: tuple[int, ...] | None) -> "Spec":
+        """The same spec with these strides of the whole tensor."""
+        return spec_of(self.spatial, self.shape, self.placements, self.gather, strides)
+
+    @cached_property
+    def facts(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """What torch would know of the whole tensor beside its dtype."""
+        return self.shape, self.strides
+
+    @cached_property
+    def elementwise(self) -> "Spec":
+        """The spec of the result of a pointwise function: torch keeps the order of strides, not their gaps."""
+        if self.strides is None:
+            return self
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            result = torch.empty_strided(self.shape, self.strides, device="meta") + 1
+            return self.strided(None if result.is_contiguous() else result.stride())
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's part along each spatial axis."""
+        return {"height": self.spatial.height.coordinate, "width": self.spatial.width.coordinate}
+
+
+@kept_with_mesh(maxsize=16384)
+def spec_of(
+    spatial: Spatial,
+    shape: tuple[int, ...],
+    placements: Placements,
+    gather: bool = False,
+    strides: tuple[int, ...] | None = None,
+) -> Spec:
+    """The one `Spec` object for these facts, in plain integers: it is kept, and others are made from it."""
+    strides = None if strides is None else tuple(map(int, strides))
+    return Spec(spatial, tuple(map(int, shape)), tuple(map(_in_integers, placements)), gather, strides)
+
+
+def _in_integers(p: Placement) -> Placement:
+    bounds = tuple(map(int, p.extents.bounds))
+    return Placement(p.axis, int(p.dim), Extents(bounds), int(p.outer), int(p.inner))
