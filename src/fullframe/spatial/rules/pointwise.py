@@ -59,7 +59,7 @@ _FUNCTIONAL = """
 """
 _TORCH = "zeros_like ones_like full_like empty_like clone detach threshold threshold_ celu selu celu_ selu_ relu_"
 _METADATA = """
-    shape dtype device ndim spec is_cuda is_cpu is_meta is_sparse is_quantized itemsize nbytes
+    shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_quantized itemsize nbytes
     names is_mkldnn is_xpu is_mps is_nested
 """
 _METADATA_METHODS = """
