@@ -76,9 +76,9 @@ def test_an_op_on_one_rank_alone_names_both_lines(transport):
     line = logs_a_mean.__code__.co_firstlineno
     for text in both_raise(logs_a_mean, transport=transport):
         assert (
-            f"rank 0 is at: sum, float64 (), at distributed/test_divergence.py:{line + 3}, mean of (2, 3, 6, 8)" in text
+            f"rank 0 is at: sum, float64 (), at ranks/test_channel.py:{line + 3}, mean of (2, 3, 6, 8)" in text
         )
-        assert f"distributed/test_divergence.py:{line + 4}" in text and "rank 1 is at: " in text
+        assert f"ranks/test_channel.py:{line + 4}" in text and "rank 1 is at: " in text
         assert "if rank == 0" in text
 
 
@@ -216,7 +216,7 @@ def test_what_was_written_down_is_compared_after_backward():
     assert rank_group(2).run(outcome, recorded, "record", False)[0][0] > 0
     line = recorded.__code__.co_firstlineno + 8
     for text in both_raise(recorded, True, transport="record"):
-        assert f"rank 1 is at: sum, float64 (), at distributed/test_divergence.py:{line}" in text
+        assert f"rank 1 is at: sum, float64 (), at ranks/test_channel.py:{line}" in text
 
 
 def same_numbers():
@@ -259,7 +259,7 @@ def test_an_error_of_one_rank_is_named_by_the_others():
     (kind, text, seconds), (other, own, _) = rank_group(2).run(outcome, bad_label, "mailbox", False)
     assert kind == "DivergenceError" and seconds < AT_ONCE
     line = bad_label.__code__.co_firstlineno + 9
-    assert f"rank 1 raised IndexError: {own} (at distributed/test_divergence.py:{line}, cross_entropy of" in text
+    assert f"rank 1 raised IndexError: {own} (at ranks/test_channel.py:{line}, cross_entropy of" in text
     assert other == "IndexError" and "out of bounds" in own
 
 
