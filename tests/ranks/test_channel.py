@@ -75,9 +75,7 @@ def logs_a_mean():
 def test_an_op_on_one_rank_alone_names_both_lines(transport):
     line = logs_a_mean.__code__.co_firstlineno
     for text in both_raise(logs_a_mean, transport=transport):
-        assert (
-            f"rank 0 is at: sum, float64 (), at ranks/test_channel.py:{line + 3}, mean of (2, 3, 6, 8)" in text
-        )
+        assert f"rank 0 is at: sum, float64 (), at ranks/test_channel.py:{line + 3}, mean of (2, 3, 6, 8)" in text
         assert f"ranks/test_channel.py:{line + 4}" in text and "rank 1 is at: " in text
         assert "if rank == 0" in text
 

@@ -22,7 +22,7 @@ FLOAT64 = 1e-9  # relative to the largest value of the tensor
 ULPS = 8  # of a narrower dtype, also relative to the largest value; or twice plain torch's own error
 FLOOR = 1e-6  # what is smaller all over has no relative error
 # A narrow dtype's gradients are of terms of order 1 that may cancel: their rounding is what is left.
-FLOORS = {"tensors": FLOOR, "gradients": 0.25}
+FLOORS = {"tensors": FLOOR, "gradients": 1.0}
 # float32 gets four times as many: sums over some hundred elements that cancel lose as much in another order.
 EPSILON = {torch.float64: FLOAT64 / ULPS, torch.complex128: FLOAT64 / ULPS, torch.float32: 4.8e-7}
 

@@ -119,7 +119,10 @@ def _compared(program: Program, survived: Callable[[], None], raising: Callable[
     if error is not None:
         raising(error)  # the others may never answer
     drawn = int(torch.randint(2**40, ())) if error is None else 0
-    kinds, draws, digests = _everyone(_code(error), drawn, digest(split.whole) if error is None else 0)
+    # What each rank computes from gathered tensors is compared with plain torch: LAPACK's last bits differ with the
+    # alignment of memory.
+    told = digest(split.whole) if error is None and not program.case.gather else 0
+    kinds, draws, digests = _everyone(_code(error), drawn, told)
     if len(set(kinds)) > 1 or (error is not None and not isinstance(error, UnsupportedOp)):
         forget_meshes()  # a message may lie between the ranks
         _everyone(0)

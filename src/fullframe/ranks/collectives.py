@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullframe.ranks.channel import Channel, channel_of
+from fullframe.ranks.exchange import joined
 from fullframe.ranks.shared_memory import Mailboxes, fits
 from fullframe.ranks.tags import line
 from fullframe.ranks.waiting import waiting_for_ranks
@@ -85,7 +86,7 @@ def all_gather_no_grad(
     plain = [t.view(-1).view(torch.uint8) for t in (value, *everyone)]
     with waiting_for_ranks():
         dist.all_gather(plain[1:], plain[0], group=group)
-    return torch.stack(everyone)
+    return joined([each[None] for each in everyone], 0)
 
 
 def _through(boxes: Mailboxes, channel: Channel, value: Tensor, kind: str, at: str) -> Tensor:

@@ -226,17 +226,26 @@ def _fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis
     kept = overlap(own, rows)
     if kept or not pieces:
         pieces.append((kept.start, cut(kept) if kept else local.narrow(dim, 0, 0)))
-    return torch.cat([tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0])], dim)
+    return joined([tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0])], dim)
+
+
+def joined(tensors: list[Tensor], dim: int) -> Tensor:
+    """`torch.cat`, whatever autocast is on: the CPU's would refuse tensors of the other 16-bit dtype."""
+    with torch._C._DisableAutocast():
+        return torch.cat(tensors, dim)
 
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
         ctx.where = dim, extents, wanted, axis
+        ctx.set_materialize_grads(False)
         return _fetch(local, dim, extents, wanted, axis)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        if gradient is None:  # of no rank, as all run one program
+            return None, None, None, None, None
         return _Return.apply(gradient, *ctx.where), None, None, None, None  # type: ignore[no-untyped-call]
 
 

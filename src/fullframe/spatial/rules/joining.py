@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.placement import Placement
-from fullframe.ranks.exchange import fetch
+from fullframe.ranks.exchange import fetch, joined
 from fullframe.spatial.operands import aligned, united
 from fullframe.spatial.redistribute import gather_axes, sliced
 from fullframe.spatial.rules.indexing import sliced_rows
@@ -68,7 +68,7 @@ def _roll(func: Any, x: Tensor, shifts: Any, dims: Any = None) -> Tensor:
         dim, size = dim % x.dim(), x.shape[dim]
         if shift % size:
             at = size - shift % size
-            x = torch.cat([sliced_rows(x, dim, at, size), sliced_rows(x, dim, 0, at)], dim)
+            x = joined([sliced_rows(x, dim, at, size), sliced_rows(x, dim, 0, at)], dim)
     return x
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullframe.ranks.collectives import all_gather_no_grad, all_sum, all_sum_no_grad
+from fullframe.ranks.exchange import joined
 from fullframe.spatial.rules.reduction import Dims, count, dims_of, reduced_axes, wide, without
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
@@ -27,7 +28,9 @@ class _Variance(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         own_var, own_mean = torch.var_mean(local.to(wide(local.dtype)), dims, correction=0, keepdim=True)
         own_count = torch.full_like(own_mean, count(local.shape, dims))
-        everyone = all_gather_no_grad(torch.stack([own_var.to(own_mean.dtype), own_mean, own_count]), group)
+        everyone = all_gather_no_grad(
+            joined([each[None] for each in (own_var.to(own_mean.dtype), own_mean, own_count)], 0), group
+        )
         each_var, means, counts = everyone.unbind(1)  # (ranks, ...)
         mean = means[0] + (counts * (means - means[0])).sum(0) / elements
         squares = (counts * (each_var + (means - mean).abs() ** 2)).sum(0).real

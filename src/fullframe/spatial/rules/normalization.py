@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fullframe.ranks.collectives import all_gather_no_grad, all_sum_no_grad
+from fullframe.ranks.exchange import joined
 from fullframe.spatial.halo import memory_format_of
 from fullframe.spatial.operands import say_gathered
 from fullframe.spatial.rules.reduction import count
@@ -40,7 +41,7 @@ def _statistics(x: Tensor, m: int, group: dist.ProcessGroup) -> _Statistics:
     var = distance.square_().mean(dims)
     del distance
     elements = mean.new_full((1,), x.numel() / x.shape[1])
-    everyone = all_gather_no_grad(torch.cat([mean, var, elements]), group)  # (ranks, 2 * channels + 1)
+    everyone = all_gather_no_grad(joined([mean, var, elements], 0), group)  # (ranks, 2 * channels + 1)
     counts = everyone[:, -1:, None]  # (ranks, 1, 1)
     means, variances = everyone[:, :-1].view(len(everyone), 2, -1, m).unbind(1)  # (ranks, groups, m)
     total = counts.sum() * m

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import Slice
+from fullframe.ranks.exchange import joined
 from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.indexing import sliced_rows
 from fullframe.spatial.rules.registry import rule
@@ -68,7 +68,7 @@ def _copied(x: Tensor, dim: int, before: int, after: int, mode: str) -> Tensor:
         parts.insert(0, _edge(source, dim, before, mode, first=True))
     if after:
         parts.append(_edge(source, dim, after, mode, first=False))
-    return torch.cat(parts, dim) if len(parts) > 1 else middle
+    return joined(parts, dim) if len(parts) > 1 else middle
 
 
 def _at_the_edges(x: SpatialTensor, dim: int, before: int, after: int, mode: str) -> Tensor | None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.window import AdaptiveWindow, Window, proportional_extents
+from fullframe.ranks.exchange import joined
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Halo, memory_format_of
 from fullframe.spatial.redistribute import gather_axes, refetched
@@ -257,7 +258,7 @@ def _max_windows(x: Tensor, dim: int, window: AdaptiveWindow, rows: range, offse
             last = (seen.isnan() * places).amax(dim, keepdim=True)
             largest = seen.gather(dim, torch.where(largest.isnan(), last, index))
         best.append(largest)
-    return torch.cat(best, dim)
+    return joined(best, dim)
 
 
 def _targets(x: SpatialTensor, output_size: Any, count: int) -> list[int]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fullframe.geometry.placement import Placements
-from fullframe.ranks.collectives import all_gather, all_sum
+from fullframe.ranks.collectives import all_gather, all_sum, all_sum_no_grad
+from fullframe.ranks.exchange import joined
 from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.spec import Spec
@@ -111,13 +112,28 @@ def _prod(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = F
     spec, dims = x.spec, dims_of(x.spec, dim)
     axes, local, result = reduced_axes(spec, dims), local_of(x), without(spec, dims, keepdim)
     over = () if dim is None else (dim, keepdim)
-    if not axes:
+    differentiable = local.requires_grad and torch.is_grad_enabled()
+    if differentiable:
+        local, spec = gather_axes(local, spec, axes)
+    if differentiable and spec.placements:
+        return wrap(_prod_beside_zeros(func, local, spec, over, dtype), result)
+    if differentiable or not axes:
         return wrap(func(local, *over, dtype=dtype), result)
-    if local.requires_grad and torch.is_grad_enabled():
-        return wrap(func(gather_axes(local, spec, axes)[0], *over, dtype=dtype), result)
     out = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     everyone = all_gather(func(local, *over, dtype=wide(out)), spec.spatial.group(axes))
     return wrap(torch.prod(everyone, 0, dtype=out if out == torch.bool else None).to(out), result)
+
+
+def _prod_beside_zeros(func: Any, local: Tensor, spec: Spec, over: tuple[Any, ...], dtype: Any) -> Tensor:
+    """The product over a dim that is whole, as in torch, which takes another way to the gradient where the tensor holds
+    a zero anywhere: a row is put beside the local part, of zeros where any rank has one, else of ones.
+    """
+    row = spec.placements[0].dim
+    zeros = all_sum_no_grad((local.detach() == 0).any().int(), spec.spatial.group([p.axis for p in spec.placements]))
+    beside = torch.ones_like(local.narrow(row, 0, 1), requires_grad=False).masked_fill(zeros > 0, 0)
+    made = func(joined([local, beside], row), *over, dtype=dtype)
+    kept = row - (over[0] % local.dim() < row and not over[1])
+    return made.narrow(kept, 0, local.shape[row])  # type: ignore[no-any-return]
 
 
 @rule(torch.equal, Tensor.equal)

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fullframe.ranks.exchange import joined
+
 _LINEAR = {"bilinear": "linear", "trilinear": "linear"}
 _FEW = 8
 _IDENTITY_ROWS = 256
@@ -56,7 +58,7 @@ class Taps:
         for rows, weights in self._within(own):
             column = weights.to(device=local.device, dtype=local.dtype).view(-1, *(1,) * (local.dim() - dim - 1))
             parts.append((local.index_select(dim, rows.to(local.device)) * column).sum(dim, keepdim=True))
-        return torch.cat(parts, dim)
+        return joined(parts, dim)
 
     @_disable_current_modes()
     def _within(self, own: range) -> list[tuple[Tensor, Tensor]]:

@@ -99,6 +99,9 @@ def _transposed_convolution(
     if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
         raise Unsupported("the weight is split, not the input")
     count = weight.dim() - 2
+    if len(input.spec.shape) == count + 1:  # no batch dim
+        batch = func(input.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation)
+        return batch.squeeze(0)  # type: ignore[no-any-return]
     stride, padding, dilation = ints(stride, count), ints(padding, count), ints(dilation, count)
     extra = ints(output_padding, count)
     plan = _plan(input.spec, tuple(weight.shape), stride, padding, extra, dilation, groups)
