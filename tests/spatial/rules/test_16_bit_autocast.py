@@ -1,4 +1,4 @@
-"""fp16 tensors under the CPU's bf16 autocast, and the reverse: what fullframe joins on its way is no user's `torch.cat`."""
+"""fp16 tensors under the CPU's bf16 autocast: what fullframe joins on its way is no `torch.cat` of the user's."""
 
 import warnings
 from collections.abc import Callable

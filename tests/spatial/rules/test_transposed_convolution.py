@@ -1,6 +1,7 @@
 """Transposed convolutions: without a batch dim, of complex numbers, and with infinities beside the ranks' borders."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -18,6 +19,11 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
 
 
+def as_real(op: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    out = op(*given)
+    return torch.view_as_real(out) if out.is_complex() else out
+
+
 def largest_differences(height: int, width: int) -> dict[str, float]:
     found = {}
     for padding, extra, stride, dilation in OPTIONS:
@@ -28,10 +34,7 @@ def largest_differences(height: int, width: int) -> dict[str, float]:
             inputs[f"infinity at {column}"][0, 1, 3, column] = math.inf
         for name, x in inputs.items():
             weight = drawn(3, 4, 3, 3, dtype=x.dtype)
-            if x.is_complex():
-                apart = differences(lambda *given: torch.view_as_real(op(*given)), [x], [weight], height, width)
-            else:
-                apart = differences(op, [x], [weight], height, width)
+            apart = differences(partial(as_real, op), [x], [weight], height, width)
             found[f"{name}, {padding} {extra} {stride} {dilation}"] = max(apart.values())
     return found
 
