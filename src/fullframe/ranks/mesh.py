@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -137,9 +137,22 @@ _made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], DeviceMesh]]"
 
 
 def forget_meshes() -> None:
-    """Make new ones from now on, on all ranks: after an error a message may lie between ranks of the old ones."""
+    """Make new ones from now on, on all ranks, and end the old ones' groups, whose threads cost time.
+
+    After an error a message may lie between ranks of the old ones.
+    """
+    groups = {group for meshes in _made.values() for mesh in meshes.values() for group in _groups_of(mesh)}
     _made.clear()
     forget_channels()
+    for group in groups - {dist.group.WORLD}:
+        dist.destroy_process_group(group)
+
+
+def _groups_of(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
+    yield from map(mesh.get_group, AXES)
+    known: Spatial | None = getattr(mesh, "_fullframe_spatial", None)
+    if known is not None:
+        yield known.replica
 
 
 def _start_process_group() -> None:
