@@ -7,7 +7,7 @@
     4  techniques
     3  model
     2  spatial
-    1  ranks  strategy  data
+    1  ranks  strategy  recipe  data
     0  geometry  processes
        errors, for all
 
@@ -32,6 +32,7 @@ LAYERS = {
     "processes": 0,
     "ranks": 1,
     "strategy": 1,
+    "recipe": 1,
     "data": 1,
     "spatial": 2,
     "model": 3,
@@ -45,7 +46,7 @@ LAYERS = {
 }
 TORCH = {"torch", "torchvision"}
 NEVER_TORCH = {"geometry", "errors"}  # not even inside a function
-TORCH_ONLY_IN_FUNCTIONS = {"cli", "processes", "strategy", "__init__", "__main__"}
+TORCH_ONLY_IN_FUNCTIONS = {"cli", "processes", "strategy", "recipe", "__init__", "__main__"}
 
 
 class Import(NamedTuple):

@@ -1,28 +1,12 @@
-"""Strategies as JSON, recipes from files, and what their errors name."""
+"""Strategies as JSON, and what their errors name."""
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
-from fullframe.errors import RecipeError, StrategyError
-from fullframe.strategy import Strategy, load_recipe
-
-RECIPE = """
-import torch
-import fullframe as ff
-
-def recipe():
-    return ff.Recipe(
-        model=lambda: torch.nn.Conv2d(3, 3, 1),
-        loss=lambda model, batch: model(batch["image"]).mean(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        data=lambda: [],
-        batch_size=2,
-        {more}
-    )
-"""
+from fullframe.errors import StrategyError
+from fullframe.strategy import Strategy
 
 
 def test_json_both_ways():
@@ -74,63 +58,3 @@ def test_fields_are_named_and_frozen():
         Strategy(2)
     with pytest.raises(AttributeError):
         Strategy().width = 2
-
-
-def written(folder: Path, text: str) -> Path:
-    path = folder / "job.py"
-    path.write_text(text)
-    return path
-
-
-def test_load_recipe(tmp_path):
-    recipe = load_recipe(written(tmp_path, RECIPE.format(more="seed=7")))
-    assert (recipe.batch_size, recipe.seed, recipe.workers) == (2, 7, 0)
-
-
-def test_a_recipe_imports_the_files_beside_it(tmp_path):
-    (tmp_path / "beside_it.py").write_text("SEED = 11\n")
-    text = "from beside_it import SEED\n" + RECIPE.format(more="seed=SEED")
-    assert load_recipe(written(tmp_path, text)).seed == 11
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("import nothing_like_this\n", "job.py, line 1 (import nothing_like_this): ModuleNotFoundError"),
-        ("x = 1\ndef recipe(:\n", "job.py, line 2 (def recipe(:): SyntaxError"),
-        ("def inner():\n    return 1 / 0\ninner()\n", "job.py, line 2 (return 1 / 0): ZeroDivisionError"),
-        ("def recipe():\n    return {}['a']\n", "job.py, line 2 (return {}['a']): KeyError"),
-        ("x = 1\n", "job.py has no function recipe()"),
-        ("recipe = 3\n", "job.py has no function recipe()"),
-        ("def recipe():\n    return 3\n", "recipe() must return a fullframe.Recipe, got int"),
-        (RECIPE.format(more="seed=-1"), "recipe.seed must be a whole number >= 0, got -1"),
-        (RECIPE.format(more="steps=0"), "recipe.steps must be a whole number >= 1, got 0"),
-        (RECIPE.format(more="finish=3"), "recipe.finish must be a function, got 3"),
-        (
-            RECIPE.format(more="").replace("model=lambda: torch", "model=torch"),
-            "recipe.model must be a function () -> nn.Module, got the module Conv2d",
-        ),
-        (
-            RECIPE.format(more="")
-            .replace("loss=lambda", "loss=torch.nn.L1Loss() or (lambda")
-            .replace(".mean(),", ".mean()),"),
-            "recipe.loss must be a function (model, batch) -> scalar, got the module L1Loss",
-        ),
-        (RECIPE.format(more="evaluate=print"), "recipe.evaluate is given without recipe.evaluation_data"),
-        (RECIPE.format(more="batchsize=3"), "unexpected keyword argument 'batchsize'"),
-    ],
-)
-def test_a_recipe_that_is_wrong_names_the_place(tmp_path, text, message):
-    with pytest.raises(RecipeError) as error:
-        load_recipe(written(tmp_path, text))
-    assert message in str(error.value)
-
-
-def test_no_recipe_file(tmp_path):
-    with pytest.raises(RecipeError, match=r"there is no recipe file .*missing\.py"):
-        load_recipe(tmp_path / "missing.py")
-    with pytest.raises(RecipeError, match=r"give the \.py file itself"):
-        load_recipe(tmp_path)
-    with pytest.raises(RecipeError, match=r"not a Python file; a recipe's name ends in \.py"):
-        (tmp_path / "job.txt").write_text("")
-        load_recipe(tmp_path / "job.txt")

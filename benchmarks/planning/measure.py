@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from fullframe.recipe import load_recipe
 from fullframe.simulation.simulate import simulate
-from fullframe.strategy import Strategy, load_recipe
+from fullframe.strategy import Strategy
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import fullframe as ff
-from fullframe.strategy import load_recipe
+from fullframe.recipe import load_recipe
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stereo_depth" / "recipe.py"
 

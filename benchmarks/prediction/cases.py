@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 
 from benchmarks.networks import UNet, convnext_tiny, resnet50
 from benchmarks.spatial_memory.models import nine_layers
-from fullframe.strategy import Recipe, Strategy, load_recipe
+from fullframe.recipe import Recipe, load_recipe
+from fullframe.strategy import Strategy
 
 CLASSES = 8
 STEREO = Path(__file__).parents[2] / "examples" / "stereo_depth" / "recipe.py"

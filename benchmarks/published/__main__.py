@@ -14,8 +14,8 @@ from rich.table import Table
 from benchmarks import machine, show
 from benchmarks.published.figures import DURATIONS, FIGURES, GIB, Duration, Figure
 from benchmarks.published.models import inputs_of_softmax_kept
+from fullframe.recipe import Recipe
 from fullframe.simulation.simulate import simulate
-from fullframe.strategy import Recipe
 
 TARGET = 0.05
 

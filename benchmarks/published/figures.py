@@ -7,7 +7,8 @@ from functools import partial
 import torch
 
 from benchmarks.published import models
-from fullframe.strategy import Recipe, Strategy
+from fullframe.recipe import Recipe
+from fullframe.strategy import Strategy
 
 GIB, MIB, GB = 2**30, 2**20, 10**9
 _F, _I = torch.float32, torch.int64

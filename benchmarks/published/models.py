@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullframe.strategy import Recipe
+from fullframe.recipe import Recipe
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

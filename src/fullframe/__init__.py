@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from fullframe.model.parallelize import parallelize
     from fullframe.planning.plan import plan
     from fullframe.ranks.mesh import init_mesh
+    from fullframe.recipe import Recipe
     from fullframe.simulation.simulate import simulate
     from fullframe.spatial.rules.registry import rule
     from fullframe.spatial.shard import shard
     from fullframe.spatial.tensor import SpatialTensor
-    from fullframe.strategy import Recipe, Strategy
+    from fullframe.strategy import Strategy
     from fullframe.training.loading.loader import ShardedLoader
     from fullframe.training.loop import fit
     from fullframe.training.step import TrainStep
@@ -42,7 +43,7 @@ else:
     # The same table as above, for the run; a test holds the two together.
     _HOMES = {
         "FullframeError": "fullframe.errors",
-        "Recipe": "fullframe.strategy",
+        "Recipe": "fullframe.recipe",
         "ShardedLoader": "fullframe.training.loading.loader",
         "SpatialTensor": "fullframe.spatial.tensor",
         "Strategy": "fullframe.strategy",

@@ -79,3 +79,9 @@ class RunError(FullframeError):
 
 class CheckpointError(FullframeError):
     """A checkpoint is missing, unreadable or of another model."""
+
+
+def require_count(error: type[Exception], name: str, value: object, least: int = 1) -> None:
+    """Raise `error` unless `value` is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise error(f"{name} must be a whole number >= {least}, got {value!r}")

@@ -1,29 +1,14 @@
-"""What to train (`Recipe`) and how to spread it (`Strategy`): plain frozen data, checked once.
-
-A recipe is a Python file with a function `recipe() -> Recipe`; a strategy is JSON. No torch is loaded here.
-"""
+"""How to spread a training over ranks and make it fit: plain frozen data, checked once, kept as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Literal, get_args
 
-from fullframe.errors import RecipeError, StrategyError
+from fullframe.errors import StrategyError, require_count
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-    from torch.utils.data import Dataset
-
-Batch = Mapping[str, Any]  # what a dataset of dicts gives after collation
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Recompute = Literal["none", "blocks", "budget"]
 OptimizerName = Literal["recipe", "sgd", "adamw", "adafactor", "adamw8bit"]
@@ -75,7 +60,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         for name in ("data", "height", "width", "microbatches"):
-            _require_count(StrategyError, f"strategy.{name}", getattr(self, name))
+            require_count(StrategyError, f"strategy.{name}", getattr(self, name))
         for name, choices in (("precision", Precision), ("recompute", Recompute), ("optimizer", OptimizerName)):
             _require_choice(f"strategy.{name}", getattr(self, name), get_args(choices))
         for name in ("offload", "shard_optimizer", "shard_parameters", "update_in_backward", "sync_batchnorm"):
@@ -91,7 +76,7 @@ class Strategy:
                 "give the bytes with recompute='budget', and only then"
             )
         if self.recompute_budget_bytes is not None:
-            _require_count(StrategyError, "strategy.recompute_budget_bytes", self.recompute_budget_bytes, least=0)
+            require_count(StrategyError, "strategy.recompute_budget_bytes", self.recompute_budget_bytes, least=0)
         if self.recompute_modules and self.recompute == "none":
             raise StrategyError("strategy.recompute_modules names modules, but recompute is 'none'; use 'blocks'")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -141,145 +126,6 @@ class Strategy:
         return cls(**fields)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What to train. Every callable is called on every rank.
-
-    model:           () -> nn.Module, unmodified; its initial values follow from `seed`
-    loss:            (model, batch) -> scalar mean, or (sum, count): then the update is divided by the true count of
-                     the whole job's batch
-    optimizer:       (parameters) -> torch Optimizer
-    data:            () -> Dataset of dicts of tensors
-    batch_size:      samples of one optimizer step, of the whole job
-    sample:          () -> one sample as `data` gives it, of which only shapes and dtypes are used: for `simulate` and
-                     `plan` where the data is not at hand
-    unsupported:     "error" or "gather": what `parallelize` does with an op that has no exact rule
-    find_unused_parameters: whether some parameters get no gradient in a step (DDP's option)
-    seed:            initial values, order of the samples, augmentation, dropout
-    steps:           optimizer steps of a whole run
-    schedule:        (step) -> what the optimizer's learning rates are multiplied by at this step, counted from 1
-    workers:         loader processes per rank; 0 reads in the main process
-    collate:         (samples) -> batch, as a DataLoader's collate_fn; for training and evaluation
-    evaluation_data: () -> Dataset of dicts of tensors, read in order, one sample at a time
-    evaluate:        (model, batch) -> {name: (sum, count) or a torchmetrics Metric}, under no_grad in eval mode; the
-                     run records sum / count, or what the metric computes, over the whole of `evaluation_data`. A metric
-                     is either updated in every batch, and reset by the run, or a new one for each
-    evaluate_every:  steps between two evaluations; one more is made after the last step
-    finish:          (model, run_dir) -> None, once after the last step on rank 0 with the plain model in eval mode,
-                     e.g. to draw pictures; the other ranks are gone by then
-
-    Raises RecipeError when a field does not hold.
-    """
-
-    model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor | float]]
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    data: Callable[[], Dataset[Any]]
-    batch_size: int
-    sample: Callable[[], Mapping[str, Any]] | None = None
-    unsupported: Literal["error", "gather"] = "error"
-    find_unused_parameters: bool = False
-    seed: int = 0
-    steps: int = 100
-    schedule: Callable[[int], float] = lambda step: 1.0
-    workers: int = 0
-    collate: Callable[[list[Any]], Any] | None = None
-    evaluation_data: Callable[[], Dataset[Any]] | None = None
-    evaluate: Callable[[nn.Module, Batch], Mapping[str, Any]] | None = None
-    evaluate_every: int = 100
-    finish: Callable[[nn.Module, Path], None] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("model", "loss", "optimizer", "data", "schedule"):
-            _require_callable(name, getattr(self, name))
-        for name, form in (("model", "() -> nn.Module"), ("loss", "(model, batch) -> scalar")):
-            _require_no_module(name, form, getattr(self, name))
-        for name in ("sample", "collate", "evaluation_data", "evaluate", "finish"):
-            if getattr(self, name) is not None:
-                _require_callable(name, getattr(self, name))
-        if self.unsupported not in ("error", "gather"):
-            raise RecipeError(f"recipe.unsupported must be 'error' or 'gather', got {self.unsupported!r}")
-        if (self.evaluate is None) != (self.evaluation_data is None):
-            given, missing = ("evaluate", "evaluation_data") if self.evaluate else ("evaluation_data", "evaluate")
-            raise RecipeError(f"recipe.{given} is given without recipe.{missing}; give both or neither")
-        for name in ("batch_size", "steps", "evaluate_every"):
-            _require_count(RecipeError, f"recipe.{name}", getattr(self, name))
-        for name in ("seed", "workers"):
-            _require_count(RecipeError, f"recipe.{name}", getattr(self, name), least=0)
-
-
-def load_recipe(path: str | Path) -> Recipe:
-    """Run the recipe file and return what its `recipe()` gives.
-
-    Files beside the recipe can be imported from it. Raises RecipeError with the line at fault.
-    """
-    path = Path(path)
-    build = getattr(_run_file(path), "recipe", None)
-    if not callable(build):
-        raise RecipeError(f"{path} has no function recipe(); add 'def recipe() -> fullframe.Recipe: ...'")
-    try:
-        recipe = build()
-    except RecipeError as error:
-        raise RecipeError(f"{path}, {error}") from error
-    except Exception as error:
-        raise RecipeError(f"{_where(path, error)}: {type(error).__name__}: {error}") from error
-    if not isinstance(recipe, Recipe):
-        raise RecipeError(f"{path}: recipe() must return a fullframe.Recipe, got {type(recipe).__name__}")
-    return recipe
-
-
-def _run_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        remedy = "give the .py file itself" if path.is_dir() else "check the path"
-        raise RecipeError(f"there is no recipe file {path}; {remedy}")
-    spec = importlib.util.spec_from_file_location(f"fullframe_recipe_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise RecipeError(f"{path} is not a Python file; a recipe's name ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # dataclasses and pickle look their module up by name
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module.__name__]
-        what = error.msg if isinstance(error, SyntaxError) else error
-        raise RecipeError(f"{_where(path, error)}: {type(error).__name__}: {what}") from error
-    return module
-
-
-def _where(path: Path, error: Exception) -> str:
-    """'recipe.py, line 12 (import nothing)': the innermost line of the recipe file that led to `error`."""
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        line, text = error.lineno, error.text
-    else:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        if not frames:
-            return str(path)
-        line, text = frames[-1].lineno, frames[-1].line
-    return f"{path}, line {line} ({text.strip()})" if text else f"{path}, line {line}"
-
-
-def _require_count(error: type[Exception], name: str, value: object, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise error(f"{name} must be a whole number >= {least}, got {value!r}")
-
-
 def _require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
         raise StrategyError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def _require_callable(name: str, value: object) -> None:
-    if not callable(value):
-        raise RecipeError(f"recipe.{name} must be a function, got {value!r}")
-
-
-def _require_no_module(name: str, form: str, value: object) -> None:
-    """A module can be called, but not as `form` says; one that is no part of torch may know what it does."""
-    is_module = hasattr(value, "named_parameters") and not isinstance(value, type)
-    if is_module and (name == "model" or type(value).__module__.startswith("torch.nn.")):
-        raise RecipeError(
-            f"recipe.{name} must be a function {form}, got the module {type(value).__name__}; use a lambda"
-        )

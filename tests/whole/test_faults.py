@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import fullframe as ff
-from fullframe.strategy import load_recipe
+from fullframe.recipe import load_recipe
 from tests.rank_group import rank_group
 
 ROOT = Path(__file__).parents[2]

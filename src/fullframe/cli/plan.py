@@ -69,7 +69,7 @@ class Plan:
         """Plan and print; the exit code."""
         from fullframe.planning.plan import plan_in_full
         from fullframe.planning.ranking import winner
-        from fullframe.strategy import load_recipe
+        from fullframe.recipe import load_recipe
 
         if not self.seconds > 0:
             raise DeviceError(f"--seconds must be greater than 0, got {self.seconds:g}")

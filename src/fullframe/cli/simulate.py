@@ -45,9 +45,9 @@ class Simulate:
 
     def run(self) -> int:
         """Simulate and print."""
+        from fullframe.recipe import load_recipe
         from fullframe.simulation.devices.table import parse_cluster
         from fullframe.simulation.simulate import simulate
-        from fullframe.strategy import load_recipe
 
         batch_size = self.batch_size
         if self.strategy is not None:

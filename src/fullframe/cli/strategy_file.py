@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fullframe.errors import StrategyError
-from fullframe.strategy import Recipe, Strategy
+from fullframe.recipe import Recipe
+from fullframe.strategy import Strategy
 
 
 def first_plan(path: Path) -> Mapping[str, Any]:

@@ -193,7 +193,7 @@ class Train:
 
     def _train(self, strategy: Strategy, run_dir: Path, rank: int) -> int:
         from fullframe.cli.display import display
-        from fullframe.strategy import load_recipe
+        from fullframe.recipe import load_recipe
         from fullframe.training.loop import fit
 
         plan = None if self.plan is None else first_plan(self.plan)

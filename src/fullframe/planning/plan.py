@@ -18,12 +18,13 @@ from fullframe.planning.pool import runner
 from fullframe.planning.ranking import Plan, plans_of
 from fullframe.planning.search import Search
 from fullframe.planning.shortfall import Shortfall, shortfall
+from fullframe.recipe import Recipe
 from fullframe.simulation.clock.timed_ops import Timings
 from fullframe.simulation.devices.table import Cluster, parse_cluster
 from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
 from fullframe.simulation.prediction import Prediction
 from fullframe.simulation.simulate import simulate
-from fullframe.strategy import Precision, Recipe, Strategy
+from fullframe.strategy import Precision, Strategy
 
 LIMIT_SECONDS = 120.0  # of a search; most come to their end long before
 KEPT_FREE = 0.06  # of the device's memory: benchmarks/prediction is at most 5.1 % below what was measured

@@ -15,10 +15,11 @@ from fullframe.planning.candidates import OTHER_OPTIMIZERS, Job, candidates
 from fullframe.planning.pool import in_time, runner
 from fullframe.planning.ranking import amount, describe
 from fullframe.planning.search import Search
+from fullframe.recipe import Recipe
 from fullframe.simulation.devices.table import Cluster
 from fullframe.simulation.fake.abstract import abstract_model
 from fullframe.simulation.prediction import Prediction
-from fullframe.strategy import Recipe, Strategy
+from fullframe.strategy import Strategy
 
 SimulateOn = Callable[[Recipe, Strategy, Cluster], Prediction]
 

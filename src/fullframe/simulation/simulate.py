@@ -26,6 +26,7 @@ from fullframe.model import averaging
 from fullframe.model.parallelized import parallelize_for
 from fullframe.ranks.mesh import init_mesh, spatial_of
 from fullframe.ranks.randomness import kept_random_state
+from fullframe.recipe import Recipe
 from fullframe.simulation.clock.roofline import StepClock
 from fullframe.simulation.clock.timed_ops import MeasuredClock, Timings
 from fullframe.simulation.devices.table import Cluster, Device, cpu_device, parse_cluster
@@ -44,7 +45,7 @@ from fullframe.simulation.prediction import Prediction
 from fullframe.simulation.step import SimulatedStep
 from fullframe.spatial.rules import random as drawing
 from fullframe.spatial.tensor import SpatialTensor
-from fullframe.strategy import Recipe, Strategy
+from fullframe.strategy import Strategy
 from fullframe.techniques.optimizers import build_optimizer
 from fullframe.training.loading.delivery import Collation, Delivery, Grid
 

@@ -21,8 +21,9 @@ from fullframe.errors import RecipeError
 from fullframe.model.fsdp import is_sharded
 from fullframe.ranks.agreement import on_first_rank
 from fullframe.ranks.randomness import kept_random_state
+from fullframe.recipe import Recipe
 from fullframe.spatial.tensor import SpatialTensor
-from fullframe.strategy import Precision, Recipe
+from fullframe.strategy import Precision
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.precision import computing
 from fullframe.training.loading.delivery import mesh_device

@@ -19,7 +19,8 @@ from fullframe.processes.stop_signals import Stopped, StopSignals
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.mesh import init_mesh
 from fullframe.ranks.randomness import seed_everything
-from fullframe.strategy import Recipe, Strategy
+from fullframe.recipe import Recipe
+from fullframe.strategy import Strategy
 from fullframe.techniques.optimizers import build_optimizer
 from fullframe.training.checkpoints.state import RunState
 from fullframe.training.checkpoints.writer import Checkpoints, load, newest_checkpoint

@@ -14,7 +14,8 @@ from fullframe.processes.exit_reasons import StartAgain
 from fullframe.processes.stop_signals import StopSignals
 from fullframe.ranks.agreement import from_all_ranks, on_any_rank
 from fullframe.ranks.randomness import mixed_seed, seed_everything
-from fullframe.strategy import Recipe, Strategy
+from fullframe.recipe import Recipe
+from fullframe.strategy import Strategy
 from fullframe.techniques.optimizers import set_learning_rate
 from fullframe.training.checkpoints.state import RunState
 from fullframe.training.checkpoints.writer import Checkpoints

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import FullframeError, RecipeError
 from fullframe.ranks.randomness import seed_everything
-from fullframe.strategy import Recipe, load_recipe
+from fullframe.recipe import Recipe, load_recipe
 from fullframe.verification.module_tensors import ModuleTensors
 from fullframe.verification.verdict import Place, Value
 

@@ -31,10 +31,11 @@ from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.ranks.mesh import AXES, Spatial, init_mesh, spatial_of
 from fullframe.ranks.randomness import mixed_seed, seed_everything
+from fullframe.recipe import Recipe, load_recipe
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
-from fullframe.strategy import Recipe, Strategy, load_recipe
+from fullframe.strategy import Strategy
 from fullframe.training.loading.delivery import mesh_device
 from fullframe.training.loading.loader import ShardedLoader
 from fullframe.training.step import TrainStep

@@ -15,8 +15,8 @@ from torch.utils.data import default_collate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fullframe.ranks.randomness import sample_randomness
+from fullframe.recipe import Recipe
 from fullframe.simulation.fake.blame import blamed
-from fullframe.strategy import Recipe
 
 _LARGE = 2**20  # elements
 
