@@ -26,6 +26,10 @@ class Placement:
         """The same split at another dim."""
         return replace(self, dim=dim)
 
+    def recut(self, extents: Extents) -> "Placement":
+        """The same factor cut at other boundaries, of as many rows as these say."""
+        return replace(self, extents=extents)
+
     def __str__(self) -> str:
         factors = "" if self.is_plain else f" as {self.outer}x{self.extents.size}x{self.inner}"
         return f"dim {self.dim}{factors} over {self.axis} at {self.extents.bounds}"

@@ -62,8 +62,7 @@ def resplit(local: Tensor, spec: Spec, axis: str, extents: Extents) -> tuple[Ten
     if placement.extents == extents:
         return local, spec
     local = refetched(local, spec, placement, spec.placements, extents.ranges)
-    moved = Placement(axis, placement.dim, extents, placement.outer, placement.inner)
-    return local, spec.with_(spec.shape, tuple(moved if p is placement else p for p in spec.placements))
+    return local, spec.with_(spec.shape, tuple(p.recut(extents) if p is placement else p for p in spec.placements))
 
 
 def sliced(whole: Tensor, spec: Spec, cut: Placements = ()) -> Tensor:

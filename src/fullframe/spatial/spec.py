@@ -1,6 +1,6 @@
 """Spec: what all ranks know of a split tensor, one object for each set of facts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -53,6 +53,22 @@ class Spec:
     def with_(self, shape: Sequence[int], placements: Placements) -> "Spec":
         """The spec of a result with this shape and these placements."""
         return spec_of(self.spatial, tuple(shape), placements, self.gather)
+
+    def resized(self, dim: int, size: int, extents: Extents | None = None) -> "Spec":
+        """The spec of a result with `size` rows in one dim, cut at `extents` where they are given.
+
+        Raises Merged for new boundaries of a dim that is merged from several factors.
+        """
+        dim %= len(self.shape)
+        placements = self.placements
+        if extents is not None:
+            placement = self.of(dim)
+            placements = tuple(p.recut(extents) if p is placement else p for p in placements)
+        return self.with_((*self.shape[:dim], size, *self.shape[dim + 1 :]), placements)
+
+    def whole_along(self, axes: Collection[str]) -> "Spec":
+        """The spec without the cuts over the named mesh axes."""
+        return self.with_(self.shape, tuple(p for p in self.placements if p.axis not in axes))
 
     def strided(self, strides: tuple[int, ...] | None) -> "Spec":
         """The same spec with these strides of the whole tensor."""

@@ -90,9 +90,7 @@ def _cumulative(func: Any, x: SpatialTensor, dim: int, *args: Any, **kwargs: Any
 @rule(F.glu)
 def _glu(func: Any, x: SpatialTensor, dim: int = -1) -> Tensor:
     _whole(x, dim)
-    shape = list(x.spec.shape)
-    shape[dim] //= 2
-    return wrap(func(local_of(x), dim), x.spec.with_(shape, x.spec.placements))
+    return wrap(func(local_of(x), dim), x.spec.resized(dim, x.shape[dim] // 2))
 
 
 @rule(F.normalize)
@@ -118,9 +116,7 @@ def _local_response_norm(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any)
 @rule(torch.topk, Tensor.topk)
 def _topk(func: Any, x: SpatialTensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
     _whole(x, dim)
-    shape = list(x.spec.shape)
-    shape[dim] = k
-    spec = x.spec.with_(shape, x.spec.placements)
+    spec = x.spec.resized(dim, k)
     found = func(local_of(x), k, dim, *args, **kwargs)
     return type(found)([wrap(part, spec) for part in found])
 

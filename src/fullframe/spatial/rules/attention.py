@@ -43,9 +43,9 @@ def _attention(
     k, v = (aligned(t, spec.with_(tuple(t.shape), batch)) for t in (key, value))
     mask = attn_mask
     if mask is not None:
-        mask = aligned(mask, spec.with_((*spec.shape[:-1], key.shape[-2]), spec.placements))
+        mask = aligned(mask, spec.resized(-1, key.shape[-2]))
     out = F.scaled_dot_product_attention(local_of(query), k, v, mask, scale=scale, enable_gqa=enable_gqa)  # type: ignore[arg-type]
-    return wrap(out, spec.with_((*spec.shape[:-1], value.shape[-1]), spec.placements))
+    return wrap(out, spec.resized(-1, value.shape[-1]))
 
 
 def _whole_sequence(t: Tensor, queries: Spec | None) -> Tensor:

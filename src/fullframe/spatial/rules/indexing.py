@@ -22,14 +22,13 @@ def sliced_rows(x: Tensor, dim: int, start: int, stop: int, step: int = 1) -> Te
         return x[(slice(None),) * dim + (slice(start, stop, step),)]
     spec = x.spec
     size = max(0, -(-(stop - start) // step))
-    shape = (*spec.shape[:dim], size, *spec.shape[dim + 1 :])
     if not spec.is_split(dim):
         local = local_of(x)[(slice(None),) * dim + (slice(start, stop, step),)]
-        result = spec.with_(shape, spec.placements)
+        result = spec.resized(dim, size)
     elif (start, stop, step) == (0, spec.shape[dim], 1):
         return x
     else:
-        local, result = _rows(x, dim, range(start, stop, step), shape)
+        local, result = _rows(x, dim, range(start, stop, step))
 
     def replay(base: SpatialTensor) -> Tensor:
         again = sliced_rows(base, dim, start, stop, step)
@@ -39,10 +38,11 @@ def sliced_rows(x: Tensor, dim: int, start: int, stop: int, step: int = 1) -> Te
     return viewed(x, local, result, replay, lambda view: put_rows(x, view, dim, range(start, stop, step)))
 
 
-def _rows(x: SpatialTensor, dim: int, rows: range, shape: tuple[int, ...]) -> tuple[Tensor, Spec]:
+def _rows(x: SpatialTensor, dim: int, rows: range) -> tuple[Tensor, Spec]:
     """This rank's share of some rows of a split dim; all of them where they are too few to be split."""
     spec, step = x.spec, rows.step
-    plan = plan_windows(spec, [dim], [Slice(rows.start, step)], [len(rows)], shape)
+    goal = spec.resized(dim, len(rows))
+    plan = plan_windows(spec, [dim], [Slice(rows.start, step)], [len(rows)], goal.shape)
     if not plan.too_small:
         local = region(local_of(x), plan)
         return local[(slice(None),) * dim + (slice(None, None, step),)] if step > 1 else local, plan.spec
@@ -51,7 +51,7 @@ def _rows(x: SpatialTensor, dim: int, rows: range, shape: tuple[int, ...]) -> tu
     wanted = range(rows.start, rows.stop if rows else rows.start)
     local = refetched(local_of(x), spec, placement, spec.placements, (wanted,) * placement.extents.parts)
     local = local[(slice(None),) * dim + (slice(None, None, step),)]
-    return local, spec.with_(shape, tuple(p for p in spec.placements if p.axis != placement.axis))
+    return local, goal.whole_along([placement.axis])
 
 
 def put_rows(x: SpatialTensor, view: SpatialTensor, dim: int, rows: range) -> None:
@@ -277,9 +277,7 @@ def _index_select(func: Any, x: SpatialTensor, dim: int, index: Tensor) -> Tenso
     spec = x.spec
     if spec.is_split(dim) or isinstance(index, SpatialTensor):
         raise Unsupported(f"it selects along dim {dim}, which is split")
-    shape = list(spec.shape)
-    shape[dim] = index.numel()
-    return wrap(func(local_of(x), dim, index), spec.with_(shape, spec.placements))
+    return wrap(func(local_of(x), dim, index), spec.resized(dim, index.numel()))
 
 
 @rule(torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim)

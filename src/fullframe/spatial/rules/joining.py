@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fullframe.geometry.extents import Extents, overlap
-from fullframe.geometry.placement import Placement
 from fullframe.ranks.exchange import fetch, joined
 from fullframe.spatial.operands import aligned, united
 from fullframe.spatial.redistribute import gather_axes, sliced
@@ -33,7 +32,7 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     sizes = [t.shape[dim] for t in tensors]
     spec = _common(shells)
     local = torch.cat([_like(t, spec, dim) for t in tensors], dim)
-    return wrap(local, spec.with_((*spec.shape[:dim], sum(sizes), *spec.shape[dim + 1 :]), spec.placements))
+    return wrap(local, spec.resized(dim, sum(sizes)))
 
 
 def _common(shells: Sequence[SpatialTensor]) -> Spec:
@@ -44,7 +43,7 @@ def _common(shells: Sequence[SpatialTensor]) -> Spec:
 
 def _like(t: Tensor, spec: Spec, dim: int) -> Tensor:
     """The local part of an operand that has the shape of `spec` but in `dim`."""
-    return aligned(t, spec.with_((*spec.shape[:dim], t.shape[dim], *spec.shape[dim + 1 :]), spec.placements))
+    return aligned(t, spec.resized(dim, t.shape[dim]))
 
 
 @rule(torch.stack)
@@ -91,15 +90,13 @@ def _cat_split(tensors: Sequence[Tensor], dim: int) -> Tensor:
         whole = [_whole(t, dim) for t in tensors]
         return torch.cat(whole, dim)
     axis = spec.spatial.axis(placement.axis)
-    others = spec.with_(spec.shape, tuple(p for p in spec.placements if p is not placement))
+    others = spec.whole_along([axis.name])
     parts = []
     for t, start, size in zip(tensors, starts, sizes, strict=True):
         rows = range(start, start + size)
         wanted = tuple(range(o.start - start, o.stop - start) for o in (overlap(r, rows) for r in extents.ranges))
         parts.append(_rows(t, dim, wanted, axis, others))
-    joined = tuple(p if p is not placement else Placement(p.axis, dim, extents) for p in spec.placements)
-    shape = (*spec.shape[:dim], sum(sizes), *spec.shape[dim + 1 :])
-    return wrap(torch.cat(parts, dim), spec.with_(shape, joined))
+    return wrap(torch.cat(parts, dim), spec.resized(dim, sum(sizes), extents))
 
 
 def _rows(t: Tensor, dim: int, wanted: tuple[range, ...], axis: Any, others: Spec) -> Tensor:
@@ -116,10 +113,10 @@ def _rows(t: Tensor, dim: int, wanted: tuple[range, ...], axis: Any, others: Spe
         raise Unsupported("operands are split over different mesh axes along the joined dim")
     wanted = tuple(r if r else range(0) for r in wanted)
     local = fetch(local_of(t), dim, own.extents, wanted, axis)
-    rest = t.spec.with_(t.spec.shape, tuple(p for p in t.spec.placements if p.axis != own.axis))
+    rest = t.spec.whole_along([own.axis])
     if rest.placements == others.placements:
         return local
-    cut = rest.with_((*rest.shape[:dim], len(mine), *rest.shape[dim + 1 :]), rest.placements)
+    cut = rest.resized(dim, len(mine))
     return aligned(wrap(local, cut), others.with_(cut.shape, others.placements))
 
 

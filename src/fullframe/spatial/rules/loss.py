@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction  # what torch itself makes of size_average, reduce and reduction
 
-from fullframe.geometry.placement import Placements
 from fullframe.ranks.collectives import all_sum
 from fullframe.spatial.operands import aligned, merged
+from fullframe.spatial.rules.reduction import without
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, wrap
@@ -119,9 +119,7 @@ def _matched(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Spec]:
         raise Unsupported("neither logits nor labels are split")
     if spec.is_split(class_dim):
         raise Unsupported("the classes are split")
-    shape = tuple(n for d, n in enumerate(spec.shape) if d != class_dim)
-    placements: Placements = tuple(p if p.dim < class_dim else p.at(p.dim - 1) for p in spec.placements)
-    labels_spec = spec.with_(shape, placements)
+    labels_spec = without(spec, (class_dim,), False)
     labels = aligned(target, spec if probabilities else labels_spec)
     return aligned(input, spec), labels, labels_spec
 
@@ -172,8 +170,7 @@ def _cosine_similarity(func: Any, x1: Tensor, x2: Tensor, dim: int = 1, eps: flo
         raise Unsupported(f"it works along dim {dim}, which is split")
     dim %= len(spec.shape)
     result = func(aligned(x1, spec), aligned(x2, spec), dim, eps)
-    shape = (*spec.shape[:dim], *spec.shape[dim + 1 :])
-    return wrap(result, spec.with_(shape, tuple(p if p.dim < dim else p.at(p.dim - 1) for p in spec.placements)))
+    return wrap(result, without(spec, (dim,), False))
 
 
 @rule(F.margin_ranking_loss)

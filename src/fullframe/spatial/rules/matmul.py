@@ -80,8 +80,7 @@ def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
     spec = input.spec
     last = len(spec.shape) - 1
     if not spec.is_split(last):
-        result = spec.with_((*spec.shape[:-1], weight.shape[0]), spec.placements)
-        return wrap(F.linear(local_of(input), weight, bias), result)
+        return wrap(F.linear(local_of(input), weight, bias), spec.resized(last, weight.shape[0]))
     letters = string.ascii_lowercase[: last + 1]
     out = contract([input, weight], [letters, "z" + letters[-1]], letters[:-1] + "z", lambda x, w: F.linear(x, w))
     return out if bias is None else out + bias

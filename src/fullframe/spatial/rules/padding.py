@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.extents import Extents
-from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import Slice
 from fullframe.ranks.exchange import joined
 from fullframe.spatial.redistribute import gather_axes
@@ -37,11 +36,11 @@ def _constant(x: Tensor, dim: int, before: int, after: int, value: float) -> Ten
         return F.pad(x, (*whole_dims, before, after), value=value)
     spec = x.spec
     size = spec.shape[dim] + before + after
-    shape = (*spec.shape[:dim], size, *spec.shape[dim + 1 :])
+    goal = spec.resized(dim, size)
     if not spec.is_split(dim):
         local = F.pad(local_of(x), (*whole_dims, before, after), value=value)
-        return wrap(local, spec.with_(shape, spec.placements))
-    plan = plan_windows(spec, [dim], [Slice(-before)], [size], shape)
+        return wrap(local, goal)
+    plan = plan_windows(spec, [dim], [Slice(-before)], [size], goal.shape)
     if plan.too_small:
         return _constant(wrap(*gather_axes(local_of(x), spec, plan.too_small)), dim, before, after, value)
     return wrap(region(local_of(x), plan, value), plan.spec)
@@ -87,9 +86,7 @@ def _at_the_edges(x: SpatialTensor, dim: int, before: int, after: int, mode: str
     local = F.pad(local_of(x), pad, mode)  # also by nothing: recompute needs the same graph on every rank
     *inner, last = (b + before for b in placement.extents.bounds[1:])
     extents = Extents((0, *inner, last + after))
-    shape = (*spec.shape[:dim], extents.size, *spec.shape[dim + 1 :])
-    placements = tuple(Placement(p.axis, dim, extents) if p is placement else p for p in spec.placements)
-    return wrap(local, spec.with_(shape, placements))
+    return wrap(local, spec.resized(dim, extents.size, extents))
 
 
 def _edge(x: Tensor, dim: int, rows: int, mode: str, first: bool) -> Tensor:

@@ -231,10 +231,9 @@ def _adaptive_max_rows(x: Tensor, dim: int, size: int) -> Tensor:
         return _max_windows(x, dim, AdaptiveWindow(x.shape[dim], size), range(size), 0)
     spec = x.spec
     window = AdaptiveWindow(spec.shape[dim], size)
-    shape = (*spec.shape[:dim], size, *spec.shape[dim + 1 :])
     placement = spec.of(dim)
     if placement is None:
-        return wrap(_max_windows(local_of(x), dim, window, range(size), 0), spec.with_(shape, spec.placements))
+        return wrap(_max_windows(local_of(x), dim, window, range(size), 0), spec.resized(dim, size))
     extents = nonempty(proportional_extents(placement.extents, size))
     if extents is None:
         return _adaptive_max_rows(wrap(*gather_axes(local_of(x), spec, [placement.axis])), dim, size)
@@ -242,8 +241,7 @@ def _adaptive_max_rows(x: Tensor, dim: int, size: int) -> Tensor:
     local = refetched(local_of(x), spec, placement, spec.placements, wanted)
     part = spec.spatial.axis(placement.axis).coordinate
     local = _max_windows(local, dim, window, extents.ranges[part], wanted[part].start)
-    moved = tuple(type(p)(p.axis, dim, extents) if p is placement else p for p in spec.placements)
-    return wrap(local, spec.with_(shape, moved))
+    return wrap(local, spec.resized(dim, size, extents))
 
 
 def _max_windows(x: Tensor, dim: int, window: AdaptiveWindow, rows: range, offset: int) -> Tensor:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.extents import Extents
-from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import proportional_extents
 from fullframe.ranks.collectives import all_sum
 from fullframe.spatial.halo import memory_format_of
@@ -44,20 +43,17 @@ def resampled(x: Tensor, dim: int, taps: Taps) -> Tensor:
         return weighted(x, dim, taps, range(taps.size_out), 0)
     spec, local, placement = x.spec, local_of(x), x.spec.of(dim)
     size_out = taps.size_out
-    shape = (*spec.shape[:dim], size_out, *spec.shape[dim + 1 :])
     if placement is None:
-        return wrap(weighted(local, dim, taps, range(size_out), 0), spec.with_(shape, spec.placements))
+        return wrap(weighted(local, dim, taps, range(size_out), 0), spec.resized(dim, size_out))
     extents, axis = placement.extents, spec.spatial.axis(placement.axis)
     out = nonempty(proportional_extents(extents, size_out))
     if out is None:
-        rest = tuple(p for p in spec.placements if p is not placement)
         partial = taps.share(local, dim, extents.ranges[axis.coordinate])
-        return wrap(all_sum(partial, axis.group), spec.with_(shape, rest))
+        return wrap(all_sum(partial, axis.group), spec.whole_along([axis.name]).resized(dim, size_out))
     wanted = tuple(taps.reads(rows) for rows in out.ranges)
     local = refetched(local, spec, placement, spec.placements, wanted)
-    placements = tuple(Placement(p.axis, dim, out) if p is placement else p for p in spec.placements)
     result = weighted(local, dim, taps, out.ranges[axis.coordinate], wanted[axis.coordinate].start)
-    return wrap(result, spec.with_(shape, placements))
+    return wrap(result, spec.resized(dim, size_out, out))
 
 
 def in_format(x: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,13 +118,12 @@ def _gathered(x: SpatialTensor, request: _Request) -> Tensor:
     """Made whole for a moment, and cut again where there are rows for all ranks."""
     say_gathered("interpolate", "torch's own kernel for this is not made of rows that could be computed apart", x)
     spec = x.spec
-    shape = (*spec.shape[:2], *request.after)
-    placements = []
-    for p in spec.placements:
-        out = nonempty(proportional_extents(p.extents, shape[p.dim])) if p.dim >= 2 else p.extents
-        if out is not None:
-            placements.append(Placement(p.axis, p.dim, out) if p.dim >= 2 else p)
-    spec = spec.with_(shape, tuple(placements))
+    for dim, size in enumerate(request.after, start=2):
+        placement = spec.of(dim)
+        out = None if placement is None else nonempty(proportional_extents(placement.extents, size))
+        if placement is not None and out is None:
+            spec = spec.whole_along([placement.axis])
+        spec = spec.resized(dim, size, out)
     return in_format(wrap(sliced(_torchs(x.full(), request), spec), spec), x, x.dtype)
 
 
@@ -184,7 +179,7 @@ def _where_it_lies(x: SpatialTensor, request: _Request, factors: dict[int, int])
         part = spec.spatial.axis(p.axis).coordinate
         own = extents.ranges[part]
         trims.append((p.dim, (own.start - wanted[part].start) * factor, len(own) * factor))
-        placements.append(Placement(p.axis, p.dim, Extents(tuple(b * factor for b in extents.bounds))))
+        placements.append(p.recut(Extents(tuple(b * factor for b in extents.bounds))))
     split = [n for n in range(x.dim() - 2) if n + 2 in factors]
     here = list(local.shape[2:])
     after = [here[n] * factors[n + 2] if n in split else request.after[n] for n in range(len(here))]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.extents import Extents
-from fullframe.geometry.placement import Placement, local_shape
+from fullframe.geometry.placement import local_shape
 from fullframe.geometry.window import Window
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.redistribute import gather_axes
@@ -66,10 +66,7 @@ def _fold(
     if not isinstance(cells, SpatialTensor):
         return func(cells.flatten(2), sizes, *(options[n] for n in (0, 2, 3, 1)))  # type: ignore[no-any-return]
     spec = cells.spec
-    image = tuple(
-        p if p.dim < 2 else Placement(p.axis, p.dim, Extents.even(sizes[p.dim - 2], p.extents.parts))
-        for p in spec.placements
-    )
+    image = tuple(p if p.dim < 2 else p.recut(Extents.even(sizes[p.dim - 2], p.extents.parts)) for p in spec.placements)
     small = [p.axis for p in image if p.extents.has_empty]
     channels = deep // (options[0][0] * options[0][1])
     goal = spec.with_((samples, channels, *sizes), image)
@@ -110,7 +107,7 @@ def _windows(func: Any, x: SpatialTensor, dimension: int, size: int, step: int) 
     spec = x.spec
     dim = dimension % len(spec.shape)
     rows = (spec.shape[dim] - size) // step + 1
-    shape = (*spec.shape[:dim], rows, *spec.shape[dim + 1 :])
+    shape = spec.resized(dim, rows).shape
     if not spec.is_split(dim):
         return wrap(func(local_of(x), dim, size, step), spec.with_((*shape, size), spec.placements))
     plan = plan_windows(spec, [dim], [Window(size, step)], [rows], shape)

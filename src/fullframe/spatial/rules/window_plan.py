@@ -63,7 +63,7 @@ def plan_windows(
         used.append(window)
         needs.append(need)
         outs.append(out.ranges[axis.coordinate])
-        placements[placement.axis] = type(placement)(placement.axis, dim, out)
+        placements[placement.axis] = placement.recut(out)
     result = spec.with_(shape, tuple(placements.values()))
     return WindowPlan(tuple(cuts), tuple(used), tuple(needs), tuple(outs), result, tuple(small))
 
