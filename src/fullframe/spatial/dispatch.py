@@ -19,12 +19,12 @@ from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
 from fullframe.spatial.fallback import derived, memory_of, name_of, plain, settle, unsupported
 from fullframe.spatial.gradients import entered, enters
 from fullframe.spatial.module_path import module_path
-from fullframe.spatial.operands import aligned
-from fullframe.spatial.redistribute import in_runs
-from fullframe.spatial.rules.registry import RULES, TRUSTED, UNCHECKED, Merged, Unsupported, general, writes
+from fullframe.spatial.operands import aligned, shells_in
+from fullframe.spatial.redistribute import gather_axes, in_runs
+from fullframe.spatial.rules.registry import RULES, TRUSTED, UNCHECKED, Merged, TooSmall, Unsupported, general, writes
 from fullframe.spatial.rules.unsupported import REASONS
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, described, local_of, shell_of
+from fullframe.spatial.tensor import SpatialTensor, described, local_of, shell_of, wrap
 from fullframe.spatial.views import View, share_memory, version_of
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x1": "input", "x2": "other"}  # as torch itself translates them
@@ -37,7 +37,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = _renamed(func, args, kwargs) if func in RULES else (args, dict(kwargs))
     usual = _usual(func, args, kwargs) if func in TRUSTED else None
     if usual is not None and usual in args[0].spec.approved:
-        return RULES[func](func, *args, **kwargs)
+        try:
+            return RULES[func](func, *args, **kwargs)
+        except TooSmall as small:
+            return _called_whole(small, func, args, kwargs)
     args, kwargs = entered(SpatialTensor, func, args, kwargs)
     operands: list[Tensor] = []
     target = kwargs.pop("out", None)
@@ -170,7 +173,7 @@ def _ruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: l
         if expected is not None and expected.widens:
             result = _in_fp32(rule, func, args, kwargs)
         else:
-            result = rule(func, *args, **kwargs) if kwargs else rule(func, *args)
+            result = _called(rule, func, args, kwargs)
     except Unsupported:
         raise
     except Exception as error:
@@ -196,7 +199,27 @@ def _in_fp32(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
     device = next(t._local.device.type for t in tree_iter((args, kwargs)) if type(t) is SpatialTensor)
     with torch.autocast(device, enabled=False):
-        return rule(func, *args, **kwargs)
+        return _called(rule, func, args, kwargs)
+
+
+def _called(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the rule makes of a call, or of one whose map is whole along the mesh axes that it is too small for."""
+    try:
+        return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
+    except TooSmall as small:
+        return _called_whole(small, func, args, kwargs)
+
+
+def _called_whole(small: TooSmall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_operand = any(shell.spec is small.spec for shell in shells_in(args, kwargs))  # or made on the way to it
+
+    def gather(shell: SpatialTensor) -> Tensor:
+        if is_operand and shell.spec is not small.spec:
+            return shell
+        return wrap(*gather_axes(local_of(shell), shell.spec, small.axes))
+
+    args, kwargs = tree_map_only(SpatialTensor, gather, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _explain(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:

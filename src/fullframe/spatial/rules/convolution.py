@@ -15,7 +15,6 @@ from fullframe.geometry.extents import overlap
 from fullframe.geometry.window import Window
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Halo, Piece, Ranges, assembled, part_of
-from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.window_plan import WindowPlan, embedded, ints, plan_windows, region, return_gradient
 from fullframe.spatial.spec import Spec
@@ -153,9 +152,6 @@ def _convolution(
             return func(padded, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
     plan = _plan(input.spec, tuple(weight.shape), stride, ints(padding, count), dilation, groups)
     local, window = local_of(input), plan.window
-    if window.too_small:
-        local, spec = gather_axes(local, input.spec, window.too_small)
-        return func(wrap(local, spec), weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
     if not window.borrows and plan.lead is not None:
         out = func(plan.unskipped(local), weight, bias, stride, plan.lead, dilation, groups)
     else:

@@ -10,7 +10,7 @@ from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice
 from fullframe.spatial.redistribute import refetched
 from fullframe.spatial.rules.reduction import without
-from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
 from fullframe.spatial.rules.window_plan import plan_windows, region
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, viewed, wrap
@@ -42,16 +42,16 @@ def _rows(x: SpatialTensor, dim: int, rows: range) -> tuple[Tensor, Spec]:
     """This rank's share of some rows of a split dim; all of them where they are too few to be split."""
     spec, step = x.spec, rows.step
     goal = spec.resized(dim, len(rows))
-    plan = plan_windows(spec, [dim], [Slice(rows.start, step)], [len(rows)], goal.shape)
-    if not plan.too_small:
-        local = region(local_of(x), plan)
-        return local[(slice(None),) * dim + (slice(None, None, step),)] if step > 1 else local, plan.spec
-    placement = spec.of(dim)
-    assert placement is not None
-    wanted = range(rows.start, rows.stop if rows else rows.start)
-    local = refetched(local_of(x), spec, placement, spec.placements, (wanted,) * placement.extents.parts)
-    local = local[(slice(None),) * dim + (slice(None, None, step),)]
-    return local, goal.whole_along([placement.axis])
+    try:
+        plan = plan_windows(spec, [dim], [Slice(rows.start, step)], [len(rows)], goal.shape)
+        local, goal = region(local_of(x), plan), plan.spec
+    except TooSmall as small:
+        placement = spec.of(dim)
+        assert placement is not None
+        wanted = range(rows.start, rows.stop if rows else rows.start)
+        local = refetched(local_of(x), spec, placement, spec.placements, (wanted,) * placement.extents.parts)
+        goal = goal.whole_along(small.axes)
+    return local[(slice(None),) * dim + (slice(None, None, step),)] if step > 1 else local, goal
 
 
 def put_rows(x: SpatialTensor, view: SpatialTensor, dim: int, rows: range) -> None:

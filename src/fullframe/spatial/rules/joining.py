@@ -9,9 +9,9 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.ranks.exchange import fetch, joined
 from fullframe.spatial.operands import aligned, united
-from fullframe.spatial.redistribute import gather_axes, sliced
+from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules.indexing import sliced_rows
-from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
 from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
@@ -87,8 +87,7 @@ def _cat_split(tensors: Sequence[Tensor], dim: int) -> Tensor:
     moved = tuple(b + starts[main] for b in placement.extents.bounds[1:-1])
     extents = nonempty(Extents((0, *moved, sum(sizes))))
     if extents is None:
-        whole = [_whole(t, dim) for t in tensors]
-        return torch.cat(whole, dim)
+        raise TooSmall([placement.axis])
     axis = spec.spatial.axis(placement.axis)
     others = spec.whole_along([axis.name])
     parts = []
@@ -118,10 +117,3 @@ def _rows(t: Tensor, dim: int, wanted: tuple[range, ...], axis: Any, others: Spe
         return local
     cut = rest.resized(dim, len(mine))
     return aligned(wrap(local, cut), others.with_(cut.shape, others.placements))
-
-
-def _whole(t: Tensor, dim: int) -> Tensor:
-    if not isinstance(t, SpatialTensor):
-        return t
-    axes = [p.axis for p in t.spec.placements if p.dim == dim]
-    return wrap(*gather_axes(local_of(t), t.spec, axes))

@@ -9,7 +9,6 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.window import Slice
 from fullframe.ranks.exchange import joined
-from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.indexing import sliced_rows
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.rules.window_plan import plan_windows, region
@@ -41,8 +40,6 @@ def _constant(x: Tensor, dim: int, before: int, after: int, value: float) -> Ten
         local = F.pad(local_of(x), (*whole_dims, before, after), value=value)
         return wrap(local, goal)
     plan = plan_windows(spec, [dim], [Slice(-before)], [size], goal.shape)
-    if plan.too_small:
-        return _constant(wrap(*gather_axes(local_of(x), spec, plan.too_small)), dim, before, after, value)
     return wrap(region(local_of(x), plan, value), plan.spec)
 
 

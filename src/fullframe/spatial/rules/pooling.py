@@ -67,9 +67,6 @@ def _max_pool(
         return flat.squeeze(-2)
     plan, _, _ = _plan(input.spec, kernel, stride, padding, dilation, ceil_mode)
     local, spec = local_of(input), input.spec
-    if plan.too_small:
-        whole = wrap(*gather_axes(local, spec, plan.too_small))
-        return func(whole, kernel, stride, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
     first = local.dim() - count
     cut = [spec.is_split(first + n) for n in range(count)]
     inner = tuple(0 if here else p for here, p in zip(cut, padding, strict=True))
@@ -145,9 +142,6 @@ def _average_pool(
     extra = {} if divisor_override is None else {"divisor_override": divisor_override}
     plan, windows, sizes = _plan(input.spec, kernel, stride, padding, (1,) * count, ceil_mode)
     local, spec = local_of(input), input.spec
-    if plan.too_small:
-        whole = wrap(*gather_axes(local, spec, plan.too_small))
-        return func(whole, kernel, stride, padding, ceil_mode, count_include_pad, **extra)  # type: ignore[no-any-return]
     local = region(local, plan)
     outs = {cut.dim: rows for cut, rows in zip(plan.cuts, plan.outs, strict=True)}
     first = local.dim() - count

@@ -3,7 +3,7 @@
 Beside it: the short ways of functions that are called so often that microseconds count, and which functions write.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -32,6 +32,17 @@ class Merged(Unsupported):
     def __init__(self, spec: Any, dim: int):
         self.spec, self.dim = spec, dim
         super().__init__(f"dim {dim} is merged from split and other dims", "Undo the flatten before this op.")
+
+
+class TooSmall(Unsupported):
+    """Raised where a map has fewer rows than ranks; the dispatch makes it whole along those mesh axes and calls again.
+
+    `spec` is that of the operand in question, None for all operands that are split over the axes.
+    """
+
+    def __init__(self, axes: Sequence[str], spec: Any = None):
+        self.axes, self.spec = axes, spec
+        super().__init__(f"the map has too few rows for the ranks of {' and '.join(axes)}")
 
 
 def getter(name: str) -> Any:

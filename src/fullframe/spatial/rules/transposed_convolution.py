@@ -17,7 +17,6 @@ from torch import Tensor
 from fullframe.geometry.window import TransposedWindow, Window
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Cut, memory_format_of
-from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.convolution import autocast_inputs
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.window_plan import WindowPlan, ints, plan_windows, region
@@ -48,11 +47,13 @@ class _Plan:
         return all(rows == mine for (_, rows), mine in zip(reads, own, strict=True))
 
     def trimmed(self, made: Tensor) -> Tensor:
-        """This rank's rows of what was `made` from the rows it reads."""
+        """This rank's rows of what was `made` from the rows it reads: no view, which could not be written to."""
         kept = memory_format_of(made)
         for dim, first, rows in self.trims:
-            made = made.narrow(dim, first, rows)
-        return made.contiguous(memory_format=kept)
+            if rows != made.shape[dim]:
+                made = made.narrow(dim, first, rows)
+        made = made.contiguous(memory_format=kept)
+        return made if made._base is None else made.clone(memory_format=kept)
 
 
 @kept_with_mesh(maxsize=1024)
@@ -106,9 +107,6 @@ def _transposed_convolution(
     extra = ints(output_padding, count)
     plan = _plan(input.spec, tuple(weight.shape), stride, padding, extra, dilation, groups)
     local = local_of(input)
-    if plan.forward.too_small:
-        whole = wrap(*gather_axes(local, input.spec, plan.forward.too_small))
-        return func(whole, weight, bias, stride, padding, extra, groups, dilation)  # type: ignore[no-any-return]
     if plan.alone or local.is_complex():  # for which aten::convolution has no kernel
         joined = region(local, plan.forward)
         out = plan.trimmed(func(joined, weight, bias, stride, plan.padding, plan.extra, groups, dilation))

@@ -10,8 +10,7 @@ from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import local_shape
 from fullframe.geometry.window import Window
 from fullframe.spatial.operands import aligned
-from fullframe.spatial.redistribute import gather_axes
-from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
 from fullframe.spatial.rules.window_plan import WindowPlan, ints, plan_windows, region
 from fullframe.spatial.second_derivative import once_differentiable
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
@@ -31,9 +30,6 @@ def _unfold(
     kernel, stride, dilation, padding = options
     deep = channels * kernel[0] * kernel[1]
     plan = plan_windows(spec, (2, 3), windows, sizes, (samples, deep, *sizes))
-    if plan.too_small:
-        whole = wrap(*gather_axes(local_of(input), spec, plan.too_small))
-        return func(whole, kernel, dilation, padding, stride)  # type: ignore[no-any-return]
     inner = [0 if spec.is_split(dim) else p for dim, p in zip((2, 3), padding, strict=True)]
     joined = region(local_of(input), plan)
     made = [
@@ -70,11 +66,9 @@ def _fold(
     small = [p.axis for p in image if p.extents.has_empty]
     channels = deep // (options[0][0] * options[0][1])
     goal = spec.with_((samples, channels, *sizes), image)
-    plan = plan_windows(goal, (2, 3), windows, (rows, columns), spec.shape) if not small else None
-    small += plan.too_small if plan is not None else ()
-    if plan is None or small:
-        whole = wrap(*gather_axes(local_of(cells), spec, small)).flatten(2)
-        return F.fold(whole, sizes, *(options[n] for n in (0, 2, 3, 1)))
+    if small:
+        raise TooSmall(small)
+    plan = plan_windows(goal, (2, 3), windows, (rows, columns), spec.shape)
     kernel, stride, dilation, padding = options
     inner = [0 if goal.is_split(dim) else p for dim, p in zip((2, 3), padding, strict=True)]
     local = aligned(cells, plan.spec)
@@ -111,7 +105,5 @@ def _windows(func: Any, x: SpatialTensor, dimension: int, size: int, step: int) 
     if not spec.is_split(dim):
         return wrap(func(local_of(x), dim, size, step), spec.with_((*shape, size), spec.placements))
     plan = plan_windows(spec, [dim], [Window(size, step)], [rows], shape)
-    if plan.too_small:
-        return func(wrap(*gather_axes(local_of(x), spec, plan.too_small)), dim, size, step)  # type: ignore[no-any-return]
     local = region(local_of(x), plan).unfold(dim, size, step)
     return wrap(local, spec.with_((*shape, size), plan.spec.placements))

@@ -12,19 +12,19 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice, TransposedWindow, Window
 from fullframe.spatial.halo import Cut, Halo, Piece, Ranges, part_of
+from fullframe.spatial.rules.registry import TooSmall
 from fullframe.spatial.spec import Spec
 
 
 @dataclass(frozen=True, eq=False)
 class WindowPlan:
-    """How a window op runs on this rank; `too_small` names the mesh axes to gather first, then the rest is empty."""
+    """How a window op runs on this rank."""
 
     cuts: tuple[Cut, ...]
     windows: tuple[Any, ...]  # one a cut
     needs: Ranges  # input rows read, one range a cut, with those outside the image but for transposed windows
     outs: Ranges  # output rows of this rank, one range a cut
     spec: Spec  # of the result
-    too_small: tuple[str, ...] = ()
 
     @cached_property
     def borrows(self) -> bool:
@@ -39,7 +39,10 @@ def plan_windows(
     sizes: Sequence[int],
     shape: Sequence[int],
 ) -> WindowPlan:
-    """Plan a window op over tensor dims `dims` with output `sizes` there; `shape` is that of the whole result."""
+    """Plan a window op over tensor dims `dims` with output `sizes` there; `shape` is that of the whole result.
+
+    Raises TooSmall where the result has fewer rows than ranks.
+    """
     cuts, used, needs, outs, small = [], [], [], [], []
     placements = {p.axis: p for p in spec.placements}
     for dim, window, size in zip(dims, windows, sizes, strict=True):
@@ -64,8 +67,10 @@ def plan_windows(
         needs.append(need)
         outs.append(out.ranges[axis.coordinate])
         placements[placement.axis] = placement.recut(out)
+    if small:
+        raise TooSmall(small, spec)
     result = spec.with_(shape, tuple(placements.values()))
-    return WindowPlan(tuple(cuts), tuple(used), tuple(needs), tuple(outs), result, tuple(small))
+    return WindowPlan(tuple(cuts), tuple(used), tuple(needs), tuple(outs), result)
 
 
 def _stays(window: Any) -> bool:
