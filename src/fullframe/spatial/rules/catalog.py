@@ -1,13 +1,15 @@
-"""Every family of rules; importing this module fills the registry."""
+"""Every family of rules; importing this module fills the registry and puts dispatch and guard in place."""
 
 from fullframe.spatial import dispatch as _dispatch  # noqa: F401  the general way, which all rules are called by
 from fullframe.spatial import function_guard as _guard  # noqa: F401  in place as soon as there are split tensors
-from fullframe.spatial.rules import (
-    along,
+from fullframe.spatial.rules import (  # noqa: F401
     attention,
     composed,
     convolution,
+    embedding,
     extremes,
+    gradient_hooks,
+    grid_sample,
     indexing,
     joining,
     loss,
@@ -21,35 +23,10 @@ from fullframe.spatial.rules import (
     reduction,
     resampling,
     reshape,
+    scan,
     scattering,
+    softmax,
     transposed_convolution,
     unfolding,
-)
-from fullframe.spatial.rules import gradient_hooks as hooks
-from fullframe.spatial.rules import grid_sample as sampling
-
-FAMILIES = (
-    along,
-    attention,
-    composed,
-    convolution,
-    extremes,
-    hooks,
-    indexing,
-    joining,
-    loss,
-    matmul,
-    moments,
-    normalization,
-    padding,
-    pointwise,
-    pooling,
-    random,
-    reduction,
-    resampling,
-    reshape,
-    sampling,
-    scattering,
-    transposed_convolution,
-    unfolding,
+    whole_dim,
 )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -141,6 +142,28 @@ def _bucketize(func: Any, input: Any, boundaries: Tensor, **options: Any) -> Ten
     if isinstance(boundaries, SpatialTensor):
         raise Unsupported("the boundaries are split")
     return wrap(func(local_of(input), boundaries, **options), input.spec)
+
+
+@rule(torch.argsort, Tensor.argsort)
+def _argsort(func: Any, x: SpatialTensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Tensor:
+    return torch.sort(x, dim=dim, descending=descending, stable=stable).indices
+
+
+@rule(torch.msort, Tensor.msort)
+def _msort(func: Any, x: SpatialTensor) -> Tensor:
+    return torch.sort(x, dim=0).values
+
+
+@rule(F.normalize)
+def _normalize(func: Any, x: SpatialTensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Tensor:
+    return x / torch.linalg.vector_norm(x, p, dim, True).clamp_min(eps)  # type: ignore[no-any-return]
+
+
+@rule(F.pairwise_distance, torch.pairwise_distance)
+def _pairwise_distance(
+    func: Any, x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
+    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)  # type: ignore[no-any-return]
 
 
 _COPIES = """
