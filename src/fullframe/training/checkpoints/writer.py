@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fullframe.errors import CheckpointError
 from fullframe.ranks.agreement import from_all_ranks, on_all_ranks, on_first_rank
 from fullframe.ranks.waiting import waiting_for_ranks
-from fullframe.training.checkpoints.dcp_storage import Copies, copy_to_host, file_of, read_into
+from fullframe.training.checkpoints.dcp_plans import Copies, copy_to_host, file_of, read_into
 from fullframe.training.checkpoints.manifest import FORMAT, MANIFEST, Manifest, read_manifest
 from fullframe.training.checkpoints.safetensors_files import FileRecord, Shape, record_of, sync_folder, write_tensors
 from fullframe.training.checkpoints.state import RunState
