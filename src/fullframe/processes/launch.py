@@ -12,10 +12,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
 
 from fullframe.processes.exit_reasons import AGAIN, RESTART_REASON
 from fullframe.processes.rank_processes import Death, Ranks
+from fullframe.processes.stop_signals import STOP_SIGNALS, StopSignals
 
 _POLL_SECONDS = 0.1
 _CONSEQUENCE_SECONDS = 3.0  # once a rank has failed, the others may say what they saw of it
@@ -42,7 +42,7 @@ def launch(
     # The ranks must walk through a set of names in one order.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     reason, furthest, in_vain = "", progress(), 0
-    with tempfile.TemporaryDirectory(prefix="fullframe-") as folder, _StopSignals() as stop:
+    with tempfile.TemporaryDirectory(prefix="fullframe-") as folder, _stop_signals() as stop:
         for attempt in itertools.count():
             environment = {
                 "TORCHELASTIC_RUN_ID": Path(folder).name,
@@ -76,30 +76,13 @@ def launch(
     raise AssertionError("itertools.count has no end")
 
 
-class _StopSignals:
-    """While inside `with`, signals that ask for an end are kept instead of raised."""
-
-    number = 0  # the first of them
-    at_once = False
-
-    def __enter__(self) -> "_StopSignals":
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-        kept = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self._before = {number: signal.signal(number, self._note) for number in kept}
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.at_once = self.at_once or (number == signal.SIGINT and self.number == signal.SIGINT)
-        self.number = self.number or number
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+def _stop_signals() -> StopSignals:
+    """The signals that are handed on; those that this process ignores, as nohup has it ignore SIGHUP, are not."""
+    wanted = (*STOP_SIGNALS, signal.SIGHUP)
+    return StopSignals([n for n in wanted if signal.getsignal(n) != signal.SIG_IGN], interrupts=False)
 
 
-def _wait(ranks: Ranks, stop: _StopSignals, patience_seconds: float) -> list[Death]:
+def _wait(ranks: Ranks, stop: StopSignals, patience_seconds: float) -> list[Death]:
     """The ranks that failed by themselves, once all have ended or need not be waited for."""
     deadline, told = float("inf"), False
     while ranks.running() and time.monotonic() < deadline and not stop.at_once:

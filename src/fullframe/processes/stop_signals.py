@@ -2,11 +2,11 @@
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-_ASK = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopped(SystemExit):
@@ -23,22 +23,28 @@ class Stopped(SystemExit):
 
 
 class StopSignals:
-    """While inside `with`, SIGTERM, SIGUSR1 and SIGINT are kept in `number`; a second SIGINT interrupts at once.
+    """While inside `with`, signals that ask for an end are kept, and the first of them is `number`.
 
-    Outside the main thread, where Python delivers no signals, nothing changes.
+    A second SIGINT sets `at_once` and, with `interrupts`, raises KeyboardInterrupt wherever the program is. Outside
+    the main thread, where Python delivers no signals, nothing changes.
     """
 
-    number = 0  # the first that came
+    def __init__(self, signals: Sequence[int] = STOP_SIGNALS, *, interrupts: bool = True):
+        self.number = 0
+        self.at_once = False
+        self._signals, self._interrupts = signals, interrupts
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in _ASK}
+            self._before = {number: signal.signal(number, self._note) for number in self._signals}
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.number == signal.SIGINT:
-            raise KeyboardInterrupt
+        if number == self.number == signal.SIGINT:
+            self.at_once = True
+            if self._interrupts:
+                raise KeyboardInterrupt
         self.number = self.number or number
 
     def __exit__(
@@ -46,20 +52,3 @@ class StopSignals:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-class Undisturbed:
-    """A loader worker's `worker_init_fn` around the user's: schedulers signal every process of a job.
-
-    A worker that ended at once would take its rank with it before the rank has written its checkpoint; left alone, it
-    ends with its rank.
-    """
-
-    def __init__(self, then: Callable[[int], None] | None = None):
-        self._then = then
-
-    def __call__(self, worker: int) -> None:
-        for number in _ASK:
-            signal.signal(number, signal.SIG_IGN)
-        if self._then is not None:
-            self._then(worker)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,8 @@ class Watchdog:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._ended = threading.Event()
         self._main = threading.get_ident()
-        self._thread = threading.Thread(target=self._watch, name="fullframe watchdog", daemon=True)
+        self._at_exit = contextlib.ExitStack()
+        self._doing, self._since = "starting", time.monotonic()
 
     def beat(self, doing: str) -> None:
         """The rank gets on, and does this now."""
@@ -66,26 +67,29 @@ class Watchdog:
             self._folder.mkdir(exist_ok=True)
             with contextlib.suppress(OSError):
                 self._file().replace(self._file("-before"))  # of an earlier hang
-            self._stuck = open(self._file("-stuck"), "w")
-            self._thread.start()
+            stuck = self._at_exit.enter_context(open(self._file("-stuck"), "w"))
+            thread = threading.Thread(target=self._watch, args=(stuck,), name="fullframe watchdog", daemon=True)
+            self._at_exit.callback(self._stop, thread, stuck)
+            thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
-        if self._timeout:
-            self._thread.join()
-            faulthandler.cancel_dump_traceback_later()
-            self._stuck.close()
-            if not os.path.getsize(self._stuck.name):
-                os.unlink(self._stuck.name)
+        self._at_exit.close()
 
-    def _watch(self) -> None:
+    def _stop(self, thread: threading.Thread, stuck: TextIO) -> None:
+        self._ended.set()
+        thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        if not os.path.getsize(stuck.name):
+            os.unlink(stuck.name)
+
+    def _watch(self, stuck: TextIO) -> None:
         answered, rang = _changed(self._folder / "alarm"), self._since
         while not self._ended.wait(min(self._timeout / 4, _TICK_SECONDS)):
             # Needs no interpreter: for a rank that is stuck in code which does not let go of its lock.
-            faulthandler.dump_traceback_later(self._timeout, file=self._stuck)
+            faulthandler.dump_traceback_later(self._timeout, file=stuck)
             if time.monotonic() - max(self._since, rang) > self._timeout:
                 rang = time.monotonic()
                 self._ring()

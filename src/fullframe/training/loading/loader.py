@@ -6,6 +6,7 @@ of a replica compare what they read, and refuse to go on with different samples.
 """
 
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.data.dataloader import default_collate
 
 from fullframe.data.slices import SliceReader
 from fullframe.errors import CheckpointError, RecipeError, ShapeError
-from fullframe.processes.stop_signals import Undisturbed
+from fullframe.processes.stop_signals import STOP_SIGNALS
 from fullframe.ranks.randomness import mixed_seed, sample_randomness
 from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split, mesh_device
 
@@ -66,7 +67,7 @@ class ShardedLoader:
             collate_fn=Collation(loader.collate_fn, grid, split),
             pin_memory=loader.pin_memory or mesh_device(mesh).type == "cuda",
             timeout=loader.timeout,
-            worker_init_fn=Undisturbed(loader.worker_init_fn),
+            worker_init_fn=_WorkerStart(loader.worker_init_fn),
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
@@ -140,12 +141,29 @@ def evaluation_batches(
         batch_sampler=[[(0, min(index, samples - 1))] for index in mine],
         num_workers=workers,
         collate_fn=Collation(collate or default_collate, grid, "auto"),
-        worker_init_fn=Undisturbed(),
+        worker_init_fn=_WorkerStart(),
         pin_memory=mesh_device(mesh).type == "cuda",
         generator=torch.Generator().manual_seed(seed),
     )
     for index, batch in zip(mine, Delivery(mesh)(host), strict=True):
         yield batch, index < samples
+
+
+class _WorkerStart:
+    """A loader worker's `worker_init_fn` around the user's: the worker ignores what asks its rank to stop.
+
+    Schedulers signal every process of a job. A worker that ended at once would take its rank with it before the rank
+    has written its checkpoint; one that ignores the signal ends with its rank.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None = None):
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        if self._then is not None:
+            self._then(worker)
 
 
 class _Order(Sampler[list[tuple[int, int]]]):
