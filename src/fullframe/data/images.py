@@ -38,7 +38,7 @@ def read_plane(path: Path, rows: slice, columns: slice, beyond: int = 0) -> np.n
 
 
 def padded_size(size: tuple[int, int], pad_to: tuple[int, int] | None, path: Path) -> tuple[int, int]:
-    """`pad_to` where it is given; raises DataError where the image is larger."""
+    """The size of an image after padding; raises DataError where it is larger than `pad_to`."""
     if pad_to is None:
         return size
     if size[0] > pad_to[0] or size[1] > pad_to[1]:
@@ -52,7 +52,7 @@ def whole(size: tuple[int, int]) -> tuple[slice, slice]:
 
 
 def require_file(path: Path, what: str) -> Path:
-    """`path`, which must be there; `what` says why."""
+    """`path`; raises DataError, which says `what` for, unless it is a file."""
     if not path.is_file():
         raise DataError(f"there is no file {path}, {what}")
     return path

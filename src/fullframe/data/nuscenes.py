@@ -159,7 +159,7 @@ def _frames(
 
 
 def _pictures(tables: _Tables) -> dict[str, dict[str, Row]]:
-    """sample: channel: row of sample_data, of key frames only."""
+    """Rows of sample_data of key frames, by sample and channel."""
     found: dict[str, dict[str, Row]] = {}
     for row in tables.rows("sample_data"):
         if row["is_key_frame"]:
@@ -209,7 +209,7 @@ def _class(tables: _Tables, annotation: Row, numbers: Mapping[str, int]) -> int 
 
 
 def _box(annotation: Row, from_world: Array) -> list[float]:
-    """Centre, width, length, height, yaw in the sample's frame."""
+    """[x, y, z, width, length, height, yaw] of a box in the sample's frame."""
     pose = from_world @ _pose(annotation)
     return [*pose[:3, 3], *annotation["size"], math.atan2(pose[1, 0], pose[0, 0])]
 

@@ -124,7 +124,7 @@ def _explain(death: Death) -> None:
 
 
 def _precedence(death: Death) -> tuple[int, float]:
-    """The cause before its consequences: ranks lose their connection to one that failed."""
+    """Sorts deaths so that the cause comes first: ranks lose their connection to one that failed."""
     if death.code == 2:
         kind = 0
     elif death.code < 0 and death.code != -signal.SIGTERM:
@@ -142,7 +142,7 @@ def _say(text: str) -> None:
 
 
 def _restore_cursor() -> None:
-    """A rank that dies while it draws a progress bar leaves the terminal's cursor hidden."""
+    """Show the terminal's cursor, which a rank hides while it draws a progress bar."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")
         sys.stdout.flush()

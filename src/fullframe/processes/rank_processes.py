@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 _LOCAL = "127.0.0.1"  # not the name, which may mean an IPv6 address that nobody listens on
@@ -101,9 +100,7 @@ class Ranks:
     def __enter__(self) -> "Ranks":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for process in self._processes:
             if process.poll() != 0:
                 with contextlib.suppress(ProcessLookupError):
@@ -120,7 +117,7 @@ class Ranks:
 
 
 def _store(listening: socket.socket) -> Any:
-    """The store through which the ranks find each other; it outlives each of them, rank 0 too."""
+    """The store through which the ranks find each other: it lies in this process, so that any rank may die."""
     from torch.distributed import TCPStore
 
     port = listening.getsockname()[1]
@@ -128,7 +125,7 @@ def _store(listening: socket.socket) -> Any:
 
 
 def _read_report(path: Path) -> dict[str, Any]:
-    """What a rank wrote for torch's launcher to read, which is what ours reads."""
+    """What a rank wrote into its error file, in the format of torch's launcher; {} where it wrote nothing."""
     try:
         message = json.loads(path.read_text())["message"]
         return {"summary": message["message"], **message["extraInfo"]}

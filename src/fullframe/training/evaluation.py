@@ -34,7 +34,7 @@ _TOLERANCE = 1e-3  # between ranks of a replica that measured the same; a part o
 
 @dataclass(frozen=True)
 class OfPart:
-    """Around a value that `recipe.evaluate` returns: it was measured on this rank's part of the frame (`x.local`).
+    """Marks a value that `recipe.evaluate` returns as measured on this rank's part of the frame (`x.local`).
 
     It is then added up over the ranks of a replica too. Other values must be equal on all of them, as they are when
     they come from ops on split tensors or from whole ones; that they are is checked.
@@ -104,7 +104,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _share_buffers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Running statistics as the first rank has them, which is what the next step takes them for (as DDP does)."""
+    """Take the first rank's running statistics, as the next step does, and DDP."""
     if mesh.size(0) > 1:
         for buffer in model.buffers():
             if not is_sharded(buffer):
@@ -146,13 +146,13 @@ class _Tally:
                 )
 
     def reset(self) -> None:
-        """Metrics begin anew."""
+        """Reset all metrics."""
         for metrics in self._metrics.values():
             for metric in metrics.values():
                 metric.reset()
 
     def found(self, first: bool) -> dict[str, _Found]:
-        """For the first rank; `first` in its replica or not. All ranks of a replica call it."""
+        """What is sent to rank 0; `first`: this rank is the first of its replica, whose ranks all call it."""
         result = {}
         for name, part in self._of_part.items():
             if name in self._sums:
@@ -207,7 +207,7 @@ def _alike(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> 
 
 
 def _computed(name: str, contents: list[Any]) -> dict[str, float]:
-    """The value over all ranks, or several under names of their own."""
+    """The value of a measure over all ranks, or several values under names of their own."""
     if isinstance(contents[0], tuple):
         count = sum(count for _, count in contents)
         return {name: sum(value for value, _ in contents) / count if count else math.nan}
@@ -218,7 +218,10 @@ def _computed(name: str, contents: list[Any]) -> dict[str, float]:
 
 
 def _merged(metrics: list[Any]) -> Any:
-    """The first metric, with the states of all of them reduced as torchmetrics reduces those of ranks."""
+    """The first metric, with the states of all of them reduced as torchmetrics reduces those of ranks.
+
+    `Metric.merge_state` refuses metrics of `full_state_update` True or None, the default, and averages means wrongly.
+    """
     for same in zip(*map(_parts, metrics), strict=True):
         target = same[0]
         target.distributed_available_fn = lambda: False  # or computing would wait for the other ranks
@@ -250,12 +253,12 @@ def _is_metric(value: Any) -> bool:
 
 
 def _parts(metric: Any) -> Iterator[Any]:
-    """The metric, those in a collection, and those in a wrapper: whatever has states of its own."""
+    """The metric itself and the metrics in it, if it is a collection or a wrapper: those that have states."""
     return (part for part in metric.modules() if hasattr(part, "_reductions"))
 
 
 def _on_host(metric: Any) -> Any:
-    """A copy that any rank can read; split states become whole."""
+    """A copy of the metric in host memory; split states become whole."""
     metric = copy.deepcopy(metric)
     for part in _parts(metric):
         for name, state in part.metric_state.items():
@@ -275,7 +278,7 @@ def _digest(state: Tensor) -> tuple[float, float]:
 
 
 def _named(name: str, value: Any) -> dict[str, float]:
-    """Plain numbers; of several values (of classes, of a collection) one each, `name.key`."""
+    """`value` as numbers: one, or of several (of classes, of a collection) one each, named `name.key`."""
     items: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         items = value.items()

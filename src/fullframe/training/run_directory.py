@@ -34,12 +34,12 @@ class RunDirectory:
         self._metrics = path / "metrics.jsonl"
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """One line of metrics.jsonl; a value that is not finite is written as null, which JSON knows."""
+        """Add a line to metrics.jsonl; a value that is not finite is written as null, which JSON knows."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._add(self._metrics, json.dumps(finite))
 
     def log(self, message: str) -> None:
-        """One line of log.txt, with the time."""
+        """Add a line to log.txt, with the time."""
         self._add(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}")
 
     def _add(self, path: Path, line: str) -> None:
@@ -85,7 +85,7 @@ def open_run(path: Path, strategy: Strategy, resume: Resume) -> tuple[RunDirecto
 
 
 def write_strategy(path: Path, strategy: Strategy) -> None:
-    """Keep in strategy.json how the run goes on from here."""
+    """Write strategy.json: how the run goes on from here."""
     partial = path / "strategy.json.partial"
     partial.write_text(strategy.to_json() + "\n")
     os.replace(partial, path / "strategy.json")

@@ -1,6 +1,7 @@
 """A batch is cut where it is read, and a data set that can read a part is asked for no more than it."""
 
 import random
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,19 @@ def test_only_the_part_leaves_the_process_that_read_it():
     assert type(batch["id"]) is torch.Tensor
     whole, _ = Collation(default_collate, Grid(), "auto")(samples)
     assert type(whole["image"]) is torch.Tensor
+
+
+class Named(list):
+    """A list of a class of its own, as torch's pytree does not know it."""
+
+
+def test_containers_that_torch_does_not_know_are_cut_too():
+    sample = Sample(None, (), None)
+    image = torch.rand(1, 3, 4, 6)
+    for batch in (UserDict(image=image), {"image": Named([image])}, {"image": (image,)}):
+        found, _ = Collation(lambda _, batch=batch: batch, LAST, "auto")([sample])
+        part = found["image"] if isinstance(batch, UserDict) else found["image"][0]
+        assert type(part) is Cut and torch.equal(part.local, image[..., 2:, 4:])
 
 
 def cameras():

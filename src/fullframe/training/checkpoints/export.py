@@ -19,7 +19,7 @@ from fullframe.training.checkpoints.writer import Checkpoint, newest_checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """What `export` wrote."""
 
     path: Path
     step: int  # after which the weights are
@@ -61,7 +61,7 @@ def export(run_dir: Path, out: Path, *, average: bool = False) -> Exported:
 
 @contextlib.contextmanager
 def whole_tensors(checkpoint: Checkpoint) -> Iterator[Callable[[str], Tensor]]:
-    """Inside, a function that reads a stored tensor by name and puts its chunks together."""
+    """Inside `with`, a function that reads a stored tensor by its name, put together from its chunks."""
     with contextlib.ExitStack() as files:
         opened: dict[str, Any] = {
             name: files.enter_context(safe_open(checkpoint.path / name, framework="pt"))

@@ -32,7 +32,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor as its parts lie in files."""
+    """A whole tensor, and the files that hold its parts."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -41,7 +41,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """One checkpoint."""
+    """All that a checkpoint's folder says of itself."""
 
     step: int
     facts: Mapping[str, Any]  # everything that is no tensor; plain JSON values
@@ -49,7 +49,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
 
     def to_json(self) -> str:
-        """One JSON object with a checksum of the rest of it."""
+        """The manifest as one JSON object, with a checksum of itself."""
         body = {
             "step": self.step,
             "facts": self.facts,
@@ -67,7 +67,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """What `to_json` wrote; raises CheckpointError on anything else."""
+        """Read what `to_json` wrote; raises CheckpointError on anything else."""
         try:
             whole = json.loads(text)
             kind, body = whole["format"], whole["checkpoint"]
@@ -91,7 +91,7 @@ class Manifest:
 
 
 def key_in_file(name: str, tensor: StoredTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
-    """What a chunk is called in its file: the tensor's own name when it is the whole of it."""
+    """The name of a chunk in its file: the tensor's own where it is the whole tensor, else with the chunk's box."""
     if sizes == tensor.sizes:
         return name
     return f"{name}[{','.join(f'{start}:{start + size}' for start, size in zip(offsets, sizes, strict=True))}]"

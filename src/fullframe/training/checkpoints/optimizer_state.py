@@ -46,7 +46,7 @@ class OptimizerState:
         self._groups = [sorted(set().union(*parts)) for parts in zip(*everyones, strict=True)]
 
     def tensors(self) -> dict[str, Tensor]:
-        """State by name; a number is a tensor without dims. Raises CheckpointError when it cannot be stored."""
+        """The state by name, numbers as tensors without dims; raises CheckpointError when one cannot be stored."""
         tensors = {}
         for entry in self._entries():
             tensors[entry.name] = as_tensor(entry.value, entry.name)
@@ -54,7 +54,7 @@ class OptimizerState:
         return tensors
 
     def facts(self) -> dict[str, Any]:
-        """What kind of optimizer it is, and per group the parameters' names and the options, made and now."""
+        """The kind of optimizer, and of each group the parameters' names and the options, as made and as they are."""
         if any("" in names for names in self._groups):
             raise CheckpointError(
                 "the optimizer updates a parameter that is not the model's, which a checkpoint would lose; "
@@ -67,7 +67,7 @@ class OptimizerState:
         }
 
     def targets(self, manifest: Manifest) -> dict[str, Tensor]:
-        """What is to be filled from a checkpoint; raises CheckpointError when it is of another optimizer.
+        """The tensors to be filled from a checkpoint; raises CheckpointError when it is of another optimizer.
 
         State that the checkpoint lacks, of a parameter that had no gradient yet, is not there afterwards either.
         """
@@ -100,7 +100,7 @@ class OptimizerState:
             raise CheckpointError(f"the checkpoint's {some(lost)} not of this run's optimizer; {REMEDY}")
 
     def go_on(self, manifest: Manifest, filled: Mapping[str, Tensor]) -> list[str]:
-        """Take what is not filled in place, and the options; returns what the user should know."""
+        """Take up the numbers, packed tensors and options of a checkpoint; returns what the user should know."""
         for entry in self._entries():
             if not isinstance(entry.value, Tensor):
                 entry.state[entry.key] = type(entry.value)(filled[entry.name].item())
@@ -124,7 +124,7 @@ class OptimizerState:
         return said
 
     def _make_state(self) -> None:
-        """Have the optimizer make what it keeps, in the shape it keeps it, where it has nothing yet.
+        """Have the optimizer make the state of parameters that have none yet, by a step with gradients of zero.
 
         All ranks take the step, also one that has nothing to make: ranks may exchange parameters in it.
         """
@@ -160,7 +160,7 @@ class OptimizerState:
 
 
 def as_tensor(value: Any, name: str) -> Tensor:
-    """What stands for a value in a checkpoint; raises CheckpointError when nothing can."""
+    """`value` as the tensor that a checkpoint keeps for it; raises CheckpointError where it can keep none."""
     if type(value) in _NUMBERS:
         return torch.tensor(value, dtype=_NUMBERS[type(value)])
     if not isinstance(value, Tensor):
@@ -173,13 +173,13 @@ def as_tensor(value: Any, name: str) -> Tensor:
 
 
 def some(names: Sequence[str]) -> str:
-    """'a is', or 'a, b, c, ... (7) are'."""
+    """The names with their verb: 'a is', or 'a, b, c, ... (7) are'."""
     shown = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
     return f"{shown} {'is' if len(names) == 1 else 'are'}"
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON gives back what it got (or a list for a tuple)."""
+    """Whether a value survives JSON unchanged, or as a list where it is a tuple."""
     try:
         back = json.loads(json.dumps(value))
     except (TypeError, ValueError):
@@ -206,7 +206,7 @@ def _packed(value: Tensor) -> Tensor | None:
 
 
 def _parts(entry: _Entry) -> dict[str, Tensor]:
-    """What a packed value holds, named by the box of the whole that it stands for; {} for an ordinary one."""
+    """The tensors that a packed value holds, named by the box it stands for; {} for an ordinary value."""
     if not isinstance(entry.value, Tensor) or (packed := _packed(entry.value)) is None:
         return {}
     offsets: Sequence[int] = [0] * packed.dim()
@@ -218,7 +218,7 @@ def _parts(entry: _Entry) -> dict[str, Tensor]:
 
 
 def _whole(value: Tensor) -> Tensor:
-    """`value`, or in the place of a packed one an ordinary one of the same sharding."""
+    """`value`, or for a packed one an empty ordinary tensor of the same sharding."""
     if _packed(value) is None:
         return value
     if not isinstance(value, DTensor):

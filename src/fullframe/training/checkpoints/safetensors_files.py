@@ -36,7 +36,7 @@ _PIECE_BYTES = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """What a file must be to be believed."""
+    """Size and checksum of a file."""
 
     size_bytes: int
     blake2b: str  # 128 bits, hexadecimal
@@ -44,14 +44,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Shape:
-    """A tensor before it is there."""
+    """Dtype and sizes of a tensor that is written later."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the tensor's elements."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
@@ -88,7 +88,7 @@ def write_tensors(
 
 
 def record_of(path: Path) -> FileRecord:
-    """Read a file through."""
+    """Size and checksum of the file as it is now; reads all of it."""
     digest = hashlib.blake2b(digest_size=16)
     buffer = bytearray(_PIECE_BYTES)
     size_bytes = 0
@@ -100,7 +100,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
+    """Have the names in a folder written to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -21,7 +21,7 @@ from fullframe.training.loading.loader import ShardedLoader
 
 @dataclass(kw_only=True)
 class RunState:
-    """What a run is made of.
+    """All of a run that a checkpoint keeps.
 
     Buffers are stored as rank 0 has them, which is what the next step takes them for (as DDP does).
     """
@@ -54,7 +54,7 @@ class RunState:
         return tensors | self._optimizer.tensors()
 
     def facts(self) -> dict[str, Any]:
-        """All that is no tensor, as JSON has it; raises CheckpointError when something cannot be stored."""
+        """The state that is no tensor, as plain JSON values; raises CheckpointError when something cannot be stored."""
         extra = {name: value for name, value in self.model.state_dict().items() if not isinstance(value, Tensor)}
         for name, value in extra.items():
             if not is_plain(value):
@@ -90,7 +90,7 @@ class RunState:
         self._optimizer.require_place(manifest)
 
     def go_on(self, manifest: Manifest, filled: Mapping[str, Tensor]) -> list[str]:
-        """Take up the run with what `targets` gave, filled; returns what the user should know.
+        """Go on from a checkpoint whose tensors are `filled`, those of `targets`; returns what the user should know.
 
         Raises CheckpointError when the loader would read other samples.
         """

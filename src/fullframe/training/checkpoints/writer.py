@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -77,9 +76,9 @@ class Checkpoints:
         self._writing = _Writing(self._folder, self._keep, state.step, facts, copies, self._group)
 
     def save_alone(self, state: RunState) -> None:
-        """Write `step-N` by this rank alone, which must hold the whole state, while the others wait for it elsewhere.
+        """Write `step-N` by this rank alone, which must hold the whole state; the others need not call it.
 
-        Returns once it is there; raises CheckpointError when it cannot be written.
+        Returns once it is written; raises CheckpointError when it cannot be written.
         """
         if self._writing is not None:
             self._writing.join()
@@ -92,12 +91,12 @@ class Checkpoints:
         writing.result()
 
     def poll(self) -> None:
-        """See whether what is being written is written; does not wait."""
+        """Call `on_written` if the checkpoint has been written by now; does not wait for it."""
         if self._writing is not None and all(from_all_ranks(self._writing.done)):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is being written; `beat` is called as long as this rank itself is at it."""
+        """Wait until nothing is being written; `beat` is called as long as this rank itself is writing."""
         if self._writing is not None:
             self._writing.watch(self._beat)
             writing, self._writing = self._writing, None
@@ -116,18 +115,16 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
             self.wait()
         elif self._writing is not None:
-            self._writing.watch(self._beat)  # also when training failed: what was begun is worth having
+            self._writing.watch(self._beat)  # also when training failed: finish what was begun
         dist.destroy_process_group(self._group)
 
 
 class _Writing:
-    """One checkpoint on its way to the disk, in a thread."""
+    """One checkpoint that a thread writes."""
 
     def __init__(self, folder: Path, keep: int, step: int, facts: Any, copies: Copies, group: dist.ProcessGroup):
         self._folder, self._keep, self._step, self._facts = folder, keep, step, facts
@@ -149,7 +146,7 @@ class _Writing:
             self._thread.join()
 
     def watch(self, beat: Callable[[str], None]) -> None:
-        """Join; a rank that only waits for others does not beat, lest one that hangs should go unnoticed."""
+        """Wait for the thread. A rank that only waits for others does not call `beat`, or a hang would go unnoticed."""
         while self._thread.is_alive():
             if self._busy:
                 beat(f"writing {self._path}")
@@ -157,7 +154,7 @@ class _Writing:
                 self._thread.join(_BEAT_SECONDS)
 
     def result(self) -> Path:
-        """Where it lies, once it does; raises what kept it from being written."""
+        """Wait for the thread; the checkpoint's path, or raises what kept it from being written."""
         self.join()
         if self._error is not None:
             raise self._error
@@ -211,7 +208,7 @@ class _Writing:
             self._prune()
 
     def _publish(self, files: dict[str, FileRecord]) -> None:
-        """Each name appears only when what it names is on the disk."""
+        """Write the manifest and give the folder its name, each once what it names is on the disk."""
         manifest = Manifest(step=self._step, facts=self._facts, tensors=self._copies.stored, files=files)
         with open(self._partial / MANIFEST, "w") as file:
             file.write(manifest.to_json())
@@ -224,7 +221,7 @@ class _Writing:
         sync_folder(self._folder)
 
     def _prune(self) -> None:
-        """Drop all but the newest; a folder on its way out does not look like a checkpoint."""
+        """Remove all but the newest; a folder is renamed first, so that half of one does not look like a checkpoint."""
         for old in checkpoints_in(self._folder)[: -self._keep]:
             _replace(old, old.with_suffix(_PARTIAL))
             shutil.rmtree(old.with_suffix(_PARTIAL), ignore_errors=True)
@@ -290,7 +287,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _manifest_of(path: Path) -> tuple[Manifest | None, str]:
-    """The manifest and "", or None and what is wrong."""
+    """The manifest of a checkpoint and "", or None and what is wrong with it."""
     try:
         return read_manifest(path), ""
     except FileNotFoundError:
@@ -300,7 +297,7 @@ def _manifest_of(path: Path) -> tuple[Manifest | None, str]:
 
 
 def _damage(path: Path, manifest: Manifest) -> str:
-    """What this rank finds wrong with the files: it looks for all of them, and reads its share through."""
+    """What this rank finds wrong with a checkpoint's files: it checks all sizes and its share of checksums."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     for number, (name, record) in enumerate(sorted(manifest.files.items())):
         try:

@@ -69,7 +69,7 @@ def _held(model: nn.Module, mesh: DeviceMesh) -> Iterator[_Held]:
 
 
 def _checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """The sum of each tensor's bits, taken as whole numbers."""
+    """For each tensor the sum of its elements, their bits read as whole numbers."""
     sums = [_words(tensor).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack(sums).tolist() if sums else []
 

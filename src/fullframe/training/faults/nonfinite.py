@@ -16,9 +16,10 @@ _Found = tuple[int, str] | None  # how early, and what
 
 
 def origin_of_nonfinite(model: nn.Module, batch: Any, forward: Callable[[], None]) -> str:
-    """One sentence that names it, the same on all ranks; all call it, after a step whose gradients are still there.
+    """One sentence that names the first value that is not finite, the same on all ranks.
 
-    `model` is the plain model, `forward()` runs it on `batch` as the step did.
+    All ranks call it, after a step whose gradients are still there. `model` is the plain model, `forward()` runs it
+    on `batch` as the step did.
     """
     searches: list[Callable[[], _Found]] = [
         lambda: _first((f"parameter {name}", p) for name, p in model.named_parameters()),

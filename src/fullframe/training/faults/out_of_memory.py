@@ -22,7 +22,7 @@ from fullframe.training.step import StepRecord, TrainStep
 
 
 def attempt(step: TrainStep, batch: Any, hand: bool) -> StepRecord | str:
-    """The step's record, or how memory ran out; the model is as before the step then, and its memory free.
+    """Take the step: its record, or how memory ran out, with the model as before the step and its memory free again.
 
     Raises RunError when it ran out while parameters were being updated.
     """
@@ -46,7 +46,7 @@ def attempt(step: TrainStep, batch: Any, hand: bool) -> StepRecord | str:
 
 
 def by_one_rank(action: Callable[[], None]) -> None:
-    """Of the ranks that ran out of memory the first does it, the others wait for it: often all run out at once."""
+    """Run `action` on the first rank that ran out of memory; others that ran out wait for it, as often all do."""
     store: Any = dist.distributed_c10d._get_default_store()
     if store.add("fullframe: out of memory", 1) == 1:
         action()

@@ -1,8 +1,8 @@
 """A rank that hangs makes all others wait for ever: after a set time every rank says where it is, and the job ends.
 
-The ranks tell each other through files in the run directory, because the process group is what they hang in: whoever
-has waited long enough touches `stacks/alarm`, and every rank answers with `stacks/rank-N.txt`. One that does not is
-stopped, or stuck in code that holds the interpreter.
+The ranks talk through files in the run directory, as they hang in the process group: a rank that has waited long
+enough touches `stacks/alarm`, and every rank answers with `stacks/rank-N.txt`. One that does not answer is stopped, or
+stuck in code that holds the interpreter.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NamedTuple, TextIO
 
 import torch
@@ -58,7 +58,7 @@ class Watchdog:
         self._doing, self._since = "starting", time.monotonic()
 
     def beat(self, doing: str) -> None:
-        """The rank gets on, and does this now."""
+        """Say that this rank makes progress, and what it does now."""
         self._doing, self._since = doing, time.monotonic()
 
     def __enter__(self) -> "Watchdog":
@@ -73,9 +73,7 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._at_exit.close()
 
     def _stop(self, thread: threading.Thread, stuck: TextIO) -> None:
@@ -130,7 +128,7 @@ class Watchdog:
         return mine
 
     def _everyone(self, since: float) -> list[Whereabouts | None]:
-        """Where every rank is, None for one that does not answer; cut short when this rank gets on."""
+        """Where every rank is, None for one that does not answer; returns early when this rank makes progress."""
         asked = _changed(self._folder / "alarm") - min(self._timeout / 4, _TICK_SECONDS)  # some rang a little earlier
         deadline = time.monotonic() + min(self._timeout, _ANSWER_SECONDS)
         while True:
@@ -164,7 +162,7 @@ def verdict(everyone: list[Whereabouts | None], timeout_seconds: float, folder: 
 
 
 def _changed(path: Path) -> float:
-    """When it was last written, by the file system's clock, which all ranks share; 0 when it is not there."""
+    """When a file was last written, by the file system's clock, which all ranks share; 0 where there is none."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -172,7 +170,7 @@ def _changed(path: Path) -> float:
 
 
 def _read(path: Path, asked: float) -> Whereabouts | None:
-    """What a rank answered since it was asked."""
+    """What a rank has answered since the time `asked`; None where it has not."""
     try:
         with open(path) as file:
             if os.fstat(file.fileno()).st_mtime < asked:
@@ -194,9 +192,10 @@ def _where(frame: FrameType | None) -> str:
 
 
 def _waits(thread: int, frame: FrameType | None) -> bool:
-    """Whether a thread waits for other ranks there; what the standard library does, it does for whoever called it."""
+    """Whether a thread waits for other ranks: it says so, or is in a module of torch's that waits."""
     if waits(thread):
         return True
+    # What the standard library does, it does for whoever called it.
     modules = (str(one.f_globals.get("__name__", "")) for one in _outwards(frame))
     module = next((name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names), "")
     return f"{module}.".startswith(tuple(f"{name}." for name in _WAITING))

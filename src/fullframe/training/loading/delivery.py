@@ -23,8 +23,6 @@ from fullframe.spatial.tensor import wrap
 
 Split = Literal["auto"] | Collection[str]
 _FINGERPRINT_ELEMENTS = 65536  # of each tensor; reading all of an 8 megapixel frame would cost as much as decoding it
-
-
 _LINE = "the next batch of the loader"  # which a progress bar may ask for, on one rank only
 
 
@@ -55,7 +53,7 @@ class Grid:
 
 
 class Sample(NamedTuple):
-    """What was read as one sample."""
+    """One sample as it was read."""
 
     value: Any
     facts: tuple[Any, ...]  # what the ranks of a replica must have in common, whatever part they read
@@ -70,13 +68,13 @@ class Cut:
     shape: tuple[int, ...]
 
     def pin_memory(self) -> "Cut":
-        """The same in page-locked memory; a DataLoader calls it."""
+        """This part in page-locked memory; a DataLoader calls it."""
         return Cut(self.local.pin_memory(), self.shape)
 
 
 @dataclass(frozen=True)
 class Collation:
-    """Samples to (batch, checksum), in the process that read them: tensors of the frame become a `Cut`."""
+    """Makes (batch, checksum) of samples, in the process that read them; tensors of the frame become a `Cut`."""
 
     collate: Callable[[list[Any]], Any]
     grid: Grid
@@ -99,7 +97,7 @@ class Collation:
         return batch, _checksum(batch, facts)
 
     def cut(self, batch: Any) -> Any:
-        """Whole tensors of the frame cut to this rank's part."""
+        """`batch` with each whole tensor of the frame cut to this rank's part."""
         frame = None if self.split != "auto" else _frame(batch)
 
         def cut(tensor: Tensor, path: tuple[Any, ...]) -> Any:
@@ -114,7 +112,7 @@ class Collation:
         return _placed(batch, cut, ())
 
     def _marked(self, batch: Any, size: tuple[int, int]) -> Any:
-        """Tensors that were read as parts of a frame of `size` (H, W)."""
+        """`batch` with each tensor that was read as a part of a frame of `size` (H, W) as a `Cut`."""
         rows, columns = self.grid.part(size)
         here = (rows.stop - rows.start, columns.stop - columns.start)
         found = 0
@@ -147,7 +145,7 @@ class Collation:
 
 
 class Delivery:
-    """Turns batches on the host, as `Collation` made them, into this rank's on its device."""
+    """Moves batches, as `Collation` made them, to this rank's device."""
 
     def __init__(self, mesh: DeviceMesh, split: Split = "auto"):
         self._mesh, self._split, self._spatial = mesh, split, spatial_of(mesh)
@@ -169,7 +167,7 @@ class Delivery:
             yield self._received(*sent.popleft())
 
     def _sent(self, batch: Any, fingerprint: int) -> tuple[Any, torch.cuda.Event | None]:
-        """The batch, its copies under way, and the moment at which they are done."""
+        """The batch on the device, its copies under way, and an event for their end."""
         if self._spatial.size > 1:
             self._require_keys(batch)
             self._require_same(fingerprint)
@@ -179,7 +177,7 @@ class Delivery:
             return self.place(batch), self._stream.record_event()
 
     def _received(self, batch: Any, arrival: "torch.cuda.Event | None") -> Any:
-        """The batch for whatever is computed from here on: its memory came from the copying stream."""
+        """The batch, ready for the current stream: its memory came from the copying one."""
         if arrival is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(arrival)
@@ -228,7 +226,7 @@ def _frame(batch: Any) -> tuple[int, ...] | None:
 
 
 def _checksum(batch: Any, checksum: int) -> int:
-    """Of the tensors that every rank of the replica has; of those read in parts, their global shapes."""
+    """A checksum of the tensors that every rank of the replica has, and of the global shapes of those cut."""
     for value in _leaves(batch):
         tensor = value.local if isinstance(value, Cut) else value
         checksum = zlib.crc32(str((tuple(value.shape), tensor.dtype)).encode(), checksum)
@@ -242,7 +240,10 @@ def _checksum(batch: Any, checksum: int) -> int:
 
 
 def _placed(value: Any, place: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...]) -> Any:
-    """Nested containers with `place(leaf, path)` of each tensor or `Cut`; anything else as it is."""
+    """`value` with each tensor or `Cut` in nested containers replaced by `place(leaf, path)`.
+
+    By hand, as torch's pytree takes a UserDict, as tokenizers give, and subclasses of list and tuple for leaves.
+    """
     if isinstance(value, (Tensor, Cut)):
         return place(value, path)
     if isinstance(value, Mapping):
@@ -253,13 +254,8 @@ def _placed(value: Any, place: Callable[[Any, tuple[Any, ...]], Any], path: tupl
     return value
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: Any) -> list[Any]:
     """Each tensor or `Cut` in nested containers."""
-    if isinstance(value, (Tensor, Cut)):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
+    found: list[Any] = []
+    _placed(value, lambda leaf, path: found.append(leaf), ())
+    return found

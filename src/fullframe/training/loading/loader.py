@@ -102,12 +102,12 @@ class ShardedLoader:
         return self._order.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`; naming the epoch it is in changes nothing."""
+        """Go to the start of `epoch`; the current epoch is left where it stands."""
         if epoch != self._order.epoch:
             self._order.epoch, self._order.position = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where it stands: batches already handed out of which epoch, and what must not change to go on."""
+        """The loader's position: epoch and batches handed out of it, and what must not change to go on."""
         return {"epoch": self._order.epoch, "position": self._order.position, **self._order.identity()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -185,7 +185,7 @@ class _Order(Sampler[list[tuple[int, int]]]):
 
     @property
     def weight(self) -> float:
-        """Of the batch before `position`, see `ShardedLoader.weight`."""
+        """The weight of the batch before `position`, see `ShardedLoader.weight`."""
         if not self._left or self.position < len(self):
             return 1.0
         return len(self._mine(self._left)) * self._replicas / self._left
@@ -282,6 +282,6 @@ def _require_spreadable(loader: "DataLoader[Any]", replicas: int, weighted: bool
 
 
 def _random_samplers() -> tuple[type, ...]:
-    """torch's, and that of torchdata where it is in use: a StatefulDataLoader has its own."""
+    """The classes of samplers that shuffle: torch's, and torchdata's own where that is in use."""
     torchdata = sys.modules.get("torchdata.stateful_dataloader.sampler")
     return (RandomSampler,) if torchdata is None else (RandomSampler, torchdata.RandomSampler)
