@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 import fullframe as ff
@@ -19,6 +20,11 @@ def state_at(step=0, seed=0, model=None, optimizer=torch.optim.AdamW, **fields):
     loader = ff.ShardedLoader(DataLoader(Frames(), 4, shuffle=True), mesh)
     optimizer = optimizer(model.parameters())
     return RunState(model=model, optimizer=optimizer, loader=loader, mesh=(1, 1, 1), step=step, **fields)
+
+
+def large_state(step):
+    """A state of 2 MB."""
+    return state_at(step, model=nn.Linear(500, 500, bias=False, dtype=torch.float64))
 
 
 def write(state, folder, keep=3):
