@@ -5,7 +5,7 @@ metadata, is not used: `copy_to_host` takes copies for `writer.py`, `read_into` 
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,21 @@ def copy_to_host(tensors: dict[str, Tensor], group: dist.ProcessGroup | None = N
         planned = CheckpointError(f"the state cannot be copied for a checkpoint: {error}")
     everyones = from_all_ranks(planned, group)
     plans = on_first_rank(lambda: _shared_out(planner, everyones), group)
-    copies = {}
-    for item in plans[rank].items:
-        tensor = planner.resolve_data(item)
-        assert isinstance(tensor, Tensor)  # only tensors are given to DCP
-        name, whole, chunk = _described(item, rank)
-        copies[key_in_file(name, whole, chunk.offsets, chunk.sizes)] = _host_copy(tensor)
+    copies: dict[str, Tensor] = {}
+    wholes: dict[str, StoredTensor] = {}
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
+    for number, plan in enumerate(plans):
+        for item in plan.items:
+            name, data = item.index.fqn, item.tensor_data
+            assert data is not None  # only tensors are given to DCP
+            whole = wholes[name] = StoredTensor(data.properties.dtype, tuple(data.size), ())
+            chunk = Chunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes), file_of(number))
+            chunks[name].append(chunk)
+            if number == rank:
+                copies[key_in_file(name, whole, chunk)] = _host_copy(planner.resolve_data(item))
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    return Copies(copies, _stored(plans))
+    return Copies(copies, {name: replace(whole, chunks=tuple(chunks[name])) for name, whole in wholes.items()})
 
 
 def _shared_out(planner: dcp.DefaultSavePlanner, everyones: list[SavePlan | CheckpointError]) -> list[SavePlan]:
@@ -73,24 +79,6 @@ def _shared_out(planner: dcp.DefaultSavePlanner, everyones: list[SavePlan | Chec
         return planner.create_global_plan(plans)[0]
     except ValueError as error:
         raise CheckpointError(f"the state cannot be copied for a checkpoint: {error}") from error
-
-
-def _stored(plans: list[SavePlan]) -> dict[str, StoredTensor]:
-    """Every tensor of the plans, and the files in which its parts will lie."""
-    chunks: dict[str, list[Chunk]] = defaultdict(list)
-    wholes: dict[str, StoredTensor] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            name, wholes[item.index.fqn], chunk = _described(item, rank)
-            chunks[name].append(chunk)
-    return {name: StoredTensor(whole.dtype, whole.sizes, tuple(chunks[name])) for name, whole in wholes.items()}
-
-
-def _described(item: Any, rank: int) -> tuple[str, StoredTensor, Chunk]:
-    """What a rank's item of a plan stands for: the tensor's name, the whole without its chunks, and the chunk."""
-    data = item.tensor_data
-    whole = StoredTensor(data.properties.dtype, tuple(data.size), ())
-    return item.index.fqn, whole, Chunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes), file_of(rank))
 
 
 def read_into(tensors: dict[str, Tensor], folder: Path, manifest: Manifest) -> None:
@@ -122,7 +110,7 @@ def _read(tensors: dict[str, Tensor], folder: Path, manifest: Manifest) -> None:
             for item, chunk in wanted:
                 box = tuple(slice(o, o + length) for o, length in zip(item.storage_offsets, item.lengths, strict=True))
                 stored = item.storage_index.fqn
-                key = key_in_file(stored, manifest.tensors[stored], chunk.offsets, chunk.sizes)
+                key = key_in_file(stored, manifest.tensors[stored], chunk)
                 planner.resolve_tensor(item).detach().copy_(file.get_slice(key)[box])
 
 
@@ -142,8 +130,8 @@ def file_of(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+def _host_copy(value: Any) -> Tensor:
+    tensor: Tensor = value.detach()
     pinned = tensor.is_cuda
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
     return copy.copy_(tensor, non_blocking=pinned)

@@ -73,8 +73,7 @@ def whole_tensors(checkpoint: Checkpoint) -> Iterator[Callable[[str], Tensor]]:
             whole = torch.empty(stored.sizes, dtype=stored.dtype)
             for chunk in stored.chunks:
                 box = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
-                key = key_in_file(name, stored, chunk.offsets, chunk.sizes)
-                whole[box] = opened[chunk.file].get_tensor(key)
+                whole[box] = opened[chunk.file].get_tensor(key_in_file(name, stored, chunk))
             return whole
 
         yield read

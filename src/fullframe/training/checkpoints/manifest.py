@@ -90,11 +90,12 @@ class Manifest:
             raise CheckpointError(f"{MANIFEST} does not describe a checkpoint: {error}") from error
 
 
-def key_in_file(name: str, tensor: StoredTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
+def key_in_file(name: str, tensor: StoredTensor, chunk: Chunk) -> str:
     """The name of a chunk in its file: the tensor's own where it is the whole tensor, else with the chunk's box."""
-    if sizes == tensor.sizes:
+    if chunk.sizes == tensor.sizes:
         return name
-    return f"{name}[{','.join(f'{start}:{start + size}' for start, size in zip(offsets, sizes, strict=True))}]"
+    box = zip(chunk.offsets, chunk.sizes, strict=True)
+    return f"{name}[{','.join(f'{start}:{start + size}' for start, size in box)}]"
 
 
 def read_manifest(folder: Path) -> Manifest:
