@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fullframe as ff
 from benchmarks.networks import convnext_tiny
-from fullframe.model.parallelized import parallelize_for
+from fullframe.model.parallelize import parallelize_for
 from fullframe.techniques.optimizers import build_optimizer, state_bytes
 
 STEPS = 3  # of which the last is measured; optimizers make their state in the first

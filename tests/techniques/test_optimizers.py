@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fullframe as ff
 from fullframe.errors import GradientError, StrategyError
 from fullframe.model.fsdp import whole_value
-from fullframe.model.parallelized import parallelize_for
+from fullframe.model.parallelize import parallelize_for
 from fullframe.techniques.optimizers import build_optimizer, set_learning_rate, state_bytes
 from tests.rank_group import RankFailure, rank_group
 from tests.training import tiny

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
 from fullframe.errors import StrategyError
-from fullframe.model.parallelized import parallelize_for
+from fullframe.model.parallelize import parallelize_for
 from fullframe.ranks.randomness import random_state, seed_everything
 from fullframe.techniques.recompute import blocks_to_recompute
 from tests.models.zoo import ZOO

@@ -21,17 +21,26 @@ from fullframe.spatial.gradients import Hook, is_accumulated, manage, mean_over_
 _SYNC_BUFFERS = "forward_sync_buffers"  # in each forward; torch before 2.13 calls it broadcast_buffers
 if _SYNC_BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
     _SYNC_BUFFERS = "broadcast_buffers"
+BUCKET_BYTES = 25 << 20  # of a message in which tensors travel together, as in DDP
 _CHUNK_NUMBERS = 1 << 22  # of a message in which gradients travel together
 
 
 class Averaging:
     """DDP around `door`, which calls `model`; made anew when other parameters of the model are trained."""
 
-    def __init__(self, door: nn.Module, model: nn.Module, spatial: Spatial, find_unused_parameters: bool):
+    def __init__(
+        self,
+        door: nn.Module,
+        model: nn.Module,
+        spatial: Spatial,
+        find_unused_parameters: bool,
+        data_parallel: Callable[..., nn.Module],
+    ):
+        self._make_ddp = data_parallel
         self._door, self._model, self._spatial = door, model, spatial
         self._find_unused = find_unused_parameters
         self._parameters: dict[nn.Parameter, None] = {}  # those that are trained
-        self._ddp: DistributedDataParallel | None = None
+        self._ddp: Any = None
         self._for: tuple[nn.Parameter, ...] = ()  # those that `_ddp` averages
         self._buckets = Buckets()
         self._expects = False  # DDP: a backward pass to average in
@@ -62,11 +71,11 @@ class Averaging:
             self._ddp.reducer._remove_autograd_hooks()
         several = dist.get_world_size() > self._spatial.size  # within one replica the buffers stay equal by themselves
         self._for, self._expects, self._buckets = trained, False, Buckets()
-        self._ddp = DistributedDataParallel(
+        self._ddp = self._make_ddp(
             self._door,
             find_unused_parameters=self._find_unused,
             gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
-            **{_SYNC_BUFFERS: several},  # type: ignore[arg-type]
+            **{_SYNC_BUFFERS: several},
         )
         self.sync(self.syncing)
 

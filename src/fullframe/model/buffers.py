@@ -1,8 +1,14 @@
-"""A module's buffers, replaced by copies for a while: whatever is written to them then is forgotten."""
+"""A module's buffers: kept, replaced by copies for a while, and shared with all ranks."""
 
 from collections.abc import Mapping, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fullframe.model.averaging import BUCKET_BYTES
+from fullframe.model.fsdp import is_sharded
 
 Buffer = tuple[nn.Module, str, Tensor]
 
@@ -32,3 +38,46 @@ def return_buffers(there: Sequence[Buffer]) -> None:
     """Put back what was there before `borrow_buffers`."""
     for owner, name, buffer in there:
         owner._buffers[name] = buffer
+
+
+class KeptBuffers:
+    """A copy of a model's buffers, to put back what a step that came to nothing has done to them.
+
+    It is taken again when the first forward pass begins, for by then the replicas have all taken rank 0's.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._kept: list[Tensor] = []
+        self._hook: RemovableHandle | None = None
+
+    def keep(self) -> None:
+        """Take the copy."""
+        self._copy()
+        if self._hook is None:
+            self._hook = self._model.register_forward_pre_hook(lambda module, inputs: self._copy())
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        buffers = list(self._model.buffers())
+        if [b.shape for b in buffers] != [k.shape for k in self._kept]:
+            self._kept = [torch.empty_like(buffer) for buffer in buffers]
+        if buffers:
+            torch._foreach_copy_(self._kept, buffers)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the copy back."""
+        for buffer, kept in zip(self._model.buffers(), self._kept, strict=False):
+            if buffer.shape == kept.shape and not buffer.is_inference():  # else it was made anew
+                buffer.copy_(kept)
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Every rank takes the buffers of the job's first rank."""
+    buffers = [buffer for buffer in model.buffers() if buffer.numel() and not is_sharded(buffer)]
+    if buffers:
+        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, BUCKET_BYTES, 0)

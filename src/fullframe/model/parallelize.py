@@ -3,7 +3,7 @@
 DDP looks for plain tensors and their graphs, which shells do not have, so shells are taken off at its door.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from fullframe.errors import MeshError
+from fullframe.errors import MeshError, StrategyError
 from fullframe.model.averaging import Averaging, require_all
+from fullframe.model.buffers import share_buffers
 from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
 from fullframe.model.same_program import Agreement
 from fullframe.ranks.mesh import Spatial, spatial_of
@@ -25,8 +26,7 @@ from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split ten
 from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
 from fullframe.spatial.spec import Spec, spec_of
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
-
-_BUCKET_BYTES = 25 << 20  # of a message in which buffers travel together
+from fullframe.strategy import Strategy
 
 
 def parallelize(
@@ -37,6 +37,7 @@ def parallelize(
     find_unused_parameters: bool = False,
     shard_parameters: bool = False,
     average_gradients: bool = True,
+    data_parallel: Callable[..., nn.Module] = DistributedDataParallel,
 ) -> "ParallelModel":
     """`model`, unchanged, for split tensors on `mesh`, with gradients averaged over data x height x width.
 
@@ -64,11 +65,36 @@ def parallelize(
         if shard_parameters:
             sharded = ShardedParameters(model, mesh.device_type, find_unused_parameters)
         elif average_gradients:
-            averaging = Averaging(run, model, spatial, find_unused_parameters)
+            averaging = Averaging(run, model, spatial, find_unused_parameters, data_parallel)
         else:
             for parameter in model.parameters():
                 manage(parameter, None)
     return ParallelModel(model, run, sharded, averaging, spatial, find_unused_parameters, average_gradients)
+
+
+def parallelize_for(strategy: Strategy, model: nn.Module, mesh: DeviceMesh, **options: Any) -> "ParallelModel":
+    """`parallelize`, with the options that follow from the strategy."""
+    return parallelize(
+        model,
+        mesh,
+        shard_parameters=strategy.shard_parameters,
+        average_gradients=not strategy.update_in_backward,
+        **options,
+    )
+
+
+def require_parallelized_for(strategy: Strategy, model: Any) -> None:
+    """Raises StrategyError when `parallelize` was asked for something else than the strategy."""
+    wanted = {
+        "shard_parameters": (any(map(is_sharded, model.parameters())), strategy.shard_parameters),
+        "average_gradients": (getattr(model, "average_gradients", True), not strategy.update_in_backward),
+    }
+    for option, (is_so, should_be) in wanted.items():
+        if is_so != should_be:
+            raise StrategyError(
+                f"with this strategy (shard_parameters={strategy.shard_parameters}, update_in_backward="
+                f"{strategy.update_in_backward}) pass fullframe.parallelize(model, mesh, {option}={should_be})"
+            )
 
 
 class ParallelModel(nn.Module):
@@ -86,7 +112,7 @@ class ParallelModel(nn.Module):
     ):
         super().__init__()
         self.module = model
-        self.__dict__["_run"] = run  # hidden from nn.Module, so that parameters are named module.xxx and once
+        self._run = (run,)  # in a tuple, which nn.Module does not look into: parameters are named module.xxx, and once
         self._sharded, self._averaging = sharded, averaging
         self._replicas = dist.get_world_size() // spatial.size
         self._agreement = Agreement(spatial)
@@ -98,8 +124,8 @@ class ParallelModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward; split tensors anywhere in nested arguments and results."""
         run = self.run
-        if not isinstance(run, DistributedDataParallel):
-            self._share_buffers()
+        if self._replicas > 1 and self.training and not isinstance(run, DistributedDataParallel):
+            share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
         if self._sharded is not None:
             self._sharded.begin()
         leaves, shells = _unwrapped((args, kwargs))
@@ -115,16 +141,15 @@ class ParallelModel(nn.Module):
     def run(self) -> nn.Module:
         """The model as it is called, with DDP around it where there is one."""
         if self._averaging is None:
-            return self.__dict__["_run"]  # type: ignore[no-any-return]
+            return self._run[0]
         if torch.is_grad_enabled():
             self._averaging.arrange()
         return self._averaging.run
 
-    def _share_buffers(self) -> None:
-        """As DDP does: what one replica's samples make of the running statistics holds for all."""
-        buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
-        if self._replicas > 1 and self.training and buffers:
-            dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, _BUCKET_BYTES, 0)
+    @property
+    def buckets(self) -> list[Tensor]:
+        """The memory in which a simulated DDP keeps gradients; torch's own shows none."""
+        return getattr(self.run, "buckets", [])
 
     def _watch_backward(self, results: list[Any]) -> None:
         """After the backward pass in which gradients are averaged: each parameter has one, or an error says so.

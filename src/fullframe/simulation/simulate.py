@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.data import default_collate
 
 from fullframe.errors import RecipeError, StrategyError
-from fullframe.model import averaging
-from fullframe.model.parallelized import parallelize_for
+from fullframe.model.parallelize import ParallelModel, parallelize_for
 from fullframe.ranks.mesh import init_mesh, spatial_of
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.recipe import Recipe
@@ -127,7 +126,7 @@ class _Simulation:
                 step.twice(batch)
         return self._accounted(model, ahead)
 
-    def _parallelized(self) -> nn.Module:
+    def _parallelized(self) -> ParallelModel:
         """As `fullframe.fit` has it, but for DDP, which refuses fake tensors."""
         recipe, strategy, model, tracer = self._recipe, self._strategy, self._model, self._tracer
         tracer.mark("parameter", list(model.parameters()), list(model.buffers()))
@@ -135,19 +134,19 @@ class _Simulation:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: tracer.mark("gradient", p.grad))
         data_parallel = FakeDataParallel if self._terms.has("ddp_buckets") else WithoutBuckets
-        with patch.object(averaging, "DistributedDataParallel", data_parallel):
-            return parallelize_for(
-                strategy,
-                model,
-                self._mesh,
-                unsupported=recipe.unsupported,
-                find_unused_parameters=recipe.find_unused_parameters,
-            )
+        return parallelize_for(
+            strategy,
+            model,
+            self._mesh,
+            unsupported=recipe.unsupported,
+            find_unused_parameters=recipe.find_unused_parameters,
+            data_parallel=data_parallel,
+        )
 
-    def _step(self, model: nn.Module) -> SimulatedStep:
+    def _step(self, model: ParallelModel) -> SimulatedStep:
         tracer, strategy = self._tracer, self._strategy
         tracer.mark("parameter", list(model.parameters()))  # where they are sharded, these are others
-        tracer.mark("gradient", self._buckets(model))
+        tracer.mark("gradient", model.buckets)
         with self._fake:
             optimizer = build_optimizer(self._recipe.optimizer, model, strategy)
             if self._is_cuda:
@@ -158,10 +157,6 @@ class _Simulation:
         if step.average is not None:
             tracer.mark("average", list(step.average.state_dict().values()))
         return step
-
-    @staticmethod
-    def _buckets(model: nn.Module) -> list[Tensor]:
-        return getattr(model.run, "buckets", [])
 
     def _batch(self) -> Any:
         """A batch as the loader delivers it, fake."""
@@ -175,7 +170,7 @@ class _Simulation:
         self._tracer.mark("batch", _local(batch))
         return batch
 
-    def _accounted(self, model: nn.Module, ahead: list[Any]) -> Prediction:
+    def _accounted(self, model: ParallelModel, ahead: list[Any]) -> Prediction:
         trace, terms = self._tracer.trace, self._terms
         held = account(trace)
         peak = reserved = held.peak_bytes
@@ -190,7 +185,7 @@ class _Simulation:
             "nccl": terms.nccl_bytes(self._tracer.groups.values()),
             "cublas_workspace": terms.cublas_bytes,
             "cudnn_workspace": largest_scratch,
-            "ddp_buckets": sum(t.nbytes for t in self._buckets(model)),
+            "ddp_buckets": sum(t.nbytes for t in model.buckets),
             "prefetched_batch": sum(t.nbytes for t in tree_iter(_local(ahead)) if isinstance(t, Tensor)),
             "caching_allocator": reserved - held.peak_bytes,
         }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import RecipeError
-from fullframe.model.fsdp import is_sharded
+from fullframe.model.buffers import share_buffers
 from fullframe.ranks.agreement import on_first_rank
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.recipe import Recipe
@@ -66,7 +66,8 @@ def evaluate(
     """
     if recipe.evaluate is None or recipe.evaluation_data is None:
         return {}
-    _share_buffers(model, mesh)
+    if mesh.size(0) > 1:
+        share_buffers(model)  # running statistics as the next step takes them
     tally = _Tally()
     batches = evaluation_batches(
         recipe.evaluation_data(), mesh, recipe.seed, workers=recipe.workers, collate=recipe.collate
@@ -101,14 +102,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training[model])  # also what a parallelized model keeps beside its modules
         for module, mode in training.items():
             module.training = mode
-
-
-def _share_buffers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Take the first rank's running statistics, as the next step does, and DDP."""
-    if mesh.size(0) > 1:
-        for buffer in model.buffers():
-            if not is_sharded(buffer):
-                dist.broadcast(buffer, 0)
 
 
 class _Found(NamedTuple):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from fullframe.errors import RecipeError
 from fullframe.model.fsdp import is_sharded, whole_value
-from fullframe.model.parallelized import parallelize_for
+from fullframe.model.parallelize import parallelize_for
 from fullframe.processes.exit_reasons import restart_reason
 from fullframe.processes.stop_signals import Stopped, StopSignals
 from fullframe.ranks.agreement import from_all_ranks

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from fullframe.errors import GradientError, RecipeError, StrategyError
+from fullframe.model.buffers import KeptBuffers
 from fullframe.model.forward_patch import restore
-from fullframe.model.parallelized import require_parallelized_for
+from fullframe.model.parallelize import require_parallelized_for
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.ranks.waiting import waiting_for_ranks
@@ -277,42 +277,6 @@ class TrainStep:
         """The numbers on the host: what the whole job decides by. A simulation, which has none, overrides this."""
         with waiting_for_ranks():  # a device's messages
             return torch.stack([scalar.double() for scalar in scalars]).tolist()
-
-
-class KeptBuffers:
-    """A copy of a model's buffers, to put back what a step that came to nothing has done to them.
-
-    It is taken again when the first forward pass begins, for by then the replicas have all taken rank 0's.
-    """
-
-    def __init__(self, model: nn.Module):
-        self._model = model
-        self._kept: list[Tensor] = []
-        self._hook: RemovableHandle | None = None
-
-    def keep(self) -> None:
-        """Take the copy."""
-        self._copy()
-        if self._hook is None:
-            self._hook = self._model.register_forward_pre_hook(lambda module, inputs: self._copy())
-
-    @torch.no_grad()
-    def _copy(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-        buffers = list(self._model.buffers())
-        if [b.shape for b in buffers] != [k.shape for k in self._kept]:
-            self._kept = [torch.empty_like(buffer) for buffer in buffers]
-        if buffers:
-            torch._foreach_copy_(self._kept, buffers)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the copy back."""
-        for buffer, kept in zip(self._model.buffers(), self._kept, strict=False):
-            if buffer.shape == kept.shape and not buffer.is_inference():  # else it was made anew
-                buffer.copy_(kept)
 
 
 def _sum_and_count(output: Any) -> tuple[Tensor, Tensor]:

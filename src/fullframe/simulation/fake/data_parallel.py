@@ -8,7 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_FIRST_BYTES, _BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's own limits
+from fullframe.model.averaging import BUCKET_BYTES
+
+_FIRST_BYTES = 1 << 20  # of DDP's first bucket
 
 
 class FakeDataParallel(nn.Module):
@@ -23,7 +25,7 @@ class FakeDataParallel(nn.Module):
         self.buckets: list[Tensor] = []
         self.require_backward_grad_sync = True  # outside no_sync()
         parameters = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        numbers, _ = dist._compute_bucket_assignment_by_size(list[Tensor](parameters), [_FIRST_BYTES, _BUCKET_BYTES])
+        numbers, _ = dist._compute_bucket_assignment_by_size(list[Tensor](parameters), [_FIRST_BYTES, BUCKET_BYTES])
         for bucket in numbers:
             self._make_bucket([parameters[number] for number in bucket])
 
