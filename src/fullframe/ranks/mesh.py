@@ -21,6 +21,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def drawn_seed(generator: torch.Generator | None = None) -> int:
+    """A number drawn from a generator, the default CPU one where none is given; it moves on, as with any draw."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**48, (), generator=generator, device=device).item())
+
+
 @dataclass(frozen=True, eq=False)
 class Axis:
     """One spatial axis of the mesh as this rank sees it."""
@@ -52,6 +58,7 @@ class Spatial:
     replica_ranks: tuple[int, ...]  # height x width ranks that hold one sample
     channel: Channel  # between them
     _replica: "ref[dist.ProcessGroup]"
+    draw_seed: Callable[[torch.Generator | None], int] = drawn_seed  # alike on all ranks of the replica
     caches: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -181,18 +188,21 @@ def _backend_device() -> str:
     return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
 
 
-def spatial_of(mesh: DeviceMesh) -> Spatial:
-    """The spatial axes of `mesh`, made at the first call (which every rank must make) and kept with the mesh."""
+def spatial_of(mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], int] = drawn_seed) -> Spatial:
+    """The spatial axes of `mesh`, made at the first call (which every rank must make) and kept with the mesh.
+
+    `draw_seed` counts at the first call alone.
+    """
     known: Spatial | None = getattr(mesh, "_fullframe_spatial", None)
     if known is None:
         if mesh.mesh_dim_names != AXES:
             raise MeshError(f"a mesh with axes {AXES} is needed, got {mesh.mesh_dim_names}; make it with ff.init_mesh")
-        known = _spatial(mesh)
+        known = _spatial(mesh, draw_seed)
         mesh._fullframe_spatial = known  # type: ignore[attr-defined]
     return known
 
 
-def _spatial(mesh: DeviceMesh) -> Spatial:
+def _spatial(mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], int]) -> Spatial:
     replicas = mesh.mesh.flatten(1).tolist()
     replica, mine = None, ()
     if len(replicas) == 1:
@@ -205,7 +215,7 @@ def _spatial(mesh: DeviceMesh) -> Spatial:
     assert replica is not None
     channel = channel_of(replica)
     height, width = (_axis(mesh, name, channel) for name in AXES[1:])
-    return Spatial(mesh, height, width, mine, channel, ref(replica))
+    return Spatial(mesh, height, width, mine, channel, ref(replica), draw_seed)
 
 
 def _axis(mesh: DeviceMesh, name: str, replica: Channel) -> Axis:

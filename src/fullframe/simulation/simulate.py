@@ -5,7 +5,6 @@ import math
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,6 @@ from fullframe.simulation.memory.terms import TERMS, Terms
 from fullframe.simulation.memory.trace import OutOfTime, Tracer
 from fullframe.simulation.prediction import Prediction
 from fullframe.simulation.step import SimulatedStep
-from fullframe.spatial.rules import random as drawing
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.strategy import Strategy
 from fullframe.techniques.optimizers import build_optimizer
@@ -81,11 +79,7 @@ def simulate(
     if unknown:
         raise StrategyError(f"there is no term {', '.join(map(repr, unknown))}; the terms are {', '.join(TERMS)}")
     cluster = _cluster(device, strategy)
-    # Torch takes one op for the norms of many gradients where these are plain tensors, as they are in the real step.
-    plain = patch.object(foreach, "_foreach_supported_types", [*foreach._foreach_supported_types, FakeTensor])
-    # A shard's generator is seeded with a number that is read from a tensor, which a fake one does not hold.
-    unseeded = patch.object(drawing, "shard_generator", lambda *_: torch.Generator())
-    with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), plain, unseeded:
+    with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), _one_op_for_many_norms():
         return _Simulation(recipe, strategy, cluster, without, timings, until).prediction()
 
 
@@ -106,6 +100,7 @@ class _Simulation:
         place = cluster, strategy.precision, (strategy.data, strategy.height, strategy.width)
         self._clock = StepClock(*place) if timings is None else MeasuredClock(*place, timings)
         self._mesh = init_mesh(height=strategy.height, width=strategy.width)
+        spatial_of(self._mesh, draw_seed=lambda generator: 0)  # a fake tensor holds no number to read
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._sample = read_sample(recipe)  # before anything is fake: an augmentation may read its own random numbers
         self._model = abstract_model(recipe, self._fake)
@@ -247,6 +242,17 @@ def _axes(mesh: DeviceMesh) -> dict[str, str]:
         "job": dist.group.WORLD,
     }
     return {group.group_name: axis for axis, group in groups.items()}  # type: ignore[union-attr]
+
+
+@contextmanager
+def _one_op_for_many_norms() -> Iterator[None]:
+    """As torch does for the norms of gradients that are plain tensors, which they are in the real step."""
+    types = foreach._foreach_supported_types
+    foreach._foreach_supported_types = [*types, FakeTensor]
+    try:
+        yield
+    finally:
+        foreach._foreach_supported_types = types
 
 
 @contextmanager

@@ -22,9 +22,7 @@ def shard_generator(x: SpatialTensor, generator: torch.Generator | None = None) 
     """
     spec = x.spec
     part = spec.spatial.coordinate_along([p.axis for p in spec.placements])
-    device = "cpu" if generator is None else generator.device
-    seed = int(torch.randint(2**48, (), generator=generator, device=device).item())
-    return torch.Generator(local_of(x).device).manual_seed(seed + part)
+    return torch.Generator(local_of(x).device).manual_seed(spec.spatial.draw_seed(generator) + part)
 
 
 def _kept(x: SpatialTensor, p: float) -> Tensor:
