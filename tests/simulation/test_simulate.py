@@ -12,10 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import fullframe as ff
 from fullframe.errors import RecipeError, StrategyError
+from fullframe.simulation.host import SimulatedHost
 from fullframe.simulation.memory.trace import OutOfTime
 from fullframe.simulation.prediction import Prediction
-from fullframe.simulation.step import SimulatedStep
-from fullframe.training.step import TrainStep
+from fullframe.training.host import RealHost
 
 PLAIN = ("context", "cublas_workspace", "cudnn_workspace", "prefetched_batch", "caching_allocator", "ddp_buckets")
 
@@ -124,11 +124,11 @@ def test_terms_can_be_left_out_one_by_one() -> None:
     assert every.device_bytes - without.device_bytes == every.terms["nccl"]
 
 
-def take_both(step: SimulatedStep, batch: Any) -> None:
+def take_both(host: SimulatedHost, step: ff.TrainStep, batch: Any) -> None:
     for _ in range(2):
-        step._clock.reset()
+        host._clock.reset()
         step(batch)
-        step._tracer.end_step()
+        host._tracer.end_step()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def take_both(step: SimulatedStep, batch: Any) -> None:
 )
 def test_the_second_step_may_be_copied_from_the_first(strategy: ff.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = ff.simulate(recipe(model=Normalized), strategy)
-    monkeypatch.setattr(SimulatedStep, "twice", take_both)
+    monkeypatch.setattr(SimulatedHost, "twice", take_both)
     taken = ff.simulate(recipe(model=Normalized), strategy)
     rounding = {one.bytes.pop("rounding", 0) for one in (copied, taken)}  # FSDP's blocks are cut a little otherwise
     assert max(rounding) - min(rounding) <= 2**13
@@ -163,7 +163,7 @@ def test_microbatches_may_be_copied_from_the_second(device: str, monkeypatch: py
     )
     options: dict[str, Any] = {"timings": {}} if device == "cpu" else {}
     copied = ff.simulate(recipe(model=Normalized, batch_size=12), strategy, device, **options)
-    monkeypatch.setattr(SimulatedStep, "_numbered", TrainStep._numbered)
+    monkeypatch.setattr(SimulatedHost, "microbatches", RealHost.microbatches)
     taken = ff.simulate(recipe(model=Normalized, batch_size=12), strategy, device, **options)
     assert taken.peak_bytes - 6 * 512 <= copied.peak_bytes <= taken.peak_bytes  # the sums of losses are not copied
     assert copied.reserved_bytes == taken.reserved_bytes or device == "cpu"

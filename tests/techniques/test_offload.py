@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.techniques import offload as offload_module
-from fullframe.techniques.offload import Offload
+from fullframe.techniques.offload import DeviceRoad, Offload
 from fullframe.techniques.recompute import Recomputation
 from tests.rank_group import rank_group
 from tests.techniques.test_recompute import assert_same, steps
@@ -25,10 +25,11 @@ class Watched(Offload):
     """An offload that notes what it was handed."""
 
     def __init__(self, least_bytes: int = 0):
-        super().__init__(CPU, least_bytes)
+        road = DeviceRoad(CPU)
+        super().__init__(road, least_bytes)
         self.sent: list[int] = []
         self.fetched = 0
-        send, fetch = self._road.send, self._road.fetch
+        send, fetch = road.send, road.fetch
 
         def sending(storage: torch.UntypedStorage) -> Tensor:
             self.sent.append(storage.nbytes())
@@ -38,7 +39,7 @@ class Watched(Offload):
             self.fetched += 1
             return fetch(host)
 
-        self._road.send, self._road.fetch = sending, fetching  # type: ignore[method-assign]
+        road.send, road.fetch = sending, fetching  # type: ignore[method-assign]
 
 
 def gradients(offload: Offload | None, again: bool = False) -> dict[str, Tensor]:
@@ -173,14 +174,14 @@ def test_a_second_backward_finds_everything_again() -> None:
 
 def with_offload(strategy: ff.Strategy) -> tuple[Any, Any]:
     """As on a GPU, for split tensors among others."""
-    from fullframe.training import step as step_module
+    from fullframe.training import host as host_module
 
     expected, offload = steps(strategy), Watched()
-    step_module.saving_to_host = lambda device: offload.saving  # type: ignore[attr-defined,assignment]
+    host_module.saving_to_host = lambda device: offload.saving  # type: ignore[attr-defined,assignment]
     try:
         found = steps(replace(strategy, offload=True))
     finally:
-        step_module.saving_to_host = offload_module.saving_to_host  # type: ignore[attr-defined]
+        host_module.saving_to_host = offload_module.saving_to_host  # type: ignore[attr-defined]
     assert offload.sent
     return found, expected
 

@@ -35,16 +35,17 @@ from fullframe.simulation.fake.cuda_kernels import cuda_kernels
 from fullframe.simulation.fake.data_parallel import FakeDataParallel, WithoutBuckets
 from fullframe.simulation.fake.outcomes import Outcomes
 from fullframe.simulation.fake.world import fake_job
+from fullframe.simulation.host import SimulatedHost
 from fullframe.simulation.memory.account import account
 from fullframe.simulation.memory.allocator import replay
 from fullframe.simulation.memory.terms import TERMS, Terms
 from fullframe.simulation.memory.trace import OutOfTime, Tracer
 from fullframe.simulation.prediction import Prediction
-from fullframe.simulation.step import SimulatedStep
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.strategy import Strategy
 from fullframe.techniques.optimizers import build_optimizer
 from fullframe.training.loading.delivery import Collation, Delivery, Grid
+from fullframe.training.step import TrainStep
 
 
 def simulate(
@@ -107,6 +108,7 @@ class _Simulation:
         names = {module: name for name, module in self._model.named_modules()}
         self._outcomes = Outcomes(self._fake)
         self._tracer = Tracer(names, _axes(self._mesh), self._outcomes, self._terms.scratch, self._clock, until)
+        self._host = SimulatedHost(self._clock, self._tracer, strategy)
 
     def prediction(self) -> Prediction:
         """Take the steps and account for them."""
@@ -118,7 +120,7 @@ class _Simulation:
             tracer.hold(self._terms.cublas_bytes)
             tracer.building = False
             with self._fake:
-                step.twice(batch)
+                self._host.twice(step, batch)
         return self._accounted(model, ahead)
 
     def _parallelized(self) -> ParallelModel:
@@ -138,7 +140,7 @@ class _Simulation:
             data_parallel=data_parallel,
         )
 
-    def _step(self, model: ParallelModel) -> SimulatedStep:
+    def _step(self, model: ParallelModel) -> TrainStep:
         tracer, strategy = self._tracer, self._strategy
         tracer.mark("parameter", list(model.parameters()))  # where they are sharded, these are others
         tracer.mark("gradient", model.buckets)
@@ -148,7 +150,7 @@ class _Simulation:
                 _choose_as_on_cuda(optimizer)
             optimizer.register_step_pre_hook(lambda *_: setattr(self._outcomes, "updating", True))
             optimizer.register_step_post_hook(lambda *_: setattr(self._outcomes, "updating", False))
-            step = SimulatedStep(model, self._recipe.loss, optimizer, strategy, self._clock, tracer)
+            step = TrainStep(model, self._recipe.loss, optimizer, strategy, host=self._host)
         if step.average is not None:
             tracer.mark("average", list(step.average.state_dict().values()))
         return step

@@ -8,12 +8,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 LEAST_BYTES = 1 << 20  # of a storage; smaller ones gain little and cost a copy each
 LEAVING_BYTES = 512 << 20  # on the device that may wait for their copy; beyond it the host waits too
@@ -22,84 +21,87 @@ LEAVING_BYTES = 512 << 20  # on the device that may wait for their copy; beyond 
 def saving_to_host(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """What to enter around each forward pass on `device`; on a CPU, where it could save nothing, it is nothing."""
     if device.type != "cpu":
-        return Offload(device).saving
+        return Offload(DeviceRoad(device)).saving
     if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn("strategy.offload does nothing on a CPU, whose memory is the host's", stacklevel=2)
     return nullcontext
 
 
+class Road(Protocol):
+    """The way to where activations wait, and back."""
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage can be sent."""
+
+    def send(self, storage: torch.UntypedStorage) -> Any:
+        """Send a storage, which is held until it has left; what to fetch it by."""
+
+    def fetch(self, sent: Any) -> tuple[Tensor, Any]:
+        """The bytes that were sent, and what to wait for before they are used."""
+
+    def wait(self, arrival: Any) -> None:
+        """Have the work that is queued from now on find the bytes there."""
+
+
 class Offload:
     """`with offload.saving(): forward()`, for one microbatch after the other.
 
-    Only plain tensors on `device` whose storage has `least_bytes` or more, no parameters; what several nodes save goes
-    once. Under recompute these are the blocks' inputs and what is saved outside the blocks.
+    Only plain tensors whose storage has `least_bytes` or more, no parameters; what several nodes save goes once. Under
+    recompute these are the blocks' inputs and what is saved outside the blocks.
     """
 
-    def __init__(self, device: torch.device, least_bytes: int = LEAST_BYTES):
-        self._road, self._least_bytes = _Road(device), least_bytes
+    def __init__(self, road: Road, least_bytes: int = LEAST_BYTES):
+        self._road, self._least_bytes = road, least_bytes
         self._parked: weakref.WeakValueDictionary[tuple[int, int], _Parked] = weakref.WeakValueDictionary()
-        self._last: weakref.ref[_Parked] | None = None
+        self._last: Callable[[], _Parked | None] = lambda: None
 
     def saving(self) -> AbstractContextManager[None]:
         """Inside, what is saved for backward is sent away."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> "Tensor | _View":
-        if not self._is_wanted(tensor):
+        is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if is_weight or not self._road.takes(tensor) or tensor.untyped_storage().nbytes() < self._least_bytes:
             return tensor
-        storage = tensor.untyped_storage()
+        storage: Any = tensor.untyped_storage()
         # Written to in between, it is another value under the same address.
-        key = StorageWeakRef(storage).cdata, tensor._version
+        key = storage._cdata, tensor._version
         parked = self._parked.get(key)
-        if parked is None:
-            before = None if self._last is None else self._last()
-            parked = self._parked[key] = _Parked(storage, self._road, before)
+        if parked is None or parked.source() is not storage:
+            parked = self._parked[key] = _Parked(storage, self._road, self._last())
             self._last = weakref.ref(parked)
         return _View(parked, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-    def _is_wanted(self, tensor: Tensor) -> bool:
-        return (
-            type(tensor) is Tensor  # no parameter, no split or sharded tensor
-            and tensor.device.type == self._road.device.type
-            and tensor.layout == torch.strided
-            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-            and tensor.untyped_storage().nbytes() >= self._least_bytes
-            and not isinstance(tensor._base, nn.Parameter)
-        )
 
     def _unpack(self, packed: "Tensor | _View") -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        storage = packed.parked.take()
-        tensor = torch.empty((), dtype=packed.dtype, device=storage.device)
-        return tensor.set_(storage, packed.offset, packed.size, packed.stride)
+        held = packed.parked.take()
+        held = held[: held.numel() // packed.dtype.itemsize * packed.dtype.itemsize]
+        return held.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
 
 
 class _Parked:
-    """One storage in host memory; `before` was sent just before it, and so is wanted just after it."""
+    """One storage that was sent away; `before` was sent just before it, and so is wanted just after it."""
 
-    def __init__(self, storage: torch.UntypedStorage, road: "_Road", before: "_Parked | None"):
-        self._address = StorageWeakRef(storage)  # held, so that no other storage gets it meanwhile
+    def __init__(self, storage: torch.UntypedStorage, road: Road, before: "_Parked | None"):
+        self.source = weakref.ref(storage)
         self._road = road
         self._before = None if before is None else weakref.ref(before)
-        self._host = road.send(storage)
-        self._ahead: tuple[Tensor, torch.Event | None] | None = None  # fetched, and not used yet
-        self._in_use: weakref.ref[torch.UntypedStorage] | None = None
+        self._sent = road.send(storage)
+        self._ahead: tuple[Tensor, Any] | None = None  # fetched, and not used yet
+        self._in_use: weakref.ref[Tensor] | None = None
 
-    def take(self) -> torch.UntypedStorage:
-        """The storage, back on the device, for work that is queued from now on."""
-        storage = None if self._in_use is None else self._in_use()
-        if storage is None:
-            tensor, arrived = self._ahead or self._road.fetch(self._host)
-            self._ahead = None
-            if arrived is not None:
-                torch.accelerator.current_stream().wait_event(arrived)
-            storage = tensor.untyped_storage()
-            self._in_use = weakref.ref(storage)
+    def take(self) -> Tensor:
+        """Its bytes, back for work that is queued from now on."""
+        held = None if self._in_use is None else self._in_use()
+        if held is None:
+            held, arrival = self._ahead or self._road.fetch(self._sent)
+            self._road.wait(arrival)
+            self._ahead, self._in_use = None, weakref.ref(held)
         before = None if self._before is None else self._before()
         if before is not None and before._in_use is None and before._ahead is None:
-            before._ahead = self._road.fetch(before._host)
-        return storage
+            before._ahead = self._road.fetch(before._sent)
+        return held
 
 
 class _View(NamedTuple):
@@ -112,13 +114,22 @@ class _View(NamedTuple):
     offset: int
 
 
-class _Road:
+class DeviceRoad:
     """Bytes between `device` and host memory."""
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._leaving: deque[tuple[torch.Event, Tensor]] = deque()
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Plain tensors on the device."""
+        return (
+            type(tensor) is Tensor  # no split or sharded tensor
+            and tensor.device.type == self._device.type
+            and tensor.layout == torch.strided
+            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+        )
 
     def send(self, storage: torch.UntypedStorage) -> Tensor:
         """A copy in host memory. The storage is held until the copy is made."""
@@ -130,14 +141,19 @@ class _Road:
             self._leaving.append((sent, source))
         return host
 
-    def fetch(self, host: Tensor) -> tuple[Tensor, torch.Event | None]:
+    def fetch(self, sent: Tensor) -> tuple[Tensor, torch.Event | None]:
         """A copy on the device, and when it will be there."""
         self._let_go()
-        tensor = torch.empty_like(host, device=self.device, pin_memory=False)
-        arrived = self._copy(host, tensor)
+        tensor = torch.empty_like(sent, device=self._device, pin_memory=False)
+        arrived = self._copy(sent, tensor)
         if self._stream is not None:
             tensor.record_stream(self._stream)  # should nobody come to use it
         return tensor, arrived
+
+    def wait(self, arrival: torch.Event | None) -> None:
+        """The device waits, not the host."""
+        if arrival is not None:
+            torch.accelerator.current_stream().wait_event(arrival)
 
     def _copy(self, source: Tensor, target: Tensor) -> torch.Event | None:
         if self._stream is None:

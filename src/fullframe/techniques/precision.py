@@ -34,34 +34,37 @@ def computing(precision: Precision, device_type: str) -> Iterator[None]:
 class LossScale:
     """What the loss is multiplied by before backward, so that small fp16 gradients do not vanish; a power of 2.
 
-    `value` is None until the first microbatch shows how many elements are summed: the gradient of a sum over a
-    million pixels is a million times that of the mean, and would overflow 20 times before the scale fits.
+    It is started once the first microbatch shows how many elements are summed: the gradient of a sum over a million
+    pixels is a million times that of the mean, and would overflow 20 times before the scale fits.
     """
 
     _FIRST = 2.0**16
     _GROWTH_STEPS = 2000
 
     def __init__(self) -> None:
-        self.value: float | None = None
+        self.value = self._FIRST
         self._good_steps = 0
-        self._mean = 0.0  # the scale at which the loss is the mean itself
+        self._mean = 0.0  # the scale at which the loss is the mean itself; 0 before the start
+
+    @property
+    def started(self) -> bool:
+        """Whether it knows how many elements are summed."""
+        return self._mean > 0
 
     @property
     def falling(self) -> bool:
         """Whether an overflow may be the scale's fault; below the mean itself it is the model's."""
-        return self.value is not None and self.value > self._mean
+        return self.value > self._mean
 
     def start(self, count: float) -> float:
         """The scale for a loss summed over about `count` elements; as it was, once started."""
-        if self.value is None:
+        if not self.started:
             self._mean = 1 / 2.0 ** math.ceil(math.log2(max(count, 1.0)))
             self.value = self._FIRST * self._mean
         return self.value
 
     def update(self, overflowed: bool) -> None:
         """Learn how a step went, the same on all ranks."""
-        if self.value is None:
-            return
         self._good_steps = 0 if overflowed else self._good_steps + 1
         if overflowed:
             self.value /= 2

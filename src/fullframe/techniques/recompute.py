@@ -7,7 +7,8 @@ counts a batch once, dropout draws the same.
 
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,7 +26,7 @@ from fullframe.model.buffers import borrow_buffers, buffers_of, return_buffers
 from fullframe.model.forward_patch import PatchedForward
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 from fullframe.strategy import Strategy
-from fullframe.techniques.budget import Costs, agreed, choose
+from fullframe.techniques.budget import Costs, choose
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which are never called
 
@@ -109,7 +110,7 @@ class _Recomputed(PatchedForward):
             return self.original(*args, **kwargs)
 
         before = _Before(self._module)
-        result = checkpoint(run, *locals_, use_reentrant=False, context_fn=lambda: (before, _Again(before)))
+        result = checkpoint(run, *locals_, use_reentrant=False, context_fn=lambda: (before.noting(), _Again(before)))
         if any(tensor._version != version for tensor, version in versions):
             raise StrategyError(
                 f"{self._name} writes to its input, so it cannot be recomputed from it; use inplace=False in its first "
@@ -119,45 +120,54 @@ class _Recomputed(PatchedForward):
 
 
 class _Before:
-    """Around the first pass: what it starts from, beside its inputs and torch's random states."""
+    """What the first pass starts from, beside its inputs and torch's random states."""
 
     def __init__(self, module: nn.Module):
         self.module = module
         self.random_states = random.getstate(), np.random.get_state()
         self.buffers: dict[tuple[nn.Module, str], Tensor] = {}  # as they were, of those that the pass has changed
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Around the first pass."""
         # Without batch norm's: its kernel writes them unseen by autograd, but its output does not follow from them.
-        self._watched = [
+        watched = [
             (owner, name, buffer, buffer._version, buffer.detach().clone())
             for owner, name, buffer in buffers_of(self.module)
             if not isinstance(owner, _NormBase)
         ]
+        try:
+            yield
+        finally:
+            for owner, name, buffer, version, copy in watched:
+                if owner._buffers.get(name) is not buffer:
+                    self.buffers[owner, name] = buffer
+                elif buffer._version != version:
+                    self.buffers[owner, name] = copy
 
-    def __exit__(self, *error: Any) -> None:
-        for owner, name, buffer, version, copy in self._watched:
-            if owner._buffers.get(name) is not buffer:
-                self.buffers[owner, name] = buffer
-            elif buffer._version != version:
-                self.buffers[owner, name] = copy
-        del self._watched
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Around the second pass: it starts as the first did and leaves no trace."""
+        now = random.getstate(), np.random.get_state()
+        _set_random_states(self.random_states)
+        buffers = borrow_buffers(self.module, self.buffers)
+        try:
+            yield
+        finally:
+            return_buffers(buffers)
+            _set_random_states(now)
 
 
-class _Again:
-    """Around the second pass, which can come more than once: it starts as the first did and leaves no trace."""
+class _Again(ExitStack):
+    """Around the second pass, which can come more than once."""
 
     def __init__(self, before: _Before):
+        super().__init__()
         self._before = before
 
-    def __enter__(self) -> None:
-        before = self._before
-        self._random_states = random.getstate(), np.random.get_state()
-        _set_random_states(before.random_states)
-        self._buffers = borrow_buffers(before.module, before.buffers)
-
-    def __exit__(self, *error: Any) -> None:
-        return_buffers(self._buffers)
-        _set_random_states(self._random_states)
+    def __enter__(self) -> "_Again":
+        self.enter_context(self._before.restored())
+        return self
 
 
 def _set_random_states(states: tuple[Any, Any]) -> None:
@@ -166,23 +176,20 @@ def _set_random_states(states: tuple[Any, Any]) -> None:
 
 
 class Recomputation:
-    """Which blocks of `model` are computed again: known at once, or with a budget when `decide` got the costs."""
+    """Which blocks of `model` are computed again, by their `names`; with a budget, none until it is settled."""
 
     def __init__(self, model: nn.Module, strategy: Strategy):
-        self._model, self._budget_bytes = model, strategy.recompute_budget_bytes
-        self.candidates = blocks_to_recompute(model, strategy)
-        self.names: tuple[str, ...] | None = None
-        if self._budget_bytes is None:
-            self._apply(self.candidates)
+        self._model, self._candidates = model, blocks_to_recompute(model, strategy)
+        self._budget_bytes = strategy.recompute_budget_bytes  # None: there is none to be settled
+        self.names = self._unchecked = self._candidates if self._budget_bytes is None else ()
+        recompute(model, self.names)
 
-    def decide(self, costs: Costs) -> None:
-        """Choose within the budget; all ranks call it, each with its own costs."""
-        assert self._budget_bytes is not None
-        self._apply(choose(agreed(costs), self._budget_bytes))
-
-    def _apply(self, names: tuple[str, ...]) -> None:
-        recompute(self._model, names)
-        self.names, self._unchecked = names, names
+    def settle(self, costs: Callable[[Sequence[str]], Costs]) -> None:
+        """Before a forward pass: choose within the budget, once, by `costs(names)`, on which the ranks agree."""
+        if self._budget_bytes is not None:
+            self.names = self._unchecked = choose(costs(self._candidates), self._budget_bytes)
+            self._budget_bytes = None
+            recompute(self._model, self.names)
 
     def check(self) -> None:
         """After the first forward pass: say which blocks it did not call (but their parts one by one, perhaps)."""

@@ -7,8 +7,8 @@ replica each hold their replica's full count.
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,15 +22,13 @@ from fullframe.model.buffers import KeptBuffers
 from fullframe.model.forward_patch import restore
 from fullframe.model.parallelize import require_parallelized_for
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
-from fullframe.ranks.randomness import kept_random_state
-from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.strategy import Strategy
-from fullframe.techniques.budget import Costs, device_clock, measured
+from fullframe.techniques.budget import Costs
 from fullframe.techniques.ema import ParameterAverage
-from fullframe.techniques.offload import saving_to_host
 from fullframe.techniques.precision import LossScale, computing
 from fullframe.techniques.recompute import Recomputation
 from fullframe.techniques.update_in_backward import UpdateInBackward
+from fullframe.training.host import RealHost, StepHost
 from fullframe.training.microbatches import microbatches
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
@@ -58,7 +56,15 @@ class TrainStep:
     raises ShapeError when the batch cannot be cut into the microbatches, RecipeError when the loss is no scalar.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy):
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        *,
+        host: StepHost | None = None,
+    ):
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         if strategy.ranks != self._ranks:
             raise StrategyError(
@@ -74,7 +80,9 @@ class TrainStep:
             require_parallelized_for(strategy, model)
         self._model, self._loss, self._optimizer, self._strategy = model, loss, optimizer, strategy
         parameter = next(model.parameters(), None)
-        self._device_type = "cpu" if parameter is None else parameter.device.type
+        device = torch.device("cpu") if parameter is None else parameter.device
+        self._device_type = device.type
+        self._host = RealHost(device, self._ranks, strategy.offload) if host is None else host
         self.scale = LossScale() if strategy.precision == "fp16" else None
         plain = getattr(model, "module", model)
         self.average = None if strategy.ema_decay is None else ParameterAverage(plain, strategy.ema_decay)
@@ -83,14 +91,13 @@ class TrainStep:
         restore(plain)  # what an earlier step has put in
         if self._ranks > 1:
             synchronize_batchnorm(plain, strategy.height * strategy.width, every=strategy.sync_batchnorm)
-        self.recomputation = Recomputation(plain, strategy)
-        self._to_host: Callable[[], AbstractContextManager[None]] | None = None
+        self._recomputation = Recomputation(plain, strategy)
         self.updating = False  # parameters may be neither those before the step nor those after it
 
     def __call__(self, batch: Any, hand: bool = False) -> StepRecord:
         """Take the step. With `hand` this rank asks for the others' attention: all learn how many did."""
         started = time.perf_counter()
-        self._begin()
+        self.begin()
         take = self._update_after_backward if self._in_backward is None else self._update_in_backward
         loss_sum, count, grad_norm, skipped, hands = take(batch, hand)
         if skipped:
@@ -106,7 +113,8 @@ class TrainStep:
             hands=round(hands),
         )
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """How every step begins: gradients are let go, buffers kept."""
         self._model.zero_grad(set_to_none=True)
         self._buffers.keep()
 
@@ -122,7 +130,7 @@ class TrainStep:
         )
         skipped = broken_ranks > 0 or count_of_all <= 0
         factor = self._ranks / count_of_all if count_of_all > 0 else math.nan
-        if self.scale is not None and self.scale.value is not None:
+        if self.scale is not None:
             factor /= self.scale.value
             self.scale.update(overflowed=broken_ranks > 0)
         grad_norm = scaled_norm * factor
@@ -130,12 +138,9 @@ class TrainStep:
             factor *= self._clipping(grad_norm)
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
-            self._update()
+            self.updating = True
+            self._host.update(self._optimizer.step)
         return loss_sum_of_all, count_of_all, grad_norm, skipped, hands
-
-    def _update(self) -> None:
-        self.updating = True
-        self._optimizer.step()
 
     def _update_in_backward(self, batch: Any, hand: bool) -> tuple[float, float, float, bool, float]:
         """The same; whether to update, and by what to divide, is agreed before backward."""
@@ -158,9 +163,9 @@ class TrainStep:
             )
         if broken_ranks > 0 or count_of_all <= 0:
             return loss_sum, count_of_all, math.nan, True, hands
-        turns = mine if self._ranks == 1 else self._same_turns(mine)
+        turns = self._host.agree_order(mine, len(self._in_backward.names))
         self.updating = True
-        (grad_norm,) = self._read(self._in_backward.backward(summed / count_of_all, turns, mine))
+        (grad_norm,) = self._host.read([self._in_backward.backward(summed / count_of_all, turns, mine)])
         if not math.isfinite(grad_norm):
             raise GradientError(
                 f"the gradient's norm is {grad_norm}, and update_in_backward has applied it; go on from the last "
@@ -173,19 +178,7 @@ class TrainStep:
         totals = torch.stack([scalar.double() for scalar in summed])
         if self._ranks > 1:
             dist.all_reduce(totals)
-        return self._read(*totals, *([] if alike is None else [alike]))
-
-    def _same_turns(self, mine: list[int]) -> list[int]:
-        """The first rank's order, of all parameters that a rank has. A simulation, which has one, overrides this."""
-        assert self._in_backward is not None
-        numbers, own = range(len(self._in_backward.names)), set(mine)
-        order = torch.tensor(mine + [n for n in numbers if n not in own], device=self._device_type)
-        used = torch.tensor([n in own for n in numbers], device=self._device_type, dtype=torch.int32)
-        dist.broadcast(order, 0)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        with waiting_for_ranks():
-            is_used = used.tolist()
-        return [number for number in order.tolist() if is_used[number]]
+        return self._host.read([*totals, *([] if alike is None else [alike])])
 
     def rehearse(self, batch: Any) -> None:
         """Forward and backward as in a step, without an update; the gradients are thrown away."""
@@ -216,7 +209,7 @@ class TrainStep:
         no_sync = getattr(self._model, "no_sync", nullcontext)
         if self._strategy.shard_parameters:
             no_sync = nullcontext  # until they are sent, gradients are whole on every rank
-        for number, microbatch in self._numbered(batch):
+        for number, microbatch in self._host.microbatches(batch, pieces):
             with nullcontext() if number == pieces else no_sync():
                 loss_sum, count = self._forward(microbatch)
                 self._scaled(loss_sum, count).backward()
@@ -224,62 +217,38 @@ class TrainStep:
         loss_sum, count = torch.stack(totals).sum(0).unbind()
         return loss_sum, count
 
-    def _numbered(self, batch: Any) -> Iterator[tuple[int, Any]]:
-        """The microbatches, from 1 on. A simulation leaves out those that are like others."""
-        return enumerate(microbatches(batch, self._strategy.microbatches), start=1)
-
     def _forward(self, microbatch: Any) -> tuple[Tensor, Tensor]:
-        if self.recomputation.names is None:
-            self.recomputation.decide(self._block_costs(microbatch))
-        with computing(self._strategy.precision, self._device_type), self._saving():
-            loss_sum, count = _sum_and_count(self._loss(self._model, microbatch))
-        self.recomputation.check()
+        self._recomputation.settle(lambda names: self._block_costs(names, microbatch))
+        with computing(self._strategy.precision, self._device_type), self._host.saving():
+            loss_sum, count = sum_and_count(self._loss(self._model, microbatch))
+        self._recomputation.check()
         return loss_sum, count
 
-    def _block_costs(self, microbatch: Any) -> Costs:
-        """What it costs to keep each block's activations. A simulation has another clock, and overrides this."""
-
+    def _block_costs(self, names: Sequence[str], microbatch: Any) -> Costs:
         def forward() -> None:
             with getattr(self._model, "no_sync", nullcontext)(), computing(self._strategy.precision, self._device_type):
                 self._loss(self._model, microbatch)
 
-        plain, names = getattr(self._model, "module", self._model), self.recomputation.candidates
-        clock = device_clock(self._device_type)
-        with kept_random_state():
-            measured(plain, names, forward, clock)  # the first pass is slower: kernels are loaded and chosen
-            return measured(plain, names, forward, clock)
-
-    def _saving(self) -> AbstractContextManager[None]:
-        """Around a forward pass: where saved activations go. A simulation, which knows no host, overrides this."""
-        if not self._strategy.offload:
-            return nullcontext()
-        if self._to_host is None:
-            self._to_host = saving_to_host(next(self._model.parameters()).device)
-        return self._to_host()
+        return self._host.block_costs(getattr(self._model, "module", self._model), names, forward)
 
     def _scaled(self, loss_sum: Tensor, count: Tensor) -> Tensor:
         """The loss times the scale that fp16 needs, on which the ranks agree at the first microbatch."""
         if self.scale is None:
             return loss_sum
-        if self.scale.value is None:
+        if not self.scale.started:
             largest = count * self._strategy.microbatches
             if self._ranks > 1:
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-            self.scale.start(self._read(largest)[0])
-        return loss_sum.float() * self.scale.start(1)
+            self.scale.start(*self._host.read([largest]))
+        return loss_sum.float() * self.scale.value
 
     def _clipping(self, grad_norm: float) -> float:
         """What the gradients are multiplied by, so that their norm is at most `clip_norm`."""
         most = self._strategy.clip_norm
         return 1.0 if most is None or grad_norm <= most else most / grad_norm
 
-    def _read(self, *scalars: Tensor) -> list[float]:
-        """The numbers on the host: what the whole job decides by. A simulation, which has none, overrides this."""
-        with waiting_for_ranks():  # a device's messages
-            return torch.stack([scalar.double() for scalar in scalars]).tolist()
 
-
-def _sum_and_count(output: Any) -> tuple[Tensor, Tensor]:
+def sum_and_count(output: Any) -> tuple[Tensor, Tensor]:
     """A mean counts as the sum over one element, so that microbatches and replicas weigh alike."""
     value, count = output if isinstance(output, tuple) and len(output) == 2 else (output, 1)
     if not isinstance(value, Tensor) or value.dim() != 0:

@@ -1,0 +1,82 @@
+"""What of a step depends on where it runs: on devices, or in a simulation, which has neither numbers nor a clock."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullframe.ranks.randomness import kept_random_state
+from fullframe.ranks.waiting import waiting_for_ranks
+from fullframe.techniques.budget import Costs, agreed, device_clock, measured
+from fullframe.techniques.offload import saving_to_host
+from fullframe.training.microbatches import microbatches
+
+
+class StepHost(Protocol):
+    """What `TrainStep` asks of the place where it runs."""
+
+    def read(self, scalars: Sequence[Tensor]) -> list[float]:
+        """Scalars as numbers, by which the whole job decides."""
+
+    def agree_order(self, mine: Sequence[int], parameters: int) -> list[int]:
+        """The first rank's order of all numbers below `parameters` that a rank has among `mine`."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Around a forward pass: where activations that are saved for backward go."""
+
+    def block_costs(self, model: nn.Module, names: Sequence[str], forward: Callable[[], object]) -> Costs:
+        """What it costs to keep the activations of the named blocks, the same on all ranks, by running `forward`."""
+
+    def microbatches(self, batch: Any, count: int) -> Iterator[tuple[int, Any]]:
+        """The slices of a batch that are run, each with its number from 1 to `count`."""
+
+    def update(self, step: Callable[[], object]) -> None:
+        """Take the optimizer's `step`."""
+
+
+class RealHost:
+    """Devices and ranks as they are."""
+
+    def __init__(self, device: torch.device, ranks: int, offload: bool):
+        self._device, self._ranks = device, ranks
+        self._saving = saving_to_host(device) if offload else nullcontext
+
+    def read(self, scalars: Sequence[Tensor]) -> list[float]:
+        """As `StepHost.read`; waits for the device."""
+        with waiting_for_ranks():  # a device's messages
+            return torch.stack([scalar.double() for scalar in scalars]).tolist()
+
+    def agree_order(self, mine: Sequence[int], parameters: int) -> list[int]:
+        """As `StepHost.agree_order`; all ranks call it."""
+        own = set(mine)
+        if self._ranks == 1:
+            return list(mine)
+        order = torch.tensor([*mine, *(n for n in range(parameters) if n not in own)], device=self._device)
+        used = torch.tensor([n in own for n in range(parameters)], device=self._device, dtype=torch.int32)
+        dist.broadcast(order, 0)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        with waiting_for_ranks():
+            is_used = used.tolist()
+        return [number for number in order.tolist() if is_used[number]]
+
+    def saving(self) -> AbstractContextManager[None]:
+        """In host memory, with `offload`."""
+        return self._saving()
+
+    def block_costs(self, model: nn.Module, names: Sequence[str], forward: Callable[[], object]) -> Costs:
+        """As `StepHost.block_costs`; random states are as before."""
+        clock = device_clock(self._device.type)
+        with kept_random_state():
+            measured(model, names, forward, clock)  # the first pass is slower: kernels are loaded and chosen
+            return agreed(measured(model, names, forward, clock))
+
+    def microbatches(self, batch: Any, count: int) -> Iterator[tuple[int, Any]]:
+        """All of them."""
+        return enumerate(microbatches(batch, count), start=1)
+
+    def update(self, step: Callable[[], object]) -> None:
+        """Once."""
+        step()
