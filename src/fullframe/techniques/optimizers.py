@@ -1,19 +1,18 @@
-"""The optimizer a strategy asks for: the recipe's own or a leaner one in its place, and its state spread over ranks."""
+"""The optimizer a strategy asks for: the recipe's own, or a leaner one in its place."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 from fullframe.errors import StrategyError
 from fullframe.model.fsdp import is_sharded
 from fullframe.strategy import OptimizerName, Strategy
+from fullframe.techniques.zero import shard_state, trainable
 
 _MOMENTUM = 0.9  # of "sgd" in the place of an optimizer that has none
-_BUCKET_BYTES = 25 << 20  # of a message in which updated parameters travel together
 
 
 def build_optimizer(
@@ -29,13 +28,13 @@ def build_optimizer(
     optimizer = make(model.parameters())
     if strategy.optimizer != "recipe":
         optimizer = _replaced(optimizer, strategy.optimizer)
-    if isinstance(optimizer, Adafactor) and any(map(is_sharded, _parameters(optimizer))):
+    if isinstance(optimizer, Adafactor) and any(map(is_sharded, trainable(optimizer))):
         raise StrategyError(
             "torch's Adafactor cannot update sharded parameters (its row and column means are not taken over ranks); "
             "use optimizer 'adamw8bit', or shard_optimizer in the place of shard_parameters"
         )
     if strategy.shard_optimizer and strategy.ranks > 1:
-        _shard_state(optimizer)
+        shard_state(optimizer)
     return optimizer
 
 
@@ -65,10 +64,6 @@ def _bytes(value: Any) -> int:
     return value.numel() * value.element_size()
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
 _FAMILIES: dict[str, tuple[tuple[type[Optimizer], ...], tuple[str, ...]]] = {  # and the options they share
     "sgd": ((SGD,), ("momentum", "dampening", "nesterov")),
     "adamw": ((Adam, AdamW), ("betas", "eps", "amsgrad")),
@@ -82,7 +77,7 @@ def _replaced(source: Optimizer, name: OptimizerName) -> Optimizer:
     family, options = _FAMILIES[name]
     kept = ["params", "lr", "weight_decay", "maximize", *(options if isinstance(source, family) else ())]
     groups = [{key: group[key] for key in kept if key in group} for group in source.param_groups]
-    parameters = _parameters(source)
+    parameters = trainable(source)
     # Fused kernels need no temporary of the parameters' size; torch has none of SGD for sharded parameters.
     fused = all(p.device.type in ("cpu", "cuda") for p in parameters) or None
     if name == "sgd":
@@ -112,46 +107,3 @@ def _adamw8bit(groups: list[dict[str, Any]]) -> Optimizer:
     on_host = all(p.device.type == "cpu" for group in groups for p in group["params"])
     optimizer: Optimizer = (AdamW8bit if on_host else torchao.optim.AdamW8bit)(groups)
     return optimizer
-
-
-def _shard_state(optimizer: Optimizer) -> None:
-    """Each rank updates its part of the parameters, and so has the state of those alone; all get the new values.
-
-    ZeRO-1 (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020), by whole
-    parameters. The optimizer is the recipe's own, which updates what has a gradient, so that its options, schedules
-    and hooks work as ever; torch's ZeroRedundancyOptimizer would make another, from a class and defaults.
-    """
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    parts = _parts(_parameters(optimizer), ranks)
-    others = [p for owner, part in enumerate(parts) if owner != rank for p in part]
-    for other in others:
-        optimizer.state.pop(other, None)  # Adagrad makes its state at once
-    everyone = dist.distributed_c10d._get_default_group()
-    set_aside: list[Tensor | None] = []
-
-    def leave_out_others(*_: Any) -> None:
-        set_aside[:] = [p.grad for p in others]
-        for parameter in others:
-            parameter.grad = None
-
-    def share(*_: Any) -> None:
-        for parameter, gradient in zip(others, set_aside, strict=True):
-            parameter.grad = gradient
-        set_aside.clear()
-        for owner, part in enumerate(parts):
-            if part:
-                dist._broadcast_coalesced(everyone, [p.detach() for p in part], _BUCKET_BYTES, owner)
-
-    optimizer.register_step_pre_hook(leave_out_others)
-    optimizer.register_step_post_hook(share)
-
-
-def _parts(parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
-    """One part a rank: the largest parameter first, each to the rank that has the fewest elements."""
-    parts: list[list[nn.Parameter]] = [[] for _ in range(ranks)]
-    held = [0] * ranks
-    for parameter in sorted(parameters, key=lambda p: -p.numel()):
-        least = held.index(min(held))
-        parts[least].append(parameter)
-        held[least] += parameter.numel()
-    return parts

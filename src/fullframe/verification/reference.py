@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fullframe.errors import FullframeError, RecipeError
 from fullframe.ranks.randomness import seed_everything
 from fullframe.recipe import Recipe, load_recipe
+from fullframe.training.step import sum_and_count
 from fullframe.verification.module_tensors import ModuleTensors
 from fullframe.verification.verdict import Place, Value
 
@@ -130,11 +131,6 @@ def double_model(recipe: Recipe) -> nn.Module:
     return model
 
 
-def sum_and_count(output: Any) -> tuple[Tensor, float]:
-    """A recipe's loss as (sum, count)."""
-    return (output[0], float(output[1])) if isinstance(output, tuple) else (output, 1.0)
-
-
 def _recorded(recipe: Recipe, model: nn.Module, batch: Any, folder: Path) -> tuple[float, float]:
     """Forward and backward of one replica's samples, every module's tensors written; the loss sum and its count."""
     folder.mkdir()
@@ -144,7 +140,7 @@ def _recorded(recipe: Recipe, model: nn.Module, batch: Any, folder: Path) -> tup
         modules.stop()
         value.backward()
     torch.save(record.part, folder / "index.pt")
-    return value.item(), count
+    return value.item(), count.item()
 
 
 class _Record:

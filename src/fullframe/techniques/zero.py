@@ -1,0 +1,57 @@
+"""An optimizer's state spread over the ranks, by whole parameters: ZeRO-1.
+
+As Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020). The optimizer is
+the recipe's own, which updates what has a gradient, so that its options, schedules and hooks work as ever; torch's
+ZeroRedundancyOptimizer would make another, from a class and defaults.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fullframe.model.averaging import BUCKET_BYTES
+
+
+def trainable(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters that it updates."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def shard_state(optimizer: Optimizer) -> None:
+    """From now on each rank updates its part of the parameters, whose state it has; all get the new values."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    parts = _parts(trainable(optimizer), ranks)
+    others = [p for owner, part in enumerate(parts) if owner != rank for p in part]
+    for other in others:
+        optimizer.state.pop(other, None)  # Adagrad makes its state at once
+    everyone = dist.distributed_c10d._get_default_group()
+    set_aside: list[Tensor | None] = []
+
+    def leave_out_others(*_: Any) -> None:
+        set_aside[:] = [p.grad for p in others]
+        for parameter in others:
+            parameter.grad = None
+
+    def share(*_: Any) -> None:
+        for parameter, gradient in zip(others, set_aside, strict=True):
+            parameter.grad = gradient
+        set_aside.clear()
+        for owner, part in enumerate(parts):
+            if part:
+                dist._broadcast_coalesced(everyone, [p.detach() for p in part], BUCKET_BYTES, owner)
+
+    optimizer.register_step_pre_hook(leave_out_others)
+    optimizer.register_step_post_hook(share)
+
+
+def _parts(parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
+    """One part a rank: the largest parameter first, each to the rank that has the fewest elements."""
+    parts: list[list[nn.Parameter]] = [[] for _ in range(ranks)]
+    held = [0] * ranks
+    for parameter in sorted(parameters, key=lambda p: -p.numel()):
+        least = held.index(min(held))
+        parts[least].append(parameter)
+        held[least] += parameter.numel()
+    return parts
