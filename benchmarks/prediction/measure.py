@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.prediction.cases import CASES, Case
 from fullframe.ranks.mesh import init_mesh
-from fullframe.training.loop import build
-from fullframe.training.step import TrainStep
+from fullframe.training.session import assemble
 
 STEPS = 2
 
@@ -24,12 +23,10 @@ STEPS = 2
 def peak_bytes(case: Case) -> int:
     """From before the model is made to the end of the second step."""
     mesh = init_mesh(height=case.strategy.height, width=case.strategy.width)
-    recipe = case.recipe
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        model, state = build(recipe, case.strategy, mesh)
-        step = TrainStep(model, recipe.loss, state.optimizer, case.strategy)
-        for _, batch in zip(range(STEPS), state.loader, strict=False):
-            if step(batch).skipped:
+        session = assemble(case.recipe, case.strategy, mesh)
+        for _, batch in zip(range(STEPS), session.state.loader, strict=False):
+            if session.step(batch).skipped:
                 raise SystemExit("a step was skipped: the optimizer's state was not made")
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

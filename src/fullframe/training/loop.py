@@ -1,6 +1,5 @@
 """The loop: build what the recipe names, step, record, evaluate, checkpoint. Prints nothing; callers get records."""
 
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -8,30 +7,19 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader
 
 from fullframe.errors import RecipeError
 from fullframe.model.fsdp import is_sharded, whole_value
-from fullframe.model.parallelize import parallelize_for
 from fullframe.processes.exit_reasons import restart_reason
-from fullframe.processes.stop_signals import Stopped, StopSignals
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.mesh import init_mesh
-from fullframe.ranks.randomness import seed_everything
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
-from fullframe.techniques.optimizers import build_optimizer
-from fullframe.training.checkpoints.state import RunState
-from fullframe.training.checkpoints.writer import Checkpoints, load, newest_checkpoint
+from fullframe.training.checkpoints.writer import load, newest_checkpoint
 from fullframe.training.evaluation import evaluating
-from fullframe.training.faults.divergence import require_same_numbers
-from fullframe.training.faults.watchdog import Watchdog
-from fullframe.training.loading.delivery import mesh_device
-from fullframe.training.loading.loader import ShardedLoader, require_indexed
-from fullframe.training.run_directory import Resume, RunDirectory, open_run, strategy_of_restart
-from fullframe.training.step import TrainStep
-from fullframe.training.steps import Steps, heard
+from fullframe.training.run_directory import Resume, open_run, strategy_of_restart
+from fullframe.training.session import Session, assemble
+from fullframe.training.steps import Run, Steps, due, watched
 
 Record = Mapping[str, Any]  # one step: step, loss, grad_norm, skipped, step_seconds, and what evaluate() measured
 
@@ -71,93 +59,29 @@ def fit(
     reason = next((found for found in from_all_ranks(restart_reason()) if found), "")
     if reason:
         resume, strategy = "auto", strategy_of_restart(Path(run_dir), strategy)
-    model, state = build(recipe, strategy, mesh)
-    step = TrainStep(model, recipe.loss, state.optimizer, strategy)
-    state.scale, state.average = step.scale, step.average
-    run, goes_on = open_run(Path(run_dir), strategy, resume)
-
-    def say(message: str) -> None:
-        run.log(message)
-        on_message(message)
-
-    def written(path: Path) -> None:
-        say(f"wrote {path}")
-
-    with (
-        StopSignals() as stop,
-        Watchdog(run.path, hang_timeout, say) as watchdog,
-        Checkpoints(run.checkpoints, keep_checkpoints, written, watchdog.beat) as checkpoints,
-    ):
+    session = assemble(recipe, strategy, mesh)
+    directory, goes_on = open_run(Path(run_dir), strategy, resume)
+    with watched(directory, keep_checkpoints, hang_timeout, on_message) as run:
         if reason:
-            say(f"started again: {reason}")
+            run.say(f"started again: {reason}")
         if goes_on:
-            _go_on(state, step, run, checkpoints, say)
-        checkpoints.require_storable(state)  # now rather than at the first checkpoint
-        todo = Steps(
-            recipe=recipe,
-            strategy=strategy,
-            mesh=mesh,
-            model=model,
-            state=state,
-            step=step,
-            run=run,
-            checkpoints=checkpoints,
-            stop=stop,
-            watchdog=watchdog,
-            say=say,
-            max_skipped=max_skipped,
-        )
-        for number in range(state.step + 1, steps + 1):
+            _go_on(session, run)
+        run.checkpoints.require_storable(session.state)  # now rather than at the first checkpoint
+        todo = Steps(recipe, strategy, mesh, session, run, max_skipped)
+        for number in range(session.state.step + 1, steps + 1):
             last = number == steps
             record = todo.take(number)
             line = _line(number, record)
-            if recipe.evaluate and (_due(number, recipe.evaluate_every) or last):
+            if recipe.evaluate and (due(number, recipe.evaluate_every) or last):
                 line = _joined(line, todo.evaluate(number, last))
-            run.append(line)
+            directory.append(line)
             on_record(line)
-            asked = heard(stop, run) if record.hands or last else 0
-            checkpoints.poll()
-            saves = _due(number, checkpoint_every) or last or asked
-            if _due(number, check_every) or (saves and check_every):
-                require_same_numbers(state.model, mesh, number)
-            if saves:
-                watchdog.beat(f"copying the state of step {number}")
-                checkpoints.save(state)
-            if asked and not last:
-                checkpoints.wait()
-                say(f"stopped after step {number} by {signal.Signals(asked).name}; go on with --resume")
-                raise Stopped(asked)
-    plain = _whole(recipe, state.model)
+            todo.secure(number, record.hands > 0, last, checkpoint_every, check_every)
+    plain = _whole(recipe, session.state.model)
     if recipe.finish and dist.get_rank() == 0:
         with evaluating(plain):
-            recipe.finish(plain, run.path)
+            recipe.finish(plain, directory.path)
     return plain
-
-
-def build(recipe: Recipe, strategy: Strategy, mesh: DeviceMesh) -> tuple[nn.Module, RunState]:
-    """The parallelized model, and the run's state before its first step."""
-    seed_everything(recipe.seed)
-    plain = recipe.model().to(mesh_device(mesh))
-    model = parallelize_for(
-        strategy,
-        plain,
-        mesh,
-        unsupported=recipe.unsupported,
-        find_unused_parameters=recipe.find_unused_parameters,
-    )
-    optimizer = build_optimizer(recipe.optimizer, model, strategy)
-    data = recipe.data()
-    require_indexed(data)
-    read = DataLoader(
-        data,
-        recipe.batch_size,
-        shuffle=True,
-        drop_last=True,  # every step is one of `batch_size` samples
-        num_workers=recipe.workers,
-        collate_fn=recipe.collate,
-    )
-    loader = ShardedLoader(read, mesh, seed=recipe.seed)
-    return model, RunState(model=plain, optimizer=optimizer, loader=loader, mesh=tuple(mesh.mesh.shape))
 
 
 def _whole(recipe: Recipe, model: nn.Module) -> nn.Module:
@@ -170,29 +94,24 @@ def _whole(recipe: Recipe, model: nn.Module) -> nn.Module:
     return plain
 
 
-def _go_on(
-    state: RunState, step: TrainStep, run: RunDirectory, checkpoints: Checkpoints, say: Callable[[str], None]
-) -> None:
-    checkpoint, problems = newest_checkpoint(run.checkpoints)
+def _go_on(session: Session, run: Run) -> None:
+    state = session.state
+    checkpoint, problems = newest_checkpoint(run.directory.checkpoints)
     for problem in problems:
-        say(f"warning: {problem}")
+        run.say(f"warning: {problem}")
     if checkpoint is None:
-        say("no checkpoint was written yet; starting from the first step")
-        run.forget_after(0)
+        run.say("no checkpoint was written yet; starting from the first step")
+        run.directory.forget_after(0)
         return
     if dist.get_world_size() > 2:
         # DDP orders its buckets anew after its first backward, and the order in which more than two ranks are added
         # up depends on it; the run that is resumed has had its first backward.
-        step.rehearse(next(iter(state.loader)))
+        session.step.rehearse(next(iter(state.loader)))
     for message in load(checkpoint, state):
-        say(message)
-    run.forget_after(state.step)
-    checkpoints.forget_after(state.step)
-    say(f"resumed after step {state.step}")
-
-
-def _due(number: int, every: int) -> bool:
-    return every > 0 and number % every == 0
+        run.say(message)
+    run.directory.forget_after(state.step)
+    run.checkpoints.forget_after(state.step)
+    run.say(f"resumed after step {state.step}")
 
 
 def _line(number: int, record: Any) -> dict[str, Any]:

@@ -1,34 +1,85 @@
 """The steps of a run: read, seeded, taken, taken again where memory ran out, counted where they were skipped."""
 
 import math
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import RunError
 from fullframe.processes.exit_reasons import StartAgain
-from fullframe.processes.stop_signals import StopSignals
+from fullframe.processes.stop_signals import Stopped, StopSignals
 from fullframe.ranks.agreement import from_all_ranks, on_any_rank
 from fullframe.ranks.randomness import mixed_seed, seed_everything
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
 from fullframe.techniques.optimizers import set_learning_rate
-from fullframe.training.checkpoints.state import RunState
 from fullframe.training.checkpoints.writer import Checkpoints
 from fullframe.training.evaluation import evaluate
+from fullframe.training.faults.divergence import require_same_numbers
 from fullframe.training.faults.nonfinite import origin_of_nonfinite
 from fullframe.training.faults.out_of_memory import attempt, batch_norm_warning, by_one_rank, cut_finer
 from fullframe.training.faults.watchdog import Watchdog
 from fullframe.training.loading.loader import ShardedLoader
 from fullframe.training.run_directory import RunDirectory, write_strategy
-from fullframe.training.step import StepRecord, TrainStep
+from fullframe.training.session import Session
+from fullframe.training.step import StepRecord
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is around the steps of a run: where it writes, what can stop it, who watches that it gets on."""
+
+    directory: RunDirectory
+    checkpoints: Checkpoints
+    stop: StopSignals
+    watchdog: Watchdog
+    say: Callable[[str], None]
+
+    @property
+    def wants_attention(self) -> bool:
+        """Whether this rank has something to tell the others."""
+        return bool(self.stop.number or self.directory.trouble)
+
+    def heard(self) -> int:
+        """Why hands were raised: the signal by which any rank was asked to stop, 0 for none; all ranks call it.
+
+        Raises RunError on all ranks when one cannot write into the run directory.
+        """
+        asked = 0
+        for number, trouble in from_all_ranks((self.stop.number, self.directory.trouble)):
+            if trouble:
+                raise RunError(trouble)
+            asked = asked or number
+        return asked
+
+
+@contextmanager
+def watched(
+    directory: RunDirectory, keep_checkpoints: int, hang_timeout: float, on_message: Callable[[str], None]
+) -> Iterator[Run]:
+    """A run in `directory`, watched and able to be stopped; at the end its last checkpoint is on the disk."""
+
+    def say(message: str) -> None:
+        directory.log(message)
+        on_message(message)
+
+    def written(path: Path) -> None:
+        say(f"wrote {path}")
+
+    with (
+        StopSignals() as stop,
+        Watchdog(directory.path, hang_timeout, say) as watchdog,
+        Checkpoints(directory.checkpoints, keep_checkpoints, written, watchdog.beat) as checkpoints,
+    ):
+        yield Run(directory=directory, checkpoints=checkpoints, stop=stop, watchdog=watchdog, say=say)
+
+
 class Steps:
     """`take(number)` reads the next batch, takes the step and leaves `state` after it.
 
@@ -36,32 +87,24 @@ class Steps:
     where nothing can be cut finer; StartAgain where the launcher is to start the ranks again.
     """
 
-    recipe: Recipe
-    strategy: Strategy
-    mesh: DeviceMesh
-    model: nn.Module  # what `parallelize` returned
-    state: RunState
-    step: TrainStep
-    run: RunDirectory
-    checkpoints: Checkpoints
-    stop: StopSignals
-    watchdog: Watchdog
-    say: Callable[[str], None]
-    max_skipped: int
-
-    def __post_init__(self) -> None:
-        self._batches = _endless(self.state.loader)
+    def __init__(
+        self, recipe: Recipe, strategy: Strategy, mesh: DeviceMesh, session: Session, run: Run, max_skipped: int
+    ):
+        self._recipe, self._strategy, self._mesh = recipe, strategy, mesh
+        self._session, self._run, self._max_skipped = session, run, max_skipped
+        self._batches = _endless(session.state.loader)
         self._skipped_in_a_row = 0
 
     def take(self, number: int) -> StepRecord:
         """The next step of the run."""
-        self.watchdog.beat(f"reading the batch of step {number}")
-        self._unread = self.state.loader.state_dict()
+        state, beat = self._session.state, self._run.watchdog.beat
+        beat(f"reading the batch of step {number}")
+        unread = state.loader.state_dict()
         batch = next(self._batches)
-        self.watchdog.beat(f"step {number}")
-        set_learning_rate(self.state.optimizer, self.recipe.schedule(number))
-        record = self._attempt(number, batch)
-        self.state.step = number
+        beat(f"step {number}")
+        set_learning_rate(state.optimizer, self._recipe.schedule(number))
+        record = self._attempt(number, batch, unread)
+        state.step = number
         self._count(number, record, batch)
         return record
 
@@ -69,61 +112,94 @@ class Steps:
         """What the recipe measures after a step; {} when the run is asked to stop meanwhile and goes on later."""
 
         def progress() -> None:
-            self.watchdog.beat(f"evaluating after step {number}")
-            if not last and on_any_rank(bool(self.stop.number)):
+            self._run.watchdog.beat(f"evaluating after step {number}")
+            if not last and on_any_rank(bool(self._run.stop.number)):
                 raise _LeftOut
 
-        average, precision = self.state.average, self.strategy.precision
         try:
             progress()
-            return evaluate(self.recipe, self.model, self.mesh, precision=precision, average=average, progress=progress)
+            return evaluate(
+                self._recipe,
+                self._session.model,
+                self._mesh,
+                precision=self._strategy.precision,
+                average=self._session.state.average,
+                progress=progress,
+            )
         except _LeftOut:
-            self.say(f"the evaluation after step {number} is left out, as the run is asked to stop")
+            self._run.say(f"the evaluation after step {number} is left out, as the run is asked to stop")
             return {}
 
-    def _attempt(self, number: int, batch: Any) -> StepRecord:
+    def secure(self, number: int, asks: bool, last: bool, checkpoint_every: int, check_every: int) -> None:
+        """After a step: compare the ranks and write a checkpoint, where one is due or some rank `asks` to stop.
+
+        Raises RunError on all ranks when one cannot write into the run directory, `Stopped` once all is written.
+        """
+        run, state = self._run, self._session.state
+        asked = run.heard() if asks or last else 0
+        run.checkpoints.poll()
+        saves = due(number, checkpoint_every) or last or asked
+        if due(number, check_every) or (saves and check_every):
+            require_same_numbers(state.model, self._mesh, number)
+        if saves:
+            run.watchdog.beat(f"copying the state of step {number}")
+            run.checkpoints.save(state)
+        if asked and not last:
+            run.checkpoints.wait()
+            run.say(f"stopped after step {number} by {signal.Signals(asked).name}; go on with --resume")
+            raise Stopped(asked)
+
+    def _attempt(self, number: int, batch: Any, unread: Mapping[str, Any]) -> StepRecord:
         while True:
             self._seed(number)
-            record = attempt(self.step, batch, hand=bool(self.stop.number or self.run.trouble))
+            record = attempt(self._session.step, batch, hand=self._run.wants_attention)
             if isinstance(record, StepRecord):
                 return record
-            self._cut_finer(number, problem=record)
+            self._cut_finer(number, record, unread)
 
-    def _cut_finer(self, number: int, problem: str) -> None:
-        """Go on with more microbatches: here, or after a new start from the state before the step."""
-        self.strategy = cut_finer(self.strategy, self.recipe.batch_size, problem)
-        count = self.strategy.microbatches
+    def _cut_finer(self, number: int, problem: str, unread: Mapping[str, Any]) -> None:
+        """Go on with more microbatches: here, or after a new start from the state before the step.
+
+        `unread` is the loader's state before it read the batch.
+        """
+        state, folder = self._session.state, self._run.directory.path
+        self._strategy = cut_finer(self._strategy, self._recipe.batch_size, problem)
+        count = self._strategy.microbatches
         text = f"out of memory in step {number} ({problem}): going on with {count} microbatches"
-        text += batch_norm_warning(self.state.model)
+        text += batch_norm_warning(state.model)
         if dist.get_world_size() == 1:
-            write_strategy(self.run.path, self.strategy)
-            self.step.slice_finer(count)
-            self.say(text)
+            write_strategy(folder, self._strategy)
+            self._session.step.slice_finer(count)
+            self._run.say(text)
             return
-        if self.strategy.shard_parameters or self.strategy.shard_optimizer:
+        is_whole = not (self._strategy.shard_parameters or self._strategy.shard_optimizer)
+        if not is_whole:
             text += "; from the last checkpoint, for no rank holds the whole state"
-            by_one_rank(lambda: write_strategy(self.run.path, self.strategy))
-        else:
-            by_one_rank(self._write_state)
-        raise StartAgain(text, remedy=f"--resume --microbatches {count}")
 
-    def _write_state(self) -> None:
-        self.state.loader.load_state_dict(self._unread)
-        self.checkpoints.save_alone(self.state)
-        write_strategy(self.run.path, self.strategy)
+        def write() -> None:
+            if is_whole:
+                state.loader.load_state_dict(unread)
+                self._run.checkpoints.save_alone(state)
+            write_strategy(folder, self._strategy)
+
+        by_one_rank(write)
+        raise StartAgain(text, remedy=f"--resume --microbatches {count}")
 
     def _count(self, number: int, record: StepRecord, batch: Any) -> None:
         """Stop when nothing but skipped steps is left; an fp16 scale that is still falling is not that."""
         if not record.skipped:
             self._skipped_in_a_row = 0
             return
-        self.say(f"step {number} skipped: loss {record.loss}, gradient norm {record.grad_norm}; nothing was updated")
-        if math.isfinite(record.loss) and self.step.scale is not None and self.step.scale.falling:
+        step = self._session.step
+        self._run.say(
+            f"step {number} skipped: loss {record.loss}, gradient norm {record.grad_norm}; nothing was updated"
+        )
+        if math.isfinite(record.loss) and step.scale is not None and step.scale.falling:
             return
         self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= self.max_skipped:
+        if self._skipped_in_a_row >= self._max_skipped:
             self._seed(number)
-            origin = origin_of_nonfinite(self.state.model, batch, lambda: self.step.forward(batch))
+            origin = origin_of_nonfinite(self._session.state.model, batch, lambda: step.forward(batch))
             raise RunError(
                 f"{self._skipped_in_a_row} steps in a row were skipped up to step {number}; {origin}. Lower the "
                 "learning rate, clip gradients (clip_norm) or mend the data, and go on with --resume, or allow more "
@@ -135,24 +211,16 @@ class Steps:
 
         Replicas draw different masks, the ranks of one replica start from the same state.
         """
-        seed_everything(mixed_seed(self.recipe.seed, self.mesh.get_local_rank("data"), number))
+        seed_everything(mixed_seed(self._recipe.seed, self._mesh.get_local_rank("data"), number))
 
 
 class _LeftOut(Exception):
     """An evaluation that would keep a run from stopping soon."""
 
 
-def heard(stop: StopSignals, run: RunDirectory) -> int:
-    """Why hands were raised: the signal by which any rank was asked to stop, 0 for none; all ranks call it.
-
-    Raises RunError on all ranks when one cannot write into the run directory.
-    """
-    asked = 0
-    for number, trouble in from_all_ranks((stop.number, run.trouble)):
-        if trouble:
-            raise RunError(trouble)
-        asked = asked or number
-    return asked
+def due(number: int, every: int) -> bool:
+    """Whether something is done after this step that is done `every` so many steps; 0: never."""
+    return every > 0 and number % every == 0
 
 
 def _endless(loader: ShardedLoader) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import fullframe as ff
 from fullframe.errors import CheckpointError, FullframeError, RecipeError, ShapeError
 from fullframe.training.loading.loader import evaluation_batches
-from fullframe.training.loop import build
+from fullframe.training.session import assemble
 from tests.rank_group import RankFailure, rank_group
 from tests.training.tiny import Frames, recipe
 
@@ -258,7 +258,7 @@ def test_loaders_that_cannot_be_spread(read, message):
 )
 def test_a_recipe_whose_data_cannot_be_shared_out(data, message):
     with pytest.raises(RecipeError, match=message):
-        build(recipe(data=data), ff.Strategy(), ff.init_mesh())
+        assemble(recipe(data=data), ff.Strategy(), ff.init_mesh())
 
 
 def refused(**options):

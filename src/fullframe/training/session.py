@@ -1,0 +1,82 @@
+"""A recipe on its ranks, ready to train: the one place that reads a whole `Strategy`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from fullframe.model.parallelize import ParallelModel, parallelize_for
+from fullframe.ranks.randomness import seed_everything
+from fullframe.recipe import Recipe
+from fullframe.strategy import Strategy
+from fullframe.techniques.optimizers import build_optimizer
+from fullframe.training.checkpoints.state import RunState
+from fullframe.training.host import StepHost
+from fullframe.training.loading.delivery import mesh_device
+from fullframe.training.loading.loader import ShardedLoader, require_indexed
+from fullframe.training.step import TrainStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What trains: the parallelized model, its step, and the run's state, all of the same parameters."""
+
+    model: ParallelModel
+    step: TrainStep
+    state: RunState
+
+
+def assemble(recipe: Recipe, strategy: Strategy, mesh: DeviceMesh) -> Session:
+    """The session before its first step, from the recipe's seed; all ranks call it."""
+    seed_everything(recipe.seed)
+    plain = recipe.model().to(mesh_device(mesh))
+    model, optimizer, step = prepare(recipe, strategy, mesh, plain)
+    state = RunState(
+        model=plain,
+        optimizer=optimizer,
+        loader=_loader(recipe, mesh),
+        mesh=tuple(mesh.mesh.shape),
+        scale=step.scale,
+        average=step.average,
+    )
+    return Session(model=model, step=step, state=state)
+
+
+def prepare(
+    recipe: Recipe,
+    strategy: Strategy,
+    mesh: DeviceMesh,
+    plain: nn.Module,
+    *,
+    host: StepHost | None = None,
+    data_parallel: Callable[..., nn.Module] = DistributedDataParallel,
+) -> tuple[ParallelModel, Optimizer, TrainStep]:
+    """`plain`, the recipe's model, parallelized, with its optimizer and its step, all as the strategy wants them."""
+    model = parallelize_for(
+        strategy,
+        plain,
+        mesh,
+        unsupported=recipe.unsupported,
+        find_unused_parameters=recipe.find_unused_parameters,
+        data_parallel=data_parallel,
+    )
+    optimizer = build_optimizer(recipe.optimizer, model, strategy)
+    return model, optimizer, TrainStep(model, recipe.loss, optimizer, strategy, host=host)
+
+
+def _loader(recipe: Recipe, mesh: DeviceMesh) -> ShardedLoader:
+    data = recipe.data()
+    require_indexed(data)
+    read = DataLoader(
+        data,
+        recipe.batch_size,
+        shuffle=True,
+        drop_last=True,  # every step is one of `batch_size` samples
+        num_workers=recipe.workers,
+        collate_fn=recipe.collate,
+    )
+    return ShardedLoader(read, mesh, seed=recipe.seed)
