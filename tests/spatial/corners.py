@@ -1,6 +1,10 @@
-"""Whether an op on split tensors gives plain torch's numbers to the letter: also dtype, infinities, memory format."""
+"""Whether an op on split tensors gives plain torch's numbers to the letter: also dtype, infinities, memory format.
 
-from collections.abc import Callable, Sequence
+The runner of the CORNERS in `tests/spatial/rules/test_*.py`.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 import fullframe as ff
 from tests.exactness import mesh
+from tests.rank_group import rank_group
+from tests.spatial.cases import Op
 
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+ODD = (1, 2, 13, 11)
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -19,7 +27,7 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 class Case(NamedTuple):
     """An op, the tensors that are split and those that are not; `grad` False where torch has no gradient."""
 
-    op: Callable[..., Any]
+    op: Op
     split: Sequence[Tensor]
     whole: Sequence[Tensor] = ()
     grad: bool = True
@@ -105,3 +113,68 @@ def _mean(gradient: Tensor) -> Tensor:
     wide = gradient.double().contiguous()  # the ranks add up memory, in whatever order it lies
     dist.all_reduce(wide)
     return (wide / dist.get_world_size()).to(gradient.dtype)
+
+
+class Corners(dict[str, Case]):
+    """Cases by name; no name twice."""
+
+    def add(self, name: str, op: Op, split: Sequence[Tensor], whole: Sequence[Tensor] = ()) -> None:
+        assert name not in self, name
+        self[name] = Case(op, split, whole)
+
+
+def require_no_faults(module: str, height: int, width: int) -> None:
+    """All `CORNERS` of a test module, on one mesh."""
+    for found in rank_group(height * width).run(_all_faults, module, height, width):
+        assert not found, found
+
+
+def _all_faults(module: str, height: int, width: int) -> dict[str, list[str]]:
+    found = {name: faults(case, height, width) for name, case in import_module(module).CORNERS.items()}
+    return {name: wrong for name, wrong in found.items() if wrong}
+
+
+def noise(*shape: int, dtype: torch.dtype = F64, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return (torch.randn(shape, generator=generator, dtype=F64) * scale).to(dtype)
+
+
+def spoiled(*shape: int, value: float) -> Tensor:
+    """Noise with `value` in one pixel of the first channel and one of the last."""
+    x = noise(*shape)
+    flat = x.view(-1, *shape[-2:])
+    flat[0, shape[-2] // 3, shape[-1] // 2] = value
+    flat[-1, shape[-2] - 1, 1] = value
+    return x
+
+
+def eight_bit(*shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+
+
+def last(x: Tensor) -> Tensor:
+    """`x` in channels-last memory."""
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+def autocast(op: Op) -> Op:
+    def inside(*tensors: Tensor) -> Any:
+        with torch.autocast("cpu", BF16):
+            return op(*tensors)
+
+    return inside
+
+
+def merged(op: Op) -> Op:
+    """`op` on (N, C, H, K * W), of a split (N, K, C, H, W)."""
+    return lambda x, *rest: op(x.permute(0, 2, 3, 1, 4).flatten(3), *rest)
+
+
+def deep(op: Op) -> Op:
+    """`op` on (N, 1, C, H, W), of (N, C, H, W)."""
+    return lambda x, *rest: op(x[:, None], *rest)
+
+
+def flat(op: Op) -> Op:
+    """`op` on the first row of each image."""
+    return lambda x, *rest: op(x[:, :, 0], *rest)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import MeshError, ShapeError, UnsupportedOp
+from fullframe.spatial.spec import spec_of
+from fullframe.spatial.tensor import SpatialTensor, wrap
 from tests.exactness import mesh, relative
 from tests.rank_group import RankFailure, rank_group
 
@@ -295,3 +297,22 @@ def test_bad_input_is_named_on_all_ranks(what: str) -> None:
     for _, name, text, _ in caught.value.errors:
         assert name == kind.__name__
         assert message in text
+
+
+def _odd_calls_gathered() -> tuple[float, bool]:
+    """In gather mode: operands by names that are the function's own, and a result that is sparse."""
+    x = _image()
+    shell = ff.shard(x, mesh(1, 2))
+    spec = shell.spec
+    loose = wrap(shell.local, spec_of(spec.spatial, spec.shape, spec.placements, True))
+    assert isinstance(loose, SpatialTensor)
+    apart = torch.cdist(x1=loose, x2=loose)
+    leaf = loose.detach().requires_grad_()
+    sparse = leaf.to_sparse()
+    return float((apart - torch.cdist(x, x)).abs().max()), torch.equal(sparse.to_dense(), x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gathered_calls_by_keyword_and_to_sparse() -> None:
+    for apart, same in rank_group(2).run(_odd_calls_gathered):
+        assert apart == 0.0 and same

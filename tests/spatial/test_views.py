@@ -13,7 +13,7 @@ import fullframe as ff
 from fullframe.errors import UnsupportedOp
 from tests.exactness import differences, mesh, relative
 from tests.rank_group import rank_group
-from tests.spatial.rules.test_ops import CASES
+from tests.spatial.cases import Op, all_cases
 
 MESHES = [(1, 2), (2, 1), (1, 3), (2, 2)]
 SHAPE = (2, 4, 7, 13)
@@ -166,11 +166,11 @@ def test_a_write_reaches_who_shares_the_memory(height: int, width: int, graph: b
         assert not wrong, wrong
 
 
-def _added_to(name: str) -> Callable[..., Any]:
+def _added_to(op: Op) -> Op:
     """The op of a case, with 1 added in place to all it gives that is of floating point."""
 
     def run(*operands: Tensor) -> Any:
-        results = tree_leaves(CASES[name].op(*(t * 1 for t in operands)))
+        results = tree_leaves(op(*(t * 1 for t in operands)))
         return [t.add_(1) if isinstance(t, Tensor) and t.is_floating_point() else t for t in results]
 
     return run
@@ -178,17 +178,17 @@ def _added_to(name: str) -> Callable[..., Any]:
 
 def _differences_of_results_written_to(height: int, width: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, case in CASES.items():
+    for name, case in all_cases().items():
         generator = torch.Generator().manual_seed(1)
         split = [torch.rand((*lead, 9, 14), generator=generator, dtype=torch.float64) for lead in case.split]
         whole = [torch.rand(shape, generator=generator, dtype=torch.float64) for shape in case.whole]
         leaves = [t.clone().requires_grad_() for t in (*split, *whole)]
         try:
-            sum(t.sum() for t in _added_to(name)(*leaves) if isinstance(t, Tensor) and t.requires_grad).backward()  # type: ignore[union-attr]
+            sum(t.sum() for t in _added_to(case.op)(*leaves) if isinstance(t, Tensor) and t.requires_grad).backward()  # type: ignore[union-attr]
         except (RuntimeError, AttributeError, ValueError, IndexError):
             continue  # plain torch refuses
         try:
-            found[name] = max(differences(_added_to(name), split, whole, height, width).values())
+            found[name] = max(differences(_added_to(case.op), split, whole, height, width).values())
         except UnsupportedOp as refused:
             found[name] = str(refused)
     return found
@@ -197,6 +197,6 @@ def _differences_of_results_written_to(height: int, width: int) -> dict[str, Any
 @pytest.mark.filterwarnings("ignore")
 def test_what_an_op_gives_can_be_written_to() -> None:
     for found in rank_group(2).run(_differences_of_results_written_to, 1, 2, timeout_seconds=250):
-        assert len(found) > 100
+        assert len(found) > 130
         wrong = {name: e for name, e in found.items() if isinstance(e, str) or not e <= 1e-9}
         assert not wrong, wrong

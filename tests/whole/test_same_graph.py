@@ -19,7 +19,7 @@ import fullframe as ff
 from fullframe.ranks import collectives, exchange
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.rules.test_ops import CASES
+from tests.spatial.cases import Case, all_cases
 
 SIZE = (17, 50)
 
@@ -44,12 +44,12 @@ def every_message_noted(events: list[str]) -> Iterator[None]:
         yield
 
 
-def order_of(name: str, height: int, width: int) -> list[Any]:
+def order_of(case: Case, height: int, width: int) -> list[Any]:
     """Messages before the last tensor saved in forward, and after it; before the first one used in backward, and after.
 
     None where nothing is saved.
     """
-    case, generator, events = CASES[name], torch.Generator().manual_seed(1), list[str]()
+    generator, events = torch.Generator().manual_seed(1), list[str]()
 
     def drawn(shape: tuple[int, ...]) -> Tensor:
         return torch.rand(shape, generator=generator, dtype=torch.float64).requires_grad_()
@@ -79,15 +79,15 @@ def order_of(name: str, height: int, width: int) -> list[Any]:
     ]
 
 
-def orders(names: list[str]) -> dict[str, list[Any]]:
-    return {name: order_of(name, 1, 3) for name in names}
+def orders() -> dict[str, list[Any]]:
+    return {name: order_of(case, 1, 3) for name, case in all_cases().items()}
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_messages_and_saved_tensors_are_in_one_order_on_all_ranks() -> None:
-    first, *others = rank_group(3).run(orders, list(CASES))  # two ranks at the edges of the image, one within
+    first, *others = rank_group(3).run(orders)  # two ranks at the edges of the image, one within
     for other in others:
-        differing = {name: (first[name], other[name]) for name in CASES if first[name] != other[name]}
+        differing = {name: (first[name], other[name]) for name in first if first[name] != other[name]}
         assert not differing
     # The strips; their gradients, and those of the weight, the bias and the image, which are no model's.
-    assert first["conv 3/1/1"] == [(1, 0), (0, 4)]
+    assert first["convolution: conv 3/1/1"] == [(1, 0), (0, 4)]

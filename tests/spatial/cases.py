@@ -1,0 +1,64 @@
+"""Ops on drawn tensors, each against one process: the runner of the CASES in `tests/spatial/rules/test_*.py`."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.exactness import differences
+from tests.rank_group import rank_group
+
+TOLERANCE = 1e-12
+MESHES = [(1, 2), (2, 1), (1, 3), (2, 2)]
+WORLDS = sorted({height * width for height, width in MESHES})
+SIZES = ((16, 64), (17, 50), (11, 37))
+
+Op = Callable[..., Any]
+
+
+class Case(NamedTuple):
+    op: Op
+    split: tuple[tuple[int, ...], ...] = ((2, 4),)  # leading dims of each split operand; H and W follow
+    whole: tuple[tuple[int, ...], ...] = ()
+    sizes: tuple[tuple[int, int], ...] = SIZES
+
+
+def one(op: Callable[[Tensor], Any]) -> Case:
+    return Case(op)
+
+
+def small(op: Callable[[Tensor], Any]) -> Case:
+    return Case(op, sizes=((7, 11),))
+
+
+def all_cases() -> dict[str, Case]:
+    """The cases of all families, by "family: name"."""
+    found = {}
+    for path in sorted((Path(__file__).parent / "rules").glob("test_*.py")):
+        cases = getattr(import_module(f"tests.spatial.rules.{path.stem}"), "CASES", {})
+        found.update({f"{path.stem.removeprefix('test_')}: {name}": case for name, case in cases.items()})
+    return found
+
+
+def require_the_numbers_of_one_process(module: str, name: str) -> None:
+    """Outputs and gradients of `CASES[name]` of a test module, float64, at uneven sizes, on all `MESHES`."""
+    for world in WORLDS:
+        for answers in rank_group(world).run(_differences, module, name, world):
+            wrong = {what: error for what, error in answers if not error <= TOLERANCE}
+            assert not wrong, f"{name}: {wrong}"
+            assert any(what.startswith("output") for what, _ in answers)
+
+
+def _differences(module: str, name: str, world: int) -> list[tuple[str, float]]:
+    case, found = import_module(module).CASES[name], []
+    for size in case.sizes:
+        generator = torch.Generator().manual_seed(1)
+        split = [torch.randn((*lead, *size), generator=generator, dtype=torch.float64) for lead in case.split]
+        whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in case.whole]
+        for height, width in (mesh for mesh in MESHES if mesh[0] * mesh[1] == world):
+            for what, error in differences(case.op, split, whole, height, width).items():
+                found.append((f"{what} at {size} on {height}x{width}", error))
+    return found

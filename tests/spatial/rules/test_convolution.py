@@ -1,0 +1,98 @@
+"""Convolution: every stride, padding, dilation, group; halos wider than a shard; infinities, dtypes, memory formats."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+
+from fullframe.geometry.window import Window
+from tests.spatial.cases import MESHES, Case, one, require_the_numbers_of_one_process
+from tests.spatial.corners import F32, F64, Corners, last, merged, noise, require_no_faults
+from tests.spatial.windows import geometries, require_exact, windowed, windows
+
+
+def conv(kernel: int, stride: int = 1, padding: Any = 0, dilation: int = 1, groups: int = 1) -> Case:
+    return Case(
+        lambda x, w, b: F.conv2d(x, w, b, stride, padding, dilation, groups),
+        whole=((8, 4 // groups, kernel, kernel), (8,)),
+    )
+
+
+CASES: dict[str, Case] = {
+    "conv 3/1/1": conv(3, 1, 1),
+    "conv 5/1/2": conv(5, 1, 2),
+    "conv 7/1/3 depthwise": conv(7, 1, 3, groups=4),
+    "conv 7/2/3": conv(7, 2, 3),
+    "conv 3/2/1": conv(3, 2, 1),
+    "conv 4/4/0": conv(4, 4, 0),
+    "conv 2/2/0": conv(2, 2, 0),
+    "conv 3 dilation 2": conv(3, 1, 2, 2),
+    "conv 3 dilation 5": conv(3, 1, 5, 5),
+    "conv 1/1/0": conv(1),
+    "conv 1/2/0": conv(1, 2),
+    "conv 3/1/0": conv(3),
+    "conv 1/1/2": conv(1, 1, 2),
+    "conv 6/3/1 groups": conv(6, 3, 1, groups=2),
+    "conv 4 same": conv(4, 1, "same"),
+    "conv 5 same dilation 2": conv(5, 1, "same", 2),
+    "conv 3 valid": conv(3, 2, "valid"),
+    "conv oblong": Case(lambda x, w: F.conv2d(x, w, None, (2, 1), (0, 3), (1, 2)), whole=((3, 4, 2, 5),)),
+    "conv 11/1/5, halo wider than a shard": Case(
+        lambda x, w: F.conv2d(F.conv2d(x, w, None, 4, 5), w, None, 1, 5), whole=((4, 4, 11, 11),)
+    ),
+    "conv 3d": Case(lambda x, w, b: F.conv3d(x, w, b, (1, 2, 2), 1), ((2, 3, 5),), ((4, 3, 3, 3, 3), (4,))),
+    "conv whose border sees padding alone": one(
+        lambda x: F.conv2d(x[:, :, :2, :5], x.new_ones(4, 1, 2, 2), None, 2, (3, 2), (2, 1), 4)
+    ),
+    "conv unbatched": Case(lambda x, w: F.conv2d(x, w, None, 2, 1), ((4,),), ((5, 4, 3, 3),)),
+    "1x1 convolution on tokens": Case(lambda x, w: F.conv1d(x.flatten(2), w), whole=((3, 4, 1),)),
+}  # fmt: skip
+CORNERS = Corners()
+
+
+def convolving() -> None:
+    k = noise(4, 3, 3, 3)
+    for name, (op, weight) in {
+        "convolution": (partial(F.conv2d, padding=1), k),
+        "strided": (partial(F.conv2d, padding=1, stride=2), k),
+        "wide": (partial(F.conv2d, padding=6, dilation=6), k),
+        "patches": (partial(F.conv2d, stride=2), k[..., :2, :2]),
+        "single": (F.conv2d, k[..., :1, :1]),
+    }.items():
+        for dtype in (F32, F64):
+            x = last(noise(2, 3, 23, 22, dtype=dtype))
+            CORNERS.add(f"{name} channels last {dtype}", op, [x], [weight.to(dtype)])
+        CORNERS.add(f"{name} empty", op, [noise(0, 3, 23, 22)], [weight])
+        CORNERS.add(f"{name} few", op, [noise(1, 3, 3, 4)], [weight])
+        CORNERS.add(f"{name} merged", merged(op), [noise(1, 2, 3, 6, 8)], [weight])
+    volume, w = last(noise(2, 3, 9, 23, 22, dtype=F32)), noise(4, 3, 3, 3, 3, dtype=F32)
+    CORNERS.add("3d channels last", partial(F.conv3d, padding=1), [volume], [w])
+    CORNERS.add("wide 3d channels last", partial(F.conv3d, padding=6, dilation=6), [volume], [w])
+
+
+convolving()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_one_process(name: str) -> None:
+    require_the_numbers_of_one_process(__name__, name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_corners(mesh: tuple[int, int]) -> None:
+    require_no_faults(__name__, *mesh)
+
+
+def _convolution(g: dict[str, Any]) -> dict[str, float]:
+    op = lambda x, w: F.conv2d(x, w, None, g["stride"], g["padding"], g["dilation"], g["groups"])  # noqa: E731
+    return windowed(op, g, (4, 4 // g["groups"], *g["kernel"]))
+
+
+@settings(max_examples=150)
+@given(geometries)
+def test_any_window(g: dict[str, Any]) -> None:
+    assume(all(w.output_size(n) >= 1 for w, n in zip(windows(Window, g), g["size"], strict=True)))
+    require_exact(_convolution, g)

@@ -1,0 +1,51 @@
+"""Largest and smallest values and where they are: ties, infinities, NaN, integers."""
+
+import pytest
+import torch
+
+from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
+from tests.spatial.values import HALF_KINDS, INTEGER_KINDS, floats, halves, integers, on_all_meshes
+
+CASES: dict[str, Case] = {
+    "max along a split dim": one(lambda x: [*x.max(3), *x.min(2, keepdim=True), *x.relu().max(3), x.argmin(2)]),
+    "argmax of all": one(lambda x: [x.argmax(), x.flatten(1).argmax(1)]),
+    "amax, amin": one(lambda x: [x.amax((2, 3)), x.amin(-1, True), x.max(), x.relu().amax((1, 2, 3)), x.amax(1)]),
+    "max over channels": one(lambda x: x.max(1).values + x.min(1).values),
+}  # fmt: skip
+OVER_FLOATS: dict[str, Op] = {
+    "amax": lambda x: [x.amax((2, 3)), x.amax(3, True), x.amax(), x.amin((1, 2)), x.amin((0, 3)), x.amin()],
+    "max": lambda x: [x.max(), x.min(), x.flatten(2).max(), x.relu().max(), x.relu().min()],
+    "max along a dim": lambda x: [*x.max(3), *x.min(2, keepdim=True), *x.relu().max(3), *x.relu().min(2)],
+    "aminmax": lambda x: [*x.aminmax(), *x.aminmax(dim=3), *x.aminmax(dim=2, keepdim=True)],
+    "argmax": lambda x: [x.argmax(), x.argmin(), x.argmax(3), x.argmin(2, True), x.argmax(keepdim=True),
+                         x.relu().argmax(), x.flatten(2).argmax(2), x.flatten(1).argmin()],
+}  # fmt: skip
+HALVES: dict[str, Op] = {
+    "extremes": lambda x: [x.amax(3), *x.max(2), x.max(), *x.aminmax(), x.argmin(), x.argmax(3)],
+}  # fmt: skip
+INTEGERS: dict[str, Op] = {
+    "extremes": lambda x: [x.amax((2, 3)), x.amin(3), x.amin(), x.max(), x.min(), *x.aminmax(), *x.max(3), *x.min(2)],
+    "positions": lambda x: [x.argmax(), x.argmin(3), x.argmax(keepdim=True)] if x.dtype != torch.bool else [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_one_process(name: str) -> None:
+    require_the_numbers_of_one_process(__name__, name)
+
+
+@pytest.mark.parametrize("name", OVER_FLOATS)
+def test_infinities_nan_ties_and_zeros_go_through_as_in_torch(name: str) -> None:
+    assert not on_all_meshes(floats, __name__, name)
+
+
+@pytest.mark.parametrize("kind", HALF_KINDS)
+@pytest.mark.parametrize("name", HALVES)
+def test_short_floats_are_added_up_as_widely_as_in_torch(name: str, kind: str) -> None:
+    assert not on_all_meshes(halves, __name__, name, kind)
+
+
+@pytest.mark.parametrize("kind", INTEGER_KINDS)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_give_torchs_numbers_and_dtypes(name: str, kind: str) -> None:
+    assert not on_all_meshes(integers, __name__, name, kind)

@@ -1,0 +1,36 @@
+"""Slices, selects, chunks, flips, writes into slices."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
+
+
+def written(x: Tensor, column: Tensor, row: Tensor) -> Tensor:
+    x = x * 1
+    x[:, 0] = 3
+    x[:, 1:, 2:5, 1:] = column[:, :, None]
+    x[..., 4, 2:7] = row
+    x[1, :, -3:] = -1
+    return x
+
+
+CASES: dict[str, Case] = {
+    "slice every third": one(lambda x: x[:, 1:, 2:-1:3, 1::2]),
+    "slice a few columns": one(lambda x: x[..., :2] * 3),
+    "select a column": one(lambda x: x[..., 5] + x[..., -1]),
+    "index channels": one(lambda x: x[:, [2, 0]] + x[:, torch.tensor([1, 1])]),
+    "split and chunk": one(lambda x: [t.sin() for t in (*x.chunk(2, 1), *x.split(7, 3))]),
+    "flip": one(lambda x: x.flip(2, 3) - x),
+    "write into slices": Case(written, whole=((3, 1), (5,))),
+    "keywords": one(
+        lambda x: [torch.sum(input=x, dim=1), torch.gather(x, dim=1, index=x.argmax(dim=1, keepdim=True)),
+                   torch.flip(x, dims=[3]), torch.matmul(x, other=x.transpose(2, 3)), x.new_zeros((2, 2))]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_one_process(name: str) -> None:
+    require_the_numbers_of_one_process(__name__, name)

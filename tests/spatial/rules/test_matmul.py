@@ -1,0 +1,21 @@
+"""Linear, matmul, einsum."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
+
+CASES: dict[str, Case] = {
+    "einsum channels": Case(lambda x, w: torch.einsum("nchw,cd->nhwd", x, w), whole=((4, 3),)),
+    "einsum over pixels": one(lambda x: torch.einsum("nchw,ndhw->ncd", x, x.sin())),
+    "matmul of rows": Case(lambda x, w: x.permute(0, 2, 3, 1) @ w, whole=((4, 3),)),
+    "gram matrix": one(lambda x: x.flatten(2) @ x.flatten(2).transpose(1, 2)),
+    "linear over a split dim": Case(lambda x, w: F.linear(x, w[:, : x.shape[3]]), whole=((3, 64),)),
+    "a matrix of no rows": one(lambda x: torch.zeros(0, x.shape[2], dtype=x.dtype) @ x[0, 0] * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_one_process(name: str) -> None:
+    require_the_numbers_of_one_process(__name__, name)

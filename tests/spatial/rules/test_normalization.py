@@ -1,0 +1,139 @@
+"""Batch, instance, group, layer and rms norm: statistics of the whole image, dtypes, memory formats."""
+
+import math
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.spatial.cases import MESHES, Case, Op, one, require_the_numbers_of_one_process
+from tests.spatial.corners import BF16, F16, F32, Corners, autocast, last, noise, require_no_faults, spoiled
+
+CASES: dict[str, Case] = {
+    "batch_norm": Case(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), whole=((4,), (4,))),
+    "batch_norm without affine": one(lambda x: F.batch_norm(x, None, None, None, None, True)),
+    "batch_norm eval": Case(
+        lambda x, w: F.batch_norm(x, torch.ones(4).double(), torch.ones(4).double(), w), whole=((4,),)
+    ),
+    "instance_norm": Case(lambda x, w, b: F.instance_norm(x, None, None, w, b), whole=((4,), (4,))),
+    "group_norm": Case(lambda x, w, b: F.group_norm(x, 2, w, b), whole=((4,), (4,))),
+    "layer_norm channels last": Case(
+        lambda x, w, b: F.layer_norm(x.permute(0, 2, 3, 1), (4,), w, b), whole=((4,), (4,))
+    ),
+    "layer_norm over the image": one(lambda x: F.layer_norm(x, x.shape[1:])),
+    "rms_norm over the image": one(lambda x: F.rms_norm(x, x.shape[2:])),
+}  # fmt: skip
+CORNERS = Corners()
+
+
+def with_buffers(op: Op) -> Op:
+    """Statistics of `op` are an output too: they are what training leaves behind."""
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor, *buffers: Tensor) -> tuple[Tensor, ...]:
+        kept = [t.detach().clone() for t in buffers]
+        return op(x, *kept, weight, bias), *kept
+
+    return run
+
+
+def first(op: Op) -> Op:
+    """`op` with the first four of its weights as one a channel."""
+    return lambda x, w, b: op(x, w[0, :4], b[0, :4])
+
+
+def groups(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.group_norm(x, 2, weight, bias)
+
+
+def batch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, weight, bias, True)
+
+
+def instance(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.instance_norm(x, None, None, weight, bias)
+
+
+NORMS: dict[str, Op] = {
+    "layer": lambda x, w, b: F.layer_norm(x, (11,), w[0], b[0]),
+    "layer 2": lambda x, w, b: F.layer_norm(x, (13, 11), w, b),
+    "layer 3": lambda x, w, b: F.layer_norm(x, (4, 13, 11)) * w * b,
+    "rms": lambda x, w, b: F.rms_norm(x, (11,), w[0]),
+    "rms 3": lambda x, w, b: F.rms_norm(x, (4, 13, 11)) * w,
+    "group": first(groups),
+    "batch": first(batch),
+    "instance": first(instance),
+}
+
+
+def normalizing() -> None:
+    buffers = [noise(4), noise(4) + 1, noise(4), noise(4).abs()]
+    for value in (math.inf, -math.inf, math.nan, 0.0):
+        x = spoiled(2, 4, 13, 11, value=value)
+        for momentum in (0.1, 1.0, 0.0):
+            op = with_buffers(partial(F.batch_norm, training=True, momentum=momentum))
+            CORNERS.add(f"batch {momentum} {value}", op, [x], buffers)
+            op = with_buffers(partial(F.instance_norm, momentum=momentum))
+            CORNERS.add(f"instance {momentum} {value}", op, [x], buffers)
+        CORNERS.add(f"group {value}", groups, [x], buffers[:2])
+        CORNERS.add(f"layer {value}", partial(F.layer_norm, normalized_shape=(13, 11)), [x])
+        CORNERS.add(f"rms {value}", partial(F.rms_norm, normalized_shape=(13, 11)), [x])
+    weights = [noise(13, 11), noise(13, 11)]
+    for name, op in NORMS.items():
+        for samples in (1, 2):
+            CORNERS.add(f"{name} channels last {samples}", op, [last(noise(samples, 4, 13, 11))], weights)
+        if name != "instance":
+            CORNERS.add(f"{name} empty", op, [noise(0, 4, 13, 11)], weights)
+    frames = last(noise(2, 3, 4, 13, 11))
+    CORNERS.add(
+        "batch of frames",
+        partial(F.batch_norm, running_mean=None, running_var=None, training=True),
+        [frames],
+    )
+    CORNERS.add("group of frames", partial(F.group_norm, num_groups=3), [frames])
+    CORNERS.add("rms of little", partial(F.rms_norm, normalized_shape=(13, 11)), [noise(2, 4, 13, 11) * 1e-8])
+
+
+def normalizing_dtypes() -> None:
+    for dtype, kind, (name, op) in product((F32, BF16, F16), (BF16, F16, F32), NORMS.items()):
+        if kind not in (dtype, F32):
+            continue
+        if name == "instance" and kind is BF16:
+            continue  # a rank's share of a gradient that cancels is rounded, as of any parameter in 16 bit
+        x = noise(2, 4, 13, 11, dtype=dtype, scale=20) + (400 if dtype == F16 else 0)
+        weights = [noise(13, 11, dtype=kind), noise(13, 11, dtype=kind)]
+        if not (name.startswith("layer") and kind != dtype and dtype == F16):  # which torch refuses
+            CORNERS.add(f"dtypes, {name} {dtype} {kind}", op, [x], weights)
+        if dtype is not F16:
+            CORNERS.add(f"dtypes, {name} autocast {dtype} {kind}", autocast(op), [x], weights)
+    little = noise(2, 4, 13, 11, dtype=BF16, scale=1e-3)
+    CORNERS.add("dtypes, rms of little", partial(F.rms_norm, normalized_shape=(13, 11)), [little])
+
+
+def normalizing_split() -> None:
+    """Weights that are split, with an input that is or is not."""
+    x, w = noise(2, 4, 13, 11), noise(13, 11)
+    for name, op in NORMS.items():
+        if name not in ("layer", "rms", "layer 3", "rms 3"):  # of which the weights are no split rows
+            CORNERS.add(f"split, {name}", lambda x, w, op=op: op(x, w, w), [x, w])
+            CORNERS.add(f"split, {name} whole", lambda w, x, op=op: op(x, w, w), [w], [x])
+    CORNERS.add("split, rms 2", lambda x, w: F.rms_norm(x, (13, 11), w), [x, w])
+    CORNERS.add("split, rms 2 whole", lambda w, x: F.rms_norm(x, (13, 11), w), [w], [x])
+
+
+normalizing()
+normalizing_dtypes()
+normalizing_split()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_one_process(name: str) -> None:
+    require_the_numbers_of_one_process(__name__, name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_corners(mesh: tuple[int, int]) -> None:
+    require_no_faults(__name__, *mesh)

@@ -1,0 +1,81 @@
+"""Sums, means, products, any and all: infinities, NaN, dtypes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.rank_group import rank_group
+from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
+from tests.spatial.values import HALF_KINDS, INTEGER_KINDS, floats, found, halves, integers, on_all_meshes
+
+CASES: dict[str, Case] = {
+    "sum": one(lambda x: [x.sum(), x.sum((0, 2)), x.sum(-1, keepdim=True), x.sum(1)]),
+    "mean": one(lambda x: [x.mean(), x.mean((2, 3)), x.mean(-1), x.mean(1, keepdim=True)]),
+    "any, all": one(lambda x: [(x > 1).any(), (x > -9).all(3), x.argmax(1), torch.count_nonzero(x > 0)]),
+    "prod, nansum, nanmean": one(
+        lambda x: [x.prod(3), x.prod(1), x.nansum((2, 3)), x.nanmean(2), x.tanh().exp().prod()]
+    ),
+    "aminmax, equal, allclose": one(lambda x: [*x.aminmax(), x * torch.equal(x, x), x * (not torch.allclose(x, -x))]),
+}  # fmt: skip
+OVER_FLOATS: dict[str, Op] = {
+    "sum": lambda x: [x.sum(), x.sum((2, 3)), x.nansum(3), x.nansum(), x.sum(2, dtype=torch.float32)],
+    "mean": lambda x: [x.mean(), x.mean((2, 3)), x.nanmean(3), x.nanmean(), x.mean(2, dtype=torch.float32)],
+    "prod": lambda x: [x.prod(3), x.prod(2, keepdim=True), x.prod(), x.prod(1)],
+    "written over": lambda x: [x.var(3, True).add_(1e-5).sqrt_(), x.mean(2).mul_(2), x.cumsum(3).neg_(),
+                               x.sum(2).add_(1), torch.var_mean(x, 3)[1].mul_(3), x.max(3).values.mul_(2)],
+    "comparisons": lambda x: [x * torch.equal(x, x), x * torch.allclose(x, x), x * torch.allclose(x, x[:1]),
+                              x * torch.allclose(x * 0, x[:, :1] * 0), x * torch.equal(x, x[:1]),
+                              x * torch.allclose(x, x, equal_nan=True)],
+}  # fmt: skip
+HALVES: dict[str, Op] = {
+    "sums": lambda x: [x.sum((2, 3)), x.nansum(3), x.sum(), x.sum(2, dtype=torch.float32), x.cumsum(3), x.cumsum(2)],
+    "means": lambda x: [x.mean(), x.mean((2, 3)), x.mean(3, dtype=torch.float64), x.nanmean(3)],
+    "prod": lambda x: [(x / 100).prod(3), (x / 100).prod()],
+}  # fmt: skip
+INTEGERS: dict[str, Op] = {
+    "sums": lambda x: [x.sum(), x.sum(3), x.cumsum(3), *_cumulated(x), x.prod(3), x.count_nonzero(), x.nansum(3)],
+    "sums of a dtype": lambda x: [x.sum(3, dtype=torch.int32), x.sum(2, dtype=torch.float16),
+                                  x.sum(3, dtype=torch.bool), x.mean(3, dtype=torch.float32),
+                                  x.sum((2, 3), dtype=torch.uint8), x.prod(2, dtype=torch.bool)],
+    "any, all": lambda x: [x.any(), x.all(), x.any(3), x.all(2, keepdim=True), (x * 0).any(), x.any(1),
+                           (x * 0 + 1).all()],
+}  # fmt: skip
+
+
+def _cumulated(x: Tensor) -> list[Tensor]:
+    return [] if x.dtype == torch.bool else [x.cumsum(2, dtype=x.dtype)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_one_process(name: str) -> None:
+    require_the_numbers_of_one_process(__name__, name)
+
+
+@pytest.mark.parametrize("name", OVER_FLOATS)
+def test_infinities_nan_ties_and_zeros_go_through_as_in_torch(name: str) -> None:
+    assert not on_all_meshes(floats, __name__, name)
+
+
+@pytest.mark.parametrize("kind", HALF_KINDS)
+@pytest.mark.parametrize("name", HALVES)
+def test_short_floats_are_added_up_as_widely_as_in_torch(name: str, kind: str) -> None:
+    assert not on_all_meshes(halves, __name__, name, kind)
+
+
+@pytest.mark.parametrize("kind", INTEGER_KINDS)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_give_torchs_numbers_and_dtypes(name: str, kind: str) -> None:
+    assert not on_all_meshes(integers, __name__, name, kind)
+
+
+def _large(world: int) -> list[str]:
+    """Of which each rank's share is too large for a mailbox."""
+    x = torch.randn(4, 64, 512, 6, generator=torch.Generator().manual_seed(9))
+    ops: dict[str, Op] = {
+        "values": lambda x: [x.amax(3), *(x * 99).short().max(3), x.logsumexp(3), x.softmax(3), x.cumsum(3)],
+    }
+    return found({name: (op, [x], []) for name, op in ops.items()}, 3e-6, world)
+
+
+def test_large_messages_of_any_dtype() -> None:
+    assert not [wrong for found in rank_group(2).run(_large, 2) for wrong in found]

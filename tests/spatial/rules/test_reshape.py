@@ -1,0 +1,63 @@
+"""View, flatten, permute, shuffles, windows and tokens."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fullframe as ff
+from tests.exactness import mesh
+from tests.rank_group import rank_group
+from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
+
+
+def windows_and_back(x: Tensor, size: int = 4) -> Tensor:
+    """Swin's partition into windows, something done within each, and the way back; sizes padded to whole windows."""
+    height, width = x.shape[2:]
+    x = F.pad(x, (0, -width % size, 0, -height % size)).permute(0, 2, 3, 1)
+    n, rows, columns, c = x.shape
+    tiles = x.view(n, rows // size, size, columns // size, size, c).permute(0, 1, 3, 2, 4, 5)
+    tokens = tiles.reshape(-1, size * size, c)
+    tokens = (tokens @ tokens.transpose(1, 2)).softmax(-1) @ tokens
+    tiles = tokens.view(-1, size, size, c).view(n, rows // size, columns // size, size, size, c)
+    image = tiles.permute(0, 1, 3, 2, 4, 5).reshape(n, rows, columns, c)
+    return image[:, :height, :width].permute(0, 3, 1, 2)
+
+
+CASES: dict[str, Case] = {
+    "unsqueeze, expand": one(lambda x: x.unsqueeze(1).expand(-1, 3, -1, -1, -1).sum(1).unsqueeze(-1).squeeze(-1)),
+    "tokens and back": Case(
+        lambda x, w: (F.linear(x.flatten(2).transpose(1, 2), w).transpose(1, 2).reshape(2, 5, *x.shape[2:])),
+        whole=((5, 4),),
+    ),
+    "camera batch": Case(lambda x: x.view(6, 4, *x.shape[3:]).view(2, 3, *x.shape[1:2], -1)[..., :1] if x.dim() == 4
+                         else x.flatten(0, 1).unflatten(0, (2, 3)).sum(1), ((2, 3, 4),)),
+    "pixel_shuffle": one(lambda x: F.pixel_shuffle(x, 2)),
+    "pixel_unshuffle": one(lambda x: F.pixel_unshuffle(x[:, :, : x.shape[2] // 3 * 3, : x.shape[3] // 3 * 3], 3)),
+    "channel_shuffle": one(lambda x: F.channel_shuffle(x, 2)),
+    "windows and back": one(windows_and_back),
+    "shifted windows": one(lambda x: windows_and_back(x.roll((-2, -2), (2, 3))).roll((2, 2), (2, 3))),
+    "repeat_interleave": one(lambda x: [x.repeat_interleave(2, 3), x.repeat_interleave(3, 1)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_one_process(name: str) -> None:
+    require_the_numbers_of_one_process(__name__, name)
+
+
+def _untouched() -> list[float]:
+    """Torch copies in these functions: a write to the result does not reach the argument."""
+    found = []
+    shuffles = [lambda x: torch.pixel_shuffle(x, 3), lambda x: torch.channel_shuffle(x, 3)]
+    for shuffle in [*shuffles, lambda x: x.repeat_interleave(2, dim=1)]:
+        x = torch.randn(1, 9, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        shell = ff.shard(x, mesh(1, 2))
+        shuffle(shell).zero_()
+        found.append(float((shell.full() - x).abs().max()))
+    return found
+
+
+def test_a_write_to_a_copy_does_not_reach_the_argument() -> None:
+    for found in rank_group(2).run(_untouched):
+        assert found == [0.0, 0.0, 0.0]
