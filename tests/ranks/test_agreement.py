@@ -1,0 +1,45 @@
+"""One outcome on all ranks, whoever acted and whoever failed."""
+
+import pytest
+import torch.distributed as dist
+
+from fullframe.errors import RecipeError
+from fullframe.ranks.agreement import from_all_ranks, on_all_ranks, on_any_rank, on_first_rank
+from tests.rank_group import rank_group
+
+
+def _refused() -> int:
+    raise RecipeError("no")
+
+
+def test_one_process_is_its_own_first_rank() -> None:
+    assert on_first_rank(lambda: 3) == 3
+    assert on_all_ranks(lambda: 4) == 4
+    assert from_all_ranks(5) == [5]
+    assert on_any_rank(True) and not on_any_rank(False)
+    for agreed in (on_first_rank, on_all_ranks):
+        with pytest.raises(RecipeError, match="no"):
+            agreed(_refused)
+
+
+def _agreed() -> tuple[object, ...]:
+    rank = dist.get_rank()
+    raised = []
+    for agreed, first_to_fail in ((on_first_rank, 0), (on_all_ranks, 1)):
+        try:
+            agreed(lambda fails=first_to_fail: _refused() if rank == fails else rank)
+        except RecipeError as error:
+            raised.append(str(error))
+    return (
+        on_first_rank(lambda: f"by {rank}"),
+        on_all_ranks(lambda: rank),
+        from_all_ranks(rank * 2),
+        on_any_rank(rank == 1),
+        on_any_rank(False),
+        raised,
+    )
+
+
+def test_all_ranks_get_the_result_or_the_error() -> None:
+    for rank, found in enumerate(rank_group(2).run(_agreed)):
+        assert found == ("by 0", rank, [0, 2], True, False, ["no", "no"])

@@ -1,0 +1,54 @@
+"""The clock that runs each distinct op once: what it runs, and how often."""
+
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+
+from fullframe.simulation.clock.ops import Op
+from fullframe.simulation.clock.timed_ops import MeasuredClock
+from fullframe.simulation.devices.table import device_named
+
+aten = torch.ops.aten
+
+
+def timed(clock: MeasuredClock, func: Any, *args: Any) -> float:
+    return clock.op_seconds(Op.of(func), func, args, {}, None)
+
+
+def test_an_op_is_run_once_for_each_of_its_shapes_strides_and_dtypes() -> None:
+    shared: dict[Any, float] = {}
+    clock = MeasuredClock(device_named("cpu"), timings=shared)
+    with FakeTensorMode():
+        a, b = torch.empty(300, 300), torch.empty(300, 300)
+        first = timed(clock, aten.mm.default, a, b)
+        assert timed(clock, aten.mm.default, b, a) == first and len(shared) == 1
+        for others in ((a[:30], b), (a.t(), b), (a.double(), b.double())):
+            timed(clock, aten.mm.default, *others)
+    assert first > 0 and len(shared) == 4 and not clock.guessed
+    again = MeasuredClock(device_named("cpu"), timings=shared)
+    with FakeTensorMode():
+        assert timed(again, aten.mm.default, torch.empty(300, 300), torch.empty(300, 300)) == first
+
+
+def test_what_cannot_be_run_alone_falls_back_on_the_roofline() -> None:
+    clock = MeasuredClock(device_named("cpu"))
+    with FakeTensorMode():
+        out = torch.empty(4, 4)
+
+        def broken(*args: Any) -> None:
+            raise ValueError("not alone")
+
+        seconds = clock.op_seconds(Op.of(aten.relu.default), broken, (out,), {}, out)
+    assert seconds >= 0
+    assert list(clock.guessed.values()) == ["ValueError: not alone"]
+
+
+def test_an_index_op_gets_zeros() -> None:
+    clock = MeasuredClock(device_named("cpu"))
+    with FakeTensorMode():
+        table, rows = torch.empty(5, 3), torch.empty(7, dtype=torch.int64)
+        timed(clock, aten.embedding.default, table, rows)
+        timed(clock, aten.relu.default, torch.empty(0, 3))
+        timed(clock, aten.relu.default, table[:1].expand(4, 3))
+    assert not clock.guessed
