@@ -1,0 +1,44 @@
+"""The moving average of parameters, by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from fullframe.techniques.ema import ParameterAverage
+
+
+def weight(value: float) -> nn.Module:
+    model = nn.BatchNorm1d(1)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def test_the_average_follows_by_its_decay() -> None:
+    model = weight(1.0)
+    average = ParameterAverage(model, 0.75)
+    for value, expected in ((5.0, 2.0), (2.0, 2.0), (6.0, 3.0)):
+        nn.init.constant_(model.weight, value)
+        average.update()
+        assert average.state_dict()["weight"].item() == expected
+        assert model.weight.item() == value
+    assert set(average.state_dict()) == {"weight", "bias"}  # buffers are averages already
+
+
+def test_the_model_holds_the_average_inside_and_its_own_after_an_error_too() -> None:
+    model = weight(1.0)
+    average = ParameterAverage(model, 0.5)
+    nn.init.constant_(model.weight, 3.0)
+    average.update()
+    address = model.weight.data_ptr()
+    with pytest.raises(OSError), average.applied():
+        assert model.weight.item() == 2 and model.weight.data_ptr() == address
+        raise OSError
+    assert model.weight.item() == 3 and average.state_dict()["weight"].item() == 2
+
+
+def test_it_goes_on_from_a_state() -> None:
+    first, second = ParameterAverage(weight(4.0), 0.5), ParameterAverage(weight(0.0), 0.5)
+    second.load_state_dict({name: t.clone() for name, t in first.state_dict().items()})
+    assert second.state_dict()["weight"].item() == 4
+    with pytest.raises(KeyError):
+        second.load_state_dict({"other": torch.zeros(1)})

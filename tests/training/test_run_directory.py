@@ -1,0 +1,81 @@
+"""The files of a run."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fullframe.errors import RunError
+from fullframe.strategy import Strategy
+from fullframe.training.run_directory import (
+    RunDirectory,
+    check_run_directory,
+    last_step,
+    strategy_of_restart,
+    write_strategy,
+)
+
+
+def test_records_are_lines_of_json_and_only_one_rank_writes(tmp_path: Path) -> None:
+    run, other = RunDirectory(tmp_path, writes=True), RunDirectory(tmp_path, writes=False)
+    for writer in (run, other):
+        writer.append({"step": 1, "loss": 0.5, "grad_norm": math.nan})
+        writer.log("hello")
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"step": 1, "loss": 0.5, "grad_norm": None}]
+    assert (tmp_path / "log.txt").read_text().endswith(" hello\n")
+
+
+def test_what_cannot_be_written_is_left_to_be_agreed_on(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "missing", writes=True)
+    run.append({"step": 1})
+    assert "cannot write" in run.trouble and "--resume" in run.trouble
+    first = run.trouble
+    run.log("again")
+    assert run.trouble == first
+
+
+def test_later_steps_and_a_broken_line_are_forgotten(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path, writes=True)
+    run.forget_after(1)  # where there is no file yet
+    for step in (1, 2, 3):
+        run.append({"step": step})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')
+    assert last_step(tmp_path) == 3
+    RunDirectory(tmp_path, writes=False).forget_after(1)
+    assert last_step(tmp_path) == 3
+    run.forget_after(2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert last_step(tmp_path / "nowhere") == 0
+
+
+def test_the_last_step_of_a_long_file_is_read_from_its_end(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path, writes=True)
+    for step in range(1, 40):
+        run.append({"step": step, "padding": "x" * 4000})
+    assert last_step(tmp_path) == 39
+
+
+def test_a_run_is_gone_on_with_exactly_when_asked(tmp_path: Path) -> None:
+    check_run_directory(tmp_path, False)
+    check_run_directory(tmp_path, "auto")
+    with pytest.raises(RunError, match="holds no run to resume"):
+        check_run_directory(tmp_path, True)
+    write_strategy(tmp_path, Strategy())
+    check_run_directory(tmp_path, True)  # it ended before its first step
+    check_run_directory(tmp_path, False)
+    (tmp_path / "checkpoints").mkdir()
+    check_run_directory(tmp_path, True)
+    check_run_directory(tmp_path, "auto")
+    with pytest.raises(RunError, match="already holds a run"):
+        check_run_directory(tmp_path, False)
+
+
+def test_a_restart_takes_the_microbatches_that_the_run_had_come_to(tmp_path: Path) -> None:
+    strategy = Strategy(width=2, microbatches=2)
+    assert strategy_of_restart(tmp_path, strategy) == strategy
+    write_strategy(tmp_path, Strategy(microbatches=8))
+    assert strategy_of_restart(tmp_path, strategy) == Strategy(width=2, microbatches=8)
+    assert not list(tmp_path.glob("*.partial"))
