@@ -1,9 +1,12 @@
 """Sums, means, products, any and all: infinities, NaN, dtypes."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.exactness import differences
 from tests.rank_group import rank_group
 from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
 from tests.spatial.values import HALF_KINDS, INTEGER_KINDS, floats, found, halves, integers, on_all_meshes
@@ -79,3 +82,22 @@ def _large(world: int) -> list[str]:
 
 def test_large_messages_of_any_dtype() -> None:
     assert not [wrong for found in rank_group(2).run(_large, 2) for wrong in found]
+
+
+def _prod_beside_infinities(with_zero: bool, dim: int) -> float:
+    x = torch.rand(3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1
+    x[..., 3:] = -math.inf
+    if with_zero:
+        x[1, 2, 0] = 0  # on the first rank alone
+
+    def product(x: Tensor) -> Tensor:
+        return torch.prod(x, dim, keepdim=dim < 0)
+
+    return max(differences(product, [x], [], 1, 2).values())
+
+
+def test_a_zero_on_another_rank_keeps_infinities_from_becoming_nan() -> None:
+    for with_zero in (True, False):
+        for dim in (0, 1, -2):
+            apart = rank_group(2).run(_prod_beside_infinities, with_zero, dim)
+            assert max(apart) < 1e-9, (with_zero, dim, apart)
