@@ -12,7 +12,8 @@ from tests.whole.database import OTHERS, Entry, Sample
 
 Mesh = tuple[int, int]  # height, width
 SPLITS = ("all", "first", "others")
-NOT_PLANTED = {"special.legendre_polynomial_p"}  # of NaN torch makes whatever its vector unit held before
+# Of NaN torch makes what its vector unit held before, or another gradient in vectors than at their ends.
+NOT_PLANTED = {"special.legendre_polynomial_p", "nn.functional.hardswish", "module nn.Hardswish"}
 
 
 @dataclass(frozen=True)
