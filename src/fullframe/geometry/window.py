@@ -1,8 +1,21 @@
 """A spatial op is a window: which input rows it reads to produce given output rows."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from fullframe.geometry.extents import Extents
+
+
+class RowMap(Protocol):
+    """Which rows an op reads along one dim, and which rank makes which of its output rows."""
+
+    def reads(self, out: range) -> range:
+        """Input rows needed to produce output rows `out`, before clipping to the image."""
+        ...
+
+    def output_extents(self, extents: Extents, size_out: int) -> Extents:
+        """Output boundaries where the input has the boundaries `extents`; some part may come out empty."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,10 +55,9 @@ class Window:
         """The window of the kernel positions `taps` alone."""
         return Window(len(taps), self.stride, self.dilation, self.padding - self.dilation * taps.start)
 
-    def output_size(self, size: int, padding_after: int | None = None, ceil_mode: bool = False) -> int:
+    def output_size(self, size: int, ceil_mode: bool = False) -> int:
         """Output rows for `size` input rows; `ceil_mode` as torch's pools count it."""
-        after = self.padding if padding_after is None else padding_after
-        room = size + self.padding + after - self.span
+        room = size + 2 * self.padding - self.span
         if not ceil_mode:
             return room // self.stride + 1
         rows = -(-room // self.stride) + 1
@@ -97,11 +109,6 @@ class Slice:
     start: int = 0
     step: int = 1
 
-    @property
-    def span(self) -> int:
-        """Input rows an output row reads."""
-        return 1
-
     def reads(self, out: range) -> range:
         """Input rows needed to produce output rows `out`, before clipping to the image."""
         first = self.start + out.start * self.step
@@ -124,6 +131,10 @@ class AdaptiveWindow:
         """Input rows needed to produce output rows `out`."""
         start = out.start * self.size_in // self.size_out
         return range(start, -(-out.stop * self.size_in // self.size_out)) if out else range(start, start)
+
+    def output_extents(self, extents: Extents, size_out: int) -> Extents:
+        """Output boundaries over the same parts of the image; some part may come out empty."""
+        return proportional_extents(extents, size_out)
 
 
 def proportional_extents(extents: Extents, size_out: int) -> Extents:

@@ -29,6 +29,7 @@ class _Plan:
     """A convolution on this rank. `padding` is torch's for whole dims and 0 for split ones."""
 
     window: WindowPlan
+    windows: tuple[Window, ...]  # one a cut
     stride: Ints
     padding: Ints
     dilation: Ints
@@ -82,17 +83,20 @@ def _plan(spec: Spec, weight: Ints, stride: Ints, padding: Ints, dilation: Ints,
     plan = plan_windows(spec, dims, windows, sizes, shape)
     split = {cut.dim for cut in plan.cuts}
     inner = tuple(0 if dim in split else p for dim, p in zip(dims, padding, strict=True))
-    lead, skips = _lead(plan, dims, inner)
-    borders = _borders(plan) if lead is not None else None
+    cut_windows = tuple(window for dim, window in zip(dims, windows, strict=True) if dim in split)
+    lead, skips = _lead(plan, cut_windows, dims, inner)
+    borders = _borders(plan, cut_windows) if lead is not None else None
     if borders is None:
         lead, borders = None, ()
-    return _Plan(plan, stride, inner, dilation, groups, lead, skips, borders)
+    return _Plan(plan, cut_windows, stride, inner, dilation, groups, lead, skips, borders)
 
 
-def _lead(plan: WindowPlan, dims: range, inner: Ints) -> tuple[Ints | None, tuple[tuple[int, int], ...]]:
+def _lead(
+    plan: WindowPlan, windows: tuple[Window, ...], dims: range, inner: Ints
+) -> tuple[Ints | None, tuple[tuple[int, int], ...]]:
     """The symmetric padding with which the local rows give exactly this rank's output rows, and the rows to skip."""
     lead, skips = list(inner), []
-    for cut, window, need, out in zip(plan.cuts, plan.windows, plan.needs, plan.outs, strict=True):
+    for cut, window, need, out in zip(plan.cuts, windows, plan.needs, plan.outs, strict=True):
         skip = max(0, need.start - cut.own.start)
         pad = max(0, cut.own.start - need.start)
         rows = len(cut.own) - skip
@@ -104,10 +108,10 @@ def _lead(plan: WindowPlan, dims: range, inner: Ints) -> tuple[Ints | None, tupl
     return tuple(lead), tuple(skips)
 
 
-def _borders(plan: WindowPlan) -> tuple[Border, ...] | None:
+def _borders(plan: WindowPlan, windows: tuple[Window, ...]) -> tuple[Border, ...] | None:
     """Output rows that read a borrowed row; None when they are so many that one joined convolution is cheaper."""
     borders: list[Border] = []
-    for number, (cut, window, out) in enumerate(zip(plan.cuts, plan.windows, plan.outs, strict=True)):
+    for number, (cut, window, out) in enumerate(zip(plan.cuts, windows, plan.outs, strict=True)):
         here = []
         if cut.rows.start < cut.own.start:
             here.append(overlap(out, window.touched_by(range(cut.rows.start, cut.own.start))))
@@ -118,12 +122,8 @@ def _borders(plan: WindowPlan) -> tuple[Border, ...] | None:
             return None
         for rows in here:
             outs = (*plan.outs[:number], rows, *plan.outs[number + 1 :])
-            borders.append((outs, _reads(plan, outs)))
+            borders.append((outs, tuple(w.reads(rows) for w, rows in zip(windows, outs, strict=True))))
     return tuple(borders)
-
-
-def _reads(plan: WindowPlan, outs: Ranges) -> Ranges:
-    return tuple(window.reads(rows) for window, rows in zip(plan.windows, outs, strict=True))
 
 
 @rule(F.conv1d, F.conv2d, F.conv3d, trusted=True)
@@ -210,7 +210,7 @@ def _joined_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor, mask
 def _strips_first_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:
     """A convolution is linear in its input: the strips' share first, on its way home while the local share is done."""
     local, *strips = halo.pieces
-    cuts, outs, windows = plan.window.cuts, plan.window.outs, plan.window.windows
+    cuts, outs, windows = plan.window.cuts, plan.window.outs, plan.windows
     thin = [mask[0], mask[1], False]
     strip_gradients, weight_gradients = [], []
     for strip in strips:

@@ -126,42 +126,37 @@ def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
         running.mul_(1 - momentum).add_(value.to(running.dtype) * momentum)  # torch's formula; also of infinities
 
 
+class _BatchNorm(NamedTuple):
+    """What `F.batch_norm` is called with."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+
 @rule(F.batch_norm)
-def _batch_norm(
-    func: Any,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    _check_buffers(running_mean, running_var)
-    weight, bias = _parameters(weight, bias)
-    if not isinstance(input, SpatialTensor):
-        return func(input, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
-    spec, x = input.spec, local_of(input)
+def _batch_norm(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """(N, C, ...) normalized with the whole image's statistics; refuses split channels and split running statistics."""
+    call = _BatchNorm(*args, **kwargs)
+    _check_buffers(call.running_mean, call.running_var)
+    weight, bias = _parameters(call.weight, call.bias)
+    call = call._replace(weight=weight, bias=bias)
+    if not isinstance(call.input, SpatialTensor):
+        return func(*call)  # type: ignore[no-any-return]
+    spec, x = call.input.spec, local_of(call.input)
     if spec.is_split(1):
         raise Unsupported("the channels are split")
-    if not training or 0 in spec.shape:
-        return wrap(func(x, running_mean, running_var, weight, bias, training, momentum, eps), spec)
-    local = _over_ranks(x, running_mean, running_var, weight, bias, momentum, eps, _group(spec), 1)
-    return wrap(local, spec)
+    if not call.training or 0 in spec.shape:
+        return wrap(func(x, *call[1:]), spec)
+    return wrap(_over_ranks(x, call, _group(spec), 1), spec)
 
 
-def _over_ranks(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float,
-    eps: float,
-    group: dist.ProcessGroup,
-    copies: int,
-) -> Tensor:
+def _over_ranks(x: Tensor, call: _BatchNorm, group: dist.ProcessGroup, copies: int) -> Tensor:
     """Batch norm of the local `x` (N, C, ...) with the statistics of all ranks of `group`.
 
     Each value is held by `copies` of them, which weighs all alike.
@@ -170,9 +165,9 @@ def _over_ranks(
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
     found = _statistics(x, 1, group)
     elements = found.elements / copies
-    _update(running_mean, found.mean, momentum)
-    _update(running_var, found.var * (elements / (elements - 1)), momentum)
-    return _apply(x, weight, bias, found, 1, eps, group)
+    _update(call.running_mean, found.mean, call.momentum)
+    _update(call.running_var, found.var * (elements / (elements - 1)), call.momentum)
+    return _apply(x, call.weight, call.bias, found, 1, call.eps, group)
 
 
 class OverReplicas(TorchFunctionMode):
@@ -187,29 +182,17 @@ class OverReplicas(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.batch_norm:
-            return self._batch_norm(*args, **kwargs)
-        return func(*args, **kwargs)
+        return self._batch_norm(_BatchNorm(*args, **kwargs)) if func is F.batch_norm else func(*args, **kwargs)
 
-    def _batch_norm(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not training or (isinstance(input, SpatialTensor) and input.spec.is_split(1)):
-            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        everyone: Any = dist.group.WORLD
-        options = running_mean, running_var, weight, bias, momentum, eps, everyone
-        if not isinstance(input, SpatialTensor):
-            return _over_ranks(input, *options, self._ranks)
-        holders = dist.get_world_size(_group(input.spec))
-        return wrap(_over_ranks(local_of(input), *options, self._ranks // holders), input.spec)
+    def _batch_norm(self, call: _BatchNorm) -> Tensor:
+        x, everyone = call.input, dist.group.WORLD
+        assert everyone is not None
+        if not call.training or (isinstance(x, SpatialTensor) and x.spec.is_split(1)):
+            return F.batch_norm(*call)
+        if not isinstance(x, SpatialTensor):
+            return _over_ranks(x, call, everyone, self._ranks)
+        holders = dist.get_world_size(_group(x.spec))
+        return wrap(_over_ranks(local_of(x), call, everyone, self._ranks // holders), x.spec)
 
 
 @rule(F.instance_norm)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from fullframe.spatial.gradients import enters
 from fullframe.spatial.operands import aligned, merged
-from fullframe.spatial.rules.registry import QUICK, RULES, Unsupported, getter, rule, writes
+from fullframe.spatial.rules.registry import IN_PLACE_OPERATORS, QUICK, RULES, Unsupported, getter, rule, writes
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
@@ -32,10 +32,6 @@ _BINARY = """
     eq ne lt le gt ge greater greater_equal less less_equal not_equal isclose
     logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
     complex polar where lerp addcmul addcdiv clamp clip clamp_min clamp_max masked_fill rsub
-"""
-_IN_PLACE_DUNDERS = """
-    __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
-    __ilshift__ __irshift__
 """
 _SPECIAL = """
     airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v
@@ -75,7 +71,7 @@ def _named(owner: Any, names: str) -> set[Any]:
 def _functions() -> set[Any]:
     maths = " ".join(f"{name} {name}_" for name in (_UNARY + _BINARY).split())
     owned = [(torch, maths), (Tensor, maths), (torch.special, maths), (Tensor, _METHODS), (F, _FUNCTIONAL)]
-    owned += [(torch, _TORCH), (torch.special, _SPECIAL), (Tensor, _IN_PLACE_DUNDERS)]
+    owned += [(torch, _TORCH), (torch.special, _SPECIAL), (Tensor, " ".join(IN_PLACE_OPERATORS))]
     found = set().union(*(_named(owner, names) for owner, names in owned))
     return {f for f in found if callable(f)} | {getter("data"), getter("real"), getter("imag")}
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.geometry.window import AdaptiveWindow, Window, proportional_extents
+from fullframe.geometry.window import AdaptiveWindow, Window
 from fullframe.ranks.exchange import joined
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Halo, memory_format_of
@@ -228,7 +228,7 @@ def _adaptive_max_rows(x: Tensor, dim: int, size: int) -> Tensor:
     placement = spec.of(dim)
     if placement is None:
         return wrap(_max_windows(local_of(x), dim, window, range(size), 0), spec.resized(dim, size))
-    extents = nonempty(proportional_extents(placement.extents, size))
+    extents = nonempty(window.output_extents(placement.extents, size))
     if extents is None:
         return _adaptive_max_rows(wrap(*gather_axes(local_of(x), spec, [placement.axis])), dim, size)
     wanted = tuple(window.reads(rows) for rows in extents.ranges)

@@ -86,12 +86,12 @@ def _of_torch(function: Any) -> bool:
 
 
 _OPERATORS = "add sub mul matmul div truediv floordiv mod pow and or xor lshift rshift"
-_WRITING = frozenset(("__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())))
+IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS.split())  # torch has no `__imatmul__`
 
 
 def writes(func: Any, kwargs: dict[str, Any]) -> bool:
     """Whether `func` writes into its first operand, by its name and the option `inplace`."""
     name: str = getattr(func, "__name__", "")
     if name.startswith("__"):
-        return name in _WRITING
+        return name in IN_PLACE_OPERATORS or name == "__setitem__"
     return bool(kwargs.get("inplace")) or name.endswith("_")

@@ -66,7 +66,7 @@ def _plan(spec: Spec, weight: Ints, stride: Ints, padding: Ints, extra: Ints, di
     windows = [TransposedWindow(*option) for option in options]
     sizes = [w.output_size(spec.shape[dim], more) for w, dim, more in zip(windows, dims, extra, strict=True)]
     forward = plan_windows(spec, dims, windows, sizes, (*spec.shape[: dims[0] - 1], weight[1] * groups, *sizes))
-    inner, behind, trims, cuts, back, needs = list(padding), list(extra), [], [], [], []
+    inner, behind, trims, cuts, needs = list(padding), list(extra), [], [], []
     for cut, need, out in zip(forward.cuts, forward.needs, forward.outs, strict=True):
         at = cut.dim - dims[0]
         window = Window(*options[at])
@@ -78,9 +78,8 @@ def _plan(spec: Spec, weight: Ints, stride: Ints, padding: Ints, extra: Ints, di
         assert placement is not None
         wanted = tuple(placement.extents.clipped(window.reads(rows)) for rows in cut.extents.ranges)
         cuts.append(Cut(cut.dim, placement.extents, wanted, cut.axis))
-        back.append(window)
         needs.append(window.reads(cut.own))
-    backward = WindowPlan(tuple(cuts), tuple(back), tuple(needs), tuple(cut.own for cut in forward.cuts), spec)
+    backward = WindowPlan(tuple(cuts), tuple(needs), tuple(cut.own for cut in forward.cuts), spec)
     return _Plan(forward, backward, stride, tuple(inner), tuple(behind), dilation, groups, tuple(trims))
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.extents import Extents, overlap
-from fullframe.geometry.window import Slice, TransposedWindow, Window
+from fullframe.geometry.window import RowMap, TransposedWindow, Window
 from fullframe.spatial.halo import Cut, Halo, Piece, Ranges, part_of
 from fullframe.spatial.rules.registry import TooSmall
 from fullframe.spatial.spec import Spec
@@ -21,7 +21,6 @@ class WindowPlan:
     """How a window op runs on this rank."""
 
     cuts: tuple[Cut, ...]
-    windows: tuple[Any, ...]  # one a cut
     needs: Ranges  # input rows read, one range a cut, with those outside the image but for transposed windows
     outs: Ranges  # output rows of this rank, one range a cut
     spec: Spec  # of the result
@@ -35,7 +34,7 @@ class WindowPlan:
 def plan_windows(
     spec: Spec,
     dims: Sequence[int],
-    windows: Sequence[Window | TransposedWindow | Slice],
+    windows: Sequence[RowMap],
     sizes: Sequence[int],
     shape: Sequence[int],
 ) -> WindowPlan:
@@ -43,10 +42,10 @@ def plan_windows(
 
     Raises TooSmall where the result has fewer rows than ranks.
     """
-    cuts, used, needs, outs, small = [], [], [], [], []
+    cuts, needs, outs, small = [], [], [], []
     placements = {p.axis: p for p in spec.placements}
     for dim, window, size in zip(dims, windows, sizes, strict=True):
-        if _stays(window) and size == spec.shape[dim]:  # each row for itself, however the dim is cut
+        if _stays(window) and size == spec.shape[dim]:
             continue
         placement = spec.of(dim)
         if placement is None:
@@ -63,17 +62,17 @@ def plan_windows(
             wanted = tuple(rows or range(extents.size - 1, extents.size) for rows in wanted)
             need = wanted[axis.coordinate]
         cuts.append(Cut(dim, extents, wanted, axis))
-        used.append(window)
         needs.append(need)
         outs.append(out.ranges[axis.coordinate])
         placements[placement.axis] = placement.recut(out)
     if small:
         raise TooSmall(small, spec)
     result = spec.with_(shape, tuple(placements.values()))
-    return WindowPlan(tuple(cuts), tuple(used), tuple(needs), tuple(outs), result)
+    return WindowPlan(tuple(cuts), tuple(needs), tuple(outs), result)
 
 
-def _stays(window: Any) -> bool:
+def _stays(window: RowMap) -> bool:
+    """Whether each output row is made of the input row of its number, however the dim is cut."""
     return isinstance(window, Window) and (window.kernel, window.stride, window.padding) == (1, 1, 0)
 
 
