@@ -172,7 +172,7 @@ def waits_in_a_circle():
     wanted = list(extents.ranges)
     mine, whose = dist.get_rank(), (dist.get_rank() + 1) % parts
     wanted[mine] = extents.ranges[whose]
-    return fetch(x.local, 3, extents, tuple(wanted), spatial_of(x.device_mesh).width)
+    return fetch(x.local, 3, extents, tuple(wanted), spatial_of(x.device_mesh).axis("width"))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

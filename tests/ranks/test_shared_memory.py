@@ -68,7 +68,7 @@ def test_a_sender_waits_for_a_free_slot():
 
 def abandoned():
     """A flight that is never waited for: the messages after it are the right ones."""
-    axis = spatial_of(init_mesh(width=2)).width
+    axis = spatial_of(init_mesh(width=2)).axis("width")
     peer, found = 1 - axis.coordinate, []
     for number in range(3 * SLOTS):
         flight = InFlight(axis, [Message(peer, torch.full((2,), 1.0 * number))], [Message(peer, torch.empty(2))])
@@ -84,7 +84,7 @@ def test_abandoned_messages_do_not_stand_in_for_later_ones():
 
 def large_and_small():
     """A row that does not fit a slot goes by gloo, beside small ones that do."""
-    axis = spatial_of(init_mesh(width=2)).width
+    axis = spatial_of(init_mesh(width=2)).axis("width")
     right = True
     for columns in (3, SLOT_BYTES // 8, SLOT_BYTES // 8 + 1, 5):
         whole = torch.arange(4.0 * columns, dtype=torch.float64).view(4, columns)

@@ -53,8 +53,7 @@ class Spatial:
     """
 
     mesh: DeviceMesh
-    height: Axis
-    width: Axis
+    axes: tuple[Axis, ...]  # height and width; the last one's coordinate changes fastest from rank to rank
     replica_ranks: tuple[int, ...]  # height x width ranks that hold one sample
     channel: Channel  # between them
     _replica: "ref[dist.ProcessGroup]"
@@ -68,10 +67,9 @@ class Spatial:
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`; raises MeshError for a name that is none."""
-        if name == "width":
-            return self.width
-        if name == "height":
-            return self.height
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
         raise MeshError(f"a mesh has the spatial axes height and width, none called {name!r}")
 
     def group(self, names: Collection[str]) -> dist.ProcessGroup:
@@ -81,18 +79,21 @@ class Spatial:
 
     def coordinate_along(self, names: Collection[str]) -> int:
         """This rank's number among the ranks of `group(names)`."""
-        height = self.height.coordinate if "height" in names else 0
-        return height * self.width.size + self.width.coordinate if "width" in names else height
+        number = 0
+        for axis in self.axes:
+            if axis.name in names:
+                number = number * axis.size + axis.coordinate
+        return number
 
     @property
     def size(self) -> int:
         """Ranks in one replica."""
-        return self.height.size * self.width.size
+        return len(self.replica_ranks)
 
     @property
     def coordinate(self) -> int:
         """This rank's number within its replica."""
-        return self.height.coordinate * self.width.size + self.width.coordinate
+        return self.coordinate_along(AXES)
 
 
 def init_mesh(height: int = 1, width: int = 1) -> DeviceMesh:
@@ -214,8 +215,8 @@ def _spatial(mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], int
                 replica, mine = group, tuple(ranks)
     assert replica is not None
     channel = channel_of(replica)
-    height, width = (_axis(mesh, name, channel) for name in AXES[1:])
-    return Spatial(mesh, height, width, mine, channel, ref(replica), draw_seed)
+    axes = tuple(_axis(mesh, name, channel) for name in AXES[1:])
+    return Spatial(mesh, axes, mine, channel, ref(replica), draw_seed)
 
 
 def _axis(mesh: DeviceMesh, name: str, replica: Channel) -> Axis:

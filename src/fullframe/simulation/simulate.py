@@ -238,8 +238,7 @@ def _axes(mesh: DeviceMesh) -> dict[str, str]:
     spatial = spatial_of(mesh)
     groups = {
         "data": mesh.get_group("data"),
-        "height": spatial.height.group,
-        "width": spatial.width.group,
+        **{axis.name: axis.group for axis in spatial.axes},
         "replica": spatial.replica,
         "job": dist.group.WORLD,
     }

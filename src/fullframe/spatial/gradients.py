@@ -177,7 +177,7 @@ def seen(gradient: Tensor, spec: Any) -> Tensor:
     if spatial.size == 1:
         return gradient
     split = {p.axis for p in spec.placements}
-    whole = [axis.name for axis in (spatial.height, spatial.width) if axis.size > 1 and axis.name not in split]
+    whole = [axis.name for axis in spatial.axes if axis.size > 1 and axis.name not in split]
     gradient = gradient / spatial.size
     return all_sum(gradient, spatial.group(whole)) if whole else gradient
 

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_iter
 
 from fullframe.errors import MeshError
 from fullframe.geometry.placement import Placement, Placements
+from fullframe.ranks.mesh import AXES
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.redistribute import gather_axes, resplit, sliced
 from fullframe.spatial.spec import Spec
@@ -53,7 +54,7 @@ def merged(values: Sequence[Tensor]) -> Spec:
 def require_one_mesh(own: Spec, other: Spec) -> None:
     """Raises MeshError where the operands of one op are split over different meshes."""
     if own.spatial is not other.spatial:
-        sizes = [f"{spec.spatial.height.size}x{spec.spatial.width.size}" for spec in (own, other)]
+        sizes = ["x".join(str(axis.size) for axis in spec.spatial.axes) for spec in (own, other)]
         raise MeshError(
             f"tensors of two meshes (height x width {sizes[0]} and {sizes[1]}) meet in one op; "
             "split both over one mesh, or pass one of them as x.full()"
@@ -66,7 +67,7 @@ def united(cuts: Sequence[Sequence[Placement]]) -> Placements:
     for own in cuts:
         taken = {p.dim for p in placements.values()}  # two operands do not share out the factors of one dim
         placements |= {p.axis: p for p in own if p.axis not in placements and p.dim not in taken}
-    return tuple(placements[name] for name in ("height", "width") if name in placements)
+    return tuple(placements[name] for name in AXES if name in placements)
 
 
 def alike(p: Placement, q: Placement) -> bool:

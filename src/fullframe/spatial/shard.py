@@ -26,11 +26,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTensor:
     """This rank's part of `full`, whose last two dims are H and W; differentiable.
 
-    Every rank of a replica passes the same tensor; the part is a copy, so that the whole can be
-    freed. Dims are cut evenly over the axes of
-    `mesh` that have more than one rank. With `check`, the ranks first agree on shape, dtype and a sample of the values,
-    bit by bit, one small message; False is for callers that know. Raises ShapeError when ranks differ or a dim has
-    fewer rows than ranks.
+    Every rank of a replica passes the same tensor; the part is a copy, so that the whole can be freed. Dims are cut
+    evenly over the axes of `mesh` that have more than one rank. With `check`, the ranks first agree on shape, dtype and
+    a sample of the values, bit by bit, one small message; False is for callers that know. Raises ShapeError when ranks
+    differ or a dim has fewer rows than ranks.
     """
     if isinstance(full, SpatialTensor):
         raise ShapeError("the tensor is split already; pass the whole one, x.full()")
@@ -46,7 +45,7 @@ def even_spec(shape: tuple[int, ...], mesh: DeviceMesh) -> Spec:
     spatial = spatial_of(mesh)
     if len(shape) < 2:
         raise ShapeError(f"a tensor with dims (..., H, W) is needed, got shape {shape}")
-    axes = [(-2, spatial.height), (-1, spatial.width)]
+    axes = list(zip((-2, -1), spatial.axes, strict=True))
     axes = [pair for pair in axes if pair[1].size > 1] or axes[1:]  # one rank alone: one part of everything
     placements = []
     for dim, axis in axes:

@@ -91,7 +91,7 @@ class Spec:
     @property
     def coordinates(self) -> dict[str, int]:
         """This rank's part along each spatial axis."""
-        return {"height": self.spatial.height.coordinate, "width": self.spatial.width.coordinate}
+        return {axis.name: axis.coordinate for axis in self.spatial.axes}
 
 
 @kept_with_mesh(maxsize=16384)

@@ -21,7 +21,7 @@ def with_link(rates: Rates, mesh: DeviceMesh) -> Rates:
 
     The ranks send a fixed number of times, so that none waits for a message that never comes.
     """
-    axis = spatial_of(mesh).width
+    axis = spatial_of(mesh).axis("width")
     if axis.size != 2:
         raise DeviceError(f"the link is measured between 2 ranks, the mesh has width {axis.size}; start 2 ranks")
     device = torch.device(mesh.device_type)
