@@ -1,4 +1,15 @@
-"""Where a split lies in a tensor's shape, and where it goes when dims are moved, merged or cut."""
+"""Where a split lies in a tensor's shape, and where it goes when dims are moved, merged or cut.
+
+A split dim is `outer x rows x inner`; only the middle factor is cut. An image of 2 rows and 4 columns, split on W:
+
+    (H, W) = (2, 4)                0 1 | 2 3        dim 1: outer 1, rows 4, inner 1
+                                   4 5 | 6 7
+    flatten to (8,)                0 1 | 2 3   4 5 | 6 7        dim 0: outer 2, rows 4, inner 1
+    rank 0 holds 0 1 4 5, rank 1 holds 2 3 6 7: as before, so nothing is sent
+
+    (W, H) = (4, 2)                0 4   1 5 | 2 6   3 7        flattened, dim 0: outer 1, rows 4, inner 2;
+                                                                or, in one run a rank, `canonical`: rows 8, inner 1
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +76,10 @@ def reshaped(placements: Placements, shape: Sequence[int], new_shape: Sequence[i
 
 
 def canonical(placements: Placements) -> Placements:
-    """The same splits, each with the whole dims behind it in its dim taken into its rows where no other split is."""
+    """The same splits with `inner` made 1 where no other split lies within it: boundaries are multiplied by it.
+
+    So a reshape and the way back end at equal placements, however they were written.
+    """
     result = []
     for p in placements:
         inside = [q for q in placements if q is not p and q.dim == p.dim and q.outer > p.outer]
@@ -77,9 +91,10 @@ def canonical(placements: Placements) -> Placements:
 
 
 def grain(p: Placement, shape: Sequence[int], new_shape: Sequence[int]) -> int:
-    """The run of rows of `p` that a reshape keeps together: its boundaries must be multiples of it.
+    """How many rows of `p` a reshape keeps together in one new row: its boundaries must be multiples of that.
 
-    1 where the reshape does not cut the split factor; 0 where no boundaries would do.
+    H = 12 split, (C, H) to (C, 3, 4): 4, as a row of the new dim 1 is 4 of the old rows. 1 where the reshape does not
+    cut the split factor; 0 where no boundaries would do.
     """
     inner = p.inner * prod(shape[p.dim + 1 :])
     cuts = [prod(new_shape[dim:]) for dim in range(1, len(new_shape))]
@@ -106,9 +121,10 @@ def _place(p: Placement, outer: int, inner: int, new_shape: Sequence[int]) -> Pl
 
 
 def local_factors(p: Placement, others: Placements, coordinates: dict[str, int]) -> tuple[int, int, int]:
-    """Dim `p.dim` of a rank's tensor as (outer, rows, inner) around the factor that `p` splits.
+    """The sizes (outer, rows, inner) of dim `p.dim` in one rank's tensor, `rows` being the factor that `p` splits.
 
-    `others` are the placements that this tensor is already cut by (`p` itself or not); `coordinates` by axis.
+    A tensor (H * W) split on both: for the placement of W, `outer` is this rank's share of H. `others` are the
+    placements that the tensor is already cut by, with `p` or without (then `rows` are all); `coordinates` by axis.
     """
     outer, inner, rows = p.outer, p.inner, p.extents.size
     for q in others:

@@ -14,7 +14,7 @@ from fullframe.ranks.waiting import waiting_for_ranks
 
 
 class _AllSum(torch.autograd.Function):
-    """All-reduce; the adjoint of a sum whose result every rank holds is the sum of what every rank's copy gets."""
+    """A sum over ranks, held by each of them: the gradient of a summand is the sum of all copies' gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -48,7 +48,7 @@ def all_sum_no_grad(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gather; every rank holds all the values, so what a rank's own gets is the sum over the copies of its slot."""
+    """Every rank's value on every rank: the gradient of a rank's own is the sum of the gradients of all its copies."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -90,7 +90,7 @@ def all_gather_no_grad(
 
 
 def _through(boxes: Mailboxes, channel: Channel, value: Tensor, kind: str, at: str) -> Tensor:
-    """`all_gather_no_grad` through mailboxes."""
+    """(ranks, ...) the values of all ranks, in rank order, through shared memory."""
     head = channel.head(kind, at, value)
     for rank in channel.others:
         boxes.send(rank, head, value)

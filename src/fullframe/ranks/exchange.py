@@ -80,6 +80,7 @@ class InFlight:
         self._works = dist.batch_isend_irecv(ops) if ops else []
 
     def _send(self, rank: int, tensor: Tensor, head: bytes) -> None:
+        """Send head and contents, through a mailbox where they fit, else the contents by gloo."""
         boxes, group = self._channel.boxes, self._axis.group
         if boxes is not None and fits(tensor):
             boxes.send(rank, head, tensor)
@@ -95,6 +96,7 @@ class InFlight:
         )
 
     def _expect(self, rank: int, tensor: Tensor, head: bytes) -> None:
+        """Note what is to come from `rank` into `tensor`; take it at once where its head is there already."""
         boxes = self._channel.boxes
         if boxes is not None and fits(tensor):
             self._due.append(_Due(rank, tensor, head, boxes.expect(rank), None, None))
@@ -155,6 +157,8 @@ def _isend(tensor: Tensor, rank: int, group: dist.ProcessGroup, tag: int) -> Any
 
 
 class _Kept(NamedTuple):
+    """A send that is under way, and the tensor it reads from."""
+
     work: Any
     tensor: Tensor
 
@@ -170,7 +174,11 @@ def post_borrow(
     like: Tensor,
     size: int,
 ) -> InFlight:
-    """Send the rows `plan` names, of `size` in all, each cut out by `block(rows)`, and receive those of others."""
+    """Send this rank's rows that others want and post the receives of those that it wants; returns at once.
+
+    `plan` names both; `block(rows)` cuts out what is sent, `shape_of(rows)` is the shape of what comes, in the dtype of
+    `like`; `size` is the number of rows of the whole dim. All ranks of the axis call this together.
+    """
     sends = [_message(t, block(t.rows), size) for t in plan.sends]
     receives = [_message(t, like.new_empty(shape_of(t.rows)), size) for t in plan.receives]
     return _posted(axis, sends, receives, "rows", like)
@@ -179,7 +187,7 @@ def post_borrow(
 def post_return(
     axis: Axis, plan: Route, gradients: list[Tensor], shape_of: Callable[[range], list[int]], like: Tensor, size: int
 ) -> InFlight:
-    """The adjoint of `post_borrow`: the gradients of what was received go back to the owners."""
+    """The adjoint of `post_borrow`: `gradients` of what was received, in its order, go back to the owners."""
     sends = [_message(t, gradient, size) for t, gradient in zip(plan.receives, gradients, strict=True)]
     receives = [_message(t, like.new_empty(shape_of(t.rows)), size) for t in plan.sends]
     return _posted(axis, sends, receives, "gradient of rows", like)
@@ -196,9 +204,10 @@ def _posted(axis: Axis, sends: list[Message], receives: list[Message], kind: str
 
 
 def fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
-    """Rows `wanted[part]` of a dim that is split at `extents`; differentiable.
+    """The rows `wanted[coordinate]` of a dim that is split at `extents`; differentiable.
 
-    `local` holds this rank's rows along `dim`. The gradient of a borrowed row is sent back and added.
+    `local` (..., own rows, ...) becomes (..., wanted rows, ...), of any global rows: near, far, none or all. The
+    gradient of a borrowed row is sent back and added. All ranks of `axis` call this together.
     """
     if wanted == extents.ranges:
         return local
@@ -211,6 +220,7 @@ def fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis)
 
 
 def _fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
+    """`fetch` without a gradient: what is received and what is kept, joined in the order of rows."""
     own, rows = extents.ranges[axis.coordinate], wanted[axis.coordinate]
     plan = route(extents, wanted, axis.coordinate)
     shape = list(local.shape)
@@ -236,6 +246,8 @@ def joined(tensors: list[Tensor], dim: int) -> Tensor:
 
 
 class _Fetch(torch.autograd.Function):
+    """`fetch` with its adjoint as backward."""
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
         ctx.where = dim, extents, wanted, axis
@@ -250,7 +262,7 @@ class _Fetch(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """The adjoint of `fetch`, which is its own."""
+    """The adjoint of `fetch`: rows' gradients go home and are added; its own adjoint is `fetch`."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:

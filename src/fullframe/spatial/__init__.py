@@ -1,1 +1,1 @@
-"""Split tensors: the mesh, the exchange, the shell, its rules, and the model around them."""
+"""Split tensors: the shell, what all ranks know of it, the halo, and the rules of torch's functions."""

@@ -1,6 +1,15 @@
 """A rank's part and the strips it borrowed, addressed by global rows and never joined unless a region is asked for.
 
 So a halo costs its own bytes, not a second feature map: ops keep the local tensor that others keep too, and the strips.
+Split dims are served one after the other. The strips of a later cut are as long as what is held by then, and so hold
+the corners, which no rank has to ask its diagonal neighbour for:
+
+    cut 0 (rows)       cut 1 (columns)          0: strips of cut 0, one from above, one from below
+      . 0 0 0 .          1 0 0 0 1              1: strips of cut 1, one from either side; their ends, beside the 0s,
+      . L L L .          1 L L L 1                 are corners: the neighbour has them as its own strips of cut 0
+      . 0 0 0 .          1 0 0 0 1
+
+Gradients go home in the other order, cut 1 first, as its strips hold gradients of strips of cut 0.
 """
 
 from collections.abc import Sequence
@@ -30,18 +39,22 @@ class Cut:
 
     @property
     def own(self) -> range:
+        """The global rows that this rank owns."""
         return self.extents.ranges[self.axis.coordinate]
 
     @property
     def rows(self) -> range:
+        """The global rows that this rank wants, own ones among them."""
         return self.wanted[self.axis.coordinate]
 
     @property
     def route(self) -> Route:
+        """What this rank sends and receives."""
         return route(self.extents, self.wanted, self.axis.coordinate)
 
     @property
     def borrows(self) -> bool:
+        """Whether any rank wants a row of another, so that all take part in an exchange."""
         return borrows(self.extents, self.wanted)
 
 
@@ -53,10 +66,7 @@ class Piece(NamedTuple):
 
 
 class Halo:
-    """`local` with what its neighbours lend; posted by the constructor, there after `wait`.
-
-    Cuts are served in order, so the strips of a later one include the corners.
-    """
+    """`local` with the strips that other ranks lend; asked for by the constructor, there after `wait`."""
 
     def __init__(self, local: Tensor, cuts: tuple[Cut, ...]):
         self.cuts = cuts
@@ -106,14 +116,14 @@ class Halo:
         return (*earlier, rows, *(cut.own for cut in self.cuts[number + 1 :]))
 
     def shape(self, ranges: Ranges) -> list[int]:
-        """The shape of a region."""
+        """The shape of the tensor that holds the rows `ranges`, one range a cut, and all of the other dims."""
         shape = list(self.pieces[0].tensor.shape)
         for cut, rows in zip(self.cuts, ranges, strict=True):
             shape[cut.dim] = len(rows)
         return shape
 
     def region(self, ranges: Ranges, fill: float = 0.0) -> Tensor:
-        """The rows `ranges` of the virtual whole, `fill` where nothing is held; a view if one piece covers it."""
+        """The rows `ranges`, copied together from what is held, `fill` elsewhere; a view if one piece covers them."""
         return assembled(self.pieces, self.cuts, ranges, self.shape(ranges), fill)
 
     def start_return(self, gradients: list[Tensor]) -> "Return":
@@ -122,7 +132,7 @@ class Halo:
 
 
 class Return:
-    """The adjoint of a `Halo` on its way: later cuts first, as their strips hold corners of earlier ones."""
+    """The gradients of a halo's strips on their way home, later cuts first."""
 
     def __init__(self, halo: Halo, gradients: list[Tensor]):
         self._halo, self._gradients = halo, gradients
@@ -164,6 +174,7 @@ class Return:
         )
 
     def _distribute(self, ranges: Ranges, gradient: Tensor) -> None:
+        """Add what came back to the strips that it belongs to; keep what belongs to the local part for the end."""
         for index, piece in enumerate(self._halo.pieces):
             shared = tuple(overlap(a, b) for a, b in zip(piece.ranges, ranges, strict=True))
             if not all(shared):

@@ -15,7 +15,7 @@ from fullframe.spatial.spec import Spec
 
 
 def gather_axes(local: Tensor, spec: Spec, axes: Sequence[str]) -> tuple[Tensor, Spec]:
-    """Make `local` whole along the named mesh axes."""
+    """(local, spec) made whole along the named mesh axes; differentiable."""
     placements = spec.placements
     for placement in spec.placements:
         if placement.axis in axes:
@@ -32,7 +32,10 @@ def _gather_axis(local: Tensor, spec: Spec, placement: Placement, placements: Pl
 def refetched(
     local: Tensor, spec: Spec, placement: Placement, placements: Placements, wanted: tuple[range, ...]
 ) -> Tensor:
-    """Exchange rows of one placement of a tensor that is cut by `placements`, so that this rank holds `wanted`."""
+    """`local`, cut by `placements`, with the rows `wanted[coordinate]` along one of them; differentiable.
+
+    Rows are those of the split factor: a merged dim is taken apart into (outer, rows, inner) for the exchange.
+    """
     axis = spec.spatial.axis(placement.axis)
     if placement.is_plain:
         return fetch(local, placement.dim, placement.extents, wanted, axis)
@@ -57,7 +60,7 @@ def in_runs(local: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Spec]:
 
 
 def resplit(local: Tensor, spec: Spec, axis: str, extents: Extents) -> tuple[Tensor, Spec]:
-    """The same tensor with other boundaries along one mesh axis."""
+    """(local, spec) with other boundaries along one mesh axis; the rows in between change hands. Differentiable."""
     placement = next(p for p in spec.placements if p.axis == axis)
     if placement.extents == extents:
         return local, spec

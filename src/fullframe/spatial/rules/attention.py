@@ -25,6 +25,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """Queries (..., L, E), keys and values (..., S, E); refuses dropout, causality, split query channels."""
     if dropout_p:
         raise Unsupported(f"attention dropout {dropout_p} is not split", "Set the attention dropout to 0.")
     if is_causal:

@@ -17,6 +17,7 @@ _SPLIT_ALONG = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
 
 @rule(torch.hsplit, Tensor.hsplit, torch.vsplit, Tensor.vsplit, torch.dsplit, Tensor.dsplit)
 def _split_along(func: Any, x: SpatialTensor, sections: Any) -> Any:
+    """`tensor_split` along the dim that the name says."""
     dim = _SPLIT_ALONG[func.__name__] if x.dim() > 1 else 0
     return torch.tensor_split(x, sections, dim)
 
@@ -32,6 +33,7 @@ def _raised(x: Tensor, dims: int) -> Tensor:
 
 @rule(torch.atleast_1d, torch.atleast_2d, torch.atleast_3d)
 def _at_least(func: Any, *tensors: Any) -> Any:
+    """As many dims as the name says; whole tensors among them stay whole."""
     dims = int(func.__name__[-2])
     if len(tensors) == 1 and isinstance(tensors[0], Tensor):
         return _raised(tensors[0], dims)
@@ -41,27 +43,32 @@ def _at_least(func: Any, *tensors: Any) -> Any:
 
 @rule(torch.vstack, torch.row_stack)
 def _vstack(func: Any, tensors: Sequence[Tensor]) -> Tensor:
+    """Joined along dim 0."""
     return torch.cat([_raised(t, 2) for t in tensors], 0)
 
 
 @rule(torch.hstack)
 def _hstack(func: Any, tensors: Sequence[Tensor]) -> Tensor:
+    """Joined along dim 1, vectors along dim 0."""
     raised = [_raised(t, 1) for t in tensors]
     return torch.cat(raised, 0 if raised[0].dim() == 1 else 1)
 
 
 @rule(torch.dstack)
 def _dstack(func: Any, tensors: Sequence[Tensor]) -> Tensor:
+    """Joined along dim 2."""
     return torch.cat([_raised(t, 3) for t in tensors], 2)
 
 
 @rule(torch.column_stack)
 def _column_stack(func: Any, tensors: Sequence[Tensor]) -> Tensor:
+    """Vectors as the columns of a matrix."""
     return torch.cat([t.reshape(-1, 1) if t.dim() < 2 else t for t in tensors], 1)
 
 
 @rule(torch.broadcast_tensors)
 def _broadcast_tensors(func: Any, *tensors: Any) -> tuple[Tensor, ...]:
+    """All operands expanded to one shape."""
     given = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
     shape = torch.broadcast_shapes(*(tuple(t.shape) for t in given))
     return tuple(t.expand(shape) for t in given)
@@ -69,6 +76,7 @@ def _broadcast_tensors(func: Any, *tensors: Any) -> tuple[Tensor, ...]:
 
 @rule(Tensor.sum_to_size)
 def _sum_to_size(func: Any, x: SpatialTensor, *size: Any) -> Tensor:
+    """Summed over what broadcasting to this shape's tensor would have added."""
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     lead = x.dim() - len(shape)
     dims = [*range(lead), *(d + lead for d, n in enumerate(shape) if n == 1 and x.shape[d + lead] != 1)]
@@ -77,6 +85,7 @@ def _sum_to_size(func: Any, x: SpatialTensor, *size: Any) -> Tensor:
 
 @rule(torch.rot90, Tensor.rot90)
 def _rot90(func: Any, x: SpatialTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    """Turned by quarters in the plane of two dims, by flips and transposes."""
     a, b = dims
     turns = k % 4
     if turns == 2:
@@ -101,6 +110,7 @@ def _triangle(func: Any, x: SpatialTensor, diagonal: int = 0) -> Tensor:
 
 @rule(torch.cross, Tensor.cross, torch.linalg.cross)
 def _cross(func: Any, a: Tensor, b: Tensor, dim: int | None = None) -> Tensor:
+    """The cross product along a dim of size 3; refuses a split one."""
     spec = merged([a, b])
     if dim is None:
         dim = -1 if func is torch.linalg.cross else next(d for d, size in enumerate(a.shape) if size == 3)
@@ -111,12 +121,14 @@ def _cross(func: Any, a: Tensor, b: Tensor, dim: int | None = None) -> Tensor:
 
 @rule(torch.view_as_real)
 def _view_as_real(func: Any, x: SpatialTensor) -> Tensor:
+    """Complex (...) as real (..., 2)."""
     spec = x.spec
     return wrap(func(local_of(x)), spec.with_((*spec.shape, 2), spec.placements))
 
 
 @rule(torch.view_as_complex)
 def _view_as_complex(func: Any, x: SpatialTensor) -> Tensor:
+    """Real (..., 2) as complex (...); refuses a split last dim."""
     spec = x.spec
     if spec.is_split(-1):
         raise Unsupported("real and imaginary parts lie on different ranks")
@@ -125,12 +137,14 @@ def _view_as_complex(func: Any, x: SpatialTensor) -> Tensor:
 
 @rule(torch.frexp, Tensor.frexp)
 def _frexp(func: Any, x: SpatialTensor) -> Any:
+    """Mantissa and exponent of each element."""
     mantissa, exponent = parts = func(local_of(x))
     return type(parts)((wrap(mantissa, x.spec), wrap(exponent, x.spec)))
 
 
 @rule(torch.isin)
 def _isin(func: Any, elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
+    """Whether each element is in a whole set; refuses a split set."""
     if not isinstance(elements, SpatialTensor) or isinstance(test_elements, SpatialTensor):
         raise Unsupported("the set of elements to look for is split")
     # Where all are promised to be unique torch may sort them together; one by one the answer is the same.
@@ -139,6 +153,7 @@ def _isin(func: Any, elements: Any, test_elements: Any, *, assume_unique: bool =
 
 @rule(torch.bucketize)
 def _bucketize(func: Any, input: Any, boundaries: Tensor, **options: Any) -> Tensor:
+    """The bucket of each element between whole boundaries; refuses split ones."""
     if isinstance(boundaries, SpatialTensor):
         raise Unsupported("the boundaries are split")
     return wrap(func(local_of(input), boundaries, **options), input.spec)
@@ -146,16 +161,19 @@ def _bucketize(func: Any, input: Any, boundaries: Tensor, **options: Any) -> Ten
 
 @rule(torch.argsort, Tensor.argsort)
 def _argsort(func: Any, x: SpatialTensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Tensor:
+    """The order of the rows of a whole dim; refuses a split one."""
     return torch.sort(x, dim=dim, descending=descending, stable=stable).indices
 
 
 @rule(torch.msort, Tensor.msort)
 def _msort(func: Any, x: SpatialTensor) -> Tensor:
+    """Sorted along dim 0; refuses a split one."""
     return torch.sort(x, dim=0).values
 
 
 @rule(F.normalize)
 def _normalize(func: Any, x: SpatialTensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Tensor:
+    """Divided by the p-norm along dims, split or whole."""
     return x / torch.linalg.vector_norm(x, p, dim, True).clamp_min(eps)  # type: ignore[no-any-return]
 
 
@@ -163,6 +181,7 @@ def _normalize(func: Any, x: SpatialTensor, p: float = 2.0, dim: Any = 1, eps: f
 def _pairwise_distance(
     func: Any, x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Tensor:
+    """The p-norm of differences along the last dim."""
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)  # type: ignore[no-any-return]
 
 
@@ -189,9 +208,11 @@ _BASES = _copied()
 
 @rule(*_BASES)
 def _copy(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the function of the name without `_copy` gives, copied."""
     return tree_map_only(Tensor, torch.clone, _BASES[func](*args, **kwargs))
 
 
 @rule(*_CHUNKS)
 def _unsafe_chunk(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the function of the name without `unsafe_` gives."""
     return _CHUNKS[func](*args, **kwargs)

@@ -137,6 +137,7 @@ def _convolution(
     dilation: int | Ints = 1,
     groups: int = 1,
 ) -> Tensor:
+    """(N, C, ...) by a whole weight (K, C / groups, ...); refuses split channels and a split weight."""
     if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
         raise Unsupported("the weight is split, not the input")
     count = weight.dim() - 2
@@ -161,6 +162,8 @@ def _convolution(
 
 
 class _HaloConvolution(torch.autograd.Function):
+    """A convolution that borrows rows; it keeps the local input, the strips and the weight for backward."""
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
         halo = Halo(local, plan.window.cuts)
@@ -200,6 +203,7 @@ def _differentiable_backward(plan: _Plan, local: Tensor, grad: Tensor, weight: T
 
 
 def _joined_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:
+    """The gradients of one convolution of own and borrowed rows joined, for maps with few rows a rank."""
     needs, cuts = plan.window.needs, plan.window.cuts
     gradients = plan.gradients(grad, halo.region(needs), weight, plan.padding, mask)
     if mask[0]:
@@ -208,7 +212,18 @@ def _joined_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor, mask
 
 
 def _strips_first_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:
-    """A convolution is linear in its input: the strips' share first, on its way home while the local share is done."""
+    """A convolution is linear in its input: the strips' share first, on its way home while the local share is done.
+
+    A 3-row kernel; this rank owns rows 4 to 7, wants rows 3 and 8 (s) too and makes outputs 4 to 7:
+
+        input      3s [4  5  6  7] 8s
+        outputs       [4  5  6  7]
+        1. strip 3s is seen by output 4 alone, through kernel row 0: its gradient is that grad row by that kernel row;
+           strip 8s is seen by output 7 alone, through kernel row 2
+        2. both are sent home, and meanwhile rows 4 to 7 are done by one call with the kernel's own zero padding
+        3. the kernel's gradient is that of the call plus, in rows 0 and 2, those of the strips
+        4. what other ranks send home is added to rows 4 and 7
+    """
     local, *strips = halo.pieces
     cuts, outs, windows = plan.window.cuts, plan.window.outs, plan.windows
     thin = [mask[0], mask[1], False]

@@ -30,6 +30,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
+    """A row of the whole table (classes, C) for each index of a split tensor; refuses a split table."""
     if isinstance(weight, SpatialTensor) or not isinstance(x, SpatialTensor):
         raise Unsupported("the table is split")
     spec, local = x.spec, local_of(x)

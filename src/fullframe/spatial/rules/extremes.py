@@ -48,18 +48,21 @@ def _extreme(func: Any, x: SpatialTensor, dims: tuple[int, ...], keepdim: bool) 
 
 @rule(torch.amax, Tensor.amax, torch.amin, Tensor.amin)
 def _amax(func: Any, x: SpatialTensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
+    """The largest, or smallest, elements over dims and ranks; ties share the gradient."""
     func = torch.amax if func in (torch.amax, Tensor.amax) else torch.amin
     return _extreme(func, x, dims_of(x.spec, dim), keepdim)
 
 
 @rule(torch.aminmax, Tensor.aminmax)
 def _aminmax(func: Any, x: SpatialTensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Smallest and largest elements over one dim or all."""
     dims = dims_of(x.spec, dim)
     return torch.return_types.aminmax((_extreme(torch.amin, x, dims, keepdim), _extreme(torch.amax, x, dims, keepdim)))
 
 
 @rule(torch.max, Tensor.max, torch.min, Tensor.min)
 def _max(func: Any, x: Any, other: Any = None, keepdim: bool = False, *, dim: int | None = None) -> Any:
+    """Of two tensors element by element; of one over all elements, or along a dim with the global indices."""
     largest = func in (torch.max, Tensor.max)
     if isinstance(other, Tensor):
         return torch.maximum(x, other) if largest else torch.minimum(x, other)
@@ -91,6 +94,7 @@ def _max_along(func: Any, x: SpatialTensor, dim: int, keepdim: bool) -> Any:
 
 @rule(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin)
 def _index(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """Where the largest, or smallest, element lies in the whole tensor, or along a dim of it."""
     best = torch.max if func in (torch.argmax, Tensor.argmax) else torch.min
     if dim is not None:
         return best(x.detach(), dim, keepdim).indices

@@ -21,6 +21,7 @@ _no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 @rule(Tensor.requires_grad_, checked=False)
 def _requires_grad(func: Any, x: SpatialTensor, requires_grad: bool = True) -> SpatialTensor:
+    """The local leaf requires a gradient, and its `.grad` becomes this rank's rows of one process's gradient."""
     local = local_of(x)
     local.requires_grad_(requires_grad)
     if requires_grad and local.is_leaf:
@@ -32,6 +33,7 @@ def _requires_grad(func: Any, x: SpatialTensor, requires_grad: bool = True) -> S
 
 @rule(setters("requires_grad")[0], checked=False)
 def _set_requires_grad(func: Any, x: SpatialTensor, requires_grad: bool) -> None:
+    """`x.requires_grad = value`."""
     _requires_grad(Tensor.requires_grad_, x, requires_grad)
 
 
@@ -59,6 +61,7 @@ def _retained(local: Tensor) -> _Retained | None:
 
 @rule(Tensor.retain_grad, checked=False)
 def _retain_grad(func: Any, x: SpatialTensor) -> None:
+    """Keep one process's gradient of a split tensor that is no leaf, as a split tensor in `x.grad`."""
     local = local_of(x)
     if local.is_leaf or not local.requires_grad:
         func(local)  # nothing to do, or torch's error
@@ -68,11 +71,13 @@ def _retain_grad(func: Any, x: SpatialTensor) -> None:
 
 @rule(getter("retains_grad"), checked=False)
 def _retains_grad(func: Any, x: SpatialTensor) -> bool:
+    """Whether `retain_grad` was called."""
     return _retained(local_of(x)) is not None
 
 
 @rule(getter("grad"), checked=False)
 def _grad(func: Any, x: SpatialTensor) -> Tensor | None:
+    """One process's gradient as a split tensor, or None."""
     local = local_of(x)
     kept = _retained(local)
     gradient: Tensor | None = kept.grad if kept is not None else func(local)
@@ -85,6 +90,7 @@ def _grad(func: Any, x: SpatialTensor) -> Tensor | None:
 
 @rule(*setters("grad"), checked=False)
 def _set_grad(func: Any, x: Tensor, gradient: Tensor | None = None) -> None:
+    """`x.grad = gradient`, whole or split, of the shape of `x`; `del x.grad` too."""
     if not isinstance(x, SpatialTensor):
         raise RuntimeError(f"assigned grad is a split tensor of shape {tuple(gradient.shape)}, which {x.shape} is not")  # type: ignore[union-attr]
     if gradient is not None and tuple(gradient.shape) != x.spec.shape:
@@ -128,6 +134,7 @@ def _register_hook(func: Any, x: SpatialTensor, hook: Callable[[Tensor], Any]) -
 
 @rule(Tensor.register_post_accumulate_grad_hook, checked=False)
 def _register_post_accumulate_grad_hook(func: Any, x: SpatialTensor, hook: Callable[[Tensor], None]) -> Any:
+    """The hook gets the split leaf once its gradient is complete."""
     spec = x.spec
     return func(local_of(x), lambda local: hook(wrap(local, spec)))
 
@@ -184,6 +191,7 @@ def _seed(output: Any, seed: Any) -> tuple[Any, Any]:
 
 @rule(torch.autograd.grad, checked=False)
 def _autograd_grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
+    """One process's gradients of the inputs, split where these are; refuses `is_grads_batched`."""
     wanted = _listed(inputs)
     if options.get("is_grads_batched"):
         raise _by_hand("autograd.grad", [*_listed(outputs), *wanted], "is_grads_batched asks for several at once")
@@ -201,6 +209,7 @@ def _autograd_grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = Non
 def _autograd_backward(
     func: Any, tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **options: Any
 ) -> None:
+    """Backward from split or whole tensors, by one process's seeds; refuses `inputs` that are split and no leaves."""
     outputs, seeds = _seeded(tensors, grad_tensors)
     wanted = None if inputs is None else _listed(inputs)
     for x in wanted or ():
@@ -219,6 +228,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
+    """`x.backward(gradient)`; the gradient is one process's seed, whole or split."""
     _autograd_backward(torch.autograd.backward, [x], [gradient], retain_graph, create_graph, inputs=inputs)
 
 

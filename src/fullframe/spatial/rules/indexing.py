@@ -102,6 +102,7 @@ def _selected(x: Tensor, dim: int, index: int) -> Tensor:
 
 @rule(Tensor.__getitem__)
 def _getitem(func: Any, x: Tensor, index: Any) -> Tensor:
+    """Slices, numbers, None, ... on any dim, an index tensor on a whole one; refuses masks, several index tensors."""
     if not isinstance(x, SpatialTensor):
         raise Unsupported("a whole tensor is indexed by a split one", "Gather the index with .full().")
     items = _spelled_out(x, index)
@@ -201,6 +202,7 @@ def _indexed_by_tensors(x: SpatialTensor, items: list[Any]) -> Tensor:
 
 @rule(torch.narrow, Tensor.narrow)
 def _narrow(func: Any, x: SpatialTensor, dim: int, start: Any, length: int) -> Tensor:
+    """`length` rows of a dim from row `start` on."""
     dim %= x.dim()
     start = int(start) % x.shape[dim] if start < 0 else int(start)
     if start + length > x.shape[dim]:
@@ -210,6 +212,7 @@ def _narrow(func: Any, x: SpatialTensor, dim: int, start: Any, length: int) -> T
 
 @rule(torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes)
 def _split(func: Any, x: SpatialTensor, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+    """The rows of a dim in pieces of the given size, or sizes; each piece is a view."""
     sizes = named.get("split_size", named.get("split_sizes", split_size_or_sections))
     size = x.shape[dim]
     if isinstance(sizes, int):
@@ -227,6 +230,7 @@ def _pieces(x: SpatialTensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, .
 
 @rule(torch.chunk, Tensor.chunk)
 def _chunk(func: Any, x: SpatialTensor, chunks: int, dim: int = 0) -> Any:
+    """The rows of a dim in at most `chunks` pieces of one size, but for the last."""
     size = x.shape[dim]
     rows = -(-size // chunks)
     return _pieces(x, [min(rows, size - start) for start in range(0, size, rows)], dim)
@@ -234,6 +238,7 @@ def _chunk(func: Any, x: SpatialTensor, chunks: int, dim: int = 0) -> Any:
 
 @rule(torch.tensor_split, Tensor.tensor_split)
 def _tensor_split(func: Any, x: SpatialTensor, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+    """The rows of a dim in so many pieces, or between the given places; refuses places that are split."""
     where = named.pop("sections", named.pop("indices", indices_or_sections))
     if isinstance(where, SpatialTensor):
         raise Unsupported("the places to split at are split themselves", "Gather them with .full().")
@@ -247,16 +252,19 @@ def _tensor_split(func: Any, x: SpatialTensor, indices_or_sections: Any = None, 
 
 @rule(torch.unbind, Tensor.unbind)
 def _unbind(func: Any, x: SpatialTensor, dim: int = 0) -> Any:
+    """Every row of a dim as a tensor without that dim."""
     return tuple(torch.select(x, dim, index) for index in range(x.shape[dim]))
 
 
 @rule(Tensor.__iter__)
 def _iter(func: Any, x: SpatialTensor) -> Any:
+    """A loop over the first dim."""
     return iter(torch.unbind(x, 0))
 
 
 @rule(torch.flip, Tensor.flip, torch.fliplr, torch.flipud, Tensor.fliplr, Tensor.flipud)
 def _flip(func: Any, x: SpatialTensor, *args: Any, dims: Any = ()) -> Tensor:
+    """Rows of dims in reverse order; the boundaries of a split dim stay, so rows cross over to the other side."""
     dims = args or (dims,)
     if func in (torch.fliplr, torch.flipud, Tensor.fliplr, Tensor.flipud):
         dims = (1,) if func in (torch.fliplr, Tensor.fliplr) else (0,)
@@ -274,6 +282,7 @@ def _flip(func: Any, x: SpatialTensor, *args: Any, dims: Any = ()) -> Tensor:
 
 @rule(torch.index_select, Tensor.index_select)
 def _index_select(func: Any, x: SpatialTensor, dim: int, index: Tensor) -> Tensor:
+    """Rows of a whole dim by their numbers; refuses a split dim and a split index."""
     spec = x.spec
     if spec.is_split(dim) or isinstance(index, SpatialTensor):
         raise Unsupported(f"it selects along dim {dim}, which is split")
@@ -282,6 +291,7 @@ def _index_select(func: Any, x: SpatialTensor, dim: int, index: Tensor) -> Tenso
 
 @rule(torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim)
 def _gather(func: Any, x: Tensor, dim: Any = None, index: Any = None, **kwargs: Any) -> Tensor:
+    """`x[..., index, ...]` along a whole dim by an index that is cut as `x` is; refuses any other."""
     along = func in (torch.take_along_dim, Tensor.take_along_dim)  # torch orders these (indices, dim)
     if along:
         dim, index = (index, dim) if isinstance(dim, Tensor) else (dim, kwargs.pop("indices"))

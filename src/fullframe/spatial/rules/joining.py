@@ -19,6 +19,7 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 @rule(torch.cat, torch.concat, torch.concatenate)
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Along a whole dim nothing is sent; along a split one the largest operand stays, the others' rows go there."""
     empty = [t for t in tensors if t.dim() == 1 and not t.numel()]  # torch lets them stand beside any others
     tensors = [t for t in tensors if t.dim() != 1 or t.numel()]
     if empty:
@@ -48,6 +49,7 @@ def _like(t: Tensor, spec: Spec, dim: int) -> Tensor:
 
 @rule(torch.stack)
 def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Joined along a new dim, which is whole; operands are brought to the cuts of the first."""
     spec = _common([t for t in tensors if isinstance(t, SpatialTensor)])
     dim %= len(spec.shape) + 1
     local = torch.stack([aligned(t, spec) for t in tensors], dim)
@@ -57,6 +59,7 @@ def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 @rule(torch.roll, Tensor.roll)
 def _roll(func: Any, x: Tensor, shifts: Any, dims: Any = None) -> Tensor:
+    """Rows moved round a split dim by joining two slices; refuses to roll over the flattened tensor."""
     if dims is None:
         raise Unsupported("it rolls over the flattened tensor", "Name the dims.")
     pairs = zip(*(((v,) if isinstance(v, int) else v) for v in (shifts, dims)), strict=True)

@@ -57,6 +57,7 @@ def _options(func: Any, operands: int, args: Any, kwargs: Any) -> tuple[tuple[An
 
 @rule(*_POINTWISE)
 def _pointwise_loss(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The loss of each element, then the sum or mean over the whole tensor."""
     operands, options = _options(func, 2, args, kwargs)
     if func is F.kl_div and options.get("reduction") == "batchmean":
         options["reduction"] = "sum"
@@ -67,6 +68,7 @@ def _pointwise_loss(func: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 @rule(F.mse_loss, F.l1_loss)
 def _weighted_loss(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Squared or absolute differences, weighted where asked for, then the sum or mean over the whole tensor."""
     operands, options = _options(func, 2, args, kwargs)
     weight = options.pop("weight", None)
     reduction = _reduction_of(options)
@@ -92,6 +94,7 @@ def _forgotten_weight() -> Tensor | None:
 
 @rule(F.cross_entropy, F.nll_loss)
 def _classification_loss(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Logits (N, C, ...), labels (N, ...): the mean is over all valid pixels; refuses split classes and weights."""
     (input, target), options = _options(func, 2, args, kwargs)
     reduction, weight = _reduction_of(options), options.get("weight")
     if isinstance(weight, SpatialTensor):
@@ -147,6 +150,7 @@ def _counted(labels: Tensor, weight: Tensor | None, ignore_index: int, each: Ten
 def _gaussian_nll(
     func: Any, input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
+    """Of a variance that broadcasts as torch allows."""
     reduction = _reduction_of({"reduction": reduction})
     if isinstance(var, Tensor):
         if torch.any(var < 0):  # on any rank, so all raise
@@ -165,6 +169,7 @@ def _gaussian_nll(
 
 @rule(F.cosine_similarity)
 def _cosine_similarity(func: Any, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """Along a whole dim, which is removed; refuses a split one."""
     spec = merged([x1, x2])
     if spec.is_split(dim):
         raise Unsupported(f"it works along dim {dim}, which is split")
@@ -175,6 +180,7 @@ def _cosine_similarity(func: Any, x1: Tensor, x2: Tensor, dim: int = 1, eps: flo
 
 @rule(F.margin_ranking_loss)
 def _margin_ranking(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Of two inputs and the sign of their order, element by element."""
     operands, options = _options(func, 3, args, kwargs)
     reduction = _reduction_of(options)
     return _reduced(_each(func, options, *operands), reduction)
@@ -182,6 +188,7 @@ def _margin_ranking(func: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 @rule(F.multilabel_soft_margin_loss)
 def _multilabel_soft_margin(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The mean over the classes (..., C) of each, then the sum or mean over the rest."""
     (input, target), options = _options(func, 2, args, kwargs)
     reduction, weight = _reduction_of(options), options.get("weight")
     each = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
@@ -206,6 +213,7 @@ def _loss_of_rows(func: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 @rule(F.triplet_margin_loss, F.triplet_margin_with_distance_loss)
 def _triplet_margin(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The margin between the distances to a near and a far example, by any distance written in torch."""
     (anchor, positive, negative), options = _options(func, 3, args, kwargs)
     reduction, margin = _reduction_of(options), options.get("margin", 1.0)
     if margin <= 0:

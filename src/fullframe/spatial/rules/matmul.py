@@ -75,6 +75,7 @@ def _cut_like(operand: Tensor, term: str, chosen: dict[str, tuple[str, Placement
 
 @rule(F.linear)
 def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(..., C) by a whole weight (K, C); of split channels partial sums are added up. Refuses a split weight."""
     if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
         raise Unsupported("the weight is split, not the input")
     spec = input.spec
@@ -100,6 +101,7 @@ def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
     torch.linalg.matmul,
 )
 def _matmul(func: Any, a: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
+    """(..., M, K) by (..., K, N), and vectors, as torch broadcasts them."""
     (b,) = (*others, *named.values())  # torch calls it other, mat2 or vec
     if func is Tensor.__rmatmul__:
         a, b = b, a
@@ -115,6 +117,7 @@ def _matmul(func: Any, a: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
 
 @rule(torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm)
 def _add_matmul(func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """`beta * input + alpha * (a @ b)`."""
     product = torch.matmul(a, b)
     if not product.is_floating_point() and not product.is_complex():
         beta, alpha = int(beta), int(alpha)  # as torch reads them
@@ -124,6 +127,7 @@ def _add_matmul(func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: float =
 
 @rule(torch.einsum)
 def _einsum(func: Any, equation: Any, *operands: Any) -> Tensor:
+    """Any equation with letters and dots; refuses sublists, and a letter twice in one term."""
     if not isinstance(equation, str):
         raise Unsupported("the form with sublists is not split", "Write the equation as a string.")
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)

@@ -64,6 +64,7 @@ class _Variance(torch.autograd.Function):
 def _variance(
     func: Any, x: SpatialTensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
 ) -> Any:
+    """Variance, or its root, over dims and ranks, and the mean where asked for."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     if correction is None:
@@ -121,6 +122,7 @@ def _slope(x: Tensor, norm: Tensor, gradient: Tensor, p: float, dims: Dim, group
 def _vector_norm(
     func: Any, x: SpatialTensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
+    """The p-norm over dims and ranks."""
     spec, dims = x.spec, dims_of(x.spec, dim)
     axes, result = reduced_axes(spec, dims), without(spec, dims, keepdim)
     if not axes:
@@ -134,6 +136,7 @@ def _vector_norm(
 def _norm(
     func: Any, x: SpatialTensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dtype: Any = None
 ) -> Tensor:
+    """The p-norm by the old name; refuses the nuclear norm."""
     if p == "nuc":
         raise Unsupported(f"norm with p={p!r} is not split")
     order = 2.0 if p in ("fro", None) else float(p)
@@ -142,6 +145,7 @@ def _norm(
 
 @rule(torch.dist, Tensor.dist)
 def _dist(func: Any, x: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    """The p-norm of a difference."""
     return torch.linalg.vector_norm(x - other, p)  # type: ignore[no-any-return]
 
 
@@ -166,6 +170,7 @@ class _LogSumExp(torch.autograd.Function):
 
 @rule(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
 def _logsumexp(func: Any, x: SpatialTensor, dim: Dims, keepdim: bool = False) -> Tensor:
+    """The logarithm of the summed exponentials over dims and ranks; refuses complex numbers where a dim is split."""
     spec, dims = x.spec, dims_of(x.spec, dim)
     axes, result = reduced_axes(spec, dims), without(spec, dims, keepdim)
     if not axes:

@@ -207,6 +207,7 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
+    """(N, C, ...) normalized for each sample and channel; refuses split samples, channels or running statistics."""
     _check_buffers(running_mean, running_var)
     weight, bias = _parameters(weight, bias)
     if not isinstance(input, SpatialTensor):
@@ -235,6 +236,7 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
+    """(N, C, ...) normalized for each sample over groups of channels; refuses split samples or channels."""
     weight, bias = _parameters(weight, bias)
     if not isinstance(input, SpatialTensor):
         return func(input, num_groups, weight, bias, eps)  # type: ignore[no-any-return]
@@ -260,6 +262,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
+    """Normalized over the last dims, split or whole: with means over the ranks where one is split."""
     dims = _split_dims(input, normalized_shape)
     if not isinstance(input, SpatialTensor) or not dims:
         weight, bias = _parameters(weight, bias)
@@ -274,6 +277,7 @@ def _layer_norm(
 def _rms_norm(
     func: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
+    """Divided by the root mean square over the last dims, split or whole."""
     dims = _split_dims(input, normalized_shape)
     if not isinstance(input, SpatialTensor) or not dims:
         (weight,) = _parameters(weight)

@@ -17,6 +17,7 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 @rule(F.pad)
 def _pad(func: Any, x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """Constant, reflected, replicated or circular rows around the last dims; negative padding crops."""
     count = x.dim()
     for number in range(len(pad) // 2):
         dim, before, after = count - 1 - number, int(pad[2 * number]), int(pad[2 * number + 1])

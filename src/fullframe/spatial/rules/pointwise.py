@@ -166,6 +166,7 @@ def _result(result: Tensor, operand: SpatialTensor) -> Tensor:
     checked=False,
 )
 def _of_the_shell(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the global shape, strides, dtype and device answer: sizes, counts, kinds."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -192,6 +193,7 @@ def _contiguous(func: Any, x: SpatialTensor, memory_format: Any = torch.contiguo
 
 @rule(getter("grad_fn"), getter("is_leaf"), getter("requires_grad"), Tensor.type, Tensor.record_stream, checked=False)
 def _of_the_local(func: Any, x: SpatialTensor, *args: Any) -> Any:
+    """What only the local tensor can answer, as it holds the autograd graph."""
     result = func(local_of(x), *args)
     return wrap(result, x.spec) if isinstance(result, Tensor) else result
 
@@ -215,6 +217,7 @@ def _converted(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 @rule(Tensor.detach_, checked=False)
 def _of_itself(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Taken out of the graph in place."""
     return _result(func(local_of(x), *args, **kwargs), x)
 
 

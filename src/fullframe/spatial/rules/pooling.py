@@ -57,6 +57,7 @@ def _max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Tensor:
+    """(..., H, W) pooled over borrowed rows too, -inf outside the image; refuses `return_indices`."""
     if return_indices:
         raise Unsupported("the indices would count within one rank's part", "Pool without return_indices.")
     count = _MAX[func]
@@ -136,6 +137,7 @@ def _average_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
+    """(..., H, W); what is divided by is counted in the whole image: `count_include_pad`, `ceil_mode`."""
     count = _AVERAGE[func]
     kernel, padding = ints(kernel_size, count), ints(padding, count)
     stride = ints(stride, count) if stride not in (None, [], ()) else kernel
@@ -185,6 +187,7 @@ def _seen(window: Window, row: int, size: int, padding: int) -> int:
 
 @rule(*_ADAPTIVE)
 def _adaptive_average_pool(func: Any, input: SpatialTensor, output_size: Any) -> Tensor:
+    """(..., H, W) to the given size: a mean for size 1, else weighted sums of rows wherever they lie."""
     count = _ADAPTIVE[func]
     first = input.dim() - count
     input.spec.require_plain(range(first, input.dim()))
@@ -208,6 +211,7 @@ def _adaptive_average_pool(func: Any, input: SpatialTensor, output_size: Any) ->
 
 @rule(*_ADAPTIVE_MAX)
 def _adaptive_max_pool(func: Any, input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Tensor:
+    """(..., H, W) to the given size, dim by dim; refuses `return_indices`."""
     if return_indices:
         raise Unsupported("the indices would count within one rank's part", "Pool without return_indices.")
     count = _ADAPTIVE_MAX[func]
@@ -263,6 +267,7 @@ def _targets(x: SpatialTensor, output_size: Any, count: int) -> list[int]:
 def _power_average_pool(
     func: Any, input: SpatialTensor, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
 ) -> Tensor:
+    """The root of the summed powers of each window, by average pooling."""
     count = {F.lp_pool1d: 1, F.lp_pool2d: 2, F.lp_pool3d: 3}[func]
     average = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[count - 1]
     mean = average(input**norm_type, kernel_size, stride, 0, ceil_mode)

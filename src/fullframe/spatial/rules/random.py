@@ -48,6 +48,7 @@ def _dropped(x: SpatialTensor, kept: Tensor, p: float, inplace: bool) -> Tensor:
 
 @rule(F.dropout, torch.dropout, torch.dropout_)
 def _dropout(func: Any, x: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Elements dropped, drawn differently on each part."""
     _probability(p)
     if not training or p == 0:
         return x
@@ -58,6 +59,7 @@ def _dropout(func: Any, x: SpatialTensor, p: float = 0.5, training: bool = True,
 def _channel_dropout(
     func: Any, x: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
+    """Whole channels dropped, alike on all ranks; refuses split samples or channels."""
     _probability(p)
     if not training or p == 0:
         return x
@@ -69,6 +71,7 @@ def _channel_dropout(
 def _alpha_dropout(
     func: Any, x: SpatialTensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
+    """As dropout, with SELU's mean and variance kept."""
     _probability(p)
     if not training or p == 0:
         return x
@@ -87,6 +90,7 @@ def _probability(p: float) -> None:
 
 @rule(torch.rand_like, torch.randn_like, torch.randint_like)
 def _random_like(func: Any, x: SpatialTensor, *bounds: int, generator: Any = None, **options: Any) -> Tensor:
+    """A new split tensor, drawn differently on each part."""
     bounds = (*bounds, *(options.pop(name) for name in ("low", "high") if name in options))
     out = torch.empty_like(local_of(x), **options)
     own = shard_generator(x, generator)
@@ -99,6 +103,7 @@ def _random_like(func: Any, x: SpatialTensor, *bounds: int, generator: Any = Non
 
 @rule(torch.bernoulli, Tensor.bernoulli)
 def _bernoulli(func: Any, x: SpatialTensor, p: float | None = None, *, generator: Any = None) -> Tensor:
+    """0 or 1 by the probabilities in `x`, or by `p`."""
     local, own = local_of(x), shard_generator(x, generator)
     drawn = torch.bernoulli(local, generator=own) if p is None else torch.empty_like(local).bernoulli_(p, generator=own)
     return wrap(drawn, x.spec)

@@ -71,6 +71,7 @@ def _total(func: Any, x: SpatialTensor, dims: tuple[int, ...], keepdim: bool, dt
 
 @rule(torch.sum, Tensor.sum, torch.nansum, Tensor.nansum)
 def _sum(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """Each rank adds up its part, then the ranks do; of at least 32 bits until the end."""
     spec, dims = x.spec, dims_of(x.spec, dim)
     if dtype is None:
         dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
@@ -79,11 +80,13 @@ def _sum(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, *
 
 @rule(torch.count_nonzero, Tensor.count_nonzero)
 def _count_nonzero(func: Any, x: SpatialTensor, dim: Dims = None) -> Tensor:
+    """The number of elements that are not zero, over all ranks."""
     return torch.sum(x != 0, dims_of(x.spec, dim))
 
 
 @rule(torch.mean, Tensor.mean)
 def _mean(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """The sum over all ranks divided by the number of elements in the whole tensor."""
     spec, dims = x.spec, dims_of(x.spec, dim)
     out = dtype or x.dtype
     if not reduced_axes(spec, dims) or not (out.is_floating_point or out.is_complex):  # torch refuses integers
@@ -94,12 +97,14 @@ def _mean(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, 
 
 @rule(torch.nanmean, Tensor.nanmean)
 def _nanmean(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """The sum of what is not NaN over the number of such elements."""
     valid, dims = torch.logical_not(torch.isnan(x)), dims_of(x.spec, dim)
     return torch.nansum(x, dims, keepdim, dtype=dtype) / torch.sum(valid, dims, keepdim)
 
 
 @rule(torch.any, Tensor.any, torch.all, Tensor.all)
 def _any(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Whether any, or all, elements of the whole tensor are true."""
     dims, any_ = dims_of(x.spec, dim), func in (torch.any, Tensor.any)
     hits = torch.sum(x != 0 if any_ else x == 0, dims, keepdim)
     found = hits > 0 if any_ else hits == 0
@@ -138,9 +143,11 @@ def _prod_beside_zeros(func: Any, local: Tensor, spec: Spec, over: tuple[Any, ..
 
 @rule(torch.equal, Tensor.equal)
 def _equal(func: Any, x: Tensor, y: Tensor) -> bool:
+    """One Python bool, the same on all ranks."""
     return x.shape == y.shape and bool(torch.all(x == y))  # a whole value, equal on all ranks
 
 
 @rule(torch.allclose, Tensor.allclose)
 def _allclose(func: Any, x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """One Python bool, the same on all ranks."""
     return bool(torch.all(torch.isclose(x, y, *args, **kwargs)))

@@ -75,6 +75,7 @@ def _interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Tensor:
+    """(N, C, ...) resized as torch does it, any mode; what torch's kernel alone can do is gathered, with a warning."""
     if func is F.upsample_bilinear:
         mode, align_corners = "bilinear", True
     input.spec.require_plain(range(2, input.dim()))

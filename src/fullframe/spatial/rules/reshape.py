@@ -66,6 +66,7 @@ def _reshaped_local(local: Tensor, spec: Spec, shape: Sequence[int]) -> tuple[Te
 
 @rule(Tensor.view, Tensor.reshape, torch.reshape)
 def _view(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Another shape; refuses one that would cut a split dim in pieces, and a view of another dtype."""
     if "dtype" in kwargs or (args and isinstance(args[0], torch.dtype)):
         raise Unsupported("a view of another dtype is not split")
     return _reshaped(func, x, _sizes(args) if args else kwargs["shape" if "shape" in kwargs else "size"])
@@ -73,6 +74,7 @@ def _view(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
 
 @rule(Tensor.view_as, Tensor.reshape_as)
 def _view_as(func: Any, x: Tensor, other: Tensor) -> Tensor:
+    """The shape of another tensor."""
     if not isinstance(x, SpatialTensor):  # whole, as is its view
         return (x.view if func is Tensor.view_as else x.reshape)(tuple(other.shape))
     return _reshaped(Tensor.view if func is Tensor.view_as else Tensor.reshape, x, tuple(other.shape))
@@ -80,6 +82,7 @@ def _view_as(func: Any, x: Tensor, other: Tensor) -> Tensor:
 
 @rule(torch.flatten, Tensor.flatten)
 def _flatten(func: Any, x: SpatialTensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    """Dims `start_dim` to `end_dim` as one, which then holds the split factors: (N, C, H, W) to (N, C, H * W)."""
     shape, count = x.spec.shape, len(x.spec.shape)
     start, end = start_dim % count, end_dim % count
     return _reshaped(func, x, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]))
@@ -87,11 +90,13 @@ def _flatten(func: Any, x: SpatialTensor, start_dim: int = 0, end_dim: int = -1)
 
 @rule(torch.ravel, Tensor.ravel)
 def _ravel(func: Any, x: SpatialTensor) -> Tensor:
+    """All dims as one."""
     return _reshaped(func, x, (-1,))
 
 
 @rule(torch.unflatten, Tensor.unflatten)
 def _unflatten(func: Any, x: SpatialTensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """One dim as several: (N, C, H * W) to (N, C, H, W)."""
     shape = x.spec.shape
     dim %= len(shape)
     sizes = list(sizes)
@@ -109,11 +114,13 @@ def _permuted(x: SpatialTensor, order: Sequence[int]) -> Tensor:
 
 @rule(torch.permute, Tensor.permute)
 def _permute(func: Any, x: SpatialTensor, *dims: Any, **kwargs: Any) -> Tensor:
+    """Dims in another order, each with its split."""
     return _permuted(x, _sizes(dims) if dims else kwargs["dims"])
 
 
 @rule(torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, torch.swapdims, Tensor.swapdims)
 def _transpose(func: Any, x: SpatialTensor, dim0: int, dim1: int) -> Tensor:
+    """Two dims change places, with their splits."""
     order = list(range(x.dim()))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permuted(x, order)
@@ -121,6 +128,7 @@ def _transpose(func: Any, x: SpatialTensor, dim0: int, dim1: int) -> Tensor:
 
 @rule(torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis)
 def _movedim(func: Any, x: SpatialTensor, source: Any, destination: Any) -> Tensor:
+    """Dims moved to other places, with their splits."""
     count = x.dim()
     sources = [d % count for d in ((source,) if isinstance(source, int) else source)]
     targets = [d % count for d in ((destination,) if isinstance(destination, int) else destination)]
@@ -131,6 +139,7 @@ def _movedim(func: Any, x: SpatialTensor, source: Any, destination: Any) -> Tens
 
 @rule(getter("T"), getter("mT"), torch.t, Tensor.t)
 def _t(func: Any, x: SpatialTensor) -> Tensor:
+    """Dims in reverse order; of `mT` the last two alone."""
     order = list(range(x.dim()))
     last_two = func == getter("mT")
     return _permuted(x, [*order[:-2], *order[-2:][::-1]] if last_two else order[::-1])
@@ -138,6 +147,7 @@ def _t(func: Any, x: SpatialTensor) -> Tensor:
 
 @rule(torch.squeeze, Tensor.squeeze)
 def _squeeze(func: Any, x: SpatialTensor, dim: Any = None) -> Tensor:
+    """Dims of size 1 removed."""
     shape = x.spec.shape
     dims = range(len(shape)) if dim is None else [d % len(shape) for d in ((dim,) if isinstance(dim, int) else dim)]
     return _reshaped(func, x, [size for d, size in enumerate(shape) if d not in dims or size != 1])
@@ -145,6 +155,7 @@ def _squeeze(func: Any, x: SpatialTensor, dim: Any = None) -> Tensor:
 
 @rule(torch.unsqueeze, Tensor.unsqueeze)
 def _unsqueeze(func: Any, x: SpatialTensor, dim: int) -> Tensor:
+    """A dim of size 1 added."""
     shape = list(x.spec.shape)
     shape.insert(dim % (len(shape) + 1), 1)
     return _reshaped(func, x, shape)
@@ -152,6 +163,7 @@ def _unsqueeze(func: Any, x: SpatialTensor, dim: int) -> Tensor:
 
 @rule(Tensor.expand, torch.broadcast_to, Tensor.broadcast_to, Tensor.expand_as)
 def _expand(func: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
+    """Dims of size 1 widened, and new ones in front, as a view; split dims keep their sizes."""
     args = args or tuple(named[name] for name in ("size", "other") if name in named)
     if not isinstance(x, SpatialTensor):  # a whole tensor, expanded as a split one is: a view, whole as well
         return x.expand(args[0].shape)
@@ -166,6 +178,7 @@ def _expand(func: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
 
 @rule(Tensor.repeat, torch.tile, Tensor.tile)
 def _repeat(func: Any, x: SpatialTensor, *args: Any, **named: Any) -> Tensor:
+    """Copies along whole dims; refuses to repeat a split dim."""
     spec: Spec = x.spec
     repeats = list(_sizes(args or tuple(named.values())))
     if func is not Tensor.repeat:
@@ -180,6 +193,7 @@ def _repeat(func: Any, x: SpatialTensor, *args: Any, **named: Any) -> Tensor:
 
 @rule(torch.pixel_shuffle)
 def _pixel_shuffle(func: Any, x: SpatialTensor, upscale_factor: int) -> Tensor:
+    """(..., C * r * r, H, W) to (..., C, H * r, W * r): each row becomes r rows where it lies."""
     *lead, channels, height, width = x.spec.shape
     r = upscale_factor
     if channels % (r * r):
@@ -192,6 +206,7 @@ def _pixel_shuffle(func: Any, x: SpatialTensor, upscale_factor: int) -> Tensor:
 
 @rule(torch.pixel_unshuffle)
 def _pixel_unshuffle(func: Any, x: SpatialTensor, downscale_factor: int) -> Tensor:
+    """(..., C, H, W) to (..., C * r * r, H / r, W / r); boundaries are moved to multiples of r first."""
     *lead, channels, height, width = x.spec.shape
     r = downscale_factor
     if height % r or width % r:
@@ -204,6 +219,7 @@ def _pixel_unshuffle(func: Any, x: SpatialTensor, downscale_factor: int) -> Tens
 
 @rule(torch.channel_shuffle, F.native_channel_shuffle)
 def _channel_shuffle(func: Any, x: SpatialTensor, groups: int) -> Tensor:
+    """(N, C, ...) with its channels dealt out in groups."""
     samples, channels, *rest = x.spec.shape
     return x.reshape(samples, groups, channels // groups, *rest).transpose(1, 2).reshape(samples, channels, *rest)
 
@@ -212,6 +228,7 @@ def _channel_shuffle(func: Any, x: SpatialTensor, groups: int) -> Tensor:
 def _repeat_interleave(
     func: Any, x: SpatialTensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
 ) -> Tensor:
+    """Each row `repeats` times in a row; refuses repeats by a tensor, and the flattened tensor."""
     if not isinstance(repeats, int) or dim is None:
         raise Unsupported("it repeats by a tensor, or over the flattened tensor", "Give a number and a dim.")
     dim %= x.dim()
@@ -222,5 +239,6 @@ def _repeat_interleave(
 
 @rule(torch.adjoint, Tensor.adjoint, getter("H"), getter("mH"))
 def _adjoint(func: Any, x: SpatialTensor) -> Tensor:
+    """The last two dims change places, with complex numbers conjugated."""
     turned = x.transpose(-2, -1)
     return turned.conj() if turned.is_complex() else turned

@@ -13,6 +13,7 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 @rule(torch.cumsum, Tensor.cumsum)
 def _cumsum(func: Any, x: SpatialTensor, dim: int, *, dtype: Any = None) -> Tensor:
+    """Each rank sums up its rows, then adds the totals of the ranks before it."""
     spec = x.spec
     placement = spec.of(dim)
     if placement is None:
@@ -29,6 +30,7 @@ def _cumsum(func: Any, x: SpatialTensor, dim: int, *, dtype: Any = None) -> Tens
 
 @rule(torch.diff, Tensor.diff)
 def _diff(func: Any, x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
+    """Differences of neighbouring rows, `n` times over; refuses `prepend` and `append`."""
     if prepend is not None or append is not None:
         raise Unsupported("prepend and append are not split", "Concatenate them with torch.cat first.")
     for _ in range(min(n, x.shape[dim])):

@@ -42,6 +42,7 @@ class _Softmax(torch.autograd.Function):
 
 @rule(*_SOFTMAX, *_LOG_SOFTMAX)
 def _softmax(func: Any, x: SpatialTensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
+    """Along any dim; along a split one the ranks agree on the largest value and the sum of powers."""
     if isinstance(_stacklevel, torch.dtype):  # torch.softmax has it in third place, F.softmax in fourth
         dtype = _stacklevel
     if dim is None:
@@ -56,4 +57,5 @@ def _softmax(func: Any, x: SpatialTensor, dim: int | None = None, _stacklevel: i
 
 @rule(F.softmin)
 def _softmin(func: Any, x: SpatialTensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
+    """The softmax of the negative."""
     return F.softmax(-x, dim, dtype=dtype)

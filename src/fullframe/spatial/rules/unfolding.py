@@ -20,6 +20,7 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 def _unfold(
     func: Any, input: SpatialTensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
 ) -> Tensor:
+    """Windows of (N, C, H, W) as columns (N, C * k * k, rows * columns); refuses images without a batch."""
     spec = input.spec
     if len(spec.shape) != 4:
         raise Unsupported("only a batch of images (N, C, H, W) is unfolded split")
@@ -98,6 +99,7 @@ class _Fold(torch.autograd.Function):
 
 @rule(Tensor.unfold)
 def _windows(func: Any, x: SpatialTensor, dimension: int, size: int, step: int) -> Tensor:
+    """Windows of `size` rows every `step` rows, in a new last dim: (..., H, ...) to (..., rows, ..., size)."""
     spec = x.spec
     dim = dimension % len(spec.shape)
     rows = (spec.shape[dim] - size) // step + 1

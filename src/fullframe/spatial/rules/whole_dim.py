@@ -46,6 +46,7 @@ def _require_whole(x: SpatialTensor, dim: int) -> None:
 
 @rule(F.prelu, torch.prelu, Tensor.prelu)
 def _prelu(func: Any, x: Tensor, weight: Tensor) -> Tensor:
+    """The weight is one number or one a channel; refuses a split weight, and split channels with one number each."""
     if isinstance(weight, SpatialTensor) or not isinstance(x, SpatialTensor):
         raise Unsupported("the weight is split")
     if weight.numel() > 1:

@@ -99,6 +99,8 @@ def region(local: Tensor, plan: WindowPlan, fill: float = 0.0) -> Tensor:
 
 
 class _Region(torch.autograd.Function):
+    """Own and borrowed rows joined; keeps nothing."""
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, plan: WindowPlan, fill: float) -> Tensor:
         halo = Halo(local, plan.cuts).wait()
