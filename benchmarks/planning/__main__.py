@@ -15,13 +15,13 @@ from rich.table import Table
 from benchmarks import machine, show
 from benchmarks.planning.measure import HERE, Run, environment, planned, trained
 from fullframe.planning.plan import plan_in_full
-from fullframe.planning.ranking import describe, winner
+from fullframe.planning.ranking import winner
 from fullframe.planning.search import weight
 from fullframe.recipe import load_recipe
 from fullframe.simulation.clock.timed_ops import Timings
 from fullframe.simulation.devices.table import parse_cluster
 from fullframe.simulation.simulate import simulate
-from fullframe.strategy import Strategy
+from fullframe.strategy import Strategy, describe
 
 CLUSTERS = ("4xV100-16GB", "8xA100-80GB", "1xT4")
 GIB = 2**30

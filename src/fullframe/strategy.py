@@ -1,11 +1,15 @@
-"""How to spread a training over ranks and make it fit: plain frozen data, checked once, kept as JSON."""
+"""How to spread a training over ranks and make it fit: plain frozen data, checked once, kept as JSON.
+
+`TECHNIQUES` has a row for every field of `Strategy` but the mesh; the command line and the planner read it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from fullframe.errors import StrategyError, require_count
 
@@ -59,46 +63,19 @@ class Strategy:
     sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("data", "height", "width", "microbatches"):
+        for name in ("data", "height", "width"):
             require_count(StrategyError, f"strategy.{name}", getattr(self, name))
-        for name, choices in (("precision", Precision), ("recompute", Recompute), ("optimizer", OptimizerName)):
-            _require_choice(f"strategy.{name}", getattr(self, name), get_args(choices))
-        for name in ("offload", "shard_optimizer", "shard_parameters", "update_in_backward", "sync_batchnorm"):
-            _require_choice(f"strategy.{name}", getattr(self, name), (False, True))
+        for technique in TECHNIQUES:
+            value, values = getattr(self, technique.name), technique.values
+            if values and (value not in values or isinstance(value, bool) != isinstance(values[0], bool)):
+                choices = ", ".join(map(repr, values))
+                raise StrategyError(f"strategy.{technique.name} must be one of {choices}, got {value!r}")
         object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))  # JSON has lists only
-        self._require_agreement()
-
-    def _require_agreement(self) -> None:
-        """Fields that contradict each other."""
-        if (self.recompute == "budget") != (self.recompute_budget_bytes is not None):
-            raise StrategyError(
-                f"strategy.recompute is {self.recompute!r} and recompute_budget_bytes {self.recompute_budget_bytes}; "
-                "give the bytes with recompute='budget', and only then"
-            )
-        if self.recompute_budget_bytes is not None:
-            require_count(StrategyError, "strategy.recompute_budget_bytes", self.recompute_budget_bytes, least=0)
-        if self.recompute_modules and self.recompute == "none":
-            raise StrategyError("strategy.recompute_modules names modules, but recompute is 'none'; use 'blocks'")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise StrategyError(f"strategy.clip_norm must be greater than 0, got {self.clip_norm!r}")
-        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
-            raise StrategyError(f"strategy.ema_decay must be from 0 to below 1, got {self.ema_decay!r}")
-        if self.shard_optimizer and self.shard_parameters:
-            raise StrategyError("strategy.shard_parameters shards the optimizer too; leave out shard_optimizer")
-        if self.update_in_backward:
-            clashes = {
-                "microbatches > 1": self.microbatches > 1,
-                "clip_norm": self.clip_norm is not None,
-                "precision 'fp16'": self.precision == "fp16",
-                "shard_optimizer": self.shard_optimizer,
-                "shard_parameters": self.shard_parameters,
-            }
-            if any(clashes.values()):
-                names = ", ".join(name for name, clash in clashes.items() if clash)
-                raise StrategyError(
-                    f"strategy.update_in_backward drops each gradient before the others are known, {names} "
-                    "needs all of them; leave one out"
-                )
+        for technique in TECHNIQUES:
+            technique.check(self)
+        for technique in TECHNIQUES:
+            clashes = [name for name, clash in technique.excludes.items() if technique.used(self) and clash(self)]
+            _require(not clashes, f"{technique.name} {technique.because.format(', '.join(clashes))}")
 
     @property
     def ranks(self) -> int:
@@ -126,6 +103,273 @@ class Strategy:
         return cls(**fields)
 
 
-def _require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
-        raise StrategyError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+class Asked(Protocol):
+    """What the planner may choose from for one job; `planning.candidates.Job` is one."""
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def precisions(self) -> tuple[Precision, ...]: ...
+    @property
+    def optimizers(self) -> tuple[OptimizerName, ...]: ...
+    @property
+    def recompute_modules(self) -> tuple[str, ...]: ...
+    @property
+    def can_offload(self) -> bool: ...
+
+
+class Rough(NamedTuple):
+    """What a technique changes, as factors; used until one strategy with it was simulated."""
+
+    kept: float = 1.0  # of the activations, what the device holds until backward
+    width: float = 1.0  # of the bytes of one activation
+    work: float = 1.0  # of the step's work
+    traffic: float = 1.0  # of the bytes that ranks send of gradients and parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Technique:
+    """All that the command line and the planner know of one field of `Strategy`, which is no axis of the mesh.
+
+    name:     of the field
+    help:     for the command line
+    metavar:  of its value there, where no values are listed
+    values:   it may have; (): `check` says
+    check:    raises StrategyError where the value is out of range, or lacks another field
+    excludes: what it cannot be used with, by the words for it
+    because:  why; {} stands for these words
+    words:    how a strategy is described; without: the name where it is used, if it has a weight
+    place:    of these words among the others
+    weight:   1 where it makes a strategy less simple; of equals the simpler one is taken
+    saves:    (strategy, other) -> whether the strategy holds no more than the other, as far as this technique goes;
+              without: where both have the same value
+    bears_on: the figures that cannot be scaled between strategies that differ in it; "": all can
+    alike:    what strategies must have in common to be scaled; without: the value
+    rough:    factors of a strategy that uses it
+    shards:   kinds of the model's state of which each rank keeps its part alone
+    choices:  values that the planner tries, given those of the techniques before, the simplest first
+    refined:  (strategy, bytes) -> the same without the technique, and with so many bytes of activations; or None
+    advised:  values that are named as a remedy where nothing fits
+    never:    why the planner tries none
+    """
+
+    name: str
+    help: str
+    metavar: str = ""
+    values: tuple[object, ...] = (False, True)
+    check: Callable[[Strategy], None] = lambda strategy: None
+    excludes: Mapping[str, Callable[[Strategy], bool]] = field(default_factory=dict)
+    because: str = ""
+    words: Callable[[Strategy], str] | None = None
+    place: int = 4
+    weight: int = 1
+    saves: Callable[[Strategy, Strategy], bool] | None = None
+    bears_on: Literal["", "digits", "activations", "optimizer", "sharding"] = ""
+    alike: Callable[[Strategy], object] | None = None
+    rough: Callable[[Strategy], Rough] = lambda strategy: Rough()
+    shards: tuple[str, ...] = ()
+    choices: Callable[[Asked, Strategy], Sequence[object]] = lambda asked, strategy: ()
+    refined: Callable[[Strategy, int], tuple[Strategy, Strategy] | None] = lambda strategy, bytes: None
+    advised: Callable[[Asked], Sequence[object]] = lambda asked: ()
+    never: str = ""
+
+    def used(self, strategy: Strategy) -> bool:
+        """Whether the strategy has another value than the default."""
+        return bool(getattr(strategy, self.name) != getattr(type(strategy), self.name))
+
+
+def describe(strategy: Strategy) -> str:
+    """A strategy in a few words: what differs from one rank in fp32."""
+    mesh = [f"{name} {size}" for name in ("data", "height", "width") if (size := getattr(strategy, name)) > 1]
+    words = [" x ".join(mesh) or "one rank"]
+    for technique in sorted(TECHNIQUES, key=lambda technique: technique.place):
+        if technique.words is not None:
+            words.append(technique.words(strategy))
+        elif technique.weight and technique.used(strategy):
+            words.append(technique.name.replace("_", " "))
+    return ", ".join(filter(None, words))
+
+
+def amount(bytes: float) -> str:
+    """As printed: 12.3 GiB, 53 MiB."""
+    return f"{bytes / 2**30:.1f} GiB" if bytes >= 2**30 else f"{bytes / 2**20:.0f} MiB"
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, smallest first."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise StrategyError(f"strategy.{message}")
+
+
+def _check_budget(strategy: Strategy) -> None:
+    budget = strategy.recompute_budget_bytes
+    _require(
+        (strategy.recompute == "budget") == (budget is not None),
+        f"recompute is {strategy.recompute!r} and recompute_budget_bytes {budget}; "
+        "give the bytes with recompute='budget', and only then",
+    )
+    if budget is not None:
+        require_count(StrategyError, "strategy.recompute_budget_bytes", budget, least=0)
+
+
+def _recompute_words(strategy: Strategy) -> str:
+    if strategy.recompute == "budget":
+        return f"recompute to {amount(strategy.recompute_budget_bytes or 0)}"
+    return f"recompute {strategy.recompute}" if strategy.recompute != "none" else ""
+
+
+def _budgeted(strategy: Strategy, bytes: int) -> tuple[Strategy, Strategy] | None:
+    if strategy.recompute != "blocks" or strategy.offload:
+        return None
+    return (
+        replace(strategy, recompute="none", recompute_modules=()),
+        replace(strategy, recompute="budget", recompute_budget_bytes=bytes),
+    )
+
+
+OTHER_OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw8bit", "adafactor", "sgd")
+_ANOTHER_TRAINING = "it changes what is trained, which is the user's to say"
+
+# One row a technique. The planner tries all values of the last one before the next value of the one before it.
+TECHNIQUES: tuple[Technique, ...] = (
+    Technique(
+        name="microbatches",
+        help="Slices in which a step goes through its batch: less memory; batch norm sees one slice at a time.",
+        metavar="N",
+        values=(),
+        check=lambda s: require_count(StrategyError, "strategy.microbatches", s.microbatches),
+        words=lambda s: f"{s.microbatches} microbatches" * (s.microbatches > 1),
+        place=1,
+        saves=lambda s, other: s.microbatches >= other.microbatches,
+        choices=lambda asked, s: divisors(asked.batch_size // s.data),
+    ),
+    Technique(
+        name="precision",
+        help="fp32: the model's own dtype; tf32; bf16: autocast; fp16: autocast with loss scaling, for GPUs without "
+        "bf16.",
+        values=get_args(Precision),
+        words=lambda s: s.precision,
+        place=0,
+        weight=0,
+        bears_on="digits",
+        rough=lambda s: Rough(width=0.6 if s.precision in ("bf16", "fp16") else 1.0),  # autocast leaves some in fp32
+        choices=lambda asked, s: asked.precisions,
+    ),
+    Technique(
+        name="optimizer",
+        help="Another optimizer in place of the recipe's, with its learning rate.",
+        values=get_args(OptimizerName),
+        words=lambda s: s.optimizer if s.optimizer != "recipe" else "",
+        place=3,
+        bears_on="optimizer",
+        choices=lambda asked, s: asked.optimizers,
+        advised=lambda asked: [name for name in OTHER_OPTIMIZERS if name not in asked.optimizers],
+    ),
+    Technique(
+        name="offload",
+        help="Saved activations wait for backward in host memory.",
+        saves=lambda s, other: s.offload >= other.offload,
+        bears_on="activations",
+        rough=lambda s: Rough(kept=0.5),
+        choices=lambda asked, s: (False, True) if asked.can_offload else (),
+    ),
+    Technique(
+        name="recompute",
+        help="blocks: compute the insides of repeated blocks again in backward; budget: of as few blocks as will do.",
+        values=get_args(Recompute),
+        words=_recompute_words,
+        place=2,
+        saves=lambda s, other: s.recompute == other.recompute or other.recompute == "none",
+        bears_on="activations",
+        alike=lambda s: s.recompute != "none",
+        rough=lambda s: Rough(kept=0.3, work=4 / 3),  # forward is a third of the work, and is done once more
+        choices=lambda asked, s: ("none", "blocks"),
+    ),
+    Technique(
+        name="recompute_budget_bytes",
+        help="With --recompute budget: bytes of saved activations that a rank may hold.",
+        metavar="BYTES",
+        values=(),
+        check=_check_budget,
+        weight=0,
+        saves=lambda s, other: True,
+        refined=_budgeted,
+    ),
+    Technique(
+        name="recompute_modules",
+        help="Modules to recompute, by name or pattern, in place of the repeated blocks.",
+        metavar="NAME ...",
+        values=(),
+        check=lambda s: _require(
+            s.recompute != "none" or not s.recompute_modules,
+            "recompute_modules names modules, but recompute is 'none'; use 'blocks'",
+        ),
+        weight=0,
+        saves=lambda s, other: True,
+        choices=lambda asked, s: (asked.recompute_modules if s.recompute != "none" else (),),
+    ),
+    Technique(
+        name="shard_parameters",
+        help="Each rank keeps its part of parameters, gradients and optimizer state (FSDP2).",
+        excludes={"shard_optimizer": lambda s: s.shard_optimizer},
+        because="shards the optimizer too; leave out {}",
+        saves=lambda s, other: s.shard_parameters >= other.shard_parameters,
+        bears_on="sharding",
+        rough=lambda s: Rough(traffic=1 + 0.5 * s.microbatches),
+        shards=("parameter", "gradient", "optimizer"),
+        choices=lambda asked, s: (False, True) if s.ranks > 1 else (),
+    ),
+    Technique(
+        name="shard_optimizer",
+        help="Each rank keeps its part of the optimizer's state (ZeRO-1).",
+        saves=lambda s, other: s.shard_optimizer + s.shard_parameters >= other.shard_optimizer,
+        bears_on="sharding",
+        shards=("optimizer",),
+        choices=lambda asked, s: (False, True) if s.ranks > 1 else (),
+    ),
+    Technique(
+        name="update_in_backward",
+        help="Update each parameter as soon as its gradient is there, and drop the gradient.",
+        excludes={
+            "microbatches > 1": lambda s: s.microbatches > 1,
+            "clip_norm": lambda s: s.clip_norm is not None,
+            "precision 'fp16'": lambda s: s.precision == "fp16",
+            "shard_optimizer": lambda s: s.shard_optimizer,
+            "shard_parameters": lambda s: s.shard_parameters,
+        },
+        because="drops each gradient before the others are known, {} needs all of them; leave one out",
+        advised=lambda asked: (True,),
+    ),
+    Technique(
+        name="clip_norm",
+        help="Scale gradients down to this global 2-norm.",
+        metavar="NORM",
+        values=(),
+        check=lambda s: _require(
+            s.clip_norm is None or s.clip_norm > 0, f"clip_norm must be greater than 0, got {s.clip_norm!r}"
+        ),
+        weight=0,
+        never=_ANOTHER_TRAINING,
+    ),
+    Technique(
+        name="ema_decay",
+        help="Keep a moving average of the parameters, and evaluate it.",
+        metavar="DECAY",
+        values=(),
+        check=lambda s: _require(
+            s.ema_decay is None or 0 <= s.ema_decay < 1, f"ema_decay must be from 0 to below 1, got {s.ema_decay!r}"
+        ),
+        weight=0,
+        never=_ANOTHER_TRAINING,
+    ),
+    Technique(
+        name="sync_batchnorm",
+        help="Batch norm takes its statistics over the data replicas too.",
+        weight=0,
+        never=_ANOTHER_TRAINING,
+    ),
+)

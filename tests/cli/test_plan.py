@@ -17,10 +17,9 @@ from fullframe.cli.plan import _table
 from fullframe.cli.strategy_file import first_plan, strategy_of
 from fullframe.errors import RunError, StrategyError
 from fullframe.planning.plan import plan_in_full
-from fullframe.planning.ranking import describe
 from fullframe.recipe import load_recipe
 from fullframe.simulation.devices.calibration import load_rates
-from fullframe.strategy import Strategy
+from fullframe.strategy import Strategy, describe
 from tests.cli.test_train import fullframe, steps_in, written
 
 

@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fullframe as ff
+from fullframe import strategy as strategies
 from fullframe.errors import DeviceError, FullframeError, RecipeError, StrategyError
 from fullframe.planning import shortfall as advice
 from fullframe.planning.plan import KEPT_FREE, Planned, plan, plan_in_full
-from fullframe.planning.ranking import describe, winner
+from fullframe.planning.ranking import winner
 from fullframe.planning.shortfall import separable
 from fullframe.simulation.devices.table import parse_cluster
 from fullframe.simulation.simulate import simulate
-from fullframe.strategy import Strategy
+from fullframe.strategy import Strategy, describe
 
 MIB = 2**20
 
@@ -98,7 +99,7 @@ def test_what_saves_memory_is_taken_where_it_must(crowded: tuple[int, Planned]) 
 
 
 def test_where_nothing_fits_it_is_said_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advice, "OTHER_OPTIMIZERS", ("sgd",))  # each takes a second
+    monkeypatch.setattr(strategies, "OTHER_OPTIMIZERS", ("sgd",))  # each takes a second
     monkeypatch.setattr(advice, "_TRIED_CONVOLUTIONS", 1)
     cluster = parse_cluster("1xT4")
     context = cluster.device.context_bytes

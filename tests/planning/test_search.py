@@ -8,11 +8,11 @@ import pytest
 from fullframe.planning import search as searching
 from fullframe.planning.candidates import Job, border, candidates
 from fullframe.planning.pool import Outcome
-from fullframe.planning.ranking import Plan, describe, plans_of, winner
+from fullframe.planning.ranking import Plan, plans_of, winner
 from fullframe.planning.search import Search, complexity, weight
 from fullframe.planning.shortfall import sentences, shortfall
 from fullframe.simulation.prediction import Prediction
-from fullframe.strategy import Strategy
+from fullframe.strategy import Strategy, describe
 from tests.planning.test_candidates import GIB, job, prediction
 
 

@@ -111,8 +111,9 @@ class Plan:
     def _report(self, planned: "Planned", seconds: float, stream: TextIO) -> None:
         from rich.console import Console
 
-        from fullframe.planning.ranking import describe, winner
+        from fullframe.planning.ranking import winner
         from fullframe.planning.shortfall import sentences
+        from fullframe.strategy import describe
 
         console = Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else _WIDTH)
         simulated = [plan for plan in planned.plans if plan.prediction is not None]
@@ -167,7 +168,8 @@ def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]", is_
     from rich.table import Table
     from rich.text import Text
 
-    from fullframe.planning.ranking import by_category, describe
+    from fullframe.planning.ranking import by_category
+    from fullframe.strategy import describe
 
     limit, of = planned.limit_bytes / _GIB, planned.cluster.device.memory_bytes / _GIB
     table = Table(title=f"{planned.cluster.name}: {limit:.2f} GiB of {of:.2f} to be used", title_justify="left")

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
+from fullframe.errors import StrategyError
 from fullframe.simulation.devices.table import Cluster, Device
-from fullframe.strategy import OptimizerName, Precision, Strategy
+from fullframe.strategy import TECHNIQUES, OptimizerName, Precision, Strategy, Technique, divisors
 
 _LEAST_ROWS = 16  # a rank with less of the frame's rows or columns owns nothing of the deeper maps, and only waits
-OTHER_OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw8bit", "adafactor", "sgd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +22,11 @@ class Job:
     precisions: tuple[Precision, ...]
     optimizers: tuple[OptimizerName, ...] = ("recipe",)
     recompute_modules: tuple[str, ...] = ()  # where the model repeats no block
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether host memory is another memory than the device's."""
+        return self.cluster.device.is_cuda
 
     def of(self, strategy: Strategy) -> "Shares":
         """What one rank has to do with `strategy`."""
@@ -57,7 +61,7 @@ def meshes(ranks: int, batch_size: int, rows: int, columns: int) -> list[tuple[i
     two of them that the frame permits, or not at all. No rank gets less than 16 rows or columns of a split frame.
     """
     found = set[tuple[int, int, int]]()
-    for data in _divisors(batch_size):
+    for data in divisors(batch_size):
         share = ranks // data
         if share:
             powers = [1 << power for power in reversed(range(share.bit_length()))]
@@ -68,60 +72,61 @@ def meshes(ranks: int, batch_size: int, rows: int, columns: int) -> list[tuple[i
     return sorted(found, key=lambda mesh: (-mesh[0] * mesh[1] * mesh[2], -mesh[0], border(mesh, rows, columns), mesh))
 
 
+def mesh_of(strategy: Strategy) -> tuple[int, int, int]:
+    """(data, height, width)"""
+    return strategy.data, strategy.height, strategy.width
+
+
 def border(mesh: tuple[int, int, int], rows: int, columns: int) -> float:
     """Pixels along the cuts that one rank shares with its neighbours."""
     _, height, width = mesh
     return (height > 1) * columns / width + (width > 1) * rows / height
 
 
-def candidates(job: Job, precisions: tuple[Precision, ...] | None = None) -> Iterator[Strategy]:
-    """Every combination, but for budgets of recompute, which need to know what a strategy leaves free."""
+def candidates(job: Job) -> Iterator[Strategy]:
+    """Every combination of what the techniques offer, the simplest of each mesh first."""
     for data, height, width in meshes(job.cluster.ranks, job.batch_size, job.rows, job.columns):
-        base = Strategy(data=data, height=height, width=width)
-        for microbatches, precision, optimizer in product(
-            _divisors(job.batch_size // data), precisions or job.precisions, job.optimizers
-        ):
-            named = replace(base, microbatches=microbatches, precision=precision, optimizer=optimizer)
-            for saved, sharded in product(_savings(job), _shardings(base.ranks)):
-                yield replace(named, **saved, **sharded)
+        found = [Strategy(data=data, height=height, width=width)]
+        for technique in TECHNIQUES:
+            found = [other for strategy in found for other in _with(technique, strategy, job)]
+        yield from found
+
+
+def _with(technique: Technique, strategy: Strategy, job: Job) -> Iterator[Strategy]:
+    """`strategy` with each value that the technique offers and that agrees with the rest."""
+    for value in technique.choices(job, strategy) or (getattr(strategy, technique.name),):
+        changed = with_value(strategy, technique, value)
+        if changed is not None:
+            yield changed
+
+
+def with_value(strategy: Strategy, technique: Technique, value: object) -> Strategy | None:
+    """The strategy with this value of the technique; None where it contradicts the others."""
+    if value == getattr(strategy, technique.name):
+        return strategy
+    try:
+        changed: dict[str, Any] = {technique.name: value}
+        return replace(strategy, **changed)
+    except StrategyError:
+        return None
 
 
 def saves_more(strategy: Strategy, other: Strategy) -> bool:
     """Whether `strategy` is `other` with less memory for more work, and else the same."""
-    axes = ("data", "height", "width", "precision", "optimizer", "update_in_backward")
-    if strategy == other or any(getattr(strategy, axis) != getattr(other, axis) for axis in axes):
+    if strategy == other or any(
+        getattr(strategy, axis) != getattr(other, axis) for axis in ("data", "height", "width")
+    ):
         return False
-    return (
-        strategy.microbatches >= other.microbatches
-        and (strategy.recompute == other.recompute or other.recompute == "none")
-        and strategy.offload >= other.offload
-        and strategy.shard_parameters >= other.shard_parameters
-        and strategy.shard_optimizer + strategy.shard_parameters >= other.shard_optimizer
+    return all(
+        technique.saves(strategy, other)
+        if technique.saves is not None
+        else getattr(strategy, technique.name) == getattr(other, technique.name)
+        for technique in TECHNIQUES
     )
 
 
-def _savings(job: Job) -> list[dict[str, Any]]:
-    """Ways to hold less of the activations; on the CPU host memory is all there is."""
-    blocks = {"recompute": "blocks", "recompute_modules": job.recompute_modules}
-    found: list[dict[str, Any]] = [{}, blocks]
-    return found + [{"offload": True}, {**blocks, "offload": True}] * job.cluster.device.is_cuda
-
-
-def without_recompute(strategy: Strategy) -> Strategy:
-    """The same with all activations kept."""
-    return replace(strategy, recompute="none", recompute_modules=(), recompute_budget_bytes=None)
-
-
-def _shardings(ranks: int) -> list[dict[str, Any]]:
-    return [{}] if ranks == 1 else [{}, {"shard_optimizer": True}, {"shard_parameters": True}]
-
-
 def _splits(parts: int, rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    for height in _divisors(parts):
+    for height in divisors(parts):
         width = parts // height
         if (height == 1 or rows // height >= _LEAST_ROWS) and (width == 1 or columns // width >= _LEAST_ROWS):
             yield height, width
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fullframe.errors import FullframeError
-from fullframe.planning.ranking import Plan, by_category, describe
+from fullframe.planning.ranking import Plan, by_category
 from fullframe.simulation.devices.table import GIB
+from fullframe.strategy import describe
 
 _SHOWN = 25
 _COLOURS = {

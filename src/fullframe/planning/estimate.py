@@ -2,16 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
-from fullframe.planning.candidates import Job, border
+from fullframe.planning.candidates import Job, border, mesh_of
 from fullframe.simulation.prediction import Prediction
-from fullframe.strategy import Strategy
+from fullframe.strategy import TECHNIQUES, Rough, Strategy
 
 _STATE = ("parameter", "gradient", "optimizer")
 _HELD = ("activation", "temporary")
-# Of the activations that are held without: rough, and only used until one strategy with it was simulated.
-_ROUGH = {(True, False): 0.3, (False, True): 0.5, (True, True): 0.3}  # (recompute, offload)
-_HALVES = 0.6  # of an activation's bytes, where autocast leaves some in fp32
+# What strategies may have in common that cannot be scaled, most first.
+_LIKENESSES = (
+    ("digits", "activations", "optimizer", "sharding"),
+    ("digits", "activations", "optimizer"),
+    ("digits", "activations"),
+    ("digits", "optimizer"),
+    ("activations",),
+    (),
+)
 _DOUBT = {True: 0.95, False: 0.8}  # whether the two differ only in what can be scaled
 
 
@@ -58,25 +66,21 @@ class Estimator:
 
 
 def _likenesses(strategy: Strategy) -> tuple[tuple[object, ...], ...]:
-    """What strategies have in common that cannot be scaled, most first."""
-    precision = strategy.precision
-    saving = (strategy.recompute != "none", strategy.offload)
-    state = (strategy.optimizer, strategy.shard_parameters, strategy.shard_optimizer)
-    return (
-        (precision, saving, state),
-        (precision, saving, strategy.optimizer),
-        (precision, saving),
-        (precision, strategy.optimizer),
-        (saving,),
-        (),
+    """What the strategy has of each of `_LIKENESSES`; equal only to the same of another strategy."""
+    has = dict[str, list[object]]()
+    for technique in TECHNIQUES:
+        value = technique.alike(strategy) if technique.alike else getattr(strategy, technique.name)
+        has.setdefault(technique.bears_on, []).append(value)
+    return tuple(
+        (number, *(value for kind in kinds for value in has[kind])) for number, kinds in enumerate(_LIKENESSES)
     )
 
 
 def _scaled(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job, close: bool) -> Estimate:
-    mine, its = job.of(strategy), job.of(like)
+    mine, its, rough, before = job.of(strategy), job.of(like), _rough(strategy), _rough(like)
     state = sum(predicted.bytes.get(kind, 0) * _share(kind, strategy) / _share(kind, like) for kind in _STATE)
     held = float(sum(predicted.bytes.get(kind, 0) for kind in _HELD))
-    held *= mine.held / its.held * _technique(strategy) / _technique(like) * _width(strategy) / _width(like)
+    held *= mine.held / its.held * rough.kept / before.kept * rough.width / before.width
     counted = sum(predicted.bytes.get(kind, 0) for kind in (*_STATE, *_HELD))
     return Estimate(
         bytes=state + held + predicted.device_bytes - counted,
@@ -89,15 +93,16 @@ def _scaled(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job,
 
 def _seconds(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job) -> float:
     """Work by the frames of a rank, launches by the microbatches, the exchange by the length of the cuts."""
-    work = job.of(strategy).work / job.of(like).work * _recomputed_work(strategy) / _recomputed_work(like)
+    rough, before = _rough(strategy), _rough(like)
+    work = job.of(strategy).work / job.of(like).work * rough.work / before.work
     rate = job.cluster.device.rate
     by_rate = work * rate(like.precision) / rate(strategy.precision)
-    cut, cut_before = (border((s.data, s.height, s.width), job.rows, job.columns) for s in (strategy, like))
+    cut, cut_before = (border(mesh_of(s), job.rows, job.columns) for s in (strategy, like))
     scale = {
         "matmul": by_rate,
         "convolution": by_rate,
         "attention": by_rate,
-        "memory": work * _width(strategy) / _width(like),
+        "memory": work * rough.width / before.width,
         "optimizer": _share("optimizer", strategy) / _share("optimizer", like),
         "launch": strategy.microbatches / like.microbatches,
         "exchange": cut / cut_before * like.data / strategy.data if cut_before else 0.0,
@@ -106,26 +111,24 @@ def _seconds(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job
     return sum(seconds * scale.get(kind, work) for kind, seconds in predicted.seconds.items())
 
 
-def _technique(strategy: Strategy) -> float:
-    return _ROUGH.get((strategy.recompute != "none", strategy.offload), 1.0)
-
-
-def _width(strategy: Strategy) -> float:
-    return _HALVES if strategy.precision in ("bf16", "fp16") else 1.0
-
-
-def _recomputed_work(strategy: Strategy) -> float:
-    """Forward is a third of the work; recompute does it once more."""
-    return 4 / 3 if strategy.recompute != "none" else 1.0
+@lru_cache(maxsize=1 << 16)
+def _rough(strategy: Strategy) -> Rough:
+    """The factors of all techniques together; of what two of them keep the device holds what the stronger one does."""
+    used = [technique.rough(strategy) for technique in TECHNIQUES if technique.used(strategy)]
+    return Rough(
+        kept=min((rough.kept for rough in used), default=1.0),
+        width=prod(rough.width for rough in used),
+        work=prod(rough.work for rough in used),
+        traffic=prod(rough.traffic for rough in used),
+    )
 
 
 def _share(kind: str, strategy: Strategy) -> float:
     """The part of the model's state of that kind that one rank keeps."""
-    sharded = strategy.shard_parameters or (kind == "optimizer" and strategy.shard_optimizer)
+    sharded = any(kind in technique.shards and technique.used(strategy) for technique in TECHNIQUES)
     return 1 / strategy.ranks if sharded else 1.0
 
 
 def _traffic(strategy: Strategy) -> float:
     """What a rank sends of gradients (and parameters), in units of the model."""
-    share = 2 * (strategy.ranks - 1) / strategy.ranks
-    return share * (1 + 0.5 * strategy.microbatches if strategy.shard_parameters else 1)
+    return 2 * (strategy.ranks - 1) / strategy.ranks * _rough(strategy).traffic

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from fullframe.errors import RecipeError, StrategyError
 from fullframe.model.blocks import repeated_blocks
-from fullframe.planning.candidates import OTHER_OPTIMIZERS, Job, precisions_of
+from fullframe.planning.candidates import Job, precisions_of
 from fullframe.planning.pool import runner
 from fullframe.planning.ranking import Plan, plans_of
 from fullframe.planning.search import Search
@@ -24,7 +24,7 @@ from fullframe.simulation.devices.table import Cluster, parse_cluster
 from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
 from fullframe.simulation.prediction import Prediction
 from fullframe.simulation.simulate import simulate
-from fullframe.strategy import Precision, Strategy
+from fullframe.strategy import OTHER_OPTIMIZERS, Precision, Strategy
 
 LIMIT_SECONDS = 120.0  # of a search; most come to their end long before
 KEPT_FREE = 0.06  # of the device's memory: benchmarks/prediction is at most 5.1 % below what was measured

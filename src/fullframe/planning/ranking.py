@@ -7,11 +7,9 @@ from typing import Any
 
 from fullframe.planning.estimate import Estimate
 from fullframe.planning.search import Search, weight
-from fullframe.simulation.devices.table import GIB
 from fullframe.simulation.prediction import Prediction
-from fullframe.strategy import Strategy
+from fullframe.strategy import Strategy, amount, describe
 
-MIB = 2**20
 NOT_TRIED = "not tried"  # how the reason of those begins that may fit, had there been time
 
 
@@ -112,28 +110,6 @@ def _passed_over(estimate: Estimate, limit: int, fastest: float | None) -> str:
     if fastest is None or estimate.bytes * estimate.doubt > limit:
         return f"needs about {amount(estimate.bytes)}, scaled from: {describe(estimate.like)}"
     return f"about {estimate.seconds / fastest:.2f} times the fastest's step, scaled from: {describe(estimate.like)}"
-
-
-def describe(strategy: Strategy) -> str:
-    """A strategy in a few words: what differs from one rank in fp32."""
-    mesh = [f"{name} {size}" for name in ("data", "height", "width") if (size := getattr(strategy, name)) > 1]
-    words = [" x ".join(mesh) or "one rank", strategy.precision]
-    if strategy.microbatches > 1:
-        words.append(f"{strategy.microbatches} microbatches")
-    if strategy.recompute == "budget":
-        words.append(f"recompute to {amount(strategy.recompute_budget_bytes or 0)}")
-    elif strategy.recompute != "none":
-        words.append(f"recompute {strategy.recompute}")
-    if strategy.optimizer != "recipe":
-        words.append(strategy.optimizer)
-    names = ("offload", "shard_optimizer", "shard_parameters", "update_in_backward")
-    words += [name.replace("_", " ") for name in names if getattr(strategy, name)]
-    return ", ".join(words)
-
-
-def amount(bytes: float) -> str:
-    """As printed: 12.3 GiB, 53 MiB."""
-    return f"{bytes / GIB:.1f} GiB" if bytes >= GIB else f"{bytes / MIB:.0f} MiB"
 
 
 def winner(plans: Sequence[Plan]) -> Plan | None:

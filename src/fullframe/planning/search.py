@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from fullframe.errors import UnsupportedOp
-from fullframe.planning.candidates import Job, border, candidates, saves_more, without_recompute
+from fullframe.planning.candidates import Job, border, candidates, mesh_of, saves_more
 from fullframe.planning.estimate import Estimate, Estimator
 from fullframe.planning.pool import Runner
 from fullframe.simulation.prediction import Prediction
-from fullframe.strategy import Strategy
+from fullframe.strategy import TECHNIQUES, Strategy
 
 _PROOFS = 4  # simulations of what will hardly fit, where nothing else does
 _BUDGET_SHARE = 0.9  # of what is free that a budget of recompute hands out
@@ -42,14 +43,14 @@ class Search:
         """Simulate, `width` at a time, until nothing left can be fastest, or for `seconds`."""
         end = time.monotonic() + seconds
         waiting = list(candidates(self.job))
-        chosen = _seeds(waiting, self.job)
+        chosen = _seeds(waiting)
         while chosen and time.monotonic() < end:
             self._simulate(runner, chosen)
             progress()
             waiting = self._sorted_out(waiting)
             self.left = self.estimates(waiting)
             chosen = (self._next() if self.known else waiting)[:width]
-        for more in (self._siblings, self._budgets):
+        for more in (self._siblings, self._refined):
             if time.monotonic() < end:
                 self._simulate(runner, more()[: 2 * width])
         self.left = {s: e for s, e in self.left.items() if s not in self.known and s not in self.refused}
@@ -126,21 +127,19 @@ class Search:
         parts = best.height * best.width
         alike = {s for s in self.left if replace(s, height=best.height, width=best.width) == best}
         alike = {s for s in alike if s.height * s.width == parts}
-        return sorted(alike, key=lambda s: border((s.data, s.height, s.width), self.job.rows, self.job.columns))
+        return sorted(alike, key=lambda s: border(mesh_of(s), self.job.rows, self.job.columns))
 
-    def _budgets(self) -> list[Strategy]:
-        """Of the meshes that fit with every block recomputed and not without: as much kept as there is room for."""
+    def _refined(self) -> list[Strategy]:
+        """For strategies that fit with a technique and not without: what keeps as much as there is room for."""
         found = {}
-        for strategy, prediction in self.fitting.items():
-            plain = without_recompute(strategy)
-            without = self.known.get(plain)
-            if strategy.recompute != "blocks" or strategy.offload or plain in self.fitting:
-                continue
+        for (strategy, prediction), technique in product(self.fitting.items(), TECHNIQUES):
             free = self.limit_bytes - prediction.device_bytes
             budget = int(prediction.bytes.get("activation", 0) + _BUDGET_SHARE * free)
-            if without is None or budget < without.bytes.get("activation", 0):
-                candidate = replace(strategy, recompute="budget", recompute_budget_bytes=budget)
-                found[candidate] = prediction.step_seconds
+            refined = technique.refined(strategy, budget)
+            if refined is not None and refined[0] not in self.fitting:
+                without = self.known.get(refined[0])
+                if without is None or budget < without.bytes.get("activation", 0):
+                    found[refined[1]] = prediction.step_seconds
         return sorted(found, key=lambda strategy: found[strategy])
 
 
@@ -151,10 +150,8 @@ def weight(strategy: Strategy) -> float:
 
 def complexity(strategy: Strategy) -> int:
     """How many techniques a strategy uses, beyond data parallelism; of equals the simpler one is taken."""
-    flags = (strategy.offload, strategy.shard_optimizer, strategy.shard_parameters, strategy.update_in_backward)
-    splits = (strategy.height > 1) + (strategy.width > 1)
-    others = (strategy.recompute != "none") + (strategy.optimizer != "recipe") + (strategy.microbatches > 1)
-    return sum(flags) + splits + others
+    techniques = sum(technique.weight for technique in TECHNIQUES if technique.used(strategy))
+    return techniques + (strategy.height > 1) + (strategy.width > 1)
 
 
 def _kind(strategy: Strategy, reason: str) -> tuple[object, ...]:
@@ -166,10 +163,11 @@ def _kind(strategy: Strategy, reason: str) -> tuple[object, ...]:
     return (*splits, strategy.data > 1, strategy.microbatches > 1, technique)
 
 
-def _seeds(strategies: Sequence[Strategy], job: Job) -> list[Strategy]:
+def _seeds(strategies: Sequence[Strategy]) -> list[Strategy]:
     """Far apart: replicas alone and the finest split, as simple as can be."""
-    simple = [s for s in strategies if s.precision == job.precisions[0] and s.optimizer == job.optimizers[0]]
-    simple = [s for s in simple if not any(saves_more(s, other) for other in simple)]
-    most = max(s.ranks for s in simple)
-    fullest = [s for s in simple if s.ranks == most]
+    simplest = dict[tuple[int, int, int], Strategy]()
+    for strategy in strategies:
+        simplest.setdefault(mesh_of(strategy), strategy)
+    most = max(s.ranks for s in simplest.values())
+    fullest = [s for s in simplest.values() if s.ranks == most]
     return list(dict.fromkeys((max(fullest, key=lambda s: s.data), min(fullest, key=lambda s: s.data))))

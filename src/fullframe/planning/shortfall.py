@@ -11,15 +11,14 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fullframe.planning.candidates import OTHER_OPTIMIZERS, Job, candidates
+from fullframe.planning.candidates import Job, candidates, with_value
 from fullframe.planning.pool import in_time, runner
-from fullframe.planning.ranking import amount, describe
 from fullframe.planning.search import Search
 from fullframe.recipe import Recipe
 from fullframe.simulation.devices.table import Cluster
 from fullframe.simulation.fake.abstract import abstract_model
 from fullframe.simulation.prediction import Prediction
-from fullframe.strategy import Strategy
+from fullframe.strategy import TECHNIQUES, Strategy, amount, describe
 
 SimulateOn = Callable[[Recipe, Strategy, Cluster], Prediction]
 
@@ -96,12 +95,12 @@ Change = tuple[str, Recipe, Strategy, Cluster]
 
 def _changes(recipe: Recipe, closest: Strategy, search: Search) -> Iterator[Change]:
     cluster = search.job.cluster
-    others = [name for name in OTHER_OPTIMIZERS if name not in search.job.optimizers]
-    for optimizer in others:
-        yield f"optimizer {optimizer}", recipe, replace(closest, optimizer=optimizer), cluster
-    alone = closest.microbatches == 1 and closest.precision != "fp16"
-    if alone and not (closest.shard_optimizer or closest.shard_parameters):
-        yield "update in backward", recipe, replace(closest, update_in_backward=True), cluster
+    for technique in TECHNIQUES:
+        for value in technique.advised(search.job):
+            changed = with_value(closest, technique, value)
+            if changed is not None:
+                words = technique.name.replace("_", " ") + ("" if value is True else f" {value}")
+                yield words, recipe, changed, cluster
     if recipe.batch_size > closest.data:
         smaller = replace(recipe, batch_size=closest.data)
         change = f"a batch of {closest.data} in place of {recipe.batch_size}, which is another training"
