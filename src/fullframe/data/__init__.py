@@ -1,4 +1,7 @@
-"""Data sets in known formats, and what a data set offers so that each rank reads its part only."""
+"""Data sets in known formats, and what a data set offers so that each rank reads its part only.
+
+Tried on small files made in these formats, not on the real data sets.
+"""
 
 from fullframe.data.kitti import KittiStereo
 from fullframe.data.nuscenes import CAMERAS, DETECTION_CLASSES, NuScenes
