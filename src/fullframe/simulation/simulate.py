@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.data import default_collate
 
 from fullframe.errors import RecipeError, StrategyError
-from fullframe.model.parallelize import ParallelModel, parallelize_for
+from fullframe.model.parallelize import ParallelModel
 from fullframe.ranks.mesh import init_mesh, spatial_of
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.recipe import Recipe
@@ -43,8 +43,8 @@ from fullframe.simulation.memory.trace import OutOfTime, Tracer
 from fullframe.simulation.prediction import Prediction
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.strategy import Strategy
-from fullframe.techniques.optimizers import build_optimizer
 from fullframe.training.loading.delivery import Collation, Delivery, Grid
+from fullframe.training.session import prepare
 from fullframe.training.step import TrainStep
 
 
@@ -114,8 +114,7 @@ class _Simulation:
         """Take the steps and account for them."""
         tracer = self._tracer
         with tracer, _readable_errors(tracer), torch.compiler.set_stance("force_eager"):
-            model = self._parallelized()
-            step = self._step(model)
+            model, step = self._prepared()
             batch, *ahead = [self._batch() for _ in range(1 + self._terms.has("prefetched_batch"))]
             tracer.hold(self._terms.cublas_bytes)
             tracer.building = False
@@ -123,37 +122,26 @@ class _Simulation:
                 self._host.twice(step, batch)
         return self._accounted(model, ahead)
 
-    def _parallelized(self) -> ParallelModel:
-        """As `fullframe.fit` has it, but for DDP, which refuses fake tensors."""
-        recipe, strategy, model, tracer = self._recipe, self._strategy, self._model, self._tracer
-        tracer.mark("parameter", list(model.parameters()), list(model.buffers()))
-        for parameter in model.parameters():
+    def _prepared(self) -> tuple[ParallelModel, TrainStep]:
+        """As `fullframe.fit` has them, but for DDP, which refuses fake tensors."""
+        tracer, plain = self._tracer, self._model
+        tracer.mark("parameter", list(plain.parameters()), list(plain.buffers()))
+        for parameter in plain.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: tracer.mark("gradient", p.grad))
-        data_parallel = FakeDataParallel if self._terms.has("ddp_buckets") else WithoutBuckets
-        return parallelize_for(
-            strategy,
-            model,
-            self._mesh,
-            unsupported=recipe.unsupported,
-            find_unused_parameters=recipe.find_unused_parameters,
-            data_parallel=data_parallel,
+        ddp = FakeDataParallel if self._terms.has("ddp_buckets") else WithoutBuckets
+        model, optimizer, step = prepare(
+            self._recipe, self._strategy, self._mesh, plain, host=self._host, data_parallel=ddp
         )
-
-    def _step(self, model: ParallelModel) -> TrainStep:
-        tracer, strategy = self._tracer, self._strategy
         tracer.mark("parameter", list(model.parameters()))  # where they are sharded, these are others
         tracer.mark("gradient", model.buckets)
-        with self._fake:
-            optimizer = build_optimizer(self._recipe.optimizer, model, strategy)
-            if self._is_cuda:
-                _choose_as_on_cuda(optimizer)
-            optimizer.register_step_pre_hook(lambda *_: setattr(self._outcomes, "updating", True))
-            optimizer.register_step_post_hook(lambda *_: setattr(self._outcomes, "updating", False))
-            step = TrainStep(model, self._recipe.loss, optimizer, strategy, host=self._host)
+        if self._is_cuda:
+            _choose_as_on_cuda(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: setattr(self._outcomes, "updating", True))
+        optimizer.register_step_post_hook(lambda *_: setattr(self._outcomes, "updating", False))
         if step.average is not None:
             tracer.mark("average", list(step.average.state_dict().values()))
-        return step
+        return model, step
 
     def _batch(self) -> Any:
         """A batch as the loader delivers it, fake."""

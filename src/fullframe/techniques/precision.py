@@ -54,7 +54,7 @@ class LossScale:
     @property
     def falling(self) -> bool:
         """Whether an overflow may be the scale's fault; below the mean itself it is the model's."""
-        return self.value > self._mean
+        return 0 < self._mean < self.value
 
     def start(self, count: float) -> float:
         """The scale for a loss summed over about `count` elements; as it was, once started."""
