@@ -1,0 +1,59 @@
+"""Ranks that draw from different random states say so after the forward pass; what they do not draw from may differ."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullframe.errors import DivergenceError
+from fullframe.model.same_program import Agreement
+from fullframe.ranks.mesh import init_mesh, spatial_of
+from tests.rank_group import rank_group
+
+
+def _drawn_apart(draws: bool, split: bool) -> str:
+    agreement = Agreement(spatial_of(init_mesh(width=2)))
+    torch.manual_seed(dist.get_rank())
+    agreement.before_forward(split)
+    if draws:
+        torch.rand(())
+    try:
+        agreement.after_forward([])
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("draws", "split"), [(True, True), (False, True), (True, False)])
+def test_a_state_that_was_drawn_from_must_be_equal(draws: bool, split: bool) -> None:
+    for said in rank_group(2).run(_drawn_apart, draws, split):
+        assert ("drew random numbers from torch, whose state differs over ranks [0, 1]" in said) == (draws and split)
+
+
+def _met() -> list[int]:
+    """How often the ranks meet in two backward passes through two results."""
+    agreement = Agreement(spatial_of(init_mesh(width=2)))
+    channel, kinds = agreement._spatial.channel, []  # type: ignore[union-attr]
+    agree = type(channel).agree
+    type(channel).agree = lambda self, kind, *rest: (kinds.append(kind), agree(self, kind, *rest))[1]  # type: ignore[method-assign]
+    try:
+        for _ in range(2):
+            agreement.before_forward(True)
+            results = [torch.ones(2, requires_grad=True) * n for n in (1, 2)]
+            agreement.after_forward(results)
+            sum(results).sum().backward()  # type: ignore[union-attr]
+    finally:
+        type(channel).agree = agree  # type: ignore[method-assign]
+    return [kinds.count("backward")]
+
+
+def test_the_ranks_meet_once_a_backward_pass() -> None:
+    assert rank_group(2).run(_met) == [[2], [2]]
+
+
+def test_a_copy_is_on_no_mesh_and_checks_nothing() -> None:
+    for made in (Agreement(None), copy.deepcopy(Agreement(None)), pickle.loads(pickle.dumps(Agreement(None)))):
+        made.before_forward(True)
+        made.after_forward([torch.ones(1, requires_grad=True)])

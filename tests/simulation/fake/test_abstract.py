@@ -1,0 +1,84 @@
+"""A recipe's model and batch without their memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fullframe.errors import RecipeError
+from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
+from fullframe.strategy import Recipe
+
+
+def recipe(**changed: Any) -> Recipe:
+    facts: dict[str, Any] = {
+        "model": lambda: nn.Linear(2, 2),
+        "loss": lambda model, batch: model(batch).mean(),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "data": lambda: [{"x": torch.arange(3.0), "name": "a"}] * 4,
+        "batch_size": 4,
+    }
+    return Recipe(**{**facts, **changed})
+
+
+class Large(nn.Module):
+    """64 GiB of parameters, of which one is shared and one frozen; and a small buffer computed from numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(2**16, 2**18, bias=False)
+        self.two = nn.Linear(2**16, 2**18, bias=False)
+        self.two.weight = self.one.weight
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("steps", torch.linspace(0, 1, 5).cumsum(0))
+        self.register_buffer("map", torch.empty(2**16, 2**15))
+        assert float(self.steps[-1]) == 2.5  # small tensors are real while the model is built
+
+
+def test_what_is_large_is_never_allocated() -> None:
+    with FakeTensorMode() as fake:
+        pass
+    model = abstract_model(recipe(model=Large), fake)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert all(isinstance(t.detach(), FakeTensor) and t.device.type == "cpu" for t in tensors)
+    assert model.one.weight is model.two.weight and model.one.weight.requires_grad
+    assert not model.frozen.requires_grad and model.map.shape == (2**16, 2**15)
+    assert nn.Linear(1, 1).weight.device.type == "cpu"  # torch is as before
+
+
+def test_a_model_that_cannot_be_built_is_the_recipe_s() -> None:
+    def broken() -> nn.Module:
+        raise KeyError("weights")
+
+    with pytest.raises(RecipeError, match=r"recipe.model\(\) gives no model: KeyError"):
+        abstract_model(recipe(model=broken), FakeTensorMode())
+
+
+def test_the_first_sample_is_read_with_its_own_random_state() -> None:
+    class Drawn(torch.utils.data.Dataset[Tensor]):
+        def __getitem__(self, number: int) -> Tensor:
+            return torch.rand(3) + number
+
+    before = torch.get_rng_state()
+    first = read_sample(recipe(data=Drawn))
+    assert torch.equal(first, read_sample(recipe(data=Drawn))) and torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(first, read_sample(recipe(data=Drawn, seed=7)))
+    assert read_sample(recipe(sample=lambda: "given")) == "given"
+    with pytest.raises(RecipeError, match=r"recipe.data\(\) gives no sample: .*give recipe.sample"):
+        read_sample(recipe(data=list))
+
+
+def test_a_batch_is_collated_from_fakes_or_where_numbers_are_wanted_from_the_sample() -> None:
+    def reads(samples: list[dict[str, Tensor]]) -> Tensor:
+        assert float(samples[0]["x"][2]) == 2.0
+        return torch.stack([s["x"] for s in samples])
+
+    fake, sample = FakeTensorMode(), read_sample(recipe())
+    batch = abstract_batch(recipe(), sample, 4, fake)
+    assert batch["name"] == ["a"] * 4 and batch["x"].shape == (4, 3) and isinstance(batch["x"], FakeTensor)
+    other = abstract_batch(recipe(collate=reads), sample, 5, fake)
+    assert other.shape == (5, 3) and isinstance(other, FakeTensor)
+    with pytest.raises(RecipeError, match=r"recipe.collate gives no batch of 2 samples"):
+        abstract_batch(recipe(collate=lambda samples: samples[9]), sample, 2, fake)

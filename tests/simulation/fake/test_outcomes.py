@@ -1,0 +1,80 @@
+"""Remembered outcomes of ops on fake tensors are FakeTensorMode's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fullframe.simulation.fake.outcomes import Outcomes
+
+aten = torch.ops.aten
+
+
+class Remembering(TorchDispatchMode):
+    def __init__(self, outcomes: Outcomes):
+        super().__init__()
+        self.outcomes = outcomes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.outcomes(func, args, kwargs or {})
+
+
+def facts(out: Any) -> list[Any]:
+    return [
+        (t.shape, t.stride(), t.dtype, t.storage_offset(), t.device) if isinstance(t, Tensor) else t
+        for t in tree_leaves(out)
+    ]
+
+
+PROGRAMS = {
+    "a new tensor": lambda x: x.exp() + 1,
+    "strides": lambda x: (x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)).relu(),
+    "several": lambda x: x.max(1),
+    "a view": lambda x: [x.view(-1), x[:, 1], *x.split(1, 1), x.expand(4, *x.shape)],
+    "in place": lambda x: x.clone().add_(1).relu_(),
+    "no gradient": lambda x: aten.convolution_backward(
+        x, x, x.new_empty(3, 3, 1, 1), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, False, False]
+    ),
+    "another dtype": lambda x: [x.bfloat16(), x > 0, x.argmax(1)],
+    "of a list": lambda x: torch._foreach_add([x, x * 2], 1),
+    "a copy of part": lambda x: torch.cat([x, x], 2)[:, :, 1:].contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_outcomes_are_those_of_fake_tensors_also_the_second_time(name: str) -> None:
+    fake = FakeTensorMode()
+    with fake:
+        x = torch.empty(2, 3, 4, 5)
+        expected = facts(PROGRAMS[name](x))
+        outcomes = Outcomes(fake)
+        with Remembering(outcomes):
+            for _ in range(3):
+                out = PROGRAMS[name](x)
+                assert facts(out) == expected
+                assert all(type(t) is FakeTensor for t in tree_leaves(out) if isinstance(t, Tensor))
+
+
+def test_views_share_memory_and_new_tensors_do_not() -> None:
+    fake = FakeTensorMode()
+    with fake, Remembering(Outcomes(fake)):
+        x = torch.empty(2, 3)
+        for _ in range(2):
+            view, new = x.view(3, 2), x + 1
+            assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+            assert new.untyped_storage()._cdata != x.untyped_storage()._cdata
+            assert x.add_(1) is x
+
+
+def test_a_number_that_is_known_is_read() -> None:
+    fake = FakeTensorMode()
+    with fake:
+        outcomes = Outcomes(fake)
+        with Remembering(outcomes):
+            assert torch.tensor(3.5).item() == 3.5
+            outcomes.updating = True
+            assert (torch.empty(()) * 2).item() == 1.0  # a norm, by which an update is scaled

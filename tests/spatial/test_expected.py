@@ -1,0 +1,79 @@
+"""What torch would do with the whole tensors, without their numbers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fullframe.spatial.expected import Expected, expected_of, facts_of, forget_expected
+from fullframe.spatial.tensor import wrap
+from tests.spatial.fake import on_width, spatial, spec
+
+
+def asked(func: Any, *args: Any, **kwargs: Any) -> Expected:
+    key = facts_of(func, args, kwargs, [])
+    assert key is not None
+    found = expected_of(key, func, args, kwargs)
+    assert found is not None and found is expected_of(key, func, args, kwargs)
+    return found
+
+
+def test_shapes_dtypes_strides_and_aliases_of_the_whole_result() -> None:
+    with spatial(1, 2) as on:
+        x = wrap(torch.zeros(2, 3, 4), spec(on, (2, 3, 8), on_width((0, 4, 8), 2)))
+        (sum_,) = asked(torch.sum, x, 2).leaves
+        assert (sum_.shape, sum_.dtype, sum_.alias) == ((2, 3), torch.float32, None)
+        (turned,) = asked(Tensor.transpose, x, 1, 2).leaves
+        assert (turned.shape, turned.strides, turned.alias) == ((2, 8, 3), (24, 1, 8), 0)
+        (added,) = asked(torch.add, torch.zeros(3, 8), x, alpha=2).leaves
+        assert added.shape == (2, 3, 8) and added.alias is None
+        values, places = asked(torch.max, x, 2).leaves
+        assert (values.dtype, places.dtype) == (torch.float32, torch.int64)
+
+
+def test_what_torch_refuses_is_torch_s_own_exception() -> None:
+    with spatial(1, 2) as on:
+        x = wrap(torch.zeros(2, 3, 4), spec(on, (2, 3, 8), on_width((0, 4, 8), 2)))
+        refused = asked(torch.add, x, torch.zeros(4))  # which fits the local part, not the whole
+        assert isinstance(refused.error, RuntimeError) and "broadcast" in str(refused.error)
+        assert isinstance(asked(torch.sum, x, 3).error, IndexError)
+
+
+def test_calls_differ_by_shape_dtype_option_and_type() -> None:
+    x = torch.zeros(2, 3)
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        ((x,), {}), ((x.double(),), {}), ((x.t(),), {}), ((x, 1), {}), ((x, 1.0), {}), ((x, True), {}),
+        ((x, [1]), {}), ((x, (1,)), {}), ((x,), {"dim": 1}), ((x, slice(1, 2)), {}), ((x, slice(1)), {}),
+    ]  # fmt: skip
+    keys = [facts_of(torch.sum, args, kwargs, []) for args, kwargs in calls]
+    assert len(set(keys)) == len(calls)
+    operands: list[Tensor] = []
+    assert facts_of(torch.sum, (x, object()), {}, operands) is None and not operands
+
+
+def test_operands_are_listed_in_order() -> None:
+    x, y, operands = torch.zeros(1), torch.ones(1), list[Tensor]()
+    facts_of(torch.cat, ([x, y],), {"out": x}, operands)
+    assert [t is other for t, other in zip(operands, (x, y, x), strict=True)] == [True] * 3
+
+
+def test_a_function_that_reads_values_cannot_be_told() -> None:
+    x = torch.zeros(3)
+    key = facts_of(torch.nonzero, (x,), {}, [])
+    assert expected_of(key, torch.nonzero, (x,), {}) is None
+
+
+def test_autocast_is_asked_again() -> None:
+    x = torch.zeros(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert asked(torch.mm, x, x).leaves[0].dtype is torch.bfloat16
+    assert asked(torch.mm, x, x).leaves[0].dtype is torch.float32
+    forget_expected()
+    assert asked(torch.mm, x, x).leaves[0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("func", [torch.mm, torch.add])
+def test_nothing_real_is_computed(func: Any) -> None:
+    large = torch.zeros(1).expand(10**6, 10**6)  # no result of this shape would fit
+    assert asked(func, large, large).leaves[0].shape == (10**6, 10**6)

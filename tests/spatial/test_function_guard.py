@@ -1,0 +1,51 @@
+"""`autograd.Function.apply` on split tensors."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fullframe as ff
+from fullframe.spatial.function_guard import apply_function
+from fullframe.spatial.spec import spec_of
+from fullframe.spatial.tensor import wrap
+from tests.rank_group import rank_group
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 3
+
+
+def test_plain_tensors_pass_and_torch_s_own_is_behind_it() -> None:
+    x = torch.ones(2, requires_grad=True)
+    Triple.apply(x).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [3, 3]
+    assert torch.autograd.Function.apply.__func__ is not apply_function
+
+
+def _applied() -> tuple[str, list[float], list[float]]:
+    mesh = ff.init_mesh(width=2)
+    whole = torch.arange(4.0).view(1, 4).requires_grad_()
+    with pytest.raises(ff.UnsupportedOp) as refused:
+        Triple.apply(ff.shard(whole, mesh))
+    x = ff.shard(whole, mesh)
+    spec = x.spec
+    loose = wrap(x.local, spec_of(spec.spatial, spec.shape, spec.placements, True))
+    got = Triple.apply(loose)
+    (got * torch.arange(4.0)).sum().backward()
+    assert whole.grad is not None
+    return str(refused.value), got.flatten().tolist(), whole.grad.flatten().tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_split_one_is_refused_or_gathered_and_no_gradient_is_lost() -> None:
+    for said, values, gradient in rank_group(2).run(_applied):
+        assert "autograd.Function would lose a split gradient" in said
+        assert values == [0, 3, 6, 9] and gradient == [0, 3, 6, 9]

@@ -1,0 +1,60 @@
+"""Which spec several operands get."""
+
+import pytest
+import torch
+
+from fullframe.errors import MeshError
+from fullframe.ranks.mesh import init_mesh, spatial_of
+from fullframe.spatial.operands import aligned, alike, merged, require_one_mesh, shells_in, united
+from fullframe.spatial.tensor import wrap
+from tests.spatial.fake import on_height, on_width, spatial, spec
+
+EVEN, LEFT = (0, 3, 6), (0, 2, 6)
+
+
+def test_the_largest_operand_decides_and_the_shape_is_broadcast() -> None:
+    with spatial(1, 2) as on:
+        large = wrap(torch.zeros(4, 3), spec(on, (4, 6), on_width(EVEN, 1)))
+        row = wrap(torch.zeros(2), spec(on, (6,), on_width(LEFT, 0)))
+        deep = torch.zeros(5, 1, 1)
+        assert merged([row, large]) is large.spec
+        assert merged([large, torch.zeros(6)]) is large.spec
+        both = merged([row, large, deep])
+        assert both.shape == (5, 4, 6) and both.placements == (on_width(EVEN, 2),)
+
+
+def test_operands_split_along_different_dims_are_united() -> None:
+    rows, columns = on_height(EVEN, 0), on_width(EVEN, 1)
+    assert united([[columns], [rows]]) == (rows, columns)
+    assert united([[columns], [on_width(LEFT, 0)]]) == (columns,)  # the first that is split over an axis decides
+    assert united([[columns], [on_height(EVEN, 1)]]) == (columns,)  # and over a dim
+
+
+def test_alike_at_whatever_boundaries() -> None:
+    assert alike(on_width(EVEN, 1), on_width(LEFT, 1))
+    assert not alike(on_width(EVEN, 1), on_width(EVEN, 0))
+    assert not alike(on_width(EVEN, 1), on_width((0, 3, 7), 1))
+    assert not alike(on_width(EVEN, 1, outer=2), on_width(EVEN, 1, inner=2))
+
+
+def test_a_whole_operand_is_cut_where_the_spec_is() -> None:
+    with spatial(1, 2, rank=1) as on:
+        wanted = spec(on, (2, 6), on_width(LEFT, 1))
+        whole = torch.arange(12).view(2, 6)
+        assert torch.equal(aligned(whole, wanted), whole[:, 2:])
+        assert torch.equal(aligned(whole[0], wanted), whole[0, 2:])
+        assert aligned(whole[:, :1], wanted).shape == (2, 1)
+        number = torch.tensor(3)
+        assert aligned(number, wanted) is number
+        shell = wrap(whole[:, 2:], wanted)
+        assert torch.equal(aligned(shell, wanted), whole[:, 2:])
+        assert list(shells_in([shell, {"a": number}], 3)) == [shell]
+
+
+def test_tensors_of_two_meshes_do_not_meet() -> None:
+    with spatial(1, 2) as wide:
+        first = spec(wide, (2, 6), on_width(EVEN, 1))
+        second = spec(spatial_of(init_mesh(2, 1)), (6, 2), on_height(EVEN, 0))
+        require_one_mesh(first, first)
+        with pytest.raises(MeshError, match=r"1x2 and 2x1"):
+            require_one_mesh(first, second)
