@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fullframe.errors import RecipeError
+from fullframe.recipe import Recipe
 from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
-from fullframe.strategy import Recipe
 
 
 def recipe(**changed: Any) -> Recipe:
