@@ -59,7 +59,7 @@ class Record:
 
 
 def _first_difference(ranks: Sequence[int], heads: Sequence[tuple[int, list[bytes]]]) -> str:
-    """Where the ranks' programs part."""
+    """The first line at which the ranks' programs differ, with each rank's."""
     begin = max(count - len(last) for count, last in heads)  # what all ranks still remember
     kept = [last[begin - (count - len(last)) :] for count, last in heads]
     number = next((n for n, several in enumerate(zip(*kept, strict=False)) if len(set(several)) > 1), None)
@@ -217,7 +217,7 @@ def announce(error: Exception) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Not everything that runs out of memory raises torch.OutOfMemoryError: host memory, cuBLAS, cuDNN, NCCL."""
+    """Whether memory ran out, of the GPU or the host, by whatever error torch, cuBLAS, cuDNN or NCCL say so."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
     )

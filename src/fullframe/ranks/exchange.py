@@ -37,7 +37,7 @@ class _Sent(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """A message that is expected; `number` is its tag at gloo, None where it comes through the mailbox."""
+    """A message to come; `number` counts gloo's messages of this pair, None where it comes through the mailbox."""
 
     rank: int
     tensor: Tensor
@@ -73,7 +73,7 @@ class InFlight:
             self._expect(axis.ranks[peer], tensor, self._channel.head(kind, at, tensor, rows))
 
     def _post(self, sends: list[Message], receives: list[Message]) -> None:
-        """By NCCL: nothing is compared on the way."""
+        """Send and receive by NCCL, which compares no heads."""
         ranks, group = self._axis.ranks, self._axis.group
         ops = [dist.P2POp(dist.isend, tensor.contiguous(), ranks[peer], group) for peer, tensor, _ in sends]
         ops += [dist.P2POp(dist.irecv, tensor, ranks[peer], group) for peer, tensor, _ in receives]

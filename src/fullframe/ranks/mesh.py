@@ -177,7 +177,7 @@ def _start_process_group() -> None:
 
 
 def _store_of_attempt() -> dict[str, Any]:
-    """A store without the addresses of dead ranks, which torchrun keeps in its own when it starts ranks again."""
+    """Options for a fresh store when torchrun starts ranks again: its own still has the dead ranks' addresses."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":  # nodes count their attempts apart
         return {}
@@ -233,9 +233,9 @@ def _still_there(group: "ref[dist.ProcessGroup]") -> dist.ProcessGroup:
 
 
 def kept_with_mesh(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """As `functools.lru_cache`, for a function of a `Spatial`, or of something with a `.spatial`, and more.
+    """`functools.lru_cache` whose memory is the mesh's: the first argument is a `Spatial` or has one as `.spatial`.
 
-    What is remembered belongs to the mesh and ends with it.
+    What is remembered ends with the mesh.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -71,7 +71,7 @@ general.append(dispatch)
 
 
 def _usual(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What tells a call whose operands are a split tensor that is no view, model parameters and numbers; else None.
+    """A key for calls that need no second check: of a split tensor (no view), parameters and numbers; None for others.
 
     Once such a call has gone the general way, a spec remembers it.
     """
@@ -99,9 +99,9 @@ def _usual(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _in_runs(
     merged: Merged, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments with the dim that the rule could not read cut in runs of rows: views, whose writes go home.
+    """The arguments with a merged dim cut into one run of rows a rank: copies that are views, so writes reach the base.
 
-    Where no argument has it (the rule met it on its way), all merged dims; None where there are none.
+    That is the dim `merged` names, or, where no argument has it, every merged dim; None where there is none.
     """
     found: dict[int, SpatialTensor] = {}
 
@@ -142,7 +142,7 @@ def _view_in_runs(shell: SpatialTensor, dim: int) -> SpatialTensor:
 
 
 def _renamed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments by torch's own names, the first in its place."""
+    """The arguments by torch's own names (`dim` for numpy's `axis`), with the first one by position."""
     if not _NUMPY_NAMES.keys().isdisjoint(kwargs) and func.__name__ not in _SO_NAMED:
         kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
     if not args:
@@ -162,7 +162,7 @@ def _number(value: Any) -> Any:
 
 
 def _ruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor], facts: Any) -> Any:
-    """What the rule of `func` makes of it, held to what torch would; raises Unsupported."""
+    """The rule's result, with the shape, dtype, strides and shared memory that torch's has; raises Unsupported."""
     rule = RULES.get(func)
     if rule is None:
         raise Unsupported(REASONS.get(func, "there is no exact rule for it on split tensors"))
@@ -190,7 +190,7 @@ def _ruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: l
 
 
 def _in_fp32(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As autocast has it where it widens: the operands in fp32, whatever functions the rule is made of."""
+    """The rule on operands in fp32, without autocast: for functions that autocast runs in fp32."""
 
     def widened(value: Tensor) -> Tensor:
         dtype = value._local.dtype if type(value) is SpatialTensor else value.dtype
@@ -203,7 +203,7 @@ def _in_fp32(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _called(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the rule makes of a call, or of one whose map is whole along the mesh axes that it is too small for."""
+    """The rule's result; where the map has fewer rows than ranks, that of the call on a whole map."""
     try:
         return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
     except TooSmall as small:
@@ -211,6 +211,7 @@ def _called(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _called_whole(small: TooSmall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` again, on operands made whole along the mesh axes that the map is too small for."""
     is_operand = any(shell.spec is small.spec for shell in shells_in(args, kwargs))  # or made on the way to it
 
     def gather(shell: SpatialTensor) -> Tensor:
@@ -251,7 +252,7 @@ def _as_torch_has_it(result: Any, expected: Expected, operands: list[Tensor], ca
 
 
 def _conformed(result: Tensor, leaf: Leaf, operands: list[Tensor], call: Call, number: int) -> Tensor:
-    """`result` with the dtype and strides of `leaf`, and sharing memory where it does."""
+    """`result` with the dtype and strides of torch's result `leaf`, and sharing memory where that does."""
     alias = None if leaf.alias is None else operands[leaf.alias]
     if result is alias:
         return result
@@ -284,7 +285,7 @@ def _whole_spec(result: Tensor, operands: list[Tensor]) -> Spec:
 
 
 def _view_of(base: Tensor, local: Tensor, call: Call, number: int) -> View | None:
-    """How a result that torch makes a view of `base` is one; None where sharing the local memory says all."""
+    """The record that the result is a view of `base`; None where they share local memory, so that none is needed."""
     if type(base) is not SpatialTensor:
         return None
     shared = share_memory(local, base._local)
@@ -305,7 +306,7 @@ def _view_of(base: Tensor, local: Tensor, call: Call, number: int) -> View | Non
 
 
 def _with_whole_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call with whole tensors that are views of split ones: plain tensors but for who must hear of a write."""
+    """A call on whole tensors that are views of split ones: torch's own, and what it writes reaches the split ones."""
     views = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is SpatialTensor and not leaf.spec.placements]
     locals_, options = tree_map_only(SpatialTensor, plain, (args, kwargs))
     result = func(*locals_, **options)

@@ -76,7 +76,7 @@ def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, spec: Spec) 
 
 
 def _whole_view(shell: SpatialTensor) -> SpatialTensor:
-    """`shell` gathered, as a view of it that was copied."""
+    """The whole tensor, remembered as a view of `shell`, so that writes to it reach `shell`."""
 
     def put(view: SpatialTensor) -> None:
         local_of(shell).copy_(sliced(enter(view._local, shell.spec.spatial), shell.spec))

@@ -36,7 +36,7 @@ def mean_over_ranks(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Known:
-    """Tensors that have been seen to, each with the handle of its hook. They are compared by identity."""
+    """Tensors that need no further hook, each with the handle of the one it has; compared by identity."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[Tensor], RemovableHandle | None]] = {}
@@ -95,7 +95,7 @@ def entered(shell: type[Tensor], func: Any, args: Any, kwargs: Any) -> tuple[Any
 
 
 def enters(whole: Tensor) -> bool:
-    """Whether a whole operand that requires a gradient is to be seen to; not one of a model's parameters."""
+    """Whether the gradient of a whole operand needs a hook that averages it; that of a model's parameter does not."""
     return whole not in _parameters and torch.is_grad_enabled()
 
 
@@ -183,7 +183,7 @@ def seen(gradient: Tensor, spec: Any) -> Tensor:
 
 
 def unseen(gradient: Tensor, spec: Any) -> Tensor:
-    """What each rank holds where one process has this gradient: a seed of backward, or the result of a hook."""
+    """The inside form of one process's gradient (a seed of backward, a hook's result): times the number of parts."""
     return gradient * parts(spec)
 
 

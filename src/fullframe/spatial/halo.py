@@ -111,7 +111,7 @@ class Halo:
         )
 
     def _ranges(self, number: int, rows: range) -> Ranges:
-        """Where a message of cut `number` lies: earlier cuts are extended already, later ones not yet."""
+        """The rows of a message of cut `number`: earlier cuts with their strips already, later ones without."""
         earlier = tuple(cut.rows for cut in self.cuts[:number])
         return (*earlier, rows, *(cut.own for cut in self.cuts[number + 1 :]))
 
@@ -220,7 +220,7 @@ def memory_format_of(tensor: Tensor) -> torch.memory_format:
 
 
 def _channels_last(tensor: Tensor) -> bool:
-    """Whether the strides grow from the channels over the image to the samples; not so where that is both formats."""
+    """Whether strides grow from channels over the image to samples; False where both formats have these strides."""
     least = 0
     for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
         size, stride = tensor.shape[dim], tensor.stride(dim)

@@ -16,30 +16,23 @@ from fullframe.spatial.spec import Spec
 
 def gather_axes(local: Tensor, spec: Spec, axes: Sequence[str]) -> tuple[Tensor, Spec]:
     """(local, spec) made whole along the named mesh axes; differentiable."""
-    placements = spec.placements
     for placement in spec.placements:
         if placement.axis in axes:
-            local = _gather_axis(local, spec, placement, placements)
-            placements = tuple(p for p in placements if p.axis != placement.axis)
-    return local, spec.with_(spec.shape, placements)
+            everything = (range(placement.extents.size),) * placement.extents.parts
+            local = refetched(local, spec, placement, everything)
+            spec = spec.whole_along([placement.axis])
+    return local, spec
 
 
-def _gather_axis(local: Tensor, spec: Spec, placement: Placement, placements: Placements) -> Tensor:
-    whole = (range(placement.extents.size),) * placement.extents.parts
-    return refetched(local, spec, placement, placements, whole)
-
-
-def refetched(
-    local: Tensor, spec: Spec, placement: Placement, placements: Placements, wanted: tuple[range, ...]
-) -> Tensor:
-    """`local`, cut by `placements`, with the rows `wanted[coordinate]` along one of them; differentiable.
+def refetched(local: Tensor, spec: Spec, placement: Placement, wanted: tuple[range, ...]) -> Tensor:
+    """`local` with the rows `wanted[coordinate]` of one placement's dim instead of its own; differentiable.
 
     Rows are those of the split factor: a merged dim is taken apart into (outer, rows, inner) for the exchange.
     """
     axis = spec.spatial.axis(placement.axis)
     if placement.is_plain:
         return fetch(local, placement.dim, placement.extents, wanted, axis)
-    outer, rows, inner = local_factors(placement, placements, spec.coordinates)
+    outer, rows, inner = local_factors(placement, spec.placements, spec.coordinates)
     split = local.unflatten(placement.dim, (outer, rows, inner))
     return fetch(split, placement.dim + 1, placement.extents, wanted, axis).flatten(placement.dim, placement.dim + 2)
 
@@ -64,7 +57,7 @@ def resplit(local: Tensor, spec: Spec, axis: str, extents: Extents) -> tuple[Ten
     placement = next(p for p in spec.placements if p.axis == axis)
     if placement.extents == extents:
         return local, spec
-    local = refetched(local, spec, placement, spec.placements, extents.ranges)
+    local = refetched(local, spec, placement, extents.ranges)
     return local, spec.with_(spec.shape, tuple(p.recut(extents) if p is placement else p for p in spec.placements))
 
 

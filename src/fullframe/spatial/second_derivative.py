@@ -37,7 +37,7 @@ def once_differentiable(backward: Backward) -> Backward:
 
 
 class _Once(torch.autograd.Function):
-    """`value` as it is; it depends on `sources`, in a way that is refused."""
+    """`value` as it is, with a backward to `sources` that raises."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, name: str, *sources: Tensor) -> Tensor:

@@ -100,12 +100,12 @@ class SpatialTensor(Tensor):
 
 
 def wrap(local: Tensor, spec: Spec) -> Tensor:
-    """The shell around `local`; a spec without splits gives `local` itself, as what is whole is a plain tensor."""
+    """The shell around `local`, or `local` itself where the spec has no split: what is whole is a plain tensor."""
     return shell_of(local, spec, None) if spec.placements else local
 
 
 def shell_of(local: Tensor, spec: Spec, view: View | None) -> SpatialTensor:
-    """The shell around `local`, also where nothing is split: a whole view whose writes must reach a split base."""
+    """The shell around `local`; whole only for a view whose writes must reach a split base."""
     shell: SpatialTensor = _make_shell(
         SpatialTensor,
         spec.shape,

@@ -193,7 +193,7 @@ class _HaloConvolution(torch.autograd.Function):
 
 
 def _differentiable_backward(plan: _Plan, local: Tensor, grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:
-    """The same gradients, which can be differentiated: those of one joined convolution."""
+    """Gradients that can be differentiated again: those of one convolution of own and borrowed rows joined."""
     bias = weight.new_zeros(weight.shape[0], requires_grad=True)
     inputs = [local.view_as(local), weight.view_as(weight), bias]  # aliases: hooks of the tensors are not for these
     out = plan.convolve(region(inputs[0], plan.window), inputs[1], bias, plan.padding)
@@ -258,7 +258,7 @@ def _strips_first_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor
 
 
 def autocast_inputs(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What autocast would cast a convolution's inputs to, where an autograd.Function hides it from autocast."""
+    """The inputs of a convolution, cast as autocast casts them, which does not look into an autograd.Function."""
     device = next(t for t in tensors if t is not None).device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -18,7 +18,7 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 
 class _Extreme(torch.autograd.Function):
-    """`func` (amax, amin; max, min: `dims` is None) over `dims`, kept, and over ranks; ties share the gradient."""
+    """Largest or smallest elements over `dims` (kept as 1; None: all) and over ranks; ties share the gradient."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, func: Any, dims: tuple[int, ...] | None, group: dist.ProcessGroup) -> Tensor:

@@ -49,7 +49,7 @@ def _rows(x: SpatialTensor, dim: int, rows: range) -> tuple[Tensor, Spec]:
         placement = spec.of(dim)
         assert placement is not None
         wanted = range(rows.start, rows.stop if rows else rows.start)
-        local = refetched(local_of(x), spec, placement, spec.placements, (wanted,) * placement.extents.parts)
+        local = refetched(local_of(x), spec, placement, (wanted,) * placement.extents.parts)
         goal = goal.whole_along(small.axes)
     return local[(slice(None),) * dim + (slice(None, None, step),)] if step > 1 else local, goal
 
@@ -72,7 +72,7 @@ def put_rows(x: SpatialTensor, view: SpatialTensor, dim: int, rows: range) -> No
         local = local_of(view).narrow(dim, mine.start if mine else 0, len(mine))
     else:
         wanted = tuple(r if r else range(0) for r in wanted)
-        local = refetched(local_of(view), view.spec, held, view.spec.placements, wanted)
+        local = refetched(local_of(view), view.spec, held, wanted)
     own = spec.rows(placement)
     first = rows.start + mine.start * step - own.start if mine else 0
     stop = first + (len(mine) - 1) * step + 1 if mine else 0
@@ -275,7 +275,7 @@ def _flip(func: Any, x: SpatialTensor, *args: Any, dims: Any = ()) -> Tensor:
         if placement is not None:
             extents = placement.extents
             wanted = tuple(range(extents.size - r.stop, extents.size - r.start) for r in extents.ranges)
-            local = refetched(local, spec, placement, spec.placements, wanted)
+            local = refetched(local, spec, placement, wanted)
         local = local.flip(dim)
     return wrap(local, spec)
 

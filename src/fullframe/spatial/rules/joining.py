@@ -19,7 +19,7 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 @rule(torch.cat, torch.concat, torch.concatenate)
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Along a whole dim nothing is sent; along a split one the largest operand stays, the others' rows go there."""
+    """Along a whole dim nothing is sent; along a split one the rows of all but the largest operand may move."""
     empty = [t for t in tensors if t.dim() == 1 and not t.numel()]  # torch lets them stand beside any others
     tensors = [t for t in tensors if t.dim() != 1 or t.numel()]
     if empty:

@@ -17,7 +17,7 @@ Dim = tuple[int, ...]
 
 
 class _Variance(torch.autograd.Function):
-    """Variance or its root, and mean, over `dims`, kept, and over ranks; `whole` is said of `x.var()` without dims.
+    """Variance or its root, and mean, over `dims` (kept as 1) and ranks; `whole`: no dims were given.
 
     Each rank contributes its count, mean and variance, so that equal values have no spread at all.
     """
@@ -82,7 +82,7 @@ def _variance(
 
 
 class _VectorNorm(torch.autograd.Function):
-    """`torch.linalg.vector_norm` over `dims`, kept, and over ranks: the norm of the ranks' norms."""
+    """`torch.linalg.vector_norm` over `dims` (kept as 1) and ranks: the norm of the ranks' norms."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, order: float, dims: Dim, group: dist.ProcessGroup) -> Tensor:
@@ -150,7 +150,7 @@ def _dist(func: Any, x: Tensor, other: Tensor, p: float = 2) -> Tensor:
 
 
 class _LogSumExp(torch.autograd.Function):
-    """`torch.logsumexp` over `dims`, kept, and over ranks."""
+    """`torch.logsumexp` over `dims` (kept as 1) and ranks."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, dims: Dim, group: dist.ProcessGroup) -> Tensor:

@@ -77,7 +77,7 @@ def _functions() -> set[Any]:
 
 
 def _quick(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """The common cases, kept short (a few microseconds an op): nothing to align and no view that hears of a write."""
+    """The common cases in a few microseconds: operands cut alike, none of them a copied view; else NotImplemented."""
     count = len(args)
     if not 1 <= count <= 2:
         return NotImplemented

@@ -111,7 +111,7 @@ def _lowest(dtype: torch.dtype) -> float:
 
 
 def _corrected(indices: Tensor, joined: torch.Size, plan: WindowPlan, stride: Ints, dilation: Ints) -> None:
-    """Move `indices` into a joined region, where they point to rows in front of the image, into the image; in place.
+    """Move `indices` of a joined region that point to rows in front of the image into the image; in place.
 
     A window that holds nothing but -inf names its first row, and torch's first row is one of the image.
     """
@@ -236,7 +236,7 @@ def _adaptive_max_rows(x: Tensor, dim: int, size: int) -> Tensor:
     if extents is None:
         return _adaptive_max_rows(wrap(*gather_axes(local_of(x), spec, [placement.axis])), dim, size)
     wanted = tuple(window.reads(rows) for rows in extents.ranges)
-    local = refetched(local_of(x), spec, placement, spec.placements, wanted)
+    local = refetched(local_of(x), spec, placement, wanted)
     part = spec.spatial.axis(placement.axis).coordinate
     local = _max_windows(local, dim, window, extents.ranges[part], wanted[part].start)
     return wrap(local, spec.resized(dim, size, extents))

@@ -51,7 +51,7 @@ def resampled(x: Tensor, dim: int, taps: Taps) -> Tensor:
         partial = taps.share(local, dim, extents.ranges[axis.coordinate])
         return wrap(all_sum(partial, axis.group), spec.whole_along([axis.name]).resized(dim, size_out))
     wanted = tuple(taps.reads(rows) for rows in out.ranges)
-    local = refetched(local, spec, placement, spec.placements, wanted)
+    local = refetched(local, spec, placement, wanted)
     result = weighted(local, dim, taps, out.ranges[axis.coordinate], wanted[axis.coordinate].start)
     return wrap(result, spec.resized(dim, size_out, out))
 
@@ -143,7 +143,7 @@ def _by_taps(x: SpatialTensor, request: _Request) -> Tensor:
 
 
 def _in_place(x: SpatialTensor, request: _Request) -> dict[int, int] | None:
-    """By split dim the whole number of output rows that each input row becomes wherever it lies; None if one has none.
+    """For each split dim, how many output rows each input row becomes; None where that is no whole number.
 
     Odd multiples have output rows in the middle of an input row, where rounding decides whether a neighbour is read.
     """
@@ -176,7 +176,7 @@ def _where_it_lies(x: SpatialTensor, request: _Request, factors: dict[int, int])
         extents = p.extents
         reach_here = reach if factor > 1 or reach == 2 else 0
         wanted = tuple(extents.clipped(range(r.start - reach_here, r.stop + reach_here)) for r in extents.ranges)
-        local = refetched(local, spec, p, spec.placements, wanted)
+        local = refetched(local, spec, p, wanted)
         part = spec.spatial.axis(p.axis).coordinate
         own = extents.ranges[part]
         trims.append((p.dim, (own.start - wanted[part].start) * factor, len(own) * factor))

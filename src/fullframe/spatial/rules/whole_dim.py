@@ -27,7 +27,7 @@ _DIM_OF = {function: where for where, functions in _DIMS.items() for function in
 
 @rule(*_DIM_OF)
 def _along(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
-    """The result of each rank's part, which is as long along the dim as the whole result; a split dim is refused."""
+    """The function of each rank's part, whose result has the global size along the dim; refuses a split dim."""
     where = _DIM_OF[func]
     dim = kwargs.get("dim", where.default)
     if where.place is not None and len(args) > where.place:
