@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
+from fullframe.cli.words import words
 from fullframe.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ class Calibrate:
             return self._measure(1)
         from fullframe.processes.launch import launch
 
-        words = ["--processes", str(self.processes)] + ["--json"] * self.json
-        words += ["--out", str(self.out)] if self.out is not None else []
-        return launch(self.processes, ["-m", "fullframe.cli", "calibrate", *words])
+        return launch(self.processes, ["-m", "fullframe.cli", "calibrate", *words(self)])
 
     def _measure(self, ranks: int) -> int:
         import torch

@@ -8,10 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fullframe.cli.simulate import Simulate
+from fullframe.cli.words import words
 from fullframe.errors import RunError
 from fullframe.strategy import Strategy
 
@@ -99,18 +102,18 @@ class Comparison:
     def _simulation(self) -> "subprocess.Popen[str]":
         quietly = ["nice", "-n", "10"] if shutil.which("nice") else []
         cluster = cluster_here(self._strategy.ranks)
-        words = ["-m", "fullframe.cli", "simulate", str(self._recipe), "--gpus", cluster]
-        words += ["--benchmark"] * cluster.endswith("cpu")
-        words += [] if self._batch_size is None else ["--batch-size", str(self._batch_size)]
+        timed, given = cluster.endswith("cpu"), Path("/dev/stdin")
+        command = Simulate(recipe=self._recipe, gpus=cluster, strategy=given, benchmark=timed, json=True)
+        command = replace(command, batch_size=self._batch_size)
         environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
         environment["CUDA_VISIBLE_DEVICES"] = ""  # a context would take memory from the run
         read, write = os.pipe()
         with os.fdopen(write, "w") as out:
             out.write(self._strategy.to_json())  # a few hundred bytes: they fit into the pipe
         with os.fdopen(read) as strategy:
-            command = [*quietly, sys.executable, *words, "--strategy", "/dev/stdin", "--json"]
+            started = [*quietly, sys.executable, "-m", "fullframe.cli", "simulate", *words(command)]
             return subprocess.Popen(
-                command, env=environment, stdin=strategy, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                started, env=environment, stdin=strategy, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
 
     def _predicted(self) -> Mapping[str, Any]:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
-from tyro.conf import OmitArgPrefixes, Positional, arg
+from tyro.conf import Positional, arg
 
 from fullframe.cli.strategy_file import first_plan, strategy_of, with_batch_size
-from fullframe.cli.techniques import Techniques
+from fullframe.cli.words import TechniqueOptions, TechniqueWords
 from fullframe.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Simulate:
     """Ranks that share a sample's rows."""
     width: Annotated[int, arg(metavar="N")] = 1
     """Ranks that share a sample's columns."""
-    techniques: Annotated[Techniques, OmitArgPrefixes] = field(default_factory=Techniques)
+    techniques: TechniqueWords = field(default_factory=TechniqueOptions)
     benchmark: bool = False
     """Time each distinct op on this machine's own device in place of counting operations and bytes."""
     json: bool = False

@@ -7,15 +7,15 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import OmitArgPrefixes, Positional, arg
+from tyro.conf import Positional, arg
 
 from fullframe.cli.comparison import Comparison
 from fullframe.cli.strategy_file import first_plan, require_devices, strategy_of, with_batch_size
-from fullframe.cli.techniques import Techniques
+from fullframe.cli.words import TechniqueOptions, TechniqueWords, words
 from fullframe.errors import MeshError, RecipeError, RunError, StrategyError
 from fullframe.processes.stop_signals import Stopped
 from fullframe.strategy import Strategy
@@ -67,7 +67,7 @@ class Train:
     """Time without progress after which ranks write their stacks, name who hangs and start again; 0: never."""
     max_restarts: Annotated[int, arg(metavar="N")] = 3
     """Times in a row that ranks are started again after one died, without a later step than before."""
-    techniques: Annotated[Techniques, OmitArgPrefixes] = field(default_factory=Techniques)
+    techniques: TechniqueWords = field(default_factory=TechniqueOptions)
     strict_memory: Annotated[float | None, arg(metavar="SHARE")] = None
     """Stop when after two steps the memory that was measured is off the prediction by more than this share, say 0.1."""
     json: bool = False
@@ -161,27 +161,12 @@ class Train:
         from fullframe.training.run_directory import check_run_directory, last_step
 
         check_run_directory(run_dir, self._resume)
-        mesh = {"data": strategy.data, "height": strategy.height, "width": strategy.width}
-        options: dict[str, Any] = {
-            **(mesh if self.plan is None else {"plan": self.plan}),
-            "strict-memory": self.strict_memory,
-            "batch-size": self.batch_size,
-            "steps": self.steps,
-            "run-dir": run_dir,
-            "checkpoint-every": self.checkpoint_every,
-            "keep-checkpoints": self.keep_checkpoints,
-            "check-every": self.check_every,
-            "max-skipped": self.max_skipped,
-            "hang-timeout": self.hang_timeout,
-        }
-        command = ["-m", "fullframe.cli", "train", str(self.recipe)]
-        command += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-        command += self.techniques.words()
-        flags = {"resume": self.resume, "auto-resume": self.auto_resume, "json": self.json, "on-cpu": self.on_cpu}
-        command += [f"--{flag}" for flag, given in flags.items() if given]
+        of_rank = replace(self, run_dir=run_dir)
+        if self.plan is None:
+            of_rank = replace(of_rank, data=strategy.data, height=strategy.height, width=strategy.width)
         return launch(
             strategy.ranks,
-            command,
+            ["-m", "fullframe.cli", "train", *words(of_rank)],
             restarts=self.max_restarts,
             progress=lambda: last_step(run_dir),
             patience_seconds=self.hang_timeout or 300.0,

@@ -4,13 +4,14 @@ import contextlib
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from fullframe.cli.train import Count
+from fullframe.cli.words import words
 from fullframe.errors import MeshError, RecipeError
 from fullframe.strategy import Strategy
 
@@ -95,15 +96,11 @@ class Verify:
 
         if torch.cuda.device_count() < strategy.ranks:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on one GPU cannot talk; on the CPU they can
-        axes = {"data": strategy.data, "height": strategy.height, "width": strategy.width}
-        command = ["-m", "fullframe.cli", "verify", str(self.recipe)]
-        command += [word for name, size in axes.items() for word in (f"--{name}", str(size))]
-        command += ["--tolerance", repr(self.tolerance)]
-        command += ["--unsupported", self.unsupported] if self.unsupported else []
+        of_rank = replace(self, data=strategy.data, height=strategy.height, width=strategy.width)
         with tempfile.TemporaryDirectory(prefix="fullframe-verify-") as folder:
             os.environ[_FOLDER] = folder
             try:
-                code = launch(strategy.ranks, command)
+                code = launch(strategy.ranks, ["-m", "fullframe.cli", "verify", *words(of_rank)])
             finally:
                 del os.environ[_FOLDER]
             if code:
