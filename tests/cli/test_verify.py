@@ -101,7 +101,7 @@ def test_the_ten_that_differ_most_or_all(tmp_path, capsys, ranks_find) -> None:
     recipe = str(written(tmp_path))
     assert run(["verify", recipe, "--data", "3", "--height", "2"]) == 0
     assert started[0][:5] == ["6", "-m", "fullframe.cli", "verify", recipe]
-    assert " ".join(started[0][5:]) == "--data 3 --height 2 --width 1 --tolerance 1e-09"
+    assert " ".join(started[0][5:]) == "--height 2 --width 1 --data 3"
     text = capsys.readouterr().out
     assert "layer10.weight" in text and "layer11.weight" not in text
     assert "and 2 more that differ less; --all prints them" in text and "norm.mean" in text

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from fullframe.errors import RecipeError, UnsupportedOp
 from fullframe.planning import search as searching
 from fullframe.planning.candidates import Job, border, candidates
-from fullframe.planning.pool import Outcome
-from fullframe.planning.ranking import Plan, plans_of, winner
+from fullframe.planning.pool import Outcome, Refusal
+from fullframe.planning.ranking import Plan, Why, plans_of, winner
 from fullframe.planning.search import Search, complexity, weight
 from fullframe.planning.shortfall import sentences, shortfall
 from fullframe.simulation.prediction import Prediction
@@ -85,6 +86,9 @@ def test_every_candidate_has_a_reason() -> None:
     for plan in simulated:
         assert plan.headroom_bytes is not None and (plan.headroom_bytes >= 0) is plan.fits
         assert plan.fits or "more than there is" in plan.reason
+    for plan in plans[len(simulated) :]:
+        assert (plan.why is Why.SLOWER) is ("times the fastest's step" in plan.reason)
+        assert (plan.why is Why.NEEDLESS) is plan.reason.startswith("saves memory that there is enough of")
     rest = " ".join(plan.reason for plan in plans[len(simulated) :])
     assert "times the fastest's step, scaled from" in rest or "GiB, scaled from" in rest
 
@@ -157,13 +161,16 @@ def test_of_equals_the_simpler_one_wins() -> None:
     assert complexity(plans[0].strategy) == 0 and plans[0].strategy.precision == "bf16"
 
 
+NO_RULE = Refusal(UnsupportedOp, "conv9d")
+
+
 def test_a_refusal_holds_for_all_of_its_kind() -> None:
     asked = job("4xA100-80GB", 4)
     calls: list[Strategy] = []
 
     def runner(strategies: Sequence[Strategy]) -> list[Outcome]:
         calls.extend(strategies)
-        return ["UnsupportedOp: conv9d" if s.width > 1 or s.height > 1 else cost(s, asked) for s in strategies]
+        return [NO_RULE if s.width > 1 or s.height > 1 else cost(s, asked) for s in strategies]
 
     search = Search(job=asked, limit_bytes=100 * GIB)
     search.run(runner, width=2, seconds=60)
@@ -176,7 +183,7 @@ def test_a_refusal_holds_for_all_of_its_kind() -> None:
 
 def test_when_everything_is_refused_there_is_no_winner() -> None:
     search = Search(job=job("2xT4", 1), limit_bytes=GIB)
-    search.run(lambda strategies: ["RecipeError: no model"] * len(strategies), width=2, seconds=60)
+    search.run(lambda strategies: [Refusal(RecipeError, "no model")] * len(strategies), width=2, seconds=60)
     plans = plans_of(search)
     assert winner(plans) is None and {plan.reason for plan in plans} == {"RecipeError: no model"}
 

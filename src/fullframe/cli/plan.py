@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -199,19 +200,7 @@ def _number(value: float) -> str:
 
 def _counted(plans: "list[OnePlan]") -> list[tuple[str, int]]:
     """Reasons without their figures, and how many strategies have each; refusals in full."""
-    counts: dict[str, int] = {}
-    for plan in plans:
-        reason = plan.reason
-        for kind in ("parameters, gradients and optimizer state alone", "needs about", "saves memory", "about"):
-            if reason.startswith(kind):
-                reason = {
-                    "needs about": "would need more memory than there is",
-                    "saves memory": "would save memory that there is enough of",
-                    "about": "would be slower than the fastest",
-                }.get(kind, "the model's own state would not fit")
-                break
-        counts[reason] = counts.get(reason, 0) + 1
-    return sorted(counts.items(), key=lambda item: -item[1])
+    return Counter(plan.why.value or plan.reason for plan in plans).most_common()
 
 
 def _assumptions(planned: "Planned") -> list[str]:

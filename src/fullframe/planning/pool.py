@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fullframe.errors import FullframeError
@@ -12,7 +13,20 @@ from fullframe.simulation.memory.trace import OutOfTime
 from fullframe.simulation.prediction import Prediction
 
 T = TypeVar("T")
-Outcome = Prediction | str | None  # what was predicted, why nothing could be, or None: the time was over
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why nothing could be predicted; `kind` is the error's type."""
+
+    kind: type[FullframeError]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__}: {self.text}"
+
+
+Outcome = Prediction | Refusal | None  # what was predicted, why nothing could be, or None: the time was over
 Runner = Callable[[Sequence[T]], list[Outcome]]
 
 _work: Callable[[Any], Prediction] | None = None  # in a worker: what it was forked with
@@ -59,4 +73,4 @@ def _outcome(simulate: Callable[[T], Prediction], item: T) -> Outcome:
     except OutOfTime:
         return None
     except FullframeError as error:
-        return f"{type(error).__name__}: {error}"
+        return Refusal(type(error), str(error))

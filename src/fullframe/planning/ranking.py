@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from fullframe.planning.estimate import Estimate
@@ -10,13 +11,22 @@ from fullframe.planning.search import Search, weight
 from fullframe.simulation.prediction import Prediction
 from fullframe.strategy import Strategy, amount, describe
 
-NOT_TRIED = "not tried"  # how the reason of those begins that may fit, had there been time
+
+class Why(Enum):
+    """The kind of a plan's reason; the value is said of all plans of that kind together, "" where each says its own."""
+
+    OWN = ""  # simulated, refused, or not tried
+    STATE = "the model's own state would not fit"
+    TOO_LARGE = "would need more memory than there is"
+    NEEDLESS = "would save memory that there is enough of"
+    SLOWER = "would be slower than the fastest"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """One strategy: what was predicted of it, whether it fits, and why it is where it is in the list.
 
+    why:          the kind of `reason`
     prediction:   None where it was not simulated; `reason` says why
     devices:      what it is for, as `plan` was asked
     memory_bytes: what one device offers, less what is kept free
@@ -30,6 +40,7 @@ class Plan:
     devices: str
     memory_bytes: int
     batch_size: int
+    why: Why = Why.OWN
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -66,29 +77,30 @@ def plans_of(search: Search) -> list[Plan]:
     too_large = sorted((s for s in search.known if s not in fitting), key=lambda s: search.known[s].device_bytes)
     left = sorted(search.left, key=lambda s: search.left[s].seconds)
     fastest = fitting[order[0]].step_seconds if order else None
-    reasons: dict[Strategy, str] = {}
+    reasons: dict[Strategy, tuple[Why, str]] = {}
     for strategy in order:
-        slower = fitting[strategy].step_seconds / (fastest or 1.0)
-        reasons[strategy] = f"{slower:.2f} times the fastest's step" if strategy != order[0] else _first(search)
+        slower = f"{fitting[strategy].step_seconds / (fastest or 1.0):.2f} times the fastest's step"
+        reasons[strategy] = Why.OWN, slower if strategy != order[0] else _first(search)
     for strategy in too_large:
-        reasons[strategy] = _too_large(search.known[strategy], search.limit_bytes)
+        reasons[strategy] = Why.OWN, _too_large(search.known[strategy], search.limit_bytes)
     for strategy in left:
         reasons[strategy] = _passed_over(search.left[strategy], search.limit_bytes, fastest)
     for strategy, leaner in search.needless.items():
-        reasons[strategy] = f"saves memory that there is enough of: {describe(leaner)} fits"
-    reasons |= search.refused
-    reasons |= {s: f"{NOT_TRIED}: the time was over" for s in search.untried}
+        reasons[strategy] = Why.NEEDLESS, f"saves memory that there is enough of: {describe(leaner)} fits"
+    reasons |= {strategy: (Why.OWN, str(refusal)) for strategy, refusal in search.refused.items()}
+    reasons |= {strategy: (Why.OWN, "not tried: the time was over") for strategy in search.untried}
     return [
         Plan(
             strategy=strategy,
             prediction=search.known.get(strategy),
             fits=strategy in fitting,
+            why=why,
             reason=reason,
             devices=search.job.cluster.name,
             memory_bytes=search.limit_bytes,
             batch_size=search.job.batch_size,
         )
-        for strategy, reason in reasons.items()
+        for strategy, (why, reason) in reasons.items()
     ]
 
 
@@ -104,12 +116,13 @@ def _too_large(prediction: Prediction, limit: int) -> str:
     )
 
 
-def _passed_over(estimate: Estimate, limit: int, fastest: float | None) -> str:
+def _passed_over(estimate: Estimate, limit: int, fastest: float | None) -> tuple[Why, str]:
     if estimate.state_bytes > limit:
-        return f"parameters, gradients and optimizer state alone need {amount(estimate.state_bytes)}"
+        return Why.STATE, f"parameters, gradients and optimizer state alone need {amount(estimate.state_bytes)}"
+    like = f"scaled from: {describe(estimate.like)}"
     if fastest is None or estimate.bytes * estimate.doubt > limit:
-        return f"needs about {amount(estimate.bytes)}, scaled from: {describe(estimate.like)}"
-    return f"about {estimate.seconds / fastest:.2f} times the fastest's step, scaled from: {describe(estimate.like)}"
+        return Why.TOO_LARGE, f"needs about {amount(estimate.bytes)}, {like}"
+    return Why.SLOWER, f"about {estimate.seconds / fastest:.2f} times the fastest's step, {like}"
 
 
 def winner(plans: Sequence[Plan]) -> Plan | None:

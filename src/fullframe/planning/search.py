@@ -8,7 +8,7 @@ from itertools import product
 from fullframe.errors import UnsupportedOp
 from fullframe.planning.candidates import Job, border, candidates, mesh_of, saves_more
 from fullframe.planning.estimate import Estimate, Estimator
-from fullframe.planning.pool import Runner
+from fullframe.planning.pool import Refusal, Runner
 from fullframe.simulation.prediction import Prediction
 from fullframe.strategy import TECHNIQUES, Strategy
 
@@ -31,7 +31,7 @@ class Search:
     job: Job
     limit_bytes: int
     known: dict[Strategy, Prediction] = field(default_factory=dict)
-    refused: dict[Strategy, str] = field(default_factory=dict)
+    refused: dict[Strategy, Refusal] = field(default_factory=dict)
     needless: dict[Strategy, Strategy] = field(default_factory=dict)
     left: dict[Strategy, Estimate] = field(default_factory=dict)
     untried: tuple[Strategy, ...] = ()
@@ -79,16 +79,16 @@ class Search:
 
         What was refused for its kind is refused at any number of ranks and microbatches.
         """
-        reasons = {_kind(strategy, reason): reason for strategy, reason in self.refused.items()}
+        refusals = {_kind(strategy, refusal): refusal for strategy, refusal in self.refused.items()}
         fitting = self.fitting
         kept = []
         for strategy in waiting:
             if strategy in self.known or strategy in self.refused:
                 continue
-            reason = next((r for kind, r in reasons.items() if _kind(strategy, r) == kind), None)
+            refusal = next((r for kind, r in refusals.items() if _kind(strategy, r) == kind), None)
             leaner = next((other for other in fitting if saves_more(strategy, other)), None)
-            if reason is not None:
-                self.refused[strategy] = reason
+            if refusal is not None:
+                self.refused[strategy] = refusal
             elif leaner is not None:
                 self.needless[strategy] = leaner
             else:
@@ -154,10 +154,10 @@ def complexity(strategy: Strategy) -> int:
     return techniques + (strategy.height > 1) + (strategy.width > 1)
 
 
-def _kind(strategy: Strategy, reason: str) -> tuple[object, ...]:
+def _kind(strategy: Strategy, refusal: Refusal) -> tuple[object, ...]:
     """What a refusal holds for: an op without a rule for every strategy that splits the same dims."""
     splits = strategy.height > 1, strategy.width > 1
-    if reason.startswith(UnsupportedOp.__name__):
+    if issubclass(refusal.kind, UnsupportedOp):
         return splits
     technique = replace(strategy, data=1, height=1, width=1, microbatches=1)
     return (*splits, strategy.data > 1, strategy.microbatches > 1, technique)
