@@ -12,13 +12,14 @@ from torch.utils._pytree import tree_leaves
 from fullframe.verification.verdict import Found, Place
 
 _CHUNK_ELEMENTS = 2**18
+_in_backward: Callable[[], Any] = torch._C._current_autograd_node  # None outside
 _INFINITE = 1e30  # attention masks use a dtype's least number for minus infinity: no scale of anything
 
 
 class ModuleTensors:
     """Calls `seen(place, tensor)` for the inputs and outputs of all modules of `model` between `with` and its end.
 
-    Inputs are seen before the forward, outputs after it; `stop` ends it, so that recompute in backward is not seen.
+    Inputs are seen before the forward, outputs after it; what backward runs again is not seen.
     """
 
     def __init__(self, model: nn.Module, seen: Callable[[Place, Tensor], None]):
@@ -37,15 +38,12 @@ class ModuleTensors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """See nothing from here on."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if _in_backward():
+            return
         path = self._paths[module]
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
@@ -53,8 +51,9 @@ class ModuleTensors:
         self._running.append((module, call))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        _, call = self._running.pop()
-        self._report("output", module, call, output)
+        if not _in_backward():
+            _, call = self._running.pop()
+            self._report("output", module, call, output)
 
     def _report(self, kind: str, module: nn.Module, call: int, values: Any) -> None:
         caller = self._running[-1][0] if self._running else None

@@ -135,9 +135,8 @@ def _recorded(recipe: Recipe, model: nn.Module, batch: Any, folder: Path) -> tup
     """Forward and backward of one replica's samples, every module's tensors written; the loss sum and its count."""
     folder.mkdir()
     record = _Record(folder)
-    with ModuleTensors(model, record.seen) as modules:
+    with ModuleTensors(model, record.seen):
         value, count = sum_and_count(recipe.loss(model, batch))
-        modules.stop()
         value.backward()
     torch.save(record.part, folder / "index.pt")
     return value.item(), count.item()

@@ -26,7 +26,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.data.slices import SliceReader
 from fullframe.errors import FullframeError, RecipeError, UnsupportedOp
-from fullframe.model.parallelize import ParallelModel, parallelize
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.ranks.mesh import AXES, Spatial, init_mesh, spatial_of
@@ -38,6 +37,7 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 from fullframe.strategy import Strategy
 from fullframe.training.loading.delivery import mesh_device
 from fullframe.training.loading.loader import ShardedLoader
+from fullframe.training.session import prepare
 from fullframe.training.step import TrainStep
 from fullframe.verification import reference
 from fullframe.verification.diagnosis import Evidence, Named, PartEvidence, judged, refused
@@ -71,11 +71,17 @@ def verify(
     Raises MeshError or RecipeError on all ranks; an op without an exact rule gives a verdict with `refused`.
     """
     recipe = load_recipe(path)
+    recipe = dataclasses.replace(
+        recipe,
+        unsupported=unsupported or recipe.unsupported,
+        find_unused_parameters=True,  # a note names them
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),  # weights stay as they are
+    )
     mesh = init_mesh(height=strategy.height, width=strategy.width)
     notes: list[str] = []
-    model, batch, kept = _prepared(recipe, mesh, unsupported or recipe.unsupported, notes)
+    plain, step, batch, kept = _prepared(recipe, strategy, mesh, notes)
     with _machine_folder() as folder:
-        _run_reference(path, folder, recipe, mesh, model.module, kept.batch)
+        _run_reference(path, folder, recipe, mesh, plain, kept.batch)
         answers, part = reference.read(folder, mesh.get_local_rank("data"))
         if answers.draws:
             notes.append(
@@ -84,12 +90,13 @@ def verify(
             )
         comparison = _Comparison(part, spatial_of(mesh))
         try:
-            with _gather_warnings(notes):
-                loss = _step(recipe, strategy, model, batch, comparison)
+            with _gather_warnings(notes), ModuleTensors(plain, comparison.seen):
+                seed_everything(_seed(recipe, comparison.replica))
+                loss = step(batch).loss
         except UnsupportedOp as error:  # on every rank of the replica alike; from here on nobody sends anything
             return refused(error, _axes(mesh), str(mesh_device(mesh).type), tolerance, notes)
         comparison.finish()
-        evidence = _evidence(answers, comparison, model.module, loss)
+        evidence = _evidence(answers, comparison, plain, loss)
     return judged(evidence, _axes(mesh), str(mesh_device(mesh).type), tolerance, notes)
 
 
@@ -107,8 +114,8 @@ class _KeptBatch:
 
 
 def _prepared(
-    recipe: Recipe, mesh: DeviceMesh, unsupported: Literal["error", "gather"], notes: list[str]
-) -> tuple[ParallelModel, Any, _KeptBatch]:
+    recipe: Recipe, strategy: Strategy, mesh: DeviceMesh, notes: list[str]
+) -> tuple[nn.Module, TrainStep, Any, _KeptBatch]:
     seed_everything(recipe.seed)
     plain = recipe.model().double().to(mesh_device(mesh))
     silenced = reference.without_dropout(plain)
@@ -117,7 +124,7 @@ def _prepared(
         notes.append(f"dropout is off for the comparison, in both runs: {', '.join(silenced[:3])}{more}")
     if not any(p.requires_grad for p in plain.parameters()):
         raise RecipeError("no parameter of the model requires a gradient; there is no step to compare")
-    model = parallelize(plain, mesh, unsupported=unsupported, find_unused_parameters=True)  # a note names them
+    _, _, step = prepare(recipe, strategy, mesh, plain)
     kept = _KeptBatch(recipe.collate)
     data = recipe.data()
     read = DataLoader(data, recipe.batch_size, shuffle=True, drop_last=True, collate_fn=kept)
@@ -126,7 +133,7 @@ def _prepared(
         whole = Subset(data, range(len(data)))  # type: ignore[arg-type]  # which offers no read()
         read = DataLoader(whole, recipe.batch_size, shuffle=True, drop_last=True, collate_fn=kept)
         next(iter(ShardedLoader(read, mesh, seed=recipe.seed)))
-    return model, batch, kept
+    return plain, step, batch, kept
 
 
 def _run_reference(path: Path, folder: Path, recipe: Recipe, mesh: DeviceMesh, plain: nn.Module, mine: Any) -> None:
@@ -148,21 +155,6 @@ def _run_reference(path: Path, folder: Path, recipe: Recipe, mesh: DeviceMesh, p
     for found in from_all_ranks(problem):
         if found is not None:
             raise found
-
-
-def _step(recipe: Recipe, strategy: Strategy, model: ParallelModel, batch: Any, comparison: "_Comparison") -> float:
-    """The step as in training, but that the weights stay as they are; the mean loss."""
-    with ModuleTensors(model.module, comparison.seen) as modules:
-
-        def loss(model: nn.Module, batch: Any) -> Any:
-            result = recipe.loss(model, batch)
-            modules.stop()
-            return result
-
-        still = torch.optim.SGD(model.parameters(), lr=0.0)
-        step = TrainStep(model, loss, still, strategy)
-        seed_everything(_seed(recipe, comparison.replica))
-        return step(batch).loss
 
 
 class _Hooked(NamedTuple):
