@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 import fullframe as ff
 from benchmarks.networks import convnext_tiny
 from fullframe.model.parallelize import parallelize_for
-from fullframe.techniques.optimizers import build_optimizer, state_bytes
+from fullframe.simulation.memory.trace import storages
+from fullframe.techniques.optimizers import build_optimizer
 
 STEPS = 3  # of which the last is measured; optimizers make their state in the first
 SHAPE = (2, 3, 64, 64)  # small: activations are not the question
@@ -60,7 +61,7 @@ def bytes_per_parameter(strategy: ff.Strategy) -> dict[str, float]:
     counts = {
         "parameter": sum(map(_local_bytes, model.parameters())),
         "gradient": max(gradients) if strategy.update_in_backward else _gradient_bytes(model),
-        "state": state_bytes(optimizer),
+        "state": _state_bytes(optimizer),
         "temporary": max(temporaries),
     }
     return {name: count / total for name, count in counts.items()}
@@ -81,6 +82,11 @@ def _gradient_bytes(model: nn.Module) -> int:
 def _local_bytes(tensor: Any) -> int:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.numel() * local.element_size())
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    values = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    return sum(storage.nbytes() for value in values for storage in storages(value))
 
 
 def _profiled(optimizer: torch.optim.Optimizer, peaks: list[int]) -> Callable[[], Any]:

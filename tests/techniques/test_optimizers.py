@@ -14,7 +14,8 @@ import fullframe as ff
 from fullframe.errors import GradientError, StrategyError
 from fullframe.model.fsdp import whole_value
 from fullframe.model.parallelize import parallelize_for
-from fullframe.techniques.optimizers import build_optimizer, set_learning_rate, state_bytes
+from fullframe.simulation.memory.trace import storages
+from fullframe.techniques.optimizers import build_optimizer, set_learning_rate
 from tests.rank_group import RankFailure, rank_group
 from tests.training import tiny
 from tests.training.test_combinations import BATCH, STEPS, batch_of, error, exact_loss, loss, network
@@ -45,6 +46,11 @@ def grouped(kind, **options):
 
 
 ADAMW = grouped(AdamW)
+
+
+def state_bytes(optimizer):
+    values = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return sum(storage.nbytes() for value in values for storage in storages(value))
 
 
 def trained(strategy, make=ADAMW, dtype=torch.float64, schedule=None, loss_of=exact_loss, build=network):

@@ -49,21 +49,6 @@ def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
             group["lr"] = value
 
 
-def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of the optimizer's state on this rank."""
-    return sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
-
-
-def _bytes(value: Any) -> int:
-    if not isinstance(value, Tensor):
-        return 0
-    if hasattr(value, "to_local"):
-        return _bytes(value.to_local())
-    if hasattr(value, "__tensor_flatten__"):  # 8-bit codes and their scales
-        return sum(_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
-    return value.numel() * value.element_size()
-
-
 _FAMILIES: dict[str, tuple[tuple[type[Optimizer], ...], tuple[str, ...]]] = {  # and the options they share
     "sgd": ((SGD,), ("momentum", "dampening", "nesterov")),
     "adamw": ((Adam, AdamW), ("betas", "eps", "amsgrad")),

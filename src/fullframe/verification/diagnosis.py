@@ -58,27 +58,9 @@ def refused(
     error: UnsupportedOp, mesh: Mapping[str, int], device: str, tolerance: float, notes: Sequence[str]
 ) -> Verdict:
     """The verdict on a step that met an op without an exact rule."""
-    refusal = Refusal(
-        message=str(error),
-        function=error.function,
-        module=error.module,
-        placements=error.placements,
-        fix=error.fix,
-    )
-    return Verdict(
-        exact=False,
-        loss=None,
-        first_difference=None,
-        refused=refusal,
-        parameters=(),
-        buffers=(),
-        values=0,
-        gradients=0,
-        mesh=mesh,
-        device=device,
-        tolerance=tolerance,
-        notes=tuple(notes),
-    )
+    said = {name: getattr(error, name) for name in ("function", "module", "placements", "fix")}
+    refusal = Refusal(message=str(error), **said)
+    return Verdict(exact=False, refused=refusal, mesh=mesh, device=device, tolerance=tolerance, notes=tuple(notes))
 
 
 def judged(evidence: Evidence, mesh: Mapping[str, int], device: str, tolerance: float, notes: Sequence[str]) -> Verdict:
@@ -102,7 +84,6 @@ def judged(evidence: Evidence, mesh: Mapping[str, int], device: str, tolerance: 
         exact=first is None,
         loss=loss,
         first_difference=first,
-        refused=None,
         parameters=tuple(parameters),
         buffers=tuple(buffers),
         values=sum(len(part.forward) for part in evidence.parts),

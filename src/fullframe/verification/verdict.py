@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -117,17 +117,17 @@ class Verdict:
     """What one step proved. `exact` means that nothing compared is beyond the tolerance."""
 
     exact: bool
-    loss: Loss | None
-    first_difference: FirstDifference | None
-    refused: Refusal | None
-    parameters: tuple[Difference, ...]  # gradients, largest relative difference first
-    buffers: tuple[Difference, ...]
-    values: int  # module inputs and outputs compared, forward
-    gradients: int  # of those values, compared in backward
+    loss: Loss | None = None
+    first_difference: FirstDifference | None = None
+    refused: Refusal | None = None
+    parameters: tuple[Difference, ...] = ()  # gradients, largest relative difference first
+    buffers: tuple[Difference, ...] = ()
+    values: int = 0  # module inputs and outputs compared, forward
+    gradients: int = 0  # of those values, compared in backward
     mesh: Mapping[str, int]
     device: str
     tolerance: float
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fullframe.simulation.clock.ops import Op
 from fullframe.simulation.clock.roofline import StepClock
-from fullframe.simulation.devices.calibration import clock_of
+from fullframe.simulation.devices.calibration import clock_of, on_threads
 from fullframe.simulation.devices.table import Cluster, Device
 
 _REPEATS = 5
@@ -42,7 +42,8 @@ class MeasuredClock(StepClock):
         self.guessed: dict[str, str] = {}  # op: why it could not be run
         self._place = torch.device("cuda" if self.device.is_cuda else "cpu")
         sharing = min(math.prod(mesh), self.cluster.devices_per_node)
-        self._threads = None if self.device.is_cuda else max(len(os.sched_getaffinity(0)) // sharing, 1)
+        cores = len(os.sched_getaffinity(0)) // sharing
+        self._threads = torch.get_num_threads() if self.device.is_cuda else max(cores, 1)
 
     def op_seconds(self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
         key = (func, self._threads, _signature(args), _signature(tuple(kwargs.items())))
@@ -55,20 +56,14 @@ class MeasuredClock(StepClock):
         return self.timings[key]
 
     def _measure(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-        before = torch.get_num_threads()
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        try:
-            with _disable_current_modes(), torch.no_grad():
-                args = self._real(tuple(args))
-                kwargs = {name: self._real(value) for name, value in kwargs.items()}
-                func(*args, **kwargs)
-                best, spent, runs = float("inf"), 0.0, 0
-                while runs < _REPEATS and spent < _ENOUGH_SECONDS:
-                    took = self._seconds_of(func, args, kwargs)
-                    best, spent, runs = min(best, took), spent + took, runs + 1
-        finally:
-            torch.set_num_threads(before)
+        with on_threads(self._threads), _disable_current_modes(), torch.no_grad():
+            args = self._real(tuple(args))
+            kwargs = {name: self._real(value) for name, value in kwargs.items()}
+            func(*args, **kwargs)
+            best, spent, runs = float("inf"), 0.0, 0
+            while runs < _REPEATS and spent < _ENOUGH_SECONDS:
+                took = self._seconds_of(func, args, kwargs)
+                best, spent, runs = min(best, took), spent + took, runs + 1
         return max(best - self.device.launch_seconds, 0.0)
 
     def _seconds_of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> float:

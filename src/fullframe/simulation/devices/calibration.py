@@ -115,7 +115,7 @@ def store_rates(rates: Rates, path: Path | None = None) -> Path:
 @functools.cache
 def measured_now(device: str, threads: int) -> Rates:
     """The CPU's rates from half a second of work on `threads` threads; kept as long as the process lives."""
-    with _threads(threads):
+    with on_threads(threads):
         return measure(device, torch.device("cpu"), quick=True)
 
 
@@ -269,7 +269,8 @@ def _hardware(device: torch.device) -> str:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def on_threads(count: int) -> Iterator[None]:
+    """Inside, torch computes with so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
