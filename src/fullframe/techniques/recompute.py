@@ -76,7 +76,7 @@ def _examples(model: nn.Module) -> str:
 
 
 def recompute(model: nn.Module, names: Sequence[str]) -> None:
-    """From now on the named modules keep their inputs only. `patching.restore` takes it back."""
+    """From now on the named modules keep their inputs only. `forward_patch.restore` takes it back."""
     for name in names:
         block = model.get_submodule(name)
         block.forward = _Recomputed(block, name)

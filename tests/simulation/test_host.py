@@ -1,0 +1,46 @@
+"""The simulated step's host by itself: what it reads, which microbatches it runs, where offloaded activations go."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fullframe as ff
+from fullframe.simulation.clock.roofline import StepClock
+from fullframe.simulation.devices.table import device_named
+from fullframe.simulation.host import ClockRoad
+from fullframe.techniques.offload import LEAST_BYTES, LEAVING_BYTES, Offload
+from tests.simulation.test_simulate import PLAIN, recipe
+
+MAP_BYTES = 4 * 8 * 960 * 1600 * 4  # of Network's 8 channels
+
+
+def test_offloaded_activations_are_gone_until_backward() -> None:
+    large = recipe(sample=lambda: {"image": torch.zeros(3, 960, 1600)})
+    kept, sent = (ff.simulate(large, ff.Strategy(offload=offload), without=PLAIN) for offload in (False, True))
+    assert MAP_BYTES > LEAST_BYTES and 4 * MAP_BYTES > LEAVING_BYTES, "more than may wait on the device"
+    assert sent.bytes["activation"] < kept.bytes["activation"] - MAP_BYTES
+    assert kept.seconds["offload"] == 0 < sent.seconds["offload"]
+    assert sent.step_seconds > kept.step_seconds
+
+
+def test_what_is_sent_is_fetched_once_and_one_ahead() -> None:
+    clock = StepClock(device_named("A100-80GB"))
+    offload = Offload(ClockRoad(clock), least_bytes=0)
+    with torch._subclasses.FakeTensorMode():
+        x = torch.randn(100, 200, requires_grad=True)
+        with offload.saving():
+            y = x
+            for _ in range(3):
+                y = F.gelu(y * 2)
+        assert len(offload._parked) == 3, "the argument of each gelu"
+        y.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert not offload._parked
+    transfers = 2 * 3  # there and back
+    seconds = transfers * x.nbytes / (clock.device.host_bytes_per_second * clock.efficiency.host)
+    assert clock.offload(0).done == pytest.approx(seconds, rel=1e-6)
+
+
+def test_a_cpu_offloads_nothing() -> None:
+    kept, sent = (ff.simulate(recipe(), ff.Strategy(offload=offload), "cpu") for offload in (False, True))
+    assert kept.bytes == sent.bytes
