@@ -1,6 +1,5 @@
-"""The strategy's optimizers on whole, sharded and partly kept state; and updates within backward."""
+"""The strategy's optimizers on whole, sharded and partly kept state."""
 
-import math
 import sys
 from typing import Any, NamedTuple
 
@@ -8,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW
-from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
-from fullframe.errors import GradientError, StrategyError
+from fullframe.errors import StrategyError
 from fullframe.model.fsdp import whole_value
 from fullframe.model.parallelize import parallelize_for
 from fullframe.simulation.memory.trace import storages
@@ -19,7 +17,6 @@ from fullframe.techniques.optimizers import build_optimizer, set_learning_rate
 from tests.rank_group import RankFailure, rank_group
 from tests.training import tiny
 from tests.training.test_combinations import BATCH, STEPS, batch_of, error, exact_loss, loss, network
-from tests.training.test_step import Spike
 
 
 class Grouped(NamedTuple):
@@ -223,178 +220,6 @@ def test_evaluation_with_averages_of_sharded_parameters():
     for parameters, losses in rank_group(2).run(averages_applied):
         assert losses == pytest.approx(expected, rel=1e-12)
         assert error(changes(parameters), plainly(grouped(AdamW))) < 1e-12
-
-
-# Updates in backward
-
-IN_BACKWARD = [
-    ff.Strategy(update_in_backward=True),
-    ff.Strategy(update_in_backward=True, width=2, recompute="blocks"),
-    ff.Strategy(update_in_backward=True, data=2, width=2, ema_decay=0.7),
-    ff.Strategy(update_in_backward=True, height=2, width=2, optimizer="sgd"),
-]
-
-
-@pytest.mark.parametrize("strategy", IN_BACKWARD, ids=lambda s: f"{s.data}x{s.height}x{s.width}")
-def test_updates_in_backward_are_those_after_it(strategy):
-    expected = trained(ff.Strategy(optimizer=strategy.optimizer, ema_decay=strategy.ema_decay))
-    results = [trained(strategy)] if strategy.ranks == 1 else rank_group(strategy.ranks).run(trained, strategy)
-    for parameters, _, norms, averages in results:
-        assert norms == pytest.approx(expected[2], rel=1e-10)
-        assert norms == results[0][2]
-        assert error(changes(parameters), changes(expected[0])) < 1e-12
-        for found, average in zip(averages, expected[3], strict=True):
-            torch.testing.assert_close(found, average, rtol=1e-10, atol=1e-13)
-
-
-class Tangled(nn.Module):
-    """Registered in another order than used; a weight used twice; one not used by replica 1, one never."""
-
-    def __init__(self):
-        super().__init__()
-        self.last, self.first = nn.Conv2d(6, 4, 1), nn.Conv2d(3, 6, 3, padding=1)
-        self.never, self.some = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)
-        self.twice = nn.Conv2d(6, 6, 1)
-        self.use_some = True
-
-    def forward(self, image):
-        x = self.twice(torch.tanh(self.twice(self.first(image))))
-        return self.last(self.some(x) if self.use_some else x)
-
-
-def tangled(dtype=torch.float64):
-    torch.manual_seed(0)
-    return Tangled().to(dtype)
-
-
-def most_gradients(strategy, find_unused=True):
-    """Parameters after two steps; the most gradients that lived at once; gradients left over."""
-    mesh = ff.init_mesh(width=strategy.width)
-    model = parallelize_for(strategy, tangled(), mesh, find_unused_parameters=find_unused)
-    model.module.use_some = mesh.get_local_rank("data") == 0
-    most = 0
-
-    def count(parameter):
-        nonlocal most
-        most = max(most, sum(p.grad is not None for p in model.parameters()))
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(count)
-    step = ff.TrainStep(model, exact_loss, build_optimizer(grouped(AdamW), model, strategy), strategy)
-    replica, share = mesh.get_local_rank("data"), BATCH // strategy.data
-    for number in range(2):
-        batch = {name: value[replica * share :][:share] for name, value in batch_of(number).items()}
-        if strategy.width > 1:
-            batch = {name: ff.shard(value, mesh) for name, value in batch.items()}
-        step(batch)
-    left = [name for name, p in model.module.named_parameters() if p.grad is not None]
-    return {name: p.detach() for name, p in model.module.named_parameters()}, most, left
-
-
-def test_gradients_are_dropped_one_by_one_in_an_order_all_ranks_share():
-    for spread in ({}, {"width": 2}, {"data": 2}, {"data": 2, "width": 2}):
-        plain, together = ff.Strategy(**spread), ff.Strategy(**spread, update_in_backward=True)
-        if plain.ranks == 1:
-            expected, found = [most_gradients(plain)], [most_gradients(together)]
-        else:
-            group = rank_group(plain.ranks)
-            expected, found = group.run(most_gradients, plain), group.run(most_gradients, together)
-        for (exact, most_before, _), (got, most, left) in zip(expected, found, strict=True):
-            assert most_before >= 6 and most <= 2 and left == []
-            torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-12)
-            torch.testing.assert_close(got["never.weight"], tangled().never.weight.detach(), rtol=0, atol=0)
-
-
-def test_a_parameter_without_a_gradient_is_named_before_any_update():
-    with pytest.raises(RankFailure) as caught:
-        rank_group(2).run(most_gradients, ff.Strategy(data=2, update_in_backward=True), False)
-    assert [kind for _, kind, _, _ in caught.value.errors] == ["GradientError"] * 2
-    for text in ("2 ranks (never.weight, never.bias)", "2 ranks (never.weight, never.bias, some.weight, ...)"):
-        assert text in str(caught.value)
-
-
-def broken(kind, ranks):
-    strategy = ff.Strategy(data=ranks, update_in_backward=True)
-    model = ff.parallelize(network(), ff.init_mesh(), average_gradients=False)
-    step = ff.TrainStep(model, spiked if kind == "gradient" else exact_loss, SGD(model.parameters(), lr=0.1), strategy)
-    batch = batch_of(0)
-    if kind == "loss" and (ranks == 1 or torch.distributed.get_rank() == 1):
-        batch["image"] = batch["image"] * math.nan
-    if kind == "nothing counts":
-        batch["target"] = torch.full_like(batch["target"], -1)
-    if kind == "rehearsal":
-        step.rehearse(batch)
-        return True, error_free(model)
-    record = step(batch)
-    return record.skipped, error_free(model)
-
-
-def error_free(model):
-    return all(map(torch.equal, model.parameters(), network().parameters()))
-
-
-def spiked(model, batch):
-    total, count = exact_loss(model, batch)
-    return Spike.apply(total), count
-
-
-@pytest.mark.parametrize("kind", ["loss", "nothing counts", "rehearsal"])
-def test_nothing_is_updated_in_backward_when_a_rank_cannot(kind):
-    for skipped, unchanged in [broken(kind, 1), *rank_group(2).run(broken, kind, 2)]:
-        assert skipped and unchanged
-
-
-def test_a_gradient_that_is_not_finite_ends_an_update_in_backward():
-    with pytest.raises(GradientError, match=r"the gradient's norm is (inf|nan), and update_in_backward has applied it"):
-        broken("gradient", 1)
-
-
-def channels_last(dtype):
-    return network(dtype).to(memory_format=torch.channels_last)
-
-
-class Reentrant(nn.Module):
-    """Its inner parameters are in no graph that the loss shows."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.inner = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
-
-    def forward(self, image):
-        return checkpoint(self.inner, self.first(image), use_reentrant=True)
-
-
-def reentrant(dtype):
-    torch.manual_seed(0)
-    return Reentrant().to(dtype)
-
-
-def test_updates_in_backward_of_channels_last():
-    """Fused kernels go through memory in order: parameter and gradient must lie alike."""
-    exact, *_ = trained(ff.Strategy(optimizer="adamw"), build=channels_last)
-    for spread in ({}, {"data": 2}):
-        strategy = ff.Strategy(optimizer="adamw", update_in_backward=True, **spread)
-        arguments = (strategy, ADAMW, torch.float64, None, exact_loss, channels_last)
-        results = [trained(*arguments)] if strategy.ranks == 1 else rank_group(2).run(trained, *arguments)
-        for parameters, *_ in results:
-            assert error(changes(parameters), changes(exact)) < 1e-12
-
-
-def test_a_gradient_that_no_graph_shows_is_refused():
-    with pytest.raises(GradientError, match=r"inner\.(weight|bias) got a gradient that the loss's graph does not show"):
-        trained(ff.Strategy(update_in_backward=True), build=reentrant)
-
-
-class Counting(SGD):
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-        return super().step(closure)
-
-
-def test_an_optimizer_that_counts_its_steps_is_refused():
-    with pytest.raises(StrategyError, match="Counting counts steps in its parameter groups"):
-        trained(ff.Strategy(update_in_backward=True), grouped(Counting))
 
 
 def mismatched():
