@@ -166,8 +166,8 @@ time.sleep(60)
     code = (
         f"from tests.processes.test_launch import run; from pathlib import Path; run(Path({str(tmp_path)!r}), {rank!r})"
     )
-    root = str(Path(__file__).parents[2])
-    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=root, env={**os.environ, "PYTHONPATH": root})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], env=environment)
     try:
         while not {"ready-0", "ready-1"} <= set(attempts(tmp_path)):
             time.sleep(0.05)
