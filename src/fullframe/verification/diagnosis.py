@@ -209,14 +209,7 @@ def _first_named(
 
 
 def _first(
-    phase: str,
-    module: str | None,
-    class_name: str,
-    tensor: str,
-    value: Value,
-    found: Found,
-    relative: float,
-    what: str,
+    phase: str, module: str | None, class_name: str, tensor: str, value: Value, found: Found, relative: float, what: str
 ) -> FirstDifference:
     if found.problem:
         how = found.problem
