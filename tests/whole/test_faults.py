@@ -60,7 +60,7 @@ class Victim:
         command = [sys.executable, *python, "-m", "fullframe.cli", "train", recipe, "--run-dir", run_dir, *options]
         self.process = subprocess.Popen(
             list(map(str, command)),
-            env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env=kept | {"PYTHONPATH": f"{ROOT}:{ROOT}/src", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -8,6 +8,13 @@ from torch.distributed import distributed_c10d as c10d
 from fullframe.simulation.fake.world import fake_job
 
 
+@pytest.fixture(autouse=True)
+def no_job() -> None:
+    """A test before may have made a mesh of one process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def test_this_process_is_one_rank_of_any_job_for_a_while() -> None:
     assert not dist.is_initialized()
     with fake_job(5, 1000):
