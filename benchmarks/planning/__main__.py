@@ -14,7 +14,7 @@ from rich.table import Table
 
 from benchmarks import machine, show
 from benchmarks.planning.measure import HERE, Run, environment, planned, trained
-from fullframe.planning.plan import plan_in_full
+from fullframe.planning.plan import plan
 from fullframe.planning.ranking import winner
 from fullframe.planning.search import weight
 from fullframe.recipe import load_recipe
@@ -46,7 +46,7 @@ def against_runs(limit_gib: float, steps: int, cache: Path) -> dict[str, Any]:
                    env=environment(cache), stdout=subprocess.DEVNULL)  # fmt: skip
     os.environ["XDG_CACHE_HOME"] = str(cache)
     recipe, limit = load_recipe(HERE / "stereo.py"), int(limit_gib * GIB)
-    best = winner(plan_in_full(recipe, "2xcpu", memory_limit_bytes=limit, precisions=["fp32"]).plans)
+    best = winner(plan(recipe, "2xcpu", memory_limit_bytes=limit, precisions=["fp32"]))
     if best is None:
         raise SystemExit(f"nothing fits in {limit_gib} GiB; give a larger --limit-gib")
     cluster, timings = parse_cluster("2xcpu"), Timings()

@@ -16,7 +16,7 @@ from fullframe.cli.comparison import Comparison, measured
 from fullframe.cli.plan import _table
 from fullframe.cli.strategy_file import first_plan, strategy_of
 from fullframe.errors import RunError, StrategyError
-from fullframe.planning.plan import plan_in_full
+from fullframe.planning.plan import PlanRequest, plan_in_full
 from fullframe.recipe import load_recipe
 from fullframe.simulation.devices.calibration import load_rates
 from fullframe.strategy import Strategy, describe
@@ -140,7 +140,7 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_table_has_room_on_a_terminal_of_80_columns(tmp_path: Path) -> None:
-    planned = plan_in_full(load_recipe(written(tmp_path)), "T4", precisions=["fp16"])
+    planned = plan_in_full(PlanRequest(recipe=load_recipe(written(tmp_path)), devices="T4", precisions=["fp16"]))
     for width, names in ((80, ["free"]), (160, ["weights", "activations", "other", "free"])):
         text = io.StringIO()
         Console(file=text, width=width).print(_table(planned, planned.plans[:3], is_wide=width > 80))

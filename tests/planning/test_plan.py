@@ -13,7 +13,7 @@ import fullframe as ff
 from fullframe import strategy as strategies
 from fullframe.errors import DeviceError, FullframeError, RecipeError, StrategyError
 from fullframe.planning import shortfall as advice
-from fullframe.planning.plan import KEPT_FREE, Planned, plan, plan_in_full
+from fullframe.planning.plan import KEPT_FREE, Planned, PlanRequest, plan, plan_in_full
 from fullframe.planning.ranking import winner
 from fullframe.planning.shortfall import separable
 from fullframe.simulation.devices.table import parse_cluster
@@ -81,11 +81,14 @@ def test_the_winner_of_a_v100_is_fp16_and_never_bf16() -> None:
 def crowded() -> Iterator[tuple[int, Planned]]:
     """A T4 with so little memory that a batch only fits with recompute, or one sample at a time."""
     cluster = parse_cluster("1xT4")
-    free = plan_in_full(recipe(), cluster, precisions=["fp16"])
+    free = plan_in_full(PlanRequest(recipe=recipe(), devices=cluster, precisions=["fp16"]))
     best = winner(free.plans)
     assert best is not None and best.prediction is not None
     limit = int(best.prediction.device_bytes * 0.94 / (1 - KEPT_FREE))
-    yield limit, plan_in_full(recipe(), cluster, precisions=["fp16"], memory_limit_bytes=limit)
+    yield (
+        limit,
+        plan_in_full(PlanRequest(recipe=recipe(), devices=cluster, precisions=["fp16"], memory_limit_bytes=limit)),
+    )
 
 
 def test_what_saves_memory_is_taken_where_it_must(crowded: tuple[int, Planned]) -> None:
@@ -103,7 +106,11 @@ def test_where_nothing_fits_it_is_said_what_would_help(monkeypatch: pytest.Monke
     monkeypatch.setattr(advice, "_TRIED_CONVOLUTIONS", 1)
     cluster = parse_cluster("1xT4")
     context = cluster.device.context_bytes
-    planned = plan_in_full(recipe(), cluster, precisions=["fp16"], memory_limit_bytes=context + 8 * MIB, seconds=200)
+    planned = plan_in_full(
+        PlanRequest(
+            recipe=recipe(), devices=cluster, precisions=["fp16"], memory_limit_bytes=context + 8 * MIB, seconds=200
+        )
+    )
     missing = planned.shortfall
     assert winner(planned.plans) is None and missing is not None and missing.missing_bytes > 0
     closest = next(p for p in planned.plans if p.strategy == missing.closest)
@@ -190,7 +197,7 @@ def test_an_augmentation_may_read_its_random_numbers() -> None:
 
 def test_a_plan_ends_when_its_time_is_over() -> None:
     began = time.monotonic()
-    planned = plan_in_full(recipe(), "8xA100-80GB", batch_size=8, seconds=0.05, workers=2)
+    planned = plan_in_full(PlanRequest(recipe=recipe(), devices="8xA100-80GB", batch_size=8, seconds=0.05, workers=2))
     assert time.monotonic() - began < 5
     assert planned.untried and planned.shortfall is None and winner(planned.plans) is None
     assert {p.reason for p in planned.plans} == {"not tried: the time was over"}
@@ -217,7 +224,7 @@ def test_ops_are_timed_only_on_a_device_that_is_here() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(StrategyError, match="there is no T4"):
-        plan_in_full(recipe(), "1xT4", benchmark=True)
+        plan_in_full(PlanRequest(recipe=recipe(), devices="1xT4", benchmark=True))
 
 
 @pytest.mark.parametrize("dims", [2, 3])

@@ -68,7 +68,7 @@ class Plan:
 
     def run(self) -> int:
         """Plan and print; the exit code."""
-        from fullframe.planning.plan import plan_in_full
+        from fullframe.planning.plan import PlanRequest, plan_in_full
         from fullframe.planning.ranking import winner
         from fullframe.recipe import load_recipe
 
@@ -81,18 +81,19 @@ class Plan:
         started = time.monotonic()
         _show_progress(started, self.seconds)
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is no plan
-            planned = plan_in_full(
-                load_recipe(self.recipe),
-                self.gpus,
+            request = PlanRequest(
+                recipe=load_recipe(self.recipe),
+                devices=self.gpus,
                 batch_size=self.batch_size,
                 precisions=self.precision,
                 allow_optimizer=self.allow_optimizer,
                 memory_limit_bytes=None if self.memory_limit_gib is None else int(self.memory_limit_gib * _GIB),
+                seconds=self.seconds,
                 benchmark=self.benchmark or None,
                 workers=min(2, len(os.sched_getaffinity(0))),
-                seconds=self.seconds,
                 progress=partial(_show_progress, started, self.seconds),
             )
+            planned = plan_in_full(request)
         _show_progress()
         listed = planned.plans if self.all else [p for p in planned.plans if p.prediction is not None]
         text = json.dumps([plan.as_dict() for plan in listed], indent=1)

@@ -1,9 +1,8 @@
 """`plan`: from a recipe and a name of GPUs to strategies, the best first."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -45,6 +44,35 @@ class Planned:
     untried: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is to be planned; the first six fields are the parameters of `plan`.
+
+    benchmark: time each distinct op on this machine in place of a roofline; on the CPU unless said otherwise
+    workers:   processes that simulate; more than one only where no other thread of this process is at work
+    progress:  called with the number of strategies simulated so far, and of those that fit
+    """
+
+    recipe: Recipe
+    devices: str | Cluster
+    batch_size: int | None = None
+    precisions: Sequence[Precision] | None = None
+    allow_optimizer: bool = False
+    memory_limit_bytes: int | None = None
+    seconds: float = LIMIT_SECONDS
+    benchmark: bool | None = None
+    workers: int = 1
+    progress: Callable[[int, int], None] = lambda simulated, fitting: None
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices, with the memory that may be used."""
+        cluster = self.devices if isinstance(self.devices, Cluster) else parse_cluster(self.devices)
+        if self.memory_limit_bytes is None:
+            return cluster
+        return replace(cluster, device=replace(cluster.device, memory_bytes=self.memory_limit_bytes))
+
+
 def plan(
     recipe: Recipe,
     devices: str | Cluster,
@@ -67,68 +95,49 @@ def plan(
     Raises DeviceError for an unknown device, RecipeError for a recipe without a frame; what the first simulation of
     the recipe's own model raises.
     """
-    found = plan_in_full(
-        recipe,
-        devices,
+    request = PlanRequest(
+        recipe=recipe,
+        devices=devices,
         batch_size=batch_size,
         precisions=precisions,
         allow_optimizer=allow_optimizer,
         memory_limit_bytes=memory_limit_bytes,
         seconds=seconds,
     )
-    return list(found.plans)
+    return list(plan_in_full(request).plans)
 
 
-def plan_in_full(
-    recipe: Recipe,
-    devices: str | Cluster,
-    *,
-    batch_size: int | None = None,
-    precisions: Sequence[Precision] | None = None,
-    allow_optimizer: bool = False,
-    memory_limit_bytes: int | None = None,
-    benchmark: bool | None = None,
-    workers: int = 1,
-    seconds: float = LIMIT_SECONDS,
-    advise: bool = True,
-    progress: Callable[[int, int], None] = lambda simulated, fitting: None,
-) -> Planned:
-    """As `plan`, and what would help where nothing fits.
+def plan_in_full(request: PlanRequest) -> Planned:
+    """All plans, and what would help where nothing fits.
 
-    benchmark: time each distinct op on this machine in place of a roofline; on the CPU unless said otherwise
-    workers:   processes that simulate; more than one only where no other thread of this process is at work
-    seconds:   for all of it, but what the recipe's own functions take: simulations are given up at their end
-    progress:  called with the number of strategies simulated so far, and of those that fit
+    `seconds` are for all of it, but what the recipe's own functions take: simulations are given up at their end.
     """
-    end = time.monotonic() + seconds
-    if batch_size is not None:
-        recipe = dataclasses.replace(recipe, batch_size=batch_size)
-    cluster = devices if isinstance(devices, Cluster) else parse_cluster(devices)
-    if memory_limit_bytes is not None:
-        cluster = dataclasses.replace(
-            cluster, device=dataclasses.replace(cluster.device, memory_bytes=memory_limit_bytes)
-        )
-    benchmark = not cluster.device.is_cuda if benchmark is None else benchmark
+    end = time.monotonic() + request.seconds
+    recipe, cluster = request.recipe, request.cluster
+    if request.batch_size is not None:
+        recipe = replace(recipe, batch_size=request.batch_size)
+    benchmark = not cluster.device.is_cuda if request.benchmark is None else request.benchmark
     if benchmark:
         _require_present(cluster)
-    timings: Timings | None = {} if benchmark else None
     sample = read_sample(recipe)
-    recipe = dataclasses.replace(recipe, sample=lambda: sample)  # read once, and not again in every simulation
-    job = _job(recipe, cluster, precisions, allow_optimizer)
+    recipe = replace(recipe, sample=lambda: sample)  # read once, and not again in every simulation
+    job = _job(recipe, cluster, request.precisions, request.allow_optimizer)
     search = Search(job=job, limit_bytes=int(cluster.device.memory_bytes * (1 - KEPT_FREE)))
-    predict = partial(_simulate, timings, end)
-    workers = 1 if benchmark else workers  # two at once would time each other
+    predict = partial(_simulate, {} if benchmark else None, end)
+    workers = 1 if benchmark else request.workers  # two at once would time each other
 
     def of_recipe(strategy: Strategy) -> Prediction:
         return predict(recipe, strategy, cluster)
 
+    def progress() -> None:
+        request.progress(len(search.known), len(search.fitting))
+
     with runner(of_recipe, workers) as run:
-        search.run(run, workers, end - time.monotonic(), lambda: progress(len(search.known), len(search.fitting)))
-    missing = shortfall(recipe, search, predict, workers, end) if advise else None
+        search.run(run, workers, end - time.monotonic(), progress)
     return Planned(
         cluster=cluster,
         plans=tuple(plans_of(search)),
-        shortfall=missing,
+        shortfall=shortfall(recipe, search, predict, workers, end),
         limit_bytes=search.limit_bytes,
         untried=len(search.untried),
     )
