@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, get_args
 
 from fullframe.errors import StrategyError, require_count
 
@@ -67,7 +67,9 @@ class Strategy:
             require_count(StrategyError, f"strategy.{name}", getattr(self, name))
         for technique in TECHNIQUES:
             value, values = getattr(self, technique.name), technique.values
-            if values and (value not in values or isinstance(value, bool) != isinstance(values[0], bool)):
+            if not technique.metavar and (
+                value not in values or isinstance(value, bool) != isinstance(values[0], bool)
+            ):
                 choices = ", ".join(map(repr, values))
                 raise StrategyError(f"strategy.{technique.name} must be one of {choices}, got {value!r}")
         object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))  # JSON has lists only
@@ -103,19 +105,15 @@ class Strategy:
         return cls(**fields)
 
 
-class Asked(Protocol):
-    """What the planner may choose from for one job; `planning.candidates.Job` is one."""
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the planner may choose from for a whole job's batch."""
 
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def precisions(self) -> tuple[Precision, ...]: ...
-    @property
-    def optimizers(self) -> tuple[OptimizerName, ...]: ...
-    @property
-    def recompute_modules(self) -> tuple[str, ...]: ...
-    @property
-    def can_offload(self) -> bool: ...
+    batch_size: int
+    precisions: tuple[Precision, ...]
+    optimizers: tuple[OptimizerName, ...] = ("recipe",)
+    recompute_modules: tuple[str, ...] = ()  # where the model repeats no block
+    can_offload: bool  # host memory is another memory than the device's
 
 
 class Rough(NamedTuple):
@@ -133,8 +131,8 @@ class Technique:
 
     name:     of the field
     help:     for the command line
-    metavar:  of its value there, where no values are listed
-    values:   it may have; (): `check` says
+    metavar:  of its value there, where that is no choice
+    values:   to choose from
     check:    raises StrategyError where the value is out of range, or lacks another field
     excludes: what it cannot be used with, by the words for it
     because:  why; {} stands for these words
@@ -150,7 +148,7 @@ class Technique:
     choices:  values that the planner tries, given those of the techniques before, the simplest first
     refined:  (strategy, bytes) -> the same without the technique, and with so many bytes of activations; or None
     advised:  values that are named as a remedy where nothing fits
-    never:    why the planner tries none
+    never:    why the planner tries none, and plans do not speak of it
     """
 
     name: str
@@ -185,7 +183,7 @@ def describe(strategy: Strategy) -> str:
     for technique in sorted(TECHNIQUES, key=lambda technique: technique.place):
         if technique.words is not None:
             words.append(technique.words(strategy))
-        elif technique.weight and technique.used(strategy):
+        elif technique.weight and not technique.never and technique.used(strategy):
             words.append(technique.name.replace("_", " "))
     return ", ".join(filter(None, words))
 
@@ -240,7 +238,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="microbatches",
         help="Slices in which a step goes through its batch: less memory; batch norm sees one slice at a time.",
         metavar="N",
-        values=(),
         check=lambda s: require_count(StrategyError, "strategy.microbatches", s.microbatches),
         words=lambda s: f"{s.microbatches} microbatches" * (s.microbatches > 1),
         place=1,
@@ -293,7 +290,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="recompute_budget_bytes",
         help="With --recompute budget: bytes of saved activations that a rank may hold.",
         metavar="BYTES",
-        values=(),
         check=_check_budget,
         weight=0,
         saves=lambda s, other: True,
@@ -303,7 +299,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="recompute_modules",
         help="Modules to recompute, by name or pattern, in place of the repeated blocks.",
         metavar="NAME ...",
-        values=(),
         check=lambda s: _require(
             s.recompute != "none" or not s.recompute_modules,
             "recompute_modules names modules, but recompute is 'none'; use 'blocks'",
@@ -348,28 +343,23 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="clip_norm",
         help="Scale gradients down to this global 2-norm.",
         metavar="NORM",
-        values=(),
         check=lambda s: _require(
             s.clip_norm is None or s.clip_norm > 0, f"clip_norm must be greater than 0, got {s.clip_norm!r}"
         ),
-        weight=0,
         never=_ANOTHER_TRAINING,
     ),
     Technique(
         name="ema_decay",
         help="Keep a moving average of the parameters, and evaluate it.",
         metavar="DECAY",
-        values=(),
         check=lambda s: _require(
             s.ema_decay is None or 0 <= s.ema_decay < 1, f"ema_decay must be from 0 to below 1, got {s.ema_decay!r}"
         ),
-        weight=0,
         never=_ANOTHER_TRAINING,
     ),
     Technique(
         name="sync_batchnorm",
         help="Batch norm takes its statistics over the data replicas too.",
-        weight=0,
         never=_ANOTHER_TRAINING,
     ),
 )

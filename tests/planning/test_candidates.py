@@ -19,6 +19,7 @@ def job(cluster: str = "4xA100-80GB", batch_size: int = 4, rows: int = 512, colu
         rows=rows,
         columns=columns,
         precisions=precisions_of(found.device),
+        can_offload=found.device.is_cuda,
     )
 
 

@@ -6,27 +6,18 @@ from typing import Any
 
 from fullframe.errors import StrategyError
 from fullframe.simulation.devices.table import Cluster, Device
-from fullframe.strategy import TECHNIQUES, OptimizerName, Precision, Strategy, Technique, divisors
+from fullframe.strategy import TECHNIQUES, Asked, Precision, Strategy, Technique, divisors
 
 _LEAST_ROWS = 16  # a rank with less of the frame's rows or columns owns nothing of the deeper maps, and only waits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Asked):
     """What is to be planned: a whole job's batch of frames of rows x columns on a cluster."""
 
     cluster: Cluster
-    batch_size: int
     rows: int
     columns: int
-    precisions: tuple[Precision, ...]
-    optimizers: tuple[OptimizerName, ...] = ("recipe",)
-    recompute_modules: tuple[str, ...] = ()  # where the model repeats no block
-
-    @property
-    def can_offload(self) -> bool:
-        """Whether host memory is another memory than the device's."""
-        return self.cluster.device.is_cuda
 
     def of(self, strategy: Strategy) -> "Shares":
         """What one rank has to do with `strategy`."""

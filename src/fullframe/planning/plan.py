@@ -162,6 +162,7 @@ def _job(recipe: Recipe, cluster: Cluster, precisions: Sequence[Precision] | Non
         precisions=tuple(precisions or precisions_of(device)),
         optimizers=("recipe", *OTHER_OPTIMIZERS) if allow_optimizer else ("recipe",),
         recompute_modules=_without_blocks(recipe),
+        can_offload=device.is_cuda,
     )
 
 

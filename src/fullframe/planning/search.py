@@ -150,7 +150,7 @@ def weight(strategy: Strategy) -> float:
 
 def complexity(strategy: Strategy) -> int:
     """How many techniques a strategy uses, beyond data parallelism; of equals the simpler one is taken."""
-    techniques = sum(technique.weight for technique in TECHNIQUES if technique.used(strategy))
+    techniques = sum(t.weight for t in TECHNIQUES if t.used(strategy) and not t.never)
     return techniques + (strategy.height > 1) + (strategy.width > 1)
 
 
