@@ -1,11 +1,12 @@
 """Sums and gathers over the ranks of a group, with and without a gradient."""
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullframe.ranks.adjoint import linear
 from fullframe.ranks.channel import Channel, channel_of
 from fullframe.ranks.exchange import joined
 from fullframe.ranks.shared_memory import Mailboxes, fits
@@ -13,24 +14,15 @@ from fullframe.ranks.tags import line
 from fullframe.ranks.waiting import waiting_for_ranks
 
 
-class _AllSum(torch.autograd.Function):
-    """A sum over ranks, held by each of them: the gradient of a summand is the sum of all copies' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_sum_no_grad(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _AllSum.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
-
-
 def all_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `value` over the ranks of `group`, on all of them; differentiable."""
+    """The sum of `value` over the ranks of `group`, on all of them; differentiable.
+
+    The gradient of a summand is the sum of all copies' gradients.
+    """
     if dist.get_world_size(group) == 1:
         return value
-    return _AllSum.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
+    add = partial(all_sum_no_grad, group=group)
+    return linear(value, add, add)
 
 
 def all_sum_no_grad(value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -47,24 +39,18 @@ def all_sum_no_grad(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-class _AllGather(torch.autograd.Function):
-    """Every rank's value on every rank: the gradient of a rank's own is the sum of the gradients of all its copies."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather_no_grad(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return all_sum(gradient, ctx.group)[dist.get_rank(ctx.group)], None
-
-
 def all_gather(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`value` of every rank of `group`, stacked in rank order along a new first dim; differentiable."""
+    """`value` of every rank of `group`, stacked in rank order along a new first dim; differentiable.
+
+    The gradient of a rank's own value is the sum of the gradients of all its copies.
+    """
     if dist.get_world_size(group) == 1:
         return value[None]
-    return _AllGather.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
+
+    def own(gradient: Tensor) -> Tensor:
+        return all_sum_no_grad(gradient, group)[dist.get_rank(group)].clone()
+
+    return linear(value, partial(all_gather_no_grad, group=group), own)
 
 
 def all_gather_no_grad(

@@ -4,6 +4,7 @@ Nothing else in the package sends activations; reductions over ranks are in `col
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.route import Route, Transfer, Wanted, borrows, route
+from fullframe.ranks.adjoint import linear
 from fullframe.ranks.channel import gloo_tag
 from fullframe.ranks.mesh import Axis
 from fullframe.ranks.shared_memory import Place, fits
@@ -214,9 +216,8 @@ def fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis)
     if not borrows(extents, wanted):
         own, rows = extents.ranges[axis.coordinate], wanted[axis.coordinate]
         return local.narrow(dim, rows.start - own.start if rows else 0, len(rows))
-    if torch.is_grad_enabled() and local.requires_grad:
-        return _Fetch.apply(local, dim, extents, wanted, axis)  # type: ignore[no-any-return, no-untyped-call]
-    return _fetch(local, dim, extents, wanted, axis)
+    where: Any = {"dim": dim, "extents": extents, "wanted": wanted, "axis": axis}
+    return linear(local, partial(_fetch, **where), partial(_return, **where))
 
 
 def _fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
@@ -245,46 +246,22 @@ def joined(tensors: list[Tensor], dim: int) -> Tensor:
         return torch.cat(tensors, dim)
 
 
-class _Fetch(torch.autograd.Function):
-    """`fetch` with its adjoint as backward."""
+def _return(gradient: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
+    """The adjoint of `_fetch`: (..., wanted rows, ...) to (..., own rows, ...); what was borrowed goes home."""
+    own, rows = extents.ranges[axis.coordinate], wanted[axis.coordinate]
+    plan = route(extents, wanted, axis.coordinate)
+    shape = list(gradient.shape)
 
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
-        ctx.where = dim, extents, wanted, axis
-        ctx.set_materialize_grads(False)
-        return _fetch(local, dim, extents, wanted, axis)
+    def shape_of(piece: range) -> list[int]:
+        return [*shape[:dim], len(piece), *shape[dim + 1 :]]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
-        if gradient is None:  # of no rank, as all run one program
-            return None, None, None, None, None
-        return _Return.apply(gradient, *ctx.where), None, None, None, None  # type: ignore[no-untyped-call]
-
-
-class _Return(torch.autograd.Function):
-    """The adjoint of `fetch`: rows' gradients go home and are added; its own adjoint is `fetch`."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
-        ctx.where = dim, extents, wanted, axis
-        own, rows = extents.ranges[axis.coordinate], wanted[axis.coordinate]
-        plan = route(extents, wanted, axis.coordinate)
-        shape = list(gradient.shape)
-
-        def shape_of(piece: range) -> list[int]:
-            return [*shape[:dim], len(piece), *shape[dim + 1 :]]
-
-        borrowed = [gradient.narrow(dim, t.rows.start - rows.start, len(t.rows)) for t in plan.receives]
-        flight = post_return(axis, plan, borrowed, shape_of, gradient, extents.size)
-        result = gradient.new_zeros(shape_of(own))
-        kept = overlap(own, rows)
-        if kept:
-            target = result.narrow(dim, kept.start - own.start, len(kept))
-            target.copy_(gradient.narrow(dim, kept.start - rows.start, len(kept)))
-        for transfer, returned in zip(plan.sends, flight.wait(), strict=True):
-            result.narrow(dim, transfer.rows.start - own.start, len(transfer.rows)).add_(returned)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _Fetch.apply(gradient, *ctx.where), None, None, None, None  # type: ignore[no-untyped-call]
+    borrowed = [gradient.narrow(dim, t.rows.start - rows.start, len(t.rows)) for t in plan.receives]
+    flight = post_return(axis, plan, borrowed, shape_of, gradient, extents.size)
+    result = gradient.new_zeros(shape_of(own))
+    kept = overlap(own, rows)
+    if kept:
+        target = result.narrow(dim, kept.start - own.start, len(kept))
+        target.copy_(gradient.narrow(dim, kept.start - rows.start, len(kept)))
+    for transfer, returned in zip(plan.sends, flight.wait(), strict=True):
+        result.narrow(dim, transfer.rows.start - own.start, len(transfer.rows)).add_(returned)
+    return result
