@@ -114,11 +114,11 @@ def layers_output(model: nn.Module) -> Counter[str]:
 def split_step(name: str, height: int, width: int, unsupported: str, path: str) -> dict[str, Any]:
     """On a rank: one split step; the findings, or the refusal."""
     import fullframe as ff
-    from fullframe.spatial import tensor
+    from fullframe.spatial import operands
 
     entry = entries()[name]
     mesh = mesh_of(height, width)
-    tensor._said.clear()  # an earlier model may have said the same
+    operands._said.clear()  # an earlier model may have said the same
     expected = torch.load(path)
     torch.manual_seed(0)
     plain = Trained(entry)
