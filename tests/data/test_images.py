@@ -1,0 +1,43 @@
+"""Parts of images, also beyond their edges."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fullframe.data.images import image_size, padded_size, read_image, read_plane, require_file, whole
+from fullframe.errors import DataError
+
+PLANE = np.arange(12, dtype=np.uint8).reshape(3, 4)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    Image.fromarray(PLANE).save(tmp_path / "plane.png")
+    return tmp_path / "plane.png"
+
+
+def test_a_part_beyond_the_image_is_filled(path: Path) -> None:
+    assert image_size(path) == (3, 4)
+    assert np.array_equal(read_plane(path, *whole((3, 4))), PLANE)
+    part = read_plane(path, slice(2, 5), slice(3, 5), beyond=9)
+    assert part.tolist() == [[11, 9], [9, 9], [9, 9]] and part.dtype == np.uint8
+    assert (read_plane(path, slice(3, 5), slice(0, 2), beyond=9) == 9).all()
+
+
+def test_an_image_has_three_channels_in_0_to_1_or_as_stored(path: Path) -> None:
+    stored = read_image(path, slice(1, 2), slice(0, 6), torch.uint8)
+    assert stored.shape == (3, 1, 6) and stored[2, 0].tolist() == [4, 5, 6, 7, 0, 0]
+    scaled = read_image(path, slice(1, 2), slice(0, 6), torch.float64)
+    assert torch.equal(scaled, stored.double() / 255) and scaled.is_contiguous()
+
+
+def test_sizes_and_files_are_required(path: Path) -> None:
+    assert padded_size((3, 4), None, path) == (3, 4) and padded_size((3, 4), (3, 5), path) == (3, 5)
+    with pytest.raises(DataError, match="larger than pad_to"):
+        padded_size((3, 4), (4, 3), path)
+    assert require_file(path, "why") == path
+    with pytest.raises(DataError, match=r"no file .*other.png, why"):
+        require_file(path.with_name("other.png"), "why")

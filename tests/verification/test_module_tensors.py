@@ -1,0 +1,74 @@
+"""Every tensor that enters or leaves a module, and how two are compared."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullframe.verification.module_tensors import ModuleTensors, compared, tensors_in
+from fullframe.verification.verdict import Place
+
+
+@dataclass
+class Pair:
+    a: Tensor
+    b: Tensor
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ReLU()
+
+    def forward(self, x: Tensor, scale: Tensor) -> Any:
+        return Pair(self.inner(x) * scale, self.inner(-x))
+
+
+def test_places_in_order_of_execution_with_calls_and_callers() -> None:
+    seen: list[tuple[Place, float]] = []
+    model = Twice()
+    with ModuleTensors(model, lambda place, tensor: seen.append((place, float(tensor)))) as watched:
+        model(torch.tensor(2.0), scale=torch.tensor(3.0))
+        watched.stop()
+        model(torch.tensor(2.0), scale=torch.tensor(3.0))
+    assert [(p.kind, p.path, p.call, p.leaf, value) for p, value in seen] == [
+        ("input", "", 0, 0, 2), ("input", "", 0, 1, 3),
+        ("input", "inner", 0, 0, 2), ("output", "inner", 0, 0, 2),
+        ("input", "inner", 1, 0, -2), ("output", "inner", 1, 0, 0),
+        ("output", "", 0, 0, 6), ("output", "", 0, 1, 0),
+    ]  # fmt: skip
+    assert (seen[0][0].caller, seen[2][0].caller, seen[2][0].caller_class) == (None, "", "Twice")
+
+
+def test_tensors_in_what_torch_does_not_know() -> None:
+    a, b = torch.zeros(1), torch.ones(1)
+    found = list(tensors_in([Pair(a, b), {"x": (b, 3)}]))
+    assert len(found) == 3 and found[0] is a and found[1] is found[2] is b
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "max_abs", "scale"),
+    [
+        ([1.0, -4.0], [1.5, -4.0], 0.5, 4.0),
+        ([torch.inf, torch.nan, 2.0], [torch.inf, torch.nan, 2.0], 0.0, None),
+        ([torch.inf, 2.0], [-torch.inf, 2.0], torch.inf, None),
+        ([torch.nan, 2.0], [1.0, 2.0], torch.inf, None),
+        ([-3e38, 2.0], [-3e38, 3.0], 1.0, 2.0),  # a mask's stand-in for infinity is no scale
+    ],
+)
+def test_differences(expected: list[float], got: list[float], max_abs: float, scale: float | None) -> None:
+    found = compared(torch.tensor(expected), torch.tensor(got), rank=3)
+    assert found.max_abs == max_abs and found.floating and found.rank == 3 and not found.problem
+    assert scale is None or found.scale == scale
+
+
+def test_shapes_dtypes_and_whole_numbers() -> None:
+    assert "(3,) torch.float32 instead of (2,) torch.float32" in compared(torch.zeros(2), torch.zeros(3)).problem
+    assert compared(torch.zeros(2), torch.zeros(2).double()).problem
+    assert not compared(torch.ones(2).int(), torch.ones(2).int()).floating
+    assert compared(torch.zeros(0), torch.zeros(0)).max_abs == 0
+    assert compared(torch.tensor([1j]), torch.tensor([2j])).max_abs == 1
+    long = torch.zeros(2**18 + 5)
+    assert compared(long, long.index_fill(0, torch.tensor([2**18 + 4]), 2.0)).max_abs == 2  # in the second chunk
