@@ -1,7 +1,7 @@
 # Two commands matter: `make train` and `make test`. Each sets up .venv by itself.
 
 .DEFAULT_GOAL := help
-.PHONY: help train test clean
+.PHONY: help train test quick clean
 
 # Only used to make .venv; the constraints hold for Python 3.11.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -9,6 +9,14 @@ RUN_DIR := runs/stereo_depth
 TRAIN := train examples/stereo_depth/recipe.py --processes 2 --width 2 --run-dir $(RUN_DIR)
 COMPARE := examples/stereo_depth/compare.py
 PYTEST_ARGS ?=
+
+# Under a minute: what starts no ranks, and every family of rules on two ranks.
+QUICK := tests/test_house.py tests/test_layers.py tests/test_mirror.py tests/test_public_names.py tests/test_strategy.py \
+    tests/geometry tests/data tests/simulation/clock tests/simulation/devices/test_table.py tests/simulation/fake \
+    tests/simulation/memory tests/spatial/rules/test_registry.py tests/spatial/rules/test_taps.py \
+    tests/spatial/rules/test_unsupported.py tests/spatial/rules/test_window_plan.py tests/spatial/test_expected.py \
+    tests/spatial/test_spec.py tests/training/test_microbatches.py tests/training/test_run_directory.py \
+    tests/verification/test_verdict.py tests/spatial/test_sweep.py
 
 # These reach every pip call below and, through the environment, the isolated one that installs the build backend;
 # an older pip takes the first for both, a newer one wants the second for the backend.
@@ -18,6 +26,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 help:
 	@echo "make train   train the stereo example on 2 ranks, then compare its losses with those of 1 process"
 	@echo "make test    ruff, mypy and pytest (PYTEST_ARGS=... goes to pytest)"
+	@echo "make quick   less than a minute of tests: geometry, what runs in one process, all rules on two ranks"
 	@echo "make clean   remove .venv, caches and runs/stereo_depth"
 
 # The stamp is written last, so an interrupted set-up is taken up again.
@@ -33,13 +42,17 @@ train: .venv/.installed
 	.venv/bin/python $(COMPARE)
 
 # One thread a process: the tests start many ranks on few cores. The models are built from configurations, offline.
-test: export OMP_NUM_THREADS := 1
-test: export HF_HUB_OFFLINE := 1
+test quick: export OMP_NUM_THREADS := 1
+test quick: export HF_HUB_OFFLINE := 1
 test: .venv/.installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy --strict src
 	.venv/bin/pytest -q $(PYTEST_ARGS)
+
+quick: .venv/.installed
+	.venv/bin/ruff check .
+	.venv/bin/pytest -q $(QUICK) $(PYTEST_ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis $(RUN_DIR)

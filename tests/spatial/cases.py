@@ -1,6 +1,6 @@
 """Ops on drawn tensors, each against one process: the runner of the CASES in `tests/spatial/rules/test_*.py`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,12 +53,20 @@ def require_the_numbers_of_one_process(module: str, name: str) -> None:
 
 
 def _differences(module: str, name: str, world: int) -> list[tuple[str, float]]:
-    case, found = import_module(module).CASES[name], []
-    for size in case.sizes:
+    case: Case = import_module(module).CASES[name]
+    return differences_of(case, [mesh for mesh in MESHES if mesh[0] * mesh[1] == world], case.sizes)
+
+
+def differences_of(
+    case: Case, meshes: Sequence[tuple[int, int]], sizes: Sequence[tuple[int, int]]
+) -> list[tuple[str, float]]:
+    """On the ranks: what is compared, and how far it is from one process's."""
+    found = []
+    for size in sizes:
         generator = torch.Generator().manual_seed(1)
         split = [torch.randn((*lead, *size), generator=generator, dtype=torch.float64) for lead in case.split]
         whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in case.whole]
-        for height, width in (mesh for mesh in MESHES if mesh[0] * mesh[1] == world):
+        for height, width in meshes:
             for what, error in differences(case.op, split, whole, height, width).items():
                 found.append((f"{what} at {size} on {height}x{width}", error))
     return found
