@@ -23,7 +23,7 @@ WANTED = {
 
 
 def _fetched(name: str) -> tuple[bool, float, bool]:
-    axis = spatial_of(ff.init_mesh(width=3)).width
+    axis = spatial_of(ff.init_mesh(width=3)).axis("width")
     whole = torch.randn(2, 7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     own, rows = EXTENTS.ranges[axis.coordinate], WANTED[name][axis.coordinate]
     local = whole[:, own.start : own.stop].clone().requires_grad_()
@@ -44,7 +44,7 @@ def test_every_rank_gets_the_rows_it_wants_and_their_gradient_goes_back() -> Non
 
 def _second_gradient() -> float:
     """Of the squared gradient of sum(fetched ** 3): 18 x ** 3 for each row that a rank got, so 2 for shared rows."""
-    axis = spatial_of(ff.init_mesh(width=3)).width
+    axis = spatial_of(ff.init_mesh(width=3)).axis("width")
     own = EXTENTS.ranges[axis.coordinate]
     x = torch.arange(1.0, 8)[own.start : own.stop].requires_grad_()
     (gradient,) = torch.autograd.grad((fetch(x, 0, EXTENTS, WANTED["halo"], axis) ** 3).sum(), x, create_graph=True)
@@ -59,7 +59,7 @@ def test_the_gradient_of_the_gradient() -> None:
 
 
 def _posted() -> tuple[list[float], list[int]]:
-    axis = spatial_of(ff.init_mesh(width=3)).width
+    axis = spatial_of(ff.init_mesh(width=3)).axis("width")
     right, left = (axis.coordinate + 1) % 3, (axis.coordinate - 1) % 3
     into, nothing = torch.zeros(2), torch.zeros(0, 5)
     sent: list[Message] = [Message(right, torch.full((2,), float(axis.coordinate))), Message(left, nothing)]

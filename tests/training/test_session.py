@@ -1,0 +1,27 @@
+"""What a recipe and a strategy make together is complete, and follows from the seed."""
+
+import torch
+
+import fullframe as ff
+from fullframe.training.session import assemble
+from tests.training.tiny import recipe
+
+
+def test_a_session_is_complete() -> None:
+    strategy = ff.Strategy(precision="fp16", ema_decay=0.5, optimizer="adamw")
+    session = assemble(recipe(), strategy, ff.init_mesh())
+    state = session.state
+    assert state.scale is session.step.scale is not None
+    assert state.average is session.step.average is not None
+    assert isinstance(state.optimizer, torch.optim.AdamW)
+    updated = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
+    assert updated == {id(p) for p in state.model.parameters()} == {id(p) for p in session.model.parameters()}
+    assert state.step == 0 and state.mesh == (1, 1, 1)
+
+
+def test_values_follow_from_the_recipes_seed() -> None:
+    torch.manual_seed(7)
+    first = assemble(recipe(), ff.Strategy(), ff.init_mesh()).state.model.state_dict()
+    torch.manual_seed(8)
+    second = assemble(recipe(), ff.Strategy(), ff.init_mesh()).state.model.state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
