@@ -26,7 +26,19 @@ def differences(
 
     `split` are cut over the mesh, `whole` are not; gradients are taken of all that are floating point.
     """
-    here = _answers(op, split, whole, None)
+    return differences_from(one_process(op, split, whole), op, split, whole, height, width, floor)
+
+
+def one_process(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Outputs and gradients of `op(*split, *whole)` without a mesh, by name."""
+    return _answers(op, split, whole, None)
+
+
+def differences_from(
+    here: dict[str, Tensor], op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], height: int, width: int,
+    floor: float = FLOOR,
+) -> dict[str, float]:  # fmt: skip
+    """`differences`, from what `one_process` gave: for several meshes."""
     there = _answers(op, split, whole, mesh(height, width))
     assert here.keys() == there.keys(), (here.keys(), there.keys())
     return {name: relative(here[name], there[name], floor) for name in here}

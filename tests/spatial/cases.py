@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.exactness import differences
+from tests.exactness import differences_from, one_process
 from tests.rank_group import rank_group
 
 TOLERANCE = 1e-12
@@ -66,7 +66,8 @@ def differences_of(
         generator = torch.Generator().manual_seed(1)
         split = [torch.randn((*lead, *size), generator=generator, dtype=torch.float64) for lead in case.split]
         whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in case.whole]
+        here = one_process(case.op, split, whole)
         for height, width in meshes:
-            for what, error in differences(case.op, split, whole, height, width).items():
+            for what, error in differences_from(here, case.op, split, whole, height, width).items():
                 found.append((f"{what} at {size} on {height}x{width}", error))
     return found

@@ -39,7 +39,7 @@ def test_a_map_that_is_too_small_names_the_axis_to_gather() -> None:
 def test_boundaries_without_empty_parts() -> None:
     assert nonempty(Extents((0, 1, 4))) == Extents((0, 1, 4))
     assert nonempty(Extents((0, 0, 4))) == Extents((0, 2, 4))
-    assert nonempty(Extents((0, 0, 1))) is None
+    assert nonempty(Extents((0, 0, 1))) is None and nonempty(Extents((0, 1))) is None
     assert nonempty(Extents((0, 2, 2, 2))) is None
 
 
