@@ -26,4 +26,4 @@ def on_height(bounds: tuple[int, ...], dim: int) -> Placement:
 
 
 def spec(of: Spatial, shape: tuple[int, ...], *placements: Placement) -> Spec:
-    return spec_of(of, shape, placements, False)
+    return spec_of(of, shape, placements, False, None)

@@ -304,7 +304,7 @@ def _odd_calls_gathered() -> tuple[float, bool]:
     x = _image()
     shell = ff.shard(x, mesh(1, 2))
     spec = shell.spec
-    loose = wrap(shell.local, spec_of(spec.spatial, spec.shape, spec.placements, True))
+    loose = wrap(shell.local, spec_of(spec.spatial, spec.shape, spec.placements, True, None))
     assert isinstance(loose, SpatialTensor)
     apart = torch.cdist(x1=loose, x2=loose)
     leaf = loose.detach().requires_grad_()

@@ -37,7 +37,7 @@ def _applied() -> tuple[str, list[float], list[float]]:
         Triple.apply(ff.shard(whole, mesh))
     x = ff.shard(whole, mesh)
     spec = x.spec
-    loose = wrap(x.local, spec_of(spec.spatial, spec.shape, spec.placements, True))
+    loose = wrap(x.local, spec_of(spec.spatial, spec.shape, spec.placements, True, None))
     got = Triple.apply(loose)
     (got * torch.arange(4.0)).sum().backward()
     assert whole.grad is not None

@@ -11,11 +11,11 @@ from tests.spatial.fake import on_height, on_width, spatial, spec
 def test_equal_facts_are_one_object_in_plain_integers() -> None:
     with spatial(1, 2) as on:
         first = spec(on, (2, 9), on_width((0, 5, 9), 1))
-        second = spec_of(on, (numpy.int64(2), numpy.int64(9)), (on_width((0, 5, 9), 1),), False)
+        second = spec_of(on, (numpy.int64(2), numpy.int64(9)), (on_width((0, 5, 9), 1),), False, None)
         assert first is second and {type(n) for n in second.shape} == {int}
-        assert first.with_((2, 9), first.placements) is first
+        assert first.with_((2, 9), first.placements) is first is first.strided(None)
         assert first.strided((9, 1)) is not first and first.strided((9, 1)) is first.strided((9, 1))
-        assert spec_of(on, (2, 9), first.placements, True).with_((9,), ()).gather
+        assert spec_of(on, (2, 9), first.placements, True, None).with_((9,), ()).gather
 
 
 def test_rows_and_coordinates_of_this_rank() -> None:

@@ -114,7 +114,7 @@ class Program:
         if not self.case.gather:
             return shell
         spec = shell.spec
-        return wrap(shell._local, spec_of(spec.spatial, spec.shape, spec.placements, True))
+        return wrap(shell._local, spec_of(spec.spatial, spec.shape, spec.placements, True, None))
 
     def _out(self, on: DeviceMesh | None) -> Any:
         """What `out=` gets: tensors of the result's shapes that hold something else."""

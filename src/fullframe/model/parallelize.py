@@ -222,7 +222,8 @@ class _Undressed(nn.Module):
     def forward(self, leaves: list[Any], shells: _Shells) -> tuple[list[Any], _Shells, list[Tensor]]:
         if self.gather:
             shells = _Shells(
-                shells.tree, [lay and spec_of(lay.spatial, lay.shape, lay.placements, True) for lay in shells.specs]
+                shells.tree,
+                [lay and spec_of(lay.spatial, lay.shape, lay.placements, True, None) for lay in shells.specs],
             )
         args, kwargs = _wrapped(leaves, shells)
         results, shells = _unwrapped(self.model(*args, **kwargs))

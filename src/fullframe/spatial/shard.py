@@ -56,7 +56,7 @@ def even_spec(shape: tuple[int, ...], mesh: DeviceMesh) -> Spec:
                 f"use {axis.name}={max(size, 1)} or less in the mesh"
             )
         placements.append(Placement(axis.name, len(shape) + dim, Extents.even(size, axis.size)))
-    return spec_of(spatial, shape, tuple(placements))
+    return spec_of(spatial, shape, tuple(placements), False, None)
 
 
 def _agree(full: Tensor, mesh: DeviceMesh) -> None:

@@ -52,7 +52,7 @@ class Spec:
 
     def with_(self, shape: Sequence[int], placements: Placements) -> "Spec":
         """The spec of a result with this shape and these placements."""
-        return spec_of(self.spatial, tuple(shape), placements, self.gather)
+        return spec_of(self.spatial, tuple(shape), placements, self.gather, None)
 
     def resized(self, dim: int, size: int, extents: Extents | None = None) -> "Spec":
         """The spec of a result with `size` rows in one dim, cut at `extents` where they are given.
@@ -99,8 +99,8 @@ def spec_of(
     spatial: Spatial,
     shape: tuple[int, ...],
     placements: Placements,
-    gather: bool = False,
-    strides: tuple[int, ...] | None = None,
+    gather: bool,
+    strides: tuple[int, ...] | None,
 ) -> Spec:
     """The one `Spec` object for these facts, in plain integers: it is kept, and others are made from it."""
     strides = None if strides is None else tuple(map(int, strides))
