@@ -18,7 +18,7 @@ WANTED_ROWS, WANTED_COLUMNS = (range(0, 5), range(3, 6)), (range(0, 5), range(1,
 
 def _halo() -> tuple[bool, bool, float]:
     on = spatial_of(ff.init_mesh(2, 2))
-    cuts = Cut(0, ROWS, WANTED_ROWS, on.height), Cut(1, COLUMNS, WANTED_COLUMNS, on.width)
+    cuts = Cut(0, ROWS, WANTED_ROWS, on.axis("height")), Cut(1, COLUMNS, WANTED_COLUMNS, on.axis("width"))
     rows, columns = cuts[0].own, cuts[1].own
     local = WHOLE[rows.start : rows.stop, columns.start : columns.stop].clone()
     halo = Halo(local, cuts).wait()
@@ -42,7 +42,7 @@ def test_strips_hold_their_corners_and_give_their_gradients_back() -> None:
 
 def test_pieces_are_assembled_and_what_nobody_holds_is_filled() -> None:
     with spatial(1, 2) as on:
-        cuts = (Cut(1, COLUMNS, WANTED_COLUMNS, on.width),)
+        cuts = (Cut(1, COLUMNS, WANTED_COLUMNS, on.axis("width")),)
         pieces = [Piece(WHOLE[:, :3], (range(0, 3),)), Piece(WHOLE[:, 5:6], (range(5, 6),))]
         joined = assembled(pieces, cuts, (range(2, 7),), [6, 5], fill=-1.0)
         assert joined[0].tolist() == [2, -1, -1, 5, -1]

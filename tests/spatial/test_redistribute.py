@@ -46,13 +46,13 @@ def _moved() -> list[bool]:
 
     check(gather_axes(local, both, ["width"]), WHOLE[:, rows.start : rows.stop])
     check(gather_axes(local, both, ["height", "width"]), WHOLE)
-    moved = range(3, 6) if on.width.coordinate else range(3)
+    moved = range(3, 6) if on.axis("width").coordinate else range(3)
     expected = WHOLE[:, rows.start : rows.stop, moved.start : moved.stop]
     check(resplit(local, both, "width", Extents(EVEN)), expected)
     found.append(resplit(local, both, "width", both.placements[1].extents)[0] is local)
     flat = spec(on, (2, 24), on_width(LEFT, 1, outer=4))
     runs, cut = in_runs(sliced(WHOLE.flatten(1), flat), flat, 1)
-    half = slice(12 * on.width.coordinate, 12 * on.width.coordinate + 12)
+    half = slice(12 * on.axis("width").coordinate, 12 * on.axis("width").coordinate + 12)
     found.append(torch.equal(runs, WHOLE.flatten(1)[:, half]) and cut.of(1) is not None)
     return [*found, len(columns) in (1, 5)]
 

@@ -29,10 +29,11 @@ class Twice(nn.Module):
 def test_places_in_order_of_execution_with_calls_and_callers() -> None:
     seen: list[tuple[Place, float]] = []
     model = Twice()
-    with ModuleTensors(model, lambda place, tensor: seen.append((place, float(tensor)))) as watched:
+    with ModuleTensors(model, lambda place, tensor: seen.append((place, float(tensor)))):
         model(torch.tensor(2.0), scale=torch.tensor(3.0))
-        watched.stop()
-        model(torch.tensor(2.0), scale=torch.tensor(3.0))
+        again = torch.ones((), requires_grad=True)
+        again.register_hook(lambda gradient: model(gradient, scale=gradient).a)  # as recompute does, in backward
+        again.backward()
     assert [(p.kind, p.path, p.call, p.leaf, value) for p, value in seen] == [
         ("input", "", 0, 0, 2), ("input", "", 0, 1, 3),
         ("input", "inner", 0, 0, 2), ("output", "inner", 0, 0, 2),

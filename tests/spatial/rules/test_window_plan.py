@@ -5,6 +5,7 @@ import torch
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.window import TransposedWindow, Window
+from fullframe.spatial.rules.registry import TooSmall
 from fullframe.spatial.rules.window_plan import embedded, ints, nonempty, plan_windows, region
 from tests.spatial.fake import on_height, on_width, spatial, spec
 
@@ -16,7 +17,7 @@ def test_a_plan_names_rows_read_and_rows_computed() -> None:
     with spatial(1, 2, rank=1) as on:
         given = spec(on, (1, 2, 5, 9), on_width(BOUNDS, 3))
         plan = plan_windows(given, (2, 3), (Window(3, padding=1),) * 2, (5, 9), (1, 4, 5, 9))
-        assert (plan.needs, plan.outs, plan.too_small) == ((range(3, 10),), (range(4, 9),), ())
+        assert (plan.needs, plan.outs) == ((range(3, 10),), (range(4, 9),))
         assert plan.cuts[0].wanted == (range(0, 5), range(3, 9)) and plan.borrows
         assert plan.spec.placements == (on_width(BOUNDS, 3),) and plan.spec.shape == (1, 4, 5, 9)
         strided = plan_windows(given, (3,), (Window(2, stride=2),), (4,), (1, 2, 5, 4))
@@ -33,7 +34,9 @@ def test_pointwise_windows_are_no_cut() -> None:
 def test_a_map_that_is_too_small_names_the_axis_to_gather() -> None:
     with spatial(1, 2) as on:
         given = spec(on, (1, 2, 5, 9), on_width(BOUNDS, 3))
-        assert plan_windows(given, (3,), (Window(9),), (1,), (1, 2, 5, 1)).too_small == ("width",)
+        with pytest.raises(TooSmall) as caught:
+            plan_windows(given, (3,), (Window(9),), (1,), (1, 2, 5, 1))
+        assert tuple(caught.value.axes) == ("width",)
 
 
 def test_boundaries_without_empty_parts() -> None:
