@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from fullframe.cli.simulate import Simulate
@@ -50,9 +49,7 @@ class Comparison:
     def __enter__(self) -> "Comparison":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._child is not None:
             self._child.kill()
             self._child.communicate()

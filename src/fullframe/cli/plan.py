@@ -12,14 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from tyro.conf import Positional, arg
 
 from fullframe.errors import DeviceError, RecipeError
-from fullframe.strategy import Precision
+from fullframe.strategy import Precision, describe
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from fullframe.planning.plan import Planned
     from fullframe.planning.ranking import Plan as OnePlan
 
@@ -111,11 +112,8 @@ class Plan:
         return _REFUSED
 
     def _report(self, planned: "Planned", seconds: float, stream: TextIO) -> None:
-        from rich.console import Console
-
         from fullframe.planning.ranking import winner
         from fullframe.planning.shortfall import sentences
-        from fullframe.strategy import describe
 
         console = Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else _WIDTH)
         simulated = [plan for plan in planned.plans if plan.prediction is not None]
@@ -166,12 +164,8 @@ def _show_progress(started: float | None = None, limit: float = 0.0, simulated: 
         print(f"\r\x1b[K{'' if started is None else text}", end="", file=sys.stderr, flush=True)
 
 
-def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]", is_wide: bool) -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
+def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]", is_wide: bool) -> Table:
     from fullframe.planning.ranking import by_category
-    from fullframe.strategy import describe
 
     limit, of = planned.limit_bytes / _GIB, planned.cluster.device.memory_bytes / _GIB
     table = Table(title=f"{planned.cluster.name}: {limit:.2f} GiB of {of:.2f} to be used", title_justify="left")

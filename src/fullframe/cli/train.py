@@ -21,7 +21,6 @@ from fullframe.processes.stop_signals import Stopped
 from fullframe.strategy import Strategy
 
 if TYPE_CHECKING:
-    from fullframe.cli.display import Display
     from fullframe.training.run_directory import Resume
 
 Count = Annotated[int | None, arg(metavar="N")]
@@ -177,7 +176,7 @@ class Train:
         return "auto" if self.auto_resume else self.resume
 
     def _train(self, strategy: Strategy, run_dir: Path, rank: int) -> int:
-        from fullframe.cli.display import display
+        from fullframe.cli.display import Display
         from fullframe.recipe import load_recipe
         from fullframe.training.loop import fit
 
@@ -186,7 +185,7 @@ class Train:
         recipe = with_batch_size(read, self.batch_size or (plan or {}).get("batch_size"))
         steps = self.steps or recipe.steps
         last: dict[str, Any] = {}
-        show = display(steps, sys.stderr if self.json else sys.stdout) if rank == 0 else None
+        show = Display(steps, sys.stderr if self.json else sys.stdout) if rank == 0 else None
         say = show.message if show is not None else lambda message: None
         mesh = f"data {strategy.data} x height {strategy.height} x width {strategy.width}"
 
@@ -198,7 +197,7 @@ class Train:
 
         code = 0
         compared = Comparison(self.recipe, strategy, say, plan, self.strict_memory, recipe.batch_size)
-        with _shown(show), compared as comparison:
+        with show or contextlib.nullcontext(), compared as comparison:
             ranks = f"{strategy.ranks} rank{'s' * (strategy.ranks > 1)}"
             say(f"{self.recipe}: {steps} steps on {ranks} ({mesh}), writing {run_dir}")
             if recipe.batch_size != read.batch_size:
@@ -225,10 +224,6 @@ class Train:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in last.items()}
             print(json.dumps({"run_dir": str(run_dir), "ranks": strategy.ranks, **finite}))
         return code
-
-
-def _shown(show: "Display | None") -> contextlib.AbstractContextManager[object]:
-    return show if show is not None else contextlib.nullcontext()
 
 
 def _leave() -> None:

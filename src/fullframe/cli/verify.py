@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from tyro.conf import Positional, arg
 
 from fullframe.cli.train import Count
@@ -16,8 +19,6 @@ from fullframe.errors import MeshError, RecipeError
 from fullframe.strategy import Strategy
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fullframe.verification.verdict import Difference, Verdict
 
 _FOLDER = "FULLFRAME_VERIFY_FOLDER"  # tells ranks that this command started them, and where the verdict goes
@@ -132,8 +133,6 @@ class Verify:
         if self.json:
             print(verdict.to_json())
             return
-        from rich.console import Console
-
         console = Console(highlight=False, markup=False)
         for title, differences in (("gradient of", verdict.parameters), ("buffer", verdict.buffers)):
             if differences:
@@ -150,10 +149,7 @@ class Verify:
         console.print(_sentence(verdict, self.recipe), soft_wrap=True)
 
 
-def _print_table(console: "Console", title: str, differences: "tuple[Difference, ...]", rows: int | None) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+def _print_table(console: Console, title: str, differences: "tuple[Difference, ...]", rows: int | None) -> None:
     table = Table(title, "shape", "max abs", "relative")
     table.columns[0].overflow = "fold"
     for column in table.columns[2:]:
