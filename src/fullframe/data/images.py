@@ -59,16 +59,11 @@ def require_file(path: Path, what: str) -> Path:
 
 
 def _part(image: Any, rows: slice, columns: slice, beyond: int) -> np.ndarray[Any, Any]:
-    bottom, right = min(rows.stop, image.height), min(columns.stop, image.width)
-    if (bottom, right) == (rows.stop, columns.stop):
-        return np.array(image.crop((columns.start, rows.start, right, bottom)))
-    # A part may lie beyond the image altogether; its first pixel tells dtype and channels.
-    pixel = np.array(image.crop((0, 0, 1, 1)))
-    dtype = np.uint8 if pixel.dtype == bool else pixel.dtype  # a bool would hold no `beyond`
-    part = np.full((rows.stop - rows.start, columns.stop - columns.start, *pixel.shape[2:]), beyond, dtype)
-    if bottom > rows.start and right > columns.start:
-        inside = np.array(image.crop((columns.start, rows.start, right, bottom)))
-        part[: bottom - rows.start, : right - columns.start] = inside
+    part = np.array(image.crop((columns.start, rows.start, columns.stop, rows.stop)))  # 0 beyond the image
+    if beyond:
+        part = part.astype(np.uint8) if part.dtype == bool else part  # a bool would hold no `beyond`
+        part[max(image.height - rows.start, 0) :] = beyond
+        part[:, max(image.width - columns.start, 0) :] = beyond
     return part
 
 

@@ -39,13 +39,10 @@ DETECTION_CLASSES = {  # category: class of the detection benchmark; other categ
 
 @dataclass(frozen=True, eq=False)
 class _Frame:
-    token: str
     files: tuple[str, ...]  # one a camera
     size: tuple[int, int]
-    intrinsics: Array
-    extrinsics: Array
-    boxes: Array
-    classes: Array
+    arrays: Mapping[str, Array]  # of the sample, but its images
+    token: str
 
 
 class NuScenes(Dataset[dict[str, Any]]):
@@ -96,14 +93,8 @@ class NuScenes(Dataset[dict[str, Any]]):
         """The sample, with the images' part in `rows` and `columns`."""
         frame = self._frames[index]
         images = [read_image(self._root / file, rows, columns, self._dtype) for file in frame.files]
-        return {
-            "image": torch.stack(images),
-            "intrinsics": torch.from_numpy(frame.intrinsics),
-            "extrinsics": torch.from_numpy(frame.extrinsics),
-            "boxes": torch.from_numpy(frame.boxes),
-            "classes": torch.from_numpy(frame.classes),
-            "token": frame.token,
-        }
+        tensors = {name: torch.from_numpy(array) for name, array in frame.arrays.items()}
+        return {"image": torch.stack(images), **tensors, "token": frame.token}
 
 
 class _Tables:
@@ -191,15 +182,13 @@ def _frame(
     extrinsics = [from_world @ pose @ _pose(sensor) for pose, sensor in zip(world, calibrated, strict=True)]
     seen = [(row, number) for row in annotations if (number := _class(tables, row, numbers)) is not None]
     boxes = [_box(row, from_world) for row, _ in seen]
-    return _Frame(
-        token=token,
-        files=tuple(row["filename"] for row in rows),
-        size=sizes.pop(),
-        intrinsics=np.array([sensor["camera_intrinsic"] for sensor in calibrated], np.float32).reshape(-1, 3, 3),
-        extrinsics=np.array(extrinsics, np.float32),
-        boxes=np.array(boxes, np.float32).reshape(-1, 7),
-        classes=np.array([number for _, number in seen], np.int64),
-    )
+    arrays: dict[str, Array] = {
+        "intrinsics": np.array([sensor["camera_intrinsic"] for sensor in calibrated], np.float32).reshape(-1, 3, 3),
+        "extrinsics": np.array(extrinsics, np.float32),
+        "boxes": np.array(boxes, np.float32).reshape(-1, 7),
+        "classes": np.array([number for _, number in seen], np.int64),
+    }
+    return _Frame(tuple(row["filename"] for row in rows), sizes.pop(), arrays, token)
 
 
 def _class(tables: _Tables, annotation: Row, numbers: Mapping[str, int]) -> int | None:
