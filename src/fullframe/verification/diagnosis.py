@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fullframe.errors import UnsupportedOp
 from fullframe.verification.verdict import (
@@ -28,9 +27,9 @@ class PartEvidence:
 
     places: Sequence[tuple[Place, int]]  # in order of execution, with the number of the value
     values: Sequence[Value]
-    forward: Mapping[tuple[Any, ...], Found]  # by kind, path, call, leaf
-    backward: Mapping[int, Found]  # by the number of the value
-    unexpected: Sequence[Place]  # only the split step has them
+    forward: dict[tuple[str, str, int, int], Found]  # by kind, path, call, leaf
+    backward: dict[int, Found]  # by the number of the value
+    unexpected: list[Place]  # only the split step has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +110,13 @@ def _unused(parameters: Named) -> Iterator[str]:
 
 def _first_forward(evidence: Evidence, tolerance: float) -> FirstDifference | None:
     peers = middle(f.scale for part in evidence.parts for f in part.forward.values() if f.floating)
-    candidates = []
-    for part in evidence.parts:
-        for position, (place, number) in enumerate(part.places):
-            found = part.forward.get(place[:4])
-            found = found or Found(math.inf, 0.0, problem="the split step never gets there")
-            if found.relative(peers) > tolerance:
-                candidates.append((position, place, part.values[number], found))
-                break
+    absent = Found(math.inf, 0.0, problem="the split step never gets there")
+    candidates = [
+        (position, place, part.values[number], found)
+        for part in evidence.parts
+        for position, (place, number) in enumerate(part.places)
+        if (found := part.forward.get(place[:4], absent)).relative(peers) > tolerance
+    ]
     if not candidates:
         return None
     _, place, value, found = min(candidates, key=lambda candidate: candidate[0])
@@ -156,21 +154,21 @@ def _loss_difference(loss: Loss, tolerance: float) -> FirstDifference | None:
 
 def _first_backward(evidence: Evidence, tolerance: float) -> FirstDifference | None:
     peers = middle(f.scale for part in evidence.parts for f in part.backward.values() if f.floating)
-    candidates = []
-    for part in evidence.parts:
-        for number, found in part.backward.items():
-            if found.relative(peers) > tolerance:
-                order = part.values[number].gradient_order
-                candidates.append((math.inf if order is None else order, number, part, found))
+    candidates = [
+        (part.values[number], number, part, found)
+        for part in evidence.parts
+        for number, found in part.backward.items()
+        if found.relative(peers) > tolerance
+    ]
     if not candidates:
         return None
-    _, number, part, found = min(candidates, key=lambda candidate: candidate[0])
+    value, number, part, found = min(candidates, key=lambda candidate: _order(candidate[0]))
     places = [place for place, value in part.places if value == number]
-    value, relative = part.values[number], found.relative(peers)
     made = [place for place in places if place.kind == "output"]  # innermost first
     passed_on = {place[1:3] for place in places if place.kind == "output"}  # by modules that return their input
     users = _innermost([place for place in places if place.kind == "input" and place[1:3] not in passed_on])
-    tensor = f"gradient at the {_names(made[:1] or users[:1])}"
+    at = (made or users)[0]
+    tensor = f"gradient at the {at.kind} of {_described(at.path, at.class_name)}"
     if users:
         module, class_name = users[0].path, users[0].class_name
         what = (
@@ -186,11 +184,12 @@ def _first_backward(evidence: Evidence, tolerance: float) -> FirstDifference | N
     else:
         module, class_name = None, ""
         what = f"in backward, {tensor} is the first that differs: look at the backward of the recipe's loss"
-    return _first("backward", module, class_name, tensor, value, found, relative, what)
+    return _first("backward", module, class_name, tensor, value, found, found.relative(peers), what)
 
 
-def _names(places: Sequence[Place]) -> str:
-    return " or ".join(f"{place.kind} of {_described(place.path, place.class_name)}" for place in places)
+def _order(value: Value) -> float:
+    """When its gradient was complete, counted in backward; those that have none come last."""
+    return math.inf if value.gradient_order is None else value.gradient_order
 
 
 def _first_named(

@@ -1,6 +1,7 @@
 """Every tensor that goes into or comes out of a module, in order of execution, and how two of them are compared."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ class ModuleTensors:
     def __init__(self, model: nn.Module, seen: Callable[[Place, Tensor], None]):
         self._model, self._seen = model, seen
         self._paths = {module: path for path, module in model.named_modules()}
-        self._calls: dict[str, int] = {}
+        self._calls = Counter[str]()
         self._running: list[tuple[nn.Module, int]] = []
         self._handles: list[Any] = []
 
@@ -39,13 +40,11 @@ class ModuleTensors:
             handle.remove()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if _in_backward():
-            return
-        path = self._paths[module]
-        call = self._calls.get(path, 0)
-        self._calls[path] = call + 1
-        self._report("input", module, call, (args, kwargs))
-        self._running.append((module, call))
+        if not _in_backward():
+            path = self._paths[module]
+            self._report("input", module, self._calls[path], (args, kwargs))
+            self._running.append((module, self._calls[path]))
+            self._calls[path] += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not _in_backward():
@@ -53,18 +52,12 @@ class ModuleTensors:
             self._report("output", module, call, output)
 
     def _report(self, kind: str, module: nn.Module, call: int, values: Any) -> None:
-        caller = self._running[-1][0] if self._running else None
+        caller: tuple[str | None, str] = (None, "")
+        if self._running:
+            running, _ = self._running[-1]
+            caller = self._paths[running], type(running).__name__
         for leaf, tensor in enumerate(tensors_in(values)):
-            place = Place(
-                kind,
-                self._paths[module],
-                call,
-                leaf,
-                type(module).__name__,
-                None if caller is None else self._paths[caller],
-                "" if caller is None else type(caller).__name__,
-            )
-            self._seen(place, tensor)
+            self._seen(Place(kind, self._paths[module], call, leaf, type(module).__name__, *caller), tensor)
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

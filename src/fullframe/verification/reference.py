@@ -101,7 +101,7 @@ def main(recipe_path: Path, folder: Path) -> None:
     """Compute the reference in this process."""
     given = torch.load(folder / "given.pt", weights_only=False)
     recipe, device = load_recipe(recipe_path), torch.device(given["device"])
-    model = double_model(recipe).to(device)
+    model, _ = double_model(recipe, device)
     initial = {name: tensor.to(device) for name, tensor in given["state"].items()}
     _restore(model, initial)
     total, count, buffers = 0.0, 0.0, []
@@ -123,12 +123,11 @@ def main(recipe_path: Path, folder: Path) -> None:
     torch.save(Answers(loss=total / count, gradients=gradients, buffers=buffers, draws=draws), folder / "answers.pt")
 
 
-def double_model(recipe: Recipe) -> nn.Module:
-    """The recipe's model from its seed, in float64, without dropout."""
+def double_model(recipe: Recipe, device: torch.device) -> tuple[nn.Module, list[str]]:
+    """The recipe's model from its seed, in float64, without dropout; what dropout there was, in words."""
     seed_everything(recipe.seed)
-    model = recipe.model().double()
-    without_dropout(model)
-    return model
+    model = recipe.model().double().to(device)
+    return model, without_dropout(model)
 
 
 def _recorded(recipe: Recipe, model: nn.Module, batch: Any, folder: Path) -> tuple[float, float]:

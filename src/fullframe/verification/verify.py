@@ -79,6 +79,7 @@ def verify(
     )
     mesh = init_mesh(height=strategy.height, width=strategy.width)
     notes: list[str] = []
+    about = dict(zip(AXES, mesh.mesh.shape, strict=True)), mesh_device(mesh).type, tolerance, notes
     plain, step, batch, kept = _prepared(recipe, strategy, mesh, notes)
     with _machine_folder() as folder:
         _run_reference(path, folder, recipe, mesh, plain, kept.batch)
@@ -94,10 +95,10 @@ def verify(
                 seed_everything(_seed(recipe, comparison.replica))
                 loss = step(batch).loss
         except UnsupportedOp as error:  # on every rank of the replica alike; from here on nobody sends anything
-            return refused(error, _axes(mesh), str(mesh_device(mesh).type), tolerance, notes)
+            return refused(error, *about)
         comparison.finish()
         evidence = _evidence(answers, comparison, plain, loss)
-    return judged(evidence, _axes(mesh), str(mesh_device(mesh).type), tolerance, notes)
+    return judged(evidence, *about)
 
 
 class _KeptBatch:
@@ -116,9 +117,7 @@ class _KeptBatch:
 def _prepared(
     recipe: Recipe, strategy: Strategy, mesh: DeviceMesh, notes: list[str]
 ) -> tuple[nn.Module, TrainStep, Any, _KeptBatch]:
-    seed_everything(recipe.seed)
-    plain = recipe.model().double().to(mesh_device(mesh))
-    silenced = reference.without_dropout(plain)
+    plain, silenced = reference.double_model(recipe, mesh_device(mesh))
     if silenced:
         more = f" and {len(silenced) - 3} more" if len(silenced) > 3 else ""
         notes.append(f"dropout is off for the comparison, in both runs: {', '.join(silenced[:3])}{more}")
@@ -174,9 +173,7 @@ class _Comparison:
     def __init__(self, part: Part, spatial: Spatial):
         self.part, self._spatial = part, spatial
         self.replica = spatial.mesh.get_local_rank("data")
-        self.forward: dict[_Key, Found] = {}
-        self.backward: dict[int, Found] = {}
-        self.unexpected: list[Place] = []  # only the split step has them
+        self.found = PartEvidence(places=part.places, values=part.values, forward={}, backward={}, unexpected=[])
         self._numbers: dict[_Key, int] = {place[:4]: number for place, number in part.places}
         self._known = WeakIdKeyDictionary()  # local tensor -> its version
         self._hooked: dict[int, _Hooked] = {}
@@ -186,11 +183,11 @@ class _Comparison:
         """Compare, and wait for the gradient. Sends nothing."""
         number = self._numbers.get(place[:4])
         if number is None:
-            self.unexpected.append(place)
+            self.found.unexpected.append(place)
             return
         spec = tensor.spec if isinstance(tensor, SpatialTensor) else None
         local = local_of(tensor) if isinstance(tensor, SpatialTensor) else tensor
-        found = self.forward[place[:4]] = self._compared(number, local, spec)
+        found = self.found.forward[place[:4]] = self._compared(number, local, spec)
         if self._known.get(local, None) == local._version:
             return  # its gradient is that of all its uses, and belongs to the value that it was first
         self._known[local] = local._version
@@ -225,7 +222,7 @@ class _Comparison:
         has_one = value.gradient_order is not None
         whole = self.part.gradient(number) if has_one else torch.zeros(value.shape, dtype=gradient.dtype)
         expected = whole if spec is None else sliced(whole, spec)
-        self.backward[number] = compared(expected, gradient, dist.get_rank())
+        self.found.backward[number] = compared(expected, gradient, dist.get_rank())
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -234,7 +231,7 @@ class _Comparison:
         for number, hooked in self._hooked.items():
             if self._parts(hooked.spec) < self._spatial.size:
                 shared[number] = str(hooked.spec and hooked.spec.placements)
-            elif number not in self.backward:  # no gradient came
+            elif number not in self.found.backward:  # no gradient came
                 self._judge(number, hooked.zeros(), hooked.spec)
         replica = [theirs for replica, theirs in from_all_ranks((self.replica, shared)) if replica == self.replica]
         agreed = [n for n, cuts in sorted(replica[0].items()) if all(theirs.get(n) == cuts for theirs in replica)]
@@ -254,15 +251,8 @@ def _evidence(answers: Answers, comparison: _Comparison, plain: nn.Module, loss:
     gradients, missing = _gradients(answers, parameters)
     buffers = dict(plain.named_buffers())
     expected = answers.buffers[comparison.replica]
-    mine = PartEvidence(
-        places=comparison.part.places,
-        values=comparison.part.values,
-        forward=comparison.forward,
-        backward=comparison.backward,
-        unexpected=comparison.unexpected,
-    )
     of_buffers = {name: compared(expected[name], buffer, dist.get_rank()) for name, buffer in buffers.items()}
-    everyone = from_all_ranks((comparison.replica, mine, gradients, of_buffers))
+    everyone = from_all_ranks((comparison.replica, comparison.found, gradients, of_buffers))
     replicas = sorted({replica for replica, *_ in everyone})
     return Evidence(
         parts=[_joined_parts([part for number, part, *_ in everyone if number == r]) for r in replicas],
@@ -320,10 +310,6 @@ def _joined(everyone: Sequence[Mapping[K, Found]]) -> dict[K, Found]:
 def _seed(recipe: Recipe, replica: int) -> int:
     """As in training: replicas draw different numbers, the ranks of one replica start from the same state."""
     return mixed_seed(recipe.seed, replica, 0)
-
-
-def _axes(mesh: DeviceMesh) -> dict[str, int]:
-    return dict(zip(AXES, mesh.mesh.shape, strict=True))
 
 
 @contextlib.contextmanager
