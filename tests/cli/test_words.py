@@ -13,7 +13,7 @@ from fullframe.cli.plan import Plan
 from fullframe.cli.simulate import Simulate
 from fullframe.cli.train import Train
 from fullframe.cli.verify import Verify
-from fullframe.cli.words import TechniqueOptions, words
+from fullframe.cli.words import TechniqueOptions, changed, words
 from fullframe.strategy import TECHNIQUES, Strategy
 
 RECIPE = Path("job.py")
@@ -64,4 +64,4 @@ def test_words_are_parsed_back(command: object) -> None:
 
 def test_what_is_not_asked_for_is_not_said() -> None:
     assert words(Train(recipe=RECIPE)) == ["job.py"] and words(TechniqueOptions()) == []
-    assert TechniqueOptions(clip_norm=0.5).fields() == {"clip_norm": 0.5}
+    assert changed(TechniqueOptions(clip_norm=0.5)) == {"clip_norm": 0.5}

@@ -65,36 +65,24 @@ class Comparison:
             self._conclude(self._predicted())
 
     def _start(self, record: Mapping[str, Any]) -> None:
+        import torch.distributed as dist
+
         from fullframe.ranks.agreement import from_all_ranks, on_first_rank
 
         of_ranks = from_all_ranks({**measured(), "step_seconds": float(record["step_seconds"])})
         self._measured = {name: max(rank[name] for rank in of_ranks) for name in of_ranks[0]}
         if self._strict is not None:
-            predicted = on_first_rank(self._predicted_now)
-            self._require_close(self._conclude(predicted))
-        elif self._is_first:
-            if self._known is not None:
-                self._conclude(self._known)
-            else:
-                self._child = self._simulation()
-
-    @property
-    def _is_first(self) -> bool:
-        import torch.distributed as dist
-
-        return not dist.is_initialized() or dist.get_rank() == 0
+            self._require_close(self._conclude(on_first_rank(self._predicted)), self._strict)
+        elif self._known is not None:
+            self._conclude(self._known)
+        elif not dist.is_initialized() or dist.get_rank() == 0:
+            self._child = self._simulation()
 
     @property
     def _known(self) -> Mapping[str, Any] | None:
         same = self._plan.get("devices") == cluster_here(self._strategy.ranks)
         same = same and self._batch_size in (None, self._plan.get("batch_size", self._batch_size))
         return self._plan.get("prediction") if same else None
-
-    def _predicted_now(self) -> Mapping[str, Any]:
-        if self._known is not None:
-            return self._known
-        self._child = self._simulation()
-        return self._predicted()
 
     def _simulation(self) -> "subprocess.Popen[str]":
         quietly = ["nice", "-n", "10"] if shutil.which("nice") else []
@@ -114,7 +102,9 @@ class Comparison:
             )
 
     def _predicted(self) -> Mapping[str, Any]:
-        assert self._child is not None
+        if self._known is not None:
+            return self._known
+        self._child = self._child or self._simulation()
         out, problem = self._child.communicate()
         code, self._child = self._child.returncode, None
         with contextlib.suppress(json.JSONDecodeError):
@@ -142,11 +132,11 @@ class Comparison:
         self._say("; ".join(parts))
         return off
 
-    def _require_close(self, off: Mapping[str, float]) -> None:
+    def _require_close(self, off: Mapping[str, float], strict: float) -> None:
         worst = max(off, key=lambda name: abs(off[name]))
-        if self._strict is not None and abs(off[worst]) > self._strict:
+        if abs(off[worst]) > strict:
             raise RunError(
-                f"--strict-memory {self._strict:g}: {worst.removesuffix('_bytes')} memory is off by {off[worst]:+.0%}; "
+                f"--strict-memory {strict:g}: {worst.removesuffix('_bytes')} memory is off by {off[worst]:+.0%}; "
                 "leave the option out to train all the same"
             )
 

@@ -125,7 +125,7 @@ class Plan:
             console.print(_OTHER, soft_wrap=True)
         if len(simulated) > len(rows):
             console.print(f"and {len(simulated) - len(rows)} more that were simulated; --all lists every strategy")
-        for reason, count in _counted(others):
+        for reason, count in Counter(plan.why.value or plan.reason for plan in others).most_common():
             console.print(f"{count} not simulated: {reason}", soft_wrap=True)
         for line in _assumptions(planned):
             console.print(line, soft_wrap=True)
@@ -191,11 +191,6 @@ def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]", is_
 def _number(value: float) -> str:
     """Three digits, and all of those before the point."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _counted(plans: "list[OnePlan]") -> list[tuple[str, int]]:
-    """Reasons without their figures, and how many strategies have each; refusals in full."""
-    return Counter(plan.why.value or plan.reason for plan in plans).most_common()
 
 
 def _assumptions(planned: "Planned") -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 from tyro.conf import Positional, arg
 
 from fullframe.cli.strategy_file import first_plan, strategy_of, with_batch_size
-from fullframe.cli.words import TechniqueOptions, TechniqueWords
+from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed
 from fullframe.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Simulate:
             plan = first_plan(self.strategy)
             strategy, batch_size = strategy_of(plan), batch_size or plan.get("batch_size")
         else:
-            strategy = Strategy(data=self.data, height=self.height, width=self.width, **self.techniques.fields())
+            strategy = Strategy(data=self.data, height=self.height, width=self.width, **changed(self.techniques))
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is no prediction
             cluster = parse_cluster(self.gpus)
             recipe = with_batch_size(load_recipe(self.recipe), batch_size)

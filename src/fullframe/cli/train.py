@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 
 from fullframe.cli.comparison import Comparison
 from fullframe.cli.strategy_file import first_plan, require_devices, strategy_of, with_batch_size
-from fullframe.cli.words import TechniqueOptions, TechniqueWords, words
+from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed, words
 from fullframe.errors import MeshError, RecipeError, RunError, StrategyError
 from fullframe.processes.stop_signals import Stopped
 from fullframe.strategy import Strategy
@@ -121,11 +121,11 @@ class Train:
                 f"data {data} x height {height} x width {width} = {data * height * width} is not the number of "
                 f"processes, {ranks}; leave out --data or --processes"
             )
-        return Strategy(data=data, height=height, width=width, **self.techniques.fields())
+        return Strategy(data=data, height=height, width=width, **changed(self.techniques))
 
     def _planned(self, ranks: int) -> Strategy:
         assert self.plan is not None
-        if self.data or self.height or self.width or self.techniques.fields():
+        if self.data or self.height or self.width or changed(self.techniques):
             raise StrategyError("--plan says how to train; leave out the options of the mesh and the techniques")
         plan = first_plan(self.plan)
         strategy, planned = strategy_of(plan), plan.get("batch_size")
@@ -176,6 +176,8 @@ class Train:
         return "auto" if self.auto_resume else self.resume
 
     def _train(self, strategy: Strategy, run_dir: Path, rank: int) -> int:
+        import torch.distributed as dist
+
         from fullframe.cli.display import Display
         from fullframe.recipe import load_recipe
         from fullframe.training.loop import fit
@@ -219,16 +221,9 @@ class Train:
                 )
             except Stopped as stopped:
                 code, last["stopped"] = stopped.code, stopped.signal.name
-        _leave()
+        if dist.get_world_size() > 1:
+            dist.destroy_process_group()  # NCCL complains of a rank that just goes
         if self.json and rank == 0:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in last.items()}
             print(json.dumps({"run_dir": str(run_dir), "ranks": strategy.ranks, **finite}))
         return code
-
-
-def _leave() -> None:
-    """End this process's part in the job; NCCL complains of a rank that just goes."""
-    import torch.distributed as dist
-
-    if dist.get_world_size() > 1:
-        dist.destroy_process_group()

@@ -15,10 +15,6 @@ _POSITIONAL = get_args(Positional[int])[1:]
 class Techniques:
     """How a step is made to fit: every field of the strategy but the mesh."""
 
-    def fields(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, for `Strategy(**...)`."""
-        return changed(self)
-
 
 def technique_options(strategy: type[Strategy] = Strategy) -> type[Techniques]:
     """`Techniques` with a field for each row of the table, in the order of the strategy's fields."""

@@ -104,9 +104,7 @@ def with_value(strategy: Strategy, technique: Technique, value: object) -> Strat
 
 def saves_more(strategy: Strategy, other: Strategy) -> bool:
     """Whether `strategy` is `other` with less memory for more work, and else the same."""
-    if strategy == other or any(
-        getattr(strategy, axis) != getattr(other, axis) for axis in ("data", "height", "width")
-    ):
+    if strategy == other or mesh_of(strategy) != mesh_of(other):
         return False
     return all(
         technique.saves(strategy, other)

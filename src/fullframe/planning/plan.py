@@ -18,7 +18,6 @@ from fullframe.planning.ranking import Plan, plans_of
 from fullframe.planning.search import Search
 from fullframe.planning.shortfall import Shortfall, shortfall
 from fullframe.recipe import Recipe
-from fullframe.simulation.clock.timed_ops import Timings
 from fullframe.simulation.devices.table import Cluster, parse_cluster
 from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
 from fullframe.simulation.prediction import Prediction
@@ -117,13 +116,13 @@ def plan_in_full(request: PlanRequest) -> Planned:
     if request.batch_size is not None:
         recipe = replace(recipe, batch_size=request.batch_size)
     benchmark = not cluster.device.is_cuda if request.benchmark is None else request.benchmark
-    if benchmark:
-        _require_present(cluster)
+    if benchmark and cluster.device.is_cuda and not torch.cuda.is_available():
+        raise StrategyError(f"ops can only be timed on a device that is here, and there is no {cluster.device.name}")
     sample = read_sample(recipe)
     recipe = replace(recipe, sample=lambda: sample)  # read once, and not again in every simulation
     job = _job(recipe, cluster, request.precisions, request.allow_optimizer)
     search = Search(job=job, limit_bytes=int(cluster.device.memory_bytes * (1 - KEPT_FREE)))
-    predict = partial(_simulate, {} if benchmark else None, end)
+    predict = partial(simulate, timings={} if benchmark else None, until=end)
     workers = 1 if benchmark else request.workers  # two at once would time each other
 
     def of_recipe(strategy: Strategy) -> Prediction:
@@ -141,12 +140,6 @@ def plan_in_full(request: PlanRequest) -> Planned:
         limit_bytes=search.limit_bytes,
         untried=len(search.untried),
     )
-
-
-def _simulate(
-    timings: Timings | None, until: float, recipe: Recipe, strategy: Strategy, cluster: Cluster
-) -> Prediction:
-    return simulate(recipe, strategy, cluster, timings=timings, until=until)
 
 
 def _job(recipe: Recipe, cluster: Cluster, precisions: Sequence[Precision] | None, allow_optimizer: bool) -> Job:
@@ -186,8 +179,3 @@ def _without_blocks(recipe: Recipe) -> tuple[str, ...]:
     if repeated_blocks(model):
         return ()
     return tuple(name for name, child in model.named_children() if any(True for _ in child.parameters()))
-
-
-def _require_present(cluster: Cluster) -> None:
-    if cluster.device.is_cuda and not torch.cuda.is_available():
-        raise StrategyError(f"ops can only be timed on a device that is here, and there is no {cluster.device.name}")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fullframe.planning.candidates import Job, candidates, with_value
+from fullframe.planning.candidates import candidates, with_value
 from fullframe.planning.pool import in_time, runner
 from fullframe.planning.search import Search
 from fullframe.recipe import Recipe
@@ -70,17 +70,16 @@ def shortfall(
 
     with runner(changed_prediction, workers) as run:
         outcomes = in_time(run, range(len(changes)), workers, end)
-    found = []
-    for (change, *_), changed in zip(changes, outcomes, strict=False):
-        if isinstance(changed, Prediction) and changed.device_bytes < prediction.device_bytes:
-            found.append(
-                Advice(
-                    change=change,
-                    device_bytes=changed.device_bytes,
-                    saved_bytes=prediction.device_bytes - changed.device_bytes,
-                    fits=changed.device_bytes <= search.limit_bytes,
-                )
-            )
+    found = [
+        Advice(
+            change=change,
+            device_bytes=changed.device_bytes,
+            saved_bytes=prediction.device_bytes - changed.device_bytes,
+            fits=changed.device_bytes <= search.limit_bytes,
+        )
+        for (change, *_), changed in zip(changes, outcomes, strict=False)
+        if isinstance(changed, Prediction) and changed.device_bytes < prediction.device_bytes
+    ]
     return Shortfall(
         closest=closest,
         missing_bytes=prediction.device_bytes - search.limit_bytes,
@@ -115,15 +114,10 @@ def _more_gpus(recipe: Recipe, search: Search) -> Iterator[Change]:
     """Twice, four and eight times as many: of each the strategy that is estimated to need least."""
     for times in (2, 4, 8):
         cluster = _larger(search.job.cluster, times)
-        job = replace(search.job, cluster=cluster)
-        least = _least(search, job)
+        estimates = search.estimates(candidates(replace(search.job, cluster=cluster)))
+        least = min(estimates, key=lambda strategy: estimates[strategy].bytes, default=None)
         if least is not None and least.ranks > search.job.cluster.ranks:
             yield f"{cluster.name}: {describe(least)}", recipe, least, cluster
-
-
-def _least(search: Search, job: Job) -> Strategy | None:
-    estimates = search.estimates(candidates(job))
-    return min(estimates, key=lambda strategy: estimates[strategy].bytes, default=None)
 
 
 def _larger(cluster: Cluster, times: int) -> Cluster:

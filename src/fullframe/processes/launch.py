@@ -4,7 +4,6 @@ Not by torchrun's agent, which starts a job again whatever ended it, an error in
 middle of its own work when it is told to stop. Ranks that torchrun starts again resume all the same.
 """
 
-import itertools
 import os
 import signal
 import sys
@@ -41,9 +40,12 @@ def launch(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // ranks, 1)))
     # The ranks must walk through a set of names in one order.
     os.environ.setdefault("PYTHONHASHSEED", "0")
-    reason, furthest, in_vain = "", progress(), 0
-    with tempfile.TemporaryDirectory(prefix="fullframe-") as folder, _stop_signals() as stop:
-        for attempt in itertools.count():
+    reason, furthest, attempt, in_vain = "", progress(), 0, 0
+    # What this process ignores, as nohup has it ignore SIGHUP, the ranks need not hear of.
+    numbers = [n for n in (*STOP_SIGNALS, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    stop = StopSignals(numbers, interrupts=False)
+    with tempfile.TemporaryDirectory(prefix="fullframe-") as folder, stop:
+        while True:
             environment = {
                 "TORCHELASTIC_RUN_ID": Path(folder).name,
                 "TORCHELASTIC_RESTART_COUNT": str(attempt),
@@ -58,7 +60,8 @@ def launch(
                 return 0
             cause = min(deaths, key=_precedence)
             code = cause.code if cause.code > 0 else 1
-            if not restarts or not _is_worth_another_try(cause):
+            is_final = cause.code >= 0 and cause.code != AGAIN
+            if is_final or not restarts:
                 _explain(cause)
                 return code
             reached = progress()
@@ -73,13 +76,7 @@ def launch(
             _restore_cursor()
             _say(f"warning: {reason}; all ranks start again from the last checkpoint (step {reached} was done)")
             _say(cause.last_words)
-    raise AssertionError("itertools.count has no end")
-
-
-def _stop_signals() -> StopSignals:
-    """The signals that are handed on; those that this process ignores, as nohup has it ignore SIGHUP, are not."""
-    wanted = (*STOP_SIGNALS, signal.SIGHUP)
-    return StopSignals([n for n in wanted if signal.getsignal(n) != signal.SIG_IGN], interrupts=False)
+            attempt += 1
 
 
 def _wait(ranks: Ranks, stop: StopSignals, patience_seconds: float) -> list[Death]:
@@ -98,20 +95,14 @@ def _wait(ranks: Ranks, stop: StopSignals, patience_seconds: float) -> list[Deat
 
 def _stopped(codes: Sequence[int | None], deaths: Sequence[Death], number: int) -> int:
     """The exit code of a job that was asked to stop: 0 or 130 where every rank ended as it should."""
-    if set(codes) == {0}:
-        return 0
-    if set(codes) == {130}:
-        return 130
+    if set(codes) in ({0}, {130}):
+        return codes[0] or 0
     errors = [death for death in deaths if death.report]
     if errors:
         _explain(min(errors, key=_precedence))
     _restore_cursor()
     _say("stopped at once; what was done since the last checkpoint is lost")
     return 128 + number
-
-
-def _is_worth_another_try(cause: Death) -> bool:
-    return cause.code < 0 or cause.code == AGAIN
 
 
 def _explain(death: Death) -> None:
