@@ -121,16 +121,15 @@ def _first_forward(evidence: Evidence, tolerance: float) -> FirstDifference | No
         return None
     _, place, value, found = min(candidates, key=lambda candidate: candidate[0])
     name = _described(place.path, place.class_name)
+    relative = found.relative(peers)
     if place.kind == "output":
-        module, class_name, tensor = place.path, place.class_name, "output"
         what = f"{name} is the first module whose output differs; everything before agrees"
-    elif place.caller is not None:
-        module, class_name, tensor = place.caller, place.caller_class, f"input of {name}"
-        what = f"code in the forward of {_described(module, class_name)} differs first: what it passes to {name}"
-    else:
-        module, class_name, tensor = None, "", f"input of {name}"
-        what = "what the recipe's loss passes to the model differs already"
-    return _first("forward", module, class_name, tensor, value, found, found.relative(peers), what)
+        return _first("forward", place.path, place.class_name, "output", value, found, relative, what)
+    what = "what the recipe's loss passes to the model differs already"
+    if place.caller is not None:
+        caller = _described(place.caller, place.caller_class)
+        what = f"code in the forward of {caller} differs first: what it passes to {name}"
+    return _first("forward", place.caller, place.caller_class, f"input of {name}", value, found, relative, what)
 
 
 def _first_unexpected(evidence: Evidence) -> FirstDifference | None:
@@ -171,19 +170,13 @@ def _first_backward(evidence: Evidence, tolerance: float) -> FirstDifference | N
     tensor = f"gradient at the {at.kind} of {_described(at.path, at.class_name)}"
     if users:
         module, class_name = users[0].path, users[0].class_name
-        what = (
-            f"in backward, {tensor} is the first that differs: "
-            f"look at the backward of {' or '.join(_described(u.path, u.class_name) for u in users)}"
-        )
+        work = " or ".join(_described(user.path, user.class_name) for user in users)
     elif made and made[-1].caller is not None:
         module, class_name = made[-1].caller, made[-1].caller_class
-        what = (
-            f"in backward, {tensor} is the first that differs: look at the backward of the code in the forward of "
-            f"{_described(module, class_name)} behind it"
-        )
+        work = f"the code in the forward of {_described(module, class_name)} behind it"
     else:
-        module, class_name = None, ""
-        what = f"in backward, {tensor} is the first that differs: look at the backward of the recipe's loss"
+        module, class_name, work = None, "", "the recipe's loss"
+    what = f"in backward, {tensor} is the first that differs: look at the backward of {work}"
     return _first("backward", module, class_name, tensor, value, found, found.relative(peers), what)
 
 

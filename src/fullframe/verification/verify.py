@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.data.slices import SliceReader
@@ -126,12 +126,14 @@ def _prepared(
     _, _, step = prepare(recipe, strategy, mesh, plain)
     kept = _KeptBatch(recipe.collate)
     data = recipe.data()
-    read = DataLoader(data, recipe.batch_size, shuffle=True, drop_last=True, collate_fn=kept)
-    batch = next(iter(ShardedLoader(read, mesh, seed=recipe.seed)))
+
+    def first_batch(data: Dataset[Any]) -> Any:
+        read = DataLoader(data, recipe.batch_size, shuffle=True, drop_last=True, collate_fn=kept)
+        return next(iter(ShardedLoader(read, mesh, seed=recipe.seed)))
+
+    batch = first_batch(data)
     if isinstance(data, SliceReader):  # then `batch` was read in parts, and what was kept is one of them
-        whole = Subset(data, range(len(data)))  # type: ignore[arg-type]  # which offers no read()
-        read = DataLoader(whole, recipe.batch_size, shuffle=True, drop_last=True, collate_fn=kept)
-        next(iter(ShardedLoader(read, mesh, seed=recipe.seed)))
+        first_batch(Subset(data, range(len(data))))  # type: ignore[arg-type]  # which offers no read()
     return plain, step, batch, kept
 
 
