@@ -24,6 +24,11 @@ class Route(NamedTuple):
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
 
+    @property
+    def back(self) -> "Route":
+        """The messages that bring home what these brought."""
+        return Route(self.receives, self.sends)
+
 
 @lru_cache(maxsize=65536)
 def route(extents: Extents, wanted: Wanted, rank: int) -> Route:

@@ -10,21 +10,24 @@ Map = Callable[[Tensor], Tensor]
 
 
 class _Linear(torch.autograd.Function):
-    """`send(value)`, whose gradient is sent by `adjoint`; keeps no tensor."""
+    """`send(value)`, whose gradient is sent by `adjoint`, and that one's by `again`; keeps no tensor."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, send: Map, adjoint: Map) -> Tensor:
-        ctx.back = adjoint, send
+    def forward(ctx: Any, value: Tensor, send: Map, adjoint: Map, again: Map) -> Tensor:
+        ctx.back = adjoint, again
         ctx.set_materialize_grads(False)
         return send(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         if gradient is None:  # on no rank, as all run one program
-            return None, None, None
-        return linear(gradient, *ctx.back), None, None
+            return None, None, None, None
+        return linear(gradient, *ctx.back), None, None, None
 
 
-def linear(value: Tensor, send: Map, adjoint: Map) -> Tensor:
-    """`send(value)`, a new tensor, by messages that are linear in `value`; differentiable as often as one likes."""
-    return _Linear.apply(value, send, adjoint)  # type: ignore[no-any-return, no-untyped-call]
+def linear(value: Tensor, send: Map, adjoint: Map, again: Map | None = None) -> Tensor:
+    """`send(value)`, a new tensor, by messages that are linear in `value`; differentiable as often as one likes.
+
+    `again` is `send` without the constants that it adds, where it adds any.
+    """
+    return _Linear.apply(value, send, adjoint, again or send)  # type: ignore[no-any-return, no-untyped-call]

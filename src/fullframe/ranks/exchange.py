@@ -3,7 +3,6 @@
 Nothing else in the package sends activations; reductions over ranks are in `collectives`.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,10 +31,10 @@ class Message(NamedTuple):
 class _Sent(NamedTuple):
     """A message by gloo whose head the receiver first compares; `place` is where the head lies, in a mailbox."""
 
-    peer: int
     head: bytes
     place: Place | None
     work: Any
+    tensor: Tensor  # which must live until it is through
 
 
 class _Due(NamedTuple):
@@ -83,7 +82,7 @@ class InFlight:
 
     def _send(self, rank: int, tensor: Tensor, head: bytes) -> None:
         """Send head and contents, through a mailbox where they fit, else the contents by gloo."""
-        boxes, group = self._channel.boxes, self._axis.group
+        boxes = self._channel.boxes
         if boxes is not None and fits(tensor):
             boxes.send(rank, head, tensor)
             return
@@ -93,9 +92,9 @@ class InFlight:
             place = boxes.send(rank, head)
         elif self._channel.heads is not None:
             self._channel.heads.send(rank, head)
-        self._sent.append(
-            _Sent(rank, head, place, _isend(tensor.cpu().contiguous(), rank, group, gloo_tag(number, False)))
-        )
+        tensor = tensor.cpu().contiguous()
+        work = dist.isend(tensor, rank, self._axis.group, gloo_tag(number, False))
+        self._sent.append(_Sent(head, place, work, tensor))
 
     def _expect(self, rank: int, tensor: Tensor, head: bytes) -> None:
         """Note what is to come from `rank` into `tensor`; take it at once where its head is there already."""
@@ -153,56 +152,28 @@ class InFlight:
                 self._channel.boxes.abandon(due.place)  # type: ignore[union-attr]
 
 
-def _isend(tensor: Tensor, rank: int, group: dist.ProcessGroup, tag: int) -> Any:
-    """The work of a send by gloo, with the tensor, which must live until it is through."""
-    return _Kept(dist.isend(tensor, rank, group, tag), tensor)
-
-
-class _Kept(NamedTuple):
-    """A send that is under way, and the tensor it reads from."""
-
-    work: Any
-    tensor: Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-
-
-def post_borrow(
-    axis: Axis,
-    plan: Route,
-    block: Callable[[range], Tensor],
-    shape_of: Callable[[range], list[int]],
-    like: Tensor,
-    size: int,
+def post(
+    axis: Axis, plan: Route, blocks: list[Tensor], shapes: list[list[int]], like: Tensor, size: int, kind: str = "rows"
 ) -> InFlight:
-    """Send this rank's rows that others want and post the receives of those that it wants; returns at once.
+    """Send and receive what `plan` names; returns at once. All ranks of the axis call this together.
 
-    `plan` names both; `block(rows)` cuts out what is sent, `shape_of(rows)` is the shape of what comes, in the dtype of
-    `like`; `size` is the number of rows of the whole dim. All ranks of the axis call this together.
+    `blocks` are what is sent, `shapes` those of what comes, in the dtype of `like`; `size` is the number of rows of the
+    whole dim. Gradients go home by `plan.back`.
     """
-    sends = [_message(t, block(t.rows), size) for t in plan.sends]
-    receives = [_message(t, like.new_empty(shape_of(t.rows)), size) for t in plan.receives]
-    return _posted(axis, sends, receives, "rows", like)
-
-
-def post_return(
-    axis: Axis, plan: Route, gradients: list[Tensor], shape_of: Callable[[range], list[int]], like: Tensor, size: int
-) -> InFlight:
-    """The adjoint of `post_borrow`: `gradients` of what was received, in its order, go back to the owners."""
-    sends = [_message(t, gradient, size) for t, gradient in zip(plan.receives, gradients, strict=True)]
-    receives = [_message(t, like.new_empty(shape_of(t.rows)), size) for t in plan.sends]
-    return _posted(axis, sends, receives, "gradient of rows", like)
+    sends = [_message(t, block, size) for t, block in zip(plan.sends, blocks, strict=True)]
+    receives = [_message(t, like.new_empty(shape), size) for t, shape in zip(plan.receives, shapes, strict=True)]
+    if axis.channel.record is not None:  # a rank that neither sends nor receives takes part too
+        axis.channel.record.note(axis.channel.head(kind, line(), like.new_empty((0,) * like.dim())))
+    return InFlight(axis, sends, receives, kind)
 
 
 def _message(transfer: Transfer, tensor: Tensor, size: int) -> Message:
     return Message(transfer.peer, tensor, Rows(transfer.rows.start, transfer.rows.stop, size))
 
 
-def _posted(axis: Axis, sends: list[Message], receives: list[Message], kind: str, like: Tensor) -> InFlight:
-    if axis.channel.record is not None:  # a rank that neither sends nor receives takes part too
-        axis.channel.record.note(axis.channel.head(kind, line(), like.new_empty((0,) * like.dim())))
-    return InFlight(axis, sends, receives, kind)
+def _shape(tensor: Tensor, dim: int, rows: range) -> list[int]:
+    """The shape of `tensor` with so many rows in `dim`."""
+    return [*tensor.shape[:dim], len(rows), *tensor.shape[dim + 1 :]]
 
 
 def fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
@@ -224,15 +195,12 @@ def _fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis
     """`fetch` without a gradient: what is received and what is kept, joined in the order of rows."""
     own, rows = extents.ranges[axis.coordinate], wanted[axis.coordinate]
     plan = route(extents, wanted, axis.coordinate)
-    shape = list(local.shape)
 
     def cut(piece: range) -> Tensor:
         return local.narrow(dim, piece.start - own.start, len(piece))
 
-    def shape_of(piece: range) -> list[int]:
-        return [*shape[:dim], len(piece), *shape[dim + 1 :]]
-
-    received = post_borrow(axis, plan, cut, shape_of, local, extents.size).wait()
+    shapes = [_shape(local, dim, t.rows) for t in plan.receives]
+    received = post(axis, plan, [cut(t.rows) for t in plan.sends], shapes, local, extents.size).wait()
     pieces = [(t.rows.start, tensor) for t, tensor in zip(plan.receives, received, strict=True)]
     kept = overlap(own, rows)
     if kept or not pieces:
@@ -250,14 +218,10 @@ def _return(gradient: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: 
     """The adjoint of `_fetch`: (..., wanted rows, ...) to (..., own rows, ...); what was borrowed goes home."""
     own, rows = extents.ranges[axis.coordinate], wanted[axis.coordinate]
     plan = route(extents, wanted, axis.coordinate)
-    shape = list(gradient.shape)
-
-    def shape_of(piece: range) -> list[int]:
-        return [*shape[:dim], len(piece), *shape[dim + 1 :]]
-
     borrowed = [gradient.narrow(dim, t.rows.start - rows.start, len(t.rows)) for t in plan.receives]
-    flight = post_return(axis, plan, borrowed, shape_of, gradient, extents.size)
-    result = gradient.new_zeros(shape_of(own))
+    shapes = [_shape(gradient, dim, t.rows) for t in plan.sends]
+    flight = post(axis, plan.back, borrowed, shapes, gradient, extents.size, "gradient of rows")
+    result = gradient.new_zeros(_shape(gradient, dim, own))
     kept = overlap(own, rows)
     if kept:
         target = result.narrow(dim, kept.start - own.start, len(kept))

@@ -12,7 +12,7 @@ the corners, which no rank has to ask its diagonal neighbour for:
 Gradients go home in the other order, cut 1 first, as its strips hold gradients of strips of cut 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.route import Route, Wanted, borrows, route
-from fullframe.ranks.exchange import InFlight, post_borrow, post_return
+from fullframe.ranks.exchange import InFlight, post
 from fullframe.ranks.mesh import Axis
 
 Ranges = tuple[range, ...]  # global rows, one range a cut
@@ -76,10 +76,13 @@ class Halo:
         self._post_next()
 
     @classmethod
-    def of(cls, pieces: list[Piece], cuts: tuple[Cut, ...]) -> "Halo":
-        """A halo whose strips are there already (saved by a forward pass)."""
+    def of(cls, tensors: Iterable[Tensor], cuts: tuple[Cut, ...]) -> "Halo":
+        """A halo whose pieces are there already: the local part and the strips, as a forward pass had them."""
         halo = cls.__new__(cls)
-        halo.cuts, halo.pieces, halo._posted, halo._flight = cuts, pieces, len(cuts), None
+        halo.cuts, halo._posted, halo._flight = cuts, len(cuts), None
+        held = [tuple(cut.own for cut in cuts)]
+        held += [halo._ranges(number, t.rows) for number, cut in enumerate(cuts) for t in cut.route.receives]
+        halo.pieces = [Piece(tensor, ranges) for tensor, ranges in zip(tensors, held, strict=False)]
         return halo
 
     def wait(self) -> "Halo":
@@ -96,19 +99,15 @@ class Halo:
     def _post_next(self) -> None:
         while self._posted < len(self.cuts) and self._flight is None:
             number, self._posted = self._posted, self._posted + 1
-            if self.cuts[number].borrows:
-                self._flight = self._post(number)
+            cut = self.cuts[number]
+            if cut.borrows:
+                blocks = [self.region(self._ranges(number, t.rows)) for t in cut.route.sends]
+                self._flight = self._post(number, cut.route, blocks, "rows")
 
-    def _post(self, number: int) -> InFlight:
+    def _post(self, number: int, plan: Route, blocks: list[Tensor], kind: str) -> InFlight:
         cut = self.cuts[number]
-        return post_borrow(
-            cut.axis,
-            cut.route,
-            lambda rows: self.region(self._ranges(number, rows)),
-            lambda rows: self.shape(self._ranges(number, rows)),
-            self.pieces[0].tensor,
-            cut.extents.size,
-        )
+        shapes = [self.shape(self._ranges(number, t.rows)) for t in plan.receives]
+        return post(cut.axis, plan, blocks, shapes, self.pieces[0].tensor, cut.extents.size, kind)
 
     def _ranges(self, number: int, rows: range) -> Ranges:
         """The rows of a message of cut `number`: earlier cuts with their strips already, later ones without."""
@@ -158,20 +157,12 @@ class Return:
     def _post_next(self) -> None:
         while self._remaining and self._flight is None:
             self._remaining -= 1
-            if self._halo.cuts[self._remaining].borrows:
-                self._flight = self._post(self._remaining)
-
-    def _post(self, number: int) -> InFlight:
-        cut, halo = self._halo.cuts[number], self._halo
-        by_ranges = {piece.ranges: g for piece, g in zip(halo.pieces, self._gradients, strict=True)}
-        return post_return(
-            cut.axis,
-            cut.route,
-            [by_ranges[halo._ranges(number, transfer.rows)] for transfer in cut.route.receives],
-            lambda rows: halo.shape(halo._ranges(number, rows)),
-            halo.pieces[0].tensor,
-            cut.extents.size,
-        )
+            number, halo = self._remaining, self._halo
+            cut = halo.cuts[number]
+            if cut.borrows:
+                by_ranges = {piece.ranges: g for piece, g in zip(halo.pieces, self._gradients, strict=True)}
+                gradients = [by_ranges[halo._ranges(number, t.rows)] for t in cut.route.receives]
+                self._flight = halo._post(number, cut.route.back, gradients, "gradient of rows")
 
     def _distribute(self, ranges: Ranges, gradient: Tensor) -> None:
         """Add what came back to the strips that it belongs to; keep what belongs to the local part for the end."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from fullframe.geometry.extents import overlap
 from fullframe.geometry.window import Window
 from fullframe.ranks.mesh import kept_with_mesh
-from fullframe.spatial.halo import Halo, Piece, Ranges, assembled, part_of
+from fullframe.spatial.halo import Halo, Ranges, assembled, part_of
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.window_plan import WindowPlan, embedded, ints, plan_windows, region, return_gradient
 from fullframe.spatial.spec import Spec
@@ -177,7 +177,6 @@ class _HaloConvolution(torch.autograd.Function):
                 border = plan.convolve(halo.region(reads), weight, bias, plan.padding)
                 part_of(out, plan.window.outs, outs, plan.window.cuts).copy_(border)
         ctx.save_for_backward(weight, *(piece.tensor for piece in halo.pieces))
-        ctx.ranges = [piece.ranges for piece in halo.pieces]
         ctx.plan = plan
         return out
 
@@ -187,7 +186,7 @@ class _HaloConvolution(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph
             return *_differentiable_backward(ctx.plan, tensors[0], grad, weight, list(ctx.needs_input_grad[:3])), None
         plan: _Plan = ctx.plan
-        halo = Halo.of([Piece(t, r) for t, r in zip(tensors, ctx.ranges, strict=True)], plan.window.cuts)
+        halo = Halo.of(tensors, plan.window.cuts)
         backward = _joined_backward if plan.lead is None else _strips_first_backward
         return *backward(plan, halo, grad, weight, list(ctx.needs_input_grad[:3])), None
 

@@ -80,8 +80,7 @@ def _max_pool(
 class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, plan: WindowPlan, options: Any) -> Tensor:
-        halo = Halo(local, plan.cuts).wait()
-        joined = halo.region(plan.needs, _lowest(local.dtype))
+        joined = Halo(local, plan.cuts).wait().region(plan.needs, _lowest(local.dtype))
         pool = (
             torch.ops.aten.max_pool2d_with_indices if len(options[0]) == 2 else torch.ops.aten.max_pool3d_with_indices
         )
@@ -89,7 +88,6 @@ class _MaxPool(torch.autograd.Function):
         _corrected(indices, joined.shape, plan, options[1], options[3])
         ctx.save_for_backward(indices)
         ctx.plan, ctx.options, ctx.shape, ctx.joined = plan, options, local.shape, joined.shape
-        ctx.ranges = [piece.ranges for piece in halo.pieces]
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -103,7 +101,7 @@ class _MaxPool(torch.autograd.Function):
             ctx.joined, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format_of(gradient)
         )
         of_joined = pool(gradient, like, *ctx.options, indices)
-        return region_gradient(of_joined, ctx.plan, ctx.shape, ctx.ranges), None, None
+        return region_gradient(of_joined, ctx.plan, ctx.shape), None, None
 
 
 def _lowest(dtype: torch.dtype) -> float:

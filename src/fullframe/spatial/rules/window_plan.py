@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from itertools import repeat
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import RowMap, TransposedWindow, Window
-from fullframe.spatial.halo import Cut, Halo, Piece, Ranges, part_of
+from fullframe.ranks.adjoint import linear
+from fullframe.spatial.halo import Cut, Halo, Ranges, part_of
 from fullframe.spatial.rules.registry import TooSmall
 from fullframe.spatial.spec import Spec
 
@@ -86,7 +86,8 @@ def nonempty(natural: Extents) -> Extents | None:
 def region(local: Tensor, plan: WindowPlan, fill: float = 0.0) -> Tensor:
     """The rows this rank's outputs read, joined, `fill` outside the image; differentiable."""
     if plan.borrows:
-        return _Region.apply(local, plan, fill)  # type: ignore[no-any-return, no-untyped-call]
+        back = partial(region_gradient, plan=plan, shape=local.shape)
+        return linear(local, partial(_joined, plan=plan, fill=fill), back, partial(_joined, plan=plan))
     for cut, need in zip(plan.cuts, plan.needs, strict=True):
         rows = cut.rows
         if rows != cut.own:
@@ -98,39 +99,15 @@ def region(local: Tensor, plan: WindowPlan, fill: float = 0.0) -> Tensor:
     return local
 
 
-class _Region(torch.autograd.Function):
-    """Own and borrowed rows joined; keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, plan: WindowPlan, fill: float) -> Tensor:
-        halo = Halo(local, plan.cuts).wait()
-        ctx.plan, ctx.shape = plan, local.shape
-        ctx.ranges = [piece.ranges for piece in halo.pieces]
-        joined = halo.region(plan.needs, fill)
-        return joined.clone() if joined._base is not None or joined is local else joined
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _RegionGradient.apply(gradient, ctx.plan, ctx.shape, ctx.ranges), None, None  # type: ignore[no-untyped-call]
+def _joined(local: Tensor, plan: WindowPlan, fill: float = 0.0) -> Tensor:
+    """Own and borrowed rows joined."""
+    joined = Halo(local, plan.cuts).wait().region(plan.needs, fill)
+    return joined.clone() if joined._base is not None or joined is local else joined
 
 
-class _RegionGradient(torch.autograd.Function):
-    """Linear, so that its own gradient is a region again."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, plan: WindowPlan, shape: Sequence[int], held: list[Ranges]) -> Tensor:
-        ctx.plan = plan
-        return region_gradient(gradient, plan, shape, held)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _Region.apply(gradient, ctx.plan, 0.0), None, None, None  # type: ignore[no-untyped-call]
-
-
-def region_gradient(gradient: Tensor, plan: WindowPlan, shape: Sequence[int], held: list[Ranges]) -> Tensor:
-    """The gradient of a local part of this shape, from that of its `region`, joined from the pieces `held`."""
-    like = gradient.new_empty(1).expand(shape)
-    halo = Halo.of([Piece(like, ranges) for ranges in held], plan.cuts)
+def region_gradient(gradient: Tensor, plan: WindowPlan, shape: Sequence[int]) -> Tensor:
+    """The gradient of a local part of this shape, from that of its `region`."""
+    halo = Halo.of(repeat(gradient.new_empty(1).expand(shape)), plan.cuts)
     return return_gradient(halo, gradient, plan.needs, plan.cuts)
 
 
