@@ -116,7 +116,7 @@ def init_mesh(height: int = 1, width: int = 1) -> DeviceMesh:
     _start_process_group()
     made = _made.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
     if (height, width) not in made:
-        device = "cuda" if _backend_device() == "cuda" else "cpu"
+        device = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
         ranks = torch.arange(world).view(world // (height * width), height, width)
         mesh = made[height, width] = DeviceMesh(device, ranks, mesh_dim_names=AXES)
         # From torch 2.13 on it keeps the groups too, and their threads would outlive the job; it finds them by name.
@@ -183,10 +183,6 @@ def _store_of_attempt() -> dict[str, Any]:
         return {}
     store, rank, ranks = next(dist.rendezvous("env://"))
     return {"store": dist.PrefixStore(f"attempt-{attempt}", store), "rank": rank, "world_size": ranks}
-
-
-def _backend_device() -> str:
-    return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
 
 
 def spatial_of(mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], int] = drawn_seed) -> Spatial:

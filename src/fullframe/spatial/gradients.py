@@ -84,13 +84,9 @@ def entered(shell: type[Tensor], func: Any, args: Any, kwargs: Any) -> tuple[Any
     """
     if not torch.is_grad_enabled():
         return args, kwargs
-    for value in args:
+    for value in (*args, *kwargs.values()) if kwargs else args:
         if type(value) is not shell and _holds_entering(value, shell):
             return _entered(shell, func, args, kwargs)
-    if kwargs:
-        for value in kwargs.values():
-            if type(value) is not shell and _holds_entering(value, shell):
-                return _entered(shell, func, args, kwargs)
     return args, kwargs
 
 
@@ -163,11 +159,6 @@ def reaches_any(leaves: Iterable[Tensor]) -> bool:
         return False
 
 
-def parts(spec: Any) -> int:
-    """How many ranks of a replica hold different parts of a tensor with this spec."""
-    return math.prod(spec.spatial.axis(p.axis).size for p in spec.placements)
-
-
 def seen(gradient: Tensor, spec: Any) -> Tensor:
     """This rank's part of one process's gradient, from what the rank holds; differentiable.
 
@@ -184,7 +175,8 @@ def seen(gradient: Tensor, spec: Any) -> Tensor:
 
 def unseen(gradient: Tensor, spec: Any) -> Tensor:
     """The inside form of one process's gradient (a seed of backward, a hook's result): times the number of parts."""
-    return gradient * parts(spec)
+    parts: int = math.prod(spec.spatial.axis(p.axis).size for p in spec.placements)
+    return gradient * parts
 
 
 def see_leaf(local: Tensor, spec: Any) -> None:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def aligned(value: Tensor, spec: Spec) -> Tensor:
 
 def merged(values: Sequence[Tensor]) -> Spec:
     """The spec of what `values` broadcast to: cut as the largest operands are."""
-    shells = sorted((v for v in values if isinstance(v, SpatialTensor)), key=lambda s: -_numel(s.spec.shape))
+    shells = sorted((v for v in values if isinstance(v, SpatialTensor)), key=lambda s: -prod(s.spec.shape))
     first = shells[0].spec
     shapes = [v.spec.shape if isinstance(v, SpatialTensor) else tuple(v.shape) for v in values]
     if all(s.spec is first for s in shells) and all(_fits(shape, first.shape) for shape in shapes):
@@ -73,13 +74,6 @@ def united(cuts: Sequence[Sequence[Placement]]) -> Placements:
 def alike(p: Placement, q: Placement) -> bool:
     """Whether two placements split the same factor of the same dim, at whatever boundaries."""
     return (p.dim, p.outer, p.inner, p.extents.size) == (q.dim, q.outer, q.inner, q.extents.size)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:

@@ -4,6 +4,7 @@ Knows no shell. All ranks of the axes in question call these together, but for `
 """
 
 from collections.abc import Sequence
+from math import prod
 
 from torch import Tensor
 
@@ -71,19 +72,15 @@ def sliced(whole: Tensor, spec: Spec, cut: Placements = ()) -> Tensor:
         dim = p.dim - offset
         if dim < 0 or whole.shape[dim] == 1 or any(q.axis == p.axis for q in cut):
             continue
-        _require(whole, dim, spec, p, cut)
+        factors = (1, p.extents.size, 1) if p.is_plain else local_factors(p, cut, spec.coordinates)
+        if whole.shape[dim] != prod(factors):  # torch would refuse any other but 1
+            shape = tuple(whole.shape)
+            raise ShapeError(f"an operand of shape {shape} does not broadcast to {spec.shape} in dim {p.dim}")
         rows = spec.rows(p)
         if p.is_plain:
             whole = whole.narrow(dim, rows.start, len(rows))
         else:
-            parts = whole.unflatten(dim, local_factors(p, cut, spec.coordinates))
+            parts = whole.unflatten(dim, factors)
             whole = parts.narrow(dim + 1, rows.start, len(rows)).flatten(dim, dim + 2)
         cut = (*cut, p)
     return whole
-
-
-def _require(whole: Tensor, dim: int, spec: Spec, p: Placement, cut: Placements) -> None:
-    """The operand has as many rows as the dim it is cut along; torch would refuse any other but 1."""
-    outer, rows, inner = (1, p.extents.size, 1) if p.is_plain else local_factors(p, cut, spec.coordinates)
-    if whole.shape[dim] != outer * rows * inner:
-        raise ShapeError(f"an operand of shape {tuple(whole.shape)} does not broadcast to {spec.shape} in dim {p.dim}")

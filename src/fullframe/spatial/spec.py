@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements
 from fullframe.ranks.mesh import Spatial, kept_with_mesh
-from fullframe.spatial.rules.registry import Merged
+from fullframe.spatial.rules.registry import Merged, Unsupported
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,11 @@ class Spec:
             raise Merged(self, dim % len(self.shape))
         return here[0]
 
+    def held(self, dim: int) -> range:
+        """The global rows of a dim that this rank holds; raises Merged for a dim that is merged."""
+        placement = self.of(dim)
+        return range(self.shape[dim]) if placement is None else self.rows(placement)
+
     def rows(self, placement: Placement) -> range:
         """The global rows that this rank holds of what the placement cuts."""
         return placement.extents.ranges[self.spatial.axis(placement.axis).coordinate]
@@ -49,6 +54,11 @@ class Spec:
     def is_split(self, dim: int) -> bool:
         """Whether any part of the dim is split."""
         return any(p.dim == dim % len(self.shape) for p in self.placements)
+
+    def require_whole(self, reason: str, *dims: int) -> None:
+        """Raises Unsupported, for `reason`, where any part of one of the dims is split."""
+        if any(self.is_split(dim) for dim in dims):
+            raise Unsupported(reason)
 
     def with_(self, shape: Sequence[int], placements: Placements) -> "Spec":
         """The spec of a result with this shape and these placements."""

@@ -4,7 +4,7 @@ The data and the autograd graph live on the local tensor; the shell has neither.
 to its rule. A value that is not split is an ordinary tensor, equal on all ranks of a replica.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,11 @@ class SpatialTensor(Tensor):
 def wrap(local: Tensor, spec: Spec) -> Tensor:
     """The shell around `local`, or `local` itself where the spec has no split: what is whole is a plain tensor."""
     return shell_of(local, spec, None) if spec.placements else local
+
+
+def on_local(x: Tensor, op: Callable[[Tensor], Tensor]) -> Tensor:
+    """`op` of a whole tensor, or of a split one's local part, whose spec it keeps."""
+    return wrap(op(local_of(x)), x.spec) if isinstance(x, SpatialTensor) else op(x)
 
 
 def shell_of(local: Tensor, spec: Spec, view: View | None) -> SpatialTensor:

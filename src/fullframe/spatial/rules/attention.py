@@ -31,8 +31,8 @@ def _attention(
     if is_causal:
         raise Unsupported("causal attention over image positions is not split")
     spec = query.spec if isinstance(query, SpatialTensor) else None
-    if spec is not None and spec.is_split(-1):
-        raise Unsupported("the channels of the queries are split")
+    if spec is not None:
+        spec.require_whole("the channels of the queries are split", -1)
     key, value = (_whole_sequence(t, spec) for t in (key, value))
     if spec is None:
         if any(isinstance(t, SpatialTensor) for t in (key, value, attn_mask)):
@@ -42,9 +42,7 @@ def _attention(
         )
     batch = tuple(p for p in spec.placements if p.dim < len(spec.shape) - 2)
     k, v = (aligned(t, spec.with_(tuple(t.shape), batch)) for t in (key, value))
-    mask = attn_mask
-    if mask is not None:
-        mask = aligned(mask, spec.resized(-1, key.shape[-2]))
+    mask = None if attn_mask is None else aligned(attn_mask, spec.resized(-1, key.shape[-2]))
     out = F.scaled_dot_product_attention(local_of(query), k, v, mask, scale=scale, enable_gqa=enable_gqa)  # type: ignore[arg-type]
     return wrap(out, spec.resized(-1, value.shape[-1]))
 

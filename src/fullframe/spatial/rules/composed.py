@@ -98,13 +98,8 @@ def _rot90(func: Any, x: SpatialTensor, k: int = 1, dims: Sequence[int] = (0, 1)
 @rule(torch.tril, Tensor.tril, torch.triu, Tensor.triu, Tensor.tril_, Tensor.triu_)
 def _triangle(func: Any, x: SpatialTensor, diagonal: int = 0) -> Tensor:
     """Of a part that begins at row r and column c, the diagonal lies r - c further right."""
-    spec, first = x.spec, {-2: 0, -1: 0}
-    for dim in first:
-        placement = spec.of(dim)
-        if placement is not None:
-            first[dim] = spec.rows(placement).start
-    local = local_of(x)
-    result = func(local, diagonal + first[-2] - first[-1])
+    spec, local = x.spec, local_of(x)
+    result = func(local, diagonal + spec.held(-2).start - spec.held(-1).start)
     return x if result is local else wrap(result, spec)
 
 
@@ -114,8 +109,7 @@ def _cross(func: Any, a: Tensor, b: Tensor, dim: int | None = None) -> Tensor:
     spec = merged([a, b])
     if dim is None:
         dim = -1 if func is torch.linalg.cross else next(d for d, size in enumerate(a.shape) if size == 3)
-    if spec.is_split(dim):
-        raise Unsupported("the dim of the vectors is split")
+    spec.require_whole("the dim of the vectors is split", dim)
     return wrap(torch.linalg.cross(aligned(a, spec), aligned(b, spec), dim=dim), spec)
 
 
@@ -130,8 +124,7 @@ def _view_as_real(func: Any, x: SpatialTensor) -> Tensor:
 def _view_as_complex(func: Any, x: SpatialTensor) -> Tensor:
     """Real (..., 2) as complex (...); refuses a split last dim."""
     spec = x.spec
-    if spec.is_split(-1):
-        raise Unsupported("real and imaginary parts lie on different ranks")
+    spec.require_whole("real and imaginary parts lie on different ranks", -1)
     return wrap(func(local_of(x)), spec.with_(spec.shape[:-1], spec.placements))
 
 

@@ -75,8 +75,7 @@ class _Plan:
 def _plan(spec: Spec, weight: Ints, stride: Ints, padding: Ints, dilation: Ints, groups: int) -> _Plan:
     count = len(stride)
     dims = range(len(spec.shape) - count, len(spec.shape))
-    if spec.is_split(dims[0] - 1):
-        raise Unsupported("the channels are split")
+    spec.require_whole("the channels are split", dims[0] - 1)
     windows = [Window(k, s, d, p) for k, s, d, p in zip(weight[2:], stride, dilation, padding, strict=True)]
     sizes = [w.output_size(spec.shape[dim]) for w, dim in zip(windows, dims, strict=True)]
     shape = (*spec.shape[: dims[0] - 1], weight[0], *sizes)

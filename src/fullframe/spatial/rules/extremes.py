@@ -109,14 +109,8 @@ def _first(func: Any, best: Any, spec: Spec, local: Tensor) -> Tensor:
     place = torch.unravel_index(func(local), local.shape)
     mine = torch.zeros_like(place[0])
     for dim, size in enumerate(spec.shape):
-        mine = mine * size + place[dim] + _start(spec, dim)
+        mine = mine * size + place[dim] + spec.held(dim).start
     values, numbers = all_gather_no_grad(local[place], group), all_gather_no_grad(mine, group)
     top = best(values, 0).values
     ties = (values == top) | (values.isnan() & top.isnan())
     return torch.where(ties, numbers, torch.Size(spec.shape).numel()).amin()
-
-
-def _start(spec: Spec, dim: int) -> int:
-    """The first row of a dim that this rank holds."""
-    placement = spec.of(dim)
-    return spec.rows(placement).start if placement else 0

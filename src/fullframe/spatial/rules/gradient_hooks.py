@@ -4,7 +4,7 @@ What comes out, and what a hook gets, is one process's; what goes in (a seed, a 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,27 +153,20 @@ def _base(func: Any, x: SpatialTensor) -> None:
     """None: FSDP2 would warn of the views that lose their hooks."""
 
 
-class _Seeded(NamedTuple):
-    """Plain tensors to go backward from, and their seeds."""
-
-    outputs: list[Any]
-    seeds: list[Tensor | None] | None
-
-
 def _listed(values: Any) -> list[Any]:
     if isinstance(values, dict):
         return list(values.values())
     return list(values) if isinstance(values, Sequence) and not isinstance(values, Tensor) else [values]
 
 
-def _seeded(outputs: Any, seeds: Any) -> _Seeded:
-    """A split output's seed is whole or split, and of its shape."""
+def _seeded(outputs: Any, seeds: Any) -> tuple[list[Any], list[Tensor | None]]:
+    """Plain tensors to go backward from, and their seeds; a split one's is whole or split, and of its shape."""
     tensors = _listed(outputs)
     given = [None] * len(tensors) if seeds is None else _listed(seeds)
     if len(given) != len(tensors):
         raise RuntimeError(f"got {len(tensors)} tensors and {len(given)} gradients")
     pairs = [_seed(tensor, seed) for tensor, seed in zip(tensors, given, strict=True)]
-    return _Seeded([tensor for tensor, _ in pairs], [seed for _, seed in pairs])
+    return [tensor for tensor, _ in pairs], [seed for _, seed in pairs]
 
 
 def _seed(output: Any, seed: Any) -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.spatial.operands import aligned, say_gathered
-from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 
@@ -26,8 +26,7 @@ def _grid_sample(
     if not isinstance(grid, SpatialTensor):
         return func(input, grid, mode, padding_mode, align_corners)  # type: ignore[no-any-return]
     spec = grid.spec
-    if spec.is_split(-1):
-        raise Unsupported("the coordinates of the grid are split")
+    spec.require_whole("the coordinates of the grid are split", -1)
     batch = tuple(p for p in spec.placements if p.dim == 0)
     image = aligned(input, spec.with_(tuple(input.shape), batch))
     shape = (*input.shape[:2], *spec.shape[1:-1])

@@ -83,21 +83,15 @@ def put_rows(x: SpatialTensor, view: SpatialTensor, dim: int, rows: range) -> No
 def select(func: Any, x: Tensor, dim: int, index: int) -> Tensor:
     """Row `index` of a dim, which is removed: a view of `x`."""
     dim, index = dim % x.dim(), index % x.shape[dim]
-    if not isinstance(x, SpatialTensor) or not x.spec.is_split(dim):
-        return _selected(x, dim, index)
-    return _selected(sliced_rows(x, dim, index, index + 1), dim, 0)
-
-
-def _selected(x: Tensor, dim: int, index: int) -> Tensor:
+    if isinstance(x, SpatialTensor) and x.spec.is_split(dim):
+        x, index = sliced_rows(x, dim, index, index + 1), 0
     if not isinstance(x, SpatialTensor):
         return x.select(dim, index)
-    return viewed(
-        x,
-        local_of(x).select(dim, index),
-        without(x.spec, (dim,), False),
-        lambda base: local_of(base).select(dim, index),
-        None,
-    )
+
+    def selected(base: SpatialTensor) -> Tensor:
+        return local_of(base).select(dim, index)
+
+    return viewed(x, selected(x), without(x.spec, (dim,), False), selected, None)
 
 
 @rule(Tensor.__getitem__)
@@ -138,11 +132,8 @@ def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
         return
     spec, local, written = x.spec, local_of(x), []
     for dim, item in enumerate(items + [slice(None)] * (x.dim() - len(items))):
-        size = spec.shape[dim]
-        rows = range(*item.indices(size)) if isinstance(item, slice) else range(size)[item : item + 1 or None]
-        keep = isinstance(item, slice)
-        placement = spec.of(dim)
-        own = range(size) if placement is None else spec.rows(placement)
+        size, own, keep = spec.shape[dim], spec.held(dim), isinstance(item, slice)
+        rows = range(*item.indices(size)) if keep else range(size)[item : item + 1 or None]
         mine = overlap(rows, own)
         written.append((keep, rows, mine))
         local = local.narrow(dim, mine.start - own.start if mine else 0, len(mine))

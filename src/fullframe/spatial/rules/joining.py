@@ -1,6 +1,7 @@
 """cat and stack: along a whole dim nothing moves; along a split dim the largest operand stays where it is."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,12 +10,11 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.ranks.exchange import fetch, joined
 from fullframe.spatial.operands import aligned, united
-from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules.indexing import sliced_rows
 from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
 from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
 
 
 @rule(torch.cat, torch.concat, torch.concatenate)
@@ -65,19 +65,13 @@ def _roll(func: Any, x: Tensor, shifts: Any, dims: Any = None) -> Tensor:
     pairs = zip(*(((v,) if isinstance(v, int) else v) for v in (shifts, dims)), strict=True)
     for shift, dim in pairs:
         if not isinstance(x, SpatialTensor) or not x.spec.is_split(dim):
-            x = _rolled_whole(x, shift, dim)
+            x = on_local(x, partial(torch.roll, shifts=shift, dims=dim))
             continue
         dim, size = dim % x.dim(), x.shape[dim]
         if shift % size:
             at = size - shift % size
             x = joined([sliced_rows(x, dim, at, size), sliced_rows(x, dim, 0, at)], dim)
     return x
-
-
-def _rolled_whole(x: Tensor, shift: int, dim: int) -> Tensor:
-    if not isinstance(x, SpatialTensor):
-        return torch.roll(x, shift, dim)
-    return wrap(torch.roll(local_of(x), shift, dim), x.spec)
 
 
 def _cat_split(tensors: Sequence[Tensor], dim: int) -> Tensor:
@@ -104,13 +98,9 @@ def _cat_split(tensors: Sequence[Tensor], dim: int) -> Tensor:
 def _rows(t: Tensor, dim: int, wanted: tuple[range, ...], axis: Any, others: Spec) -> Tensor:
     """This rank's `wanted` rows of one operand, cut along the other axes as `others` is."""
     mine = wanted[axis.coordinate]
-    if not isinstance(t, SpatialTensor):
-        return sliced(t, others).narrow(dim, mine.start if mine else 0, len(mine))
-    own = t.spec.of(dim)
-    if own is None:
-        return aligned(t, others.with_(t.spec.shape, others.placements)).narrow(
-            dim, mine.start if mine else 0, len(mine)
-        )
+    if not isinstance(t, SpatialTensor) or (own := t.spec.of(dim)) is None:
+        local = aligned(t, others.with_(t.shape, others.placements))
+        return local.narrow(dim, mine.start if mine else 0, len(mine))
     if own.axis != axis.name:
         raise Unsupported("operands are split over different mesh axes along the joined dim")
     wanted = tuple(r if r else range(0) for r in wanted)

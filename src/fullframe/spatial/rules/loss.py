@@ -19,7 +19,7 @@ from fullframe.spatial.tensor import SpatialTensor, wrap
 
 _POINTWISE = (
     F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
-    F.kl_div, F.soft_margin_loss, F.poisson_nll_loss, F.hinge_embedding_loss,
+    F.kl_div, F.soft_margin_loss, F.poisson_nll_loss, F.hinge_embedding_loss, F.margin_ranking_loss,
 )  # fmt: skip
 
 
@@ -117,22 +117,16 @@ def _matched(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Spec]:
     if isinstance(input, SpatialTensor):
         spec = input.spec
     elif isinstance(target, SpatialTensor):
-        spec = _spread(target.spec, tuple(input.shape), None if probabilities else class_dim)
+        cuts = target.spec.placements
+        if not probabilities:  # the labels have no class dim
+            cuts = tuple(p if p.dim < class_dim else p.at(p.dim + 1) for p in cuts)
+        spec = target.spec.with_(input.shape, cuts)
     else:
         raise Unsupported("neither logits nor labels are split")
-    if spec.is_split(class_dim):
-        raise Unsupported("the classes are split")
+    spec.require_whole("the classes are split", class_dim)
     labels_spec = without(spec, (class_dim,), False)
     labels = aligned(target, spec if probabilities else labels_spec)
     return aligned(input, spec), labels, labels_spec
-
-
-def _spread(spec: Spec, shape: tuple[int, ...], class_dim: int | None) -> Spec:
-    """The spec of labels for logits of `shape`, which have a class dim besides unless it is None."""
-    shifted = spec.placements
-    if class_dim is not None:
-        shifted = tuple(p if p.dim < class_dim else p.at(p.dim + 1) for p in shifted)
-    return spec.with_(shape, shifted)
 
 
 def _counted(labels: Tensor, weight: Tensor | None, ignore_index: int, each: Tensor) -> Tensor:
@@ -171,19 +165,10 @@ def _gaussian_nll(
 def _cosine_similarity(func: Any, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """Along a whole dim, which is removed; refuses a split one."""
     spec = merged([x1, x2])
-    if spec.is_split(dim):
-        raise Unsupported(f"it works along dim {dim}, which is split")
+    spec.require_whole(f"it works along dim {dim}, which is split", dim)
     dim %= len(spec.shape)
     result = func(aligned(x1, spec), aligned(x2, spec), dim, eps)
     return wrap(result, without(spec, (dim,), False))
-
-
-@rule(F.margin_ranking_loss)
-def _margin_ranking(func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Of two inputs and the sign of their order, element by element."""
-    operands, options = _options(func, 3, args, kwargs)
-    reduction = _reduction_of(options)
-    return _reduced(_each(func, options, *operands), reduction)
 
 
 @rule(F.multilabel_soft_margin_loss)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fullframe.geometry.placement import Placement
 from fullframe.ranks.collectives import all_sum
-from fullframe.spatial.operands import aligned
+from fullframe.spatial.operands import aligned, alike
 from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.spec import Spec
@@ -35,7 +35,7 @@ def contract(operands: list[Tensor], terms: list[str], result: str, call: Any) -
         taken = {letter for letter, _ in chosen.values()}  # two operands do not share out the factors of one dim
         clashing = [
             p.axis for p in _placements(operand)
-            if (not _same(chosen[p.axis], term[p.dim], p) if p.axis in chosen else term[p.dim] in taken)
+            if (not _same(*chosen[p.axis], term[p.dim], p) if p.axis in chosen else term[p.dim] in taken)
         ]  # fmt: skip
         if clashing:
             assert isinstance(operand, SpatialTensor)
@@ -57,10 +57,8 @@ def _placements(operand: Tensor) -> tuple[Placement, ...]:
     return operand.spec.placements if isinstance(operand, SpatialTensor) else ()
 
 
-def _same(chosen: tuple[str, Placement], letter: str, p: Placement) -> bool:
-    return chosen[0] == letter and (chosen[1].outer, chosen[1].inner, chosen[1].extents.size) == (
-        p.outer, p.inner, p.extents.size,
-    )  # fmt: skip
+def _same(chosen: str, placement: Placement, letter: str, p: Placement) -> bool:
+    return chosen == letter and alike(placement.at(p.dim), p)
 
 
 def _cut_like(operand: Tensor, term: str, chosen: dict[str, tuple[str, Placement]], spec: Spec) -> Spec:

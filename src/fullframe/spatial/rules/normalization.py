@@ -20,7 +20,7 @@ from fullframe.spatial.rules.reduction import count
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.second_derivative import once_differentiable
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
 
 
 class _Statistics(NamedTuple):
@@ -149,8 +149,7 @@ def _batch_norm(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     if not isinstance(call.input, SpatialTensor):
         return func(*call)  # type: ignore[no-any-return]
     spec, x = call.input.spec, local_of(call.input)
-    if spec.is_split(1):
-        raise Unsupported("the channels are split")
+    spec.require_whole("the channels are split", 1)
     if not call.training or 0 in spec.shape:
         return wrap(func(x, *call[1:]), spec)
     return wrap(_over_ranks(x, call, _group(spec), 1), spec)
@@ -215,8 +214,7 @@ def _instance_norm(
             input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
         )
     spec, x = input.spec, local_of(input)
-    if spec.is_split(0) or spec.is_split(1):
-        raise Unsupported("the samples or channels are split")
+    spec.require_whole("the samples or channels are split", 0, 1)
     if not use_input_stats:
         return wrap(func(x, running_mean, running_var, weight, bias, False, momentum, eps), spec)
     samples = x.shape[0]
@@ -241,8 +239,7 @@ def _group_norm(
     if not isinstance(input, SpatialTensor):
         return func(input, num_groups, weight, bias, eps)  # type: ignore[no-any-return]
     spec, x = input.spec, local_of(input)
-    if spec.is_split(0) or spec.is_split(1):
-        raise Unsupported("the samples or channels are split")
+    spec.require_whole("the samples or channels are split", 0, 1)
     if 0 in spec.shape:
         return wrap(func(x, num_groups, weight, bias, eps), spec)
     channels = x.shape[1]
@@ -266,11 +263,11 @@ def _layer_norm(
     dims = _split_dims(input, normalized_shape)
     if not isinstance(input, SpatialTensor) or not dims:
         weight, bias = _parameters(weight, bias)
-        return _where_it_lies(input, lambda x: func(x, normalized_shape, weight, bias, eps))
+        return on_local(input, lambda x: func(x, normalized_shape, weight, bias, eps))
     wide = _wide(input)
     result = _scaled(wide - wide.mean(dims, keepdim=True), dims, weight, eps)
     result = (result if bias is None else result + _wide(bias)).to(input.dtype)
-    return _where_it_lies(result, Tensor.contiguous)  # as torch's is
+    return on_local(result, Tensor.contiguous)  # as torch's is
 
 
 @rule(F.rms_norm)
@@ -281,7 +278,7 @@ def _rms_norm(
     dims = _split_dims(input, normalized_shape)
     if not isinstance(input, SpatialTensor) or not dims:
         (weight,) = _parameters(weight)
-        return _where_it_lies(input, lambda x: func(x, normalized_shape, weight, eps))
+        return on_local(input, lambda x: func(x, normalized_shape, weight, eps))
     wide = _wide(input)
     eps = torch.finfo(wide.dtype).eps if eps is None else eps  # that of the numbers torch computes with
     return _scaled(wide, dims, weight, eps).to(input.dtype)
@@ -293,11 +290,6 @@ def _split_dims(input: Tensor, normalized_shape: Any) -> tuple[int, ...]:
         return ()
     dims = tuple(range(input.dim() - len(normalized_shape), input.dim()))
     return dims if any(input.spec.is_split(d) for d in dims) else ()
-
-
-def _where_it_lies(x: Tensor, op: Any) -> Tensor:
-    """`op` of a whole tensor, or of a split one's local part."""
-    return wrap(op(local_of(x)), x.spec) if isinstance(x, SpatialTensor) else op(x)
 
 
 def _scaled(x: Tensor, dims: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:

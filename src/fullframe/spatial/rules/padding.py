@@ -89,14 +89,9 @@ def _at_the_edges(x: SpatialTensor, dim: int, before: int, after: int, mode: str
 
 def _edge(x: Tensor, dim: int, rows: int, mode: str, first: bool) -> Tensor:
     size = x.shape[dim]
-    if mode == "reflect":
-        start = 1 if first else size - 1 - rows
-        return sliced_rows(x, dim, start, start + rows).flip(dim)
-    if mode == "circular":
-        start = size - rows if first else 0
-        return sliced_rows(x, dim, start, start + rows)
-    start = 0 if first else size - 1
-    edge = sliced_rows(x, dim, start, start + 1)
-    shape = list(edge.shape)
-    shape[dim] = rows
-    return edge.expand(shape)
+    starts = {"reflect": (1, size - 1 - rows), "circular": (size - rows, 0), "replicate": (0, size - 1)}
+    start = starts[mode][0 if first else 1]
+    edge = sliced_rows(x, dim, start, start + (1 if mode == "replicate" else rows))
+    if mode == "replicate":
+        return edge.expand([*edge.shape[:dim], rows, *edge.shape[dim + 1 :]])
+    return edge.flip(dim) if mode == "reflect" else edge

@@ -81,9 +81,7 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, plan: WindowPlan, options: Any) -> Tensor:
         joined = Halo(local, plan.cuts).wait().region(plan.needs, _lowest(local.dtype))
-        pool = (
-            torch.ops.aten.max_pool2d_with_indices if len(options[0]) == 2 else torch.ops.aten.max_pool3d_with_indices
-        )
+        pool = getattr(torch.ops.aten, f"max_pool{len(options[0])}d_with_indices")
         out, indices = pool(joined, *options)
         _corrected(indices, joined.shape, plan, options[1], options[3])
         ctx.save_for_backward(indices)
@@ -94,9 +92,7 @@ class _MaxPool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         (indices,) = ctx.saved_tensors
-        aten = torch.ops.aten
-        two = len(ctx.options[0]) == 2
-        pool = aten.max_pool2d_with_indices_backward if two else aten.max_pool3d_with_indices_backward
+        pool = getattr(torch.ops.aten, f"max_pool{len(ctx.options[0])}d_with_indices_backward")
         like = torch.empty(
             ctx.joined, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format_of(gradient)
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fullframe.spatial.operands import aligned
-from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 
@@ -35,57 +35,36 @@ def _kept(x: SpatialTensor, p: float) -> Tensor:
 def _kept_channels(x: SpatialTensor, p: float, batched: bool) -> Tensor:
     """The same for whole channels, drawn alike on all ranks: (N, C, 1, ...), or (C, 1, ...) without a batch."""
     leading = 2 if batched else 1
-    if any(x.spec.is_split(dim) for dim in range(leading)):
-        raise Unsupported("the samples or channels are split")
+    x.spec.require_whole("the samples or channels are split", *range(leading))
     shape = (*x.shape[:leading], *(1,) * (x.dim() - leading))
     return torch.empty(shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p)
 
 
-def _dropped(x: SpatialTensor, kept: Tensor, p: float, inplace: bool) -> Tensor:
-    local = local_of(x) * kept * (1 / (1 - p) if p < 1 else 0)
-    return x.copy_(wrap(local, x.spec)) if inplace else wrap(local, x.spec)
-
-
 @rule(F.dropout, torch.dropout, torch.dropout_)
-def _dropout(func: Any, x: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Elements dropped, drawn differently on each part."""
-    _probability(p)
-    if not training or p == 0:
-        return x
-    return _dropped(x, _kept(x, p), p, inplace or func is torch.dropout_)
-
-
 @rule(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout, torch.feature_dropout_)
-def _channel_dropout(
-    func: Any, x: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """Whole channels dropped, alike on all ranks; refuses split samples or channels."""
-    _probability(p)
-    if not training or p == 0:
-        return x
-    batched = x.dim() != {F.dropout1d: 2, F.dropout3d: 4}.get(func)  # dropout2d takes (N, C, L) for what has 3 dims
-    return _dropped(x, _kept_channels(x, p, batched), p, inplace or func is torch.feature_dropout_)
-
-
 @rule(F.alpha_dropout, F.feature_alpha_dropout)
-def _alpha_dropout(
-    func: Any, x: SpatialTensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> Tensor:
-    """As dropout, with SELU's mean and variance kept."""
-    _probability(p)
-    if not training or p == 0:
-        return x
-    local = local_of(x)
-    kept = (_kept(x, p) if func is F.alpha_dropout else _kept_channels(x, p, True)).to(local.dtype)
-    low = -1.7580993408473766  # what SELU tends to for very negative input
-    scale = ((1 - p) * (1 + p * low**2)) ** -0.5 if p < 1 else 0.0
-    result = wrap(local * (kept * scale) + ((1 - kept) * (scale * low) - scale * p * low), x.spec)
-    return x.copy_(result) if inplace else result
+def _dropout(func: Any, x: SpatialTensor, p: float, training: bool, inplace: bool = False) -> Tensor:
+    """Elements dropped, drawn differently on each part, or whole channels, alike on all ranks.
 
-
-def _probability(p: float) -> None:
+    Refuses split samples or channels where channels are dropped.
+    """
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not training or p == 0:
+        return x
+    alpha, local = func in (F.alpha_dropout, F.feature_alpha_dropout), local_of(x)
+    if func in (F.dropout, torch.dropout, torch.dropout_, F.alpha_dropout):
+        kept = _kept(x, p)
+    else:  # dropout2d takes (N, C, L) for what has 3 dims
+        kept = _kept_channels(x, p, batched=x.dim() != {F.dropout1d: 2, F.dropout3d: 4}.get(func))
+    if alpha:  # SELU's mean and variance are kept
+        kept, low = kept.to(local.dtype), -1.7580993408473766  # what SELU tends to for very negative input
+        scale = ((1 - p) * (1 + p * low**2)) ** -0.5 if p < 1 else 0.0
+        local = local * (kept * scale) + ((1 - kept) * (scale * low) - scale * p * low)
+    else:
+        local = local * kept * (1 / (1 - p) if p < 1 else 0)
+    result = wrap(local, x.spec)
+    return x.copy_(result) if inplace or func in (torch.dropout_, torch.feature_dropout_) else result
 
 
 @rule(torch.rand_like, torch.randn_like, torch.randint_like)

@@ -42,9 +42,7 @@ class _Plan:
     @property
     def alone(self) -> bool:
         """Whether every rank's input rows make its own output rows and no others."""
-        reads = ((cut, rows) for plan in (self.forward, self.backward) for cut in plan.cuts for rows in cut.wanted)
-        own = (rows for plan in (self.forward, self.backward) for cut in plan.cuts for rows in cut.extents.ranges)
-        return all(rows == mine for (_, rows), mine in zip(reads, own, strict=True))
+        return all(cut.wanted == cut.extents.ranges for cut in (*self.forward.cuts, *self.backward.cuts))
 
     def trimmed(self, made: Tensor) -> Tensor:
         """This rank's rows of what was `made` from the rows it reads: no view, which could not be written to."""
@@ -60,8 +58,7 @@ class _Plan:
 def _plan(spec: Spec, weight: Ints, stride: Ints, padding: Ints, extra: Ints, dilation: Ints, groups: int) -> _Plan:
     count = len(stride)
     dims = range(len(spec.shape) - count, len(spec.shape))
-    if spec.is_split(dims[0] - 1):
-        raise Unsupported("the channels are split")
+    spec.require_whole("the channels are split", dims[0] - 1)
     options = list(zip(weight[2:], stride, dilation, padding, strict=True))
     windows = [TransposedWindow(*option) for option in options]
     sizes = [w.output_size(spec.shape[dim], more) for w, dim, more in zip(windows, dims, extra, strict=True)]

@@ -32,16 +32,11 @@ def _along(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
     dim = kwargs.get("dim", where.default)
     if where.place is not None and len(args) > where.place:
         dim = args[where.place]
-    _require_whole(x, dim)
+    x.spec.require_whole(f"it works along dim {dim}, which is split", dim)
     found = func(local_of(x), *args, **kwargs)
     if isinstance(found, Tensor):
         return wrap(found, x.spec.resized(dim, found.shape[dim]))
     return type(found)([wrap(part, x.spec.resized(dim, part.shape[dim])) for part in found])
-
-
-def _require_whole(x: SpatialTensor, dim: int) -> None:
-    if x.spec.is_split(dim):
-        raise Unsupported(f"it works along dim {dim}, which is split")
 
 
 @rule(F.prelu, torch.prelu, Tensor.prelu)
@@ -50,5 +45,5 @@ def _prelu(func: Any, x: Tensor, weight: Tensor) -> Tensor:
     if isinstance(weight, SpatialTensor) or not isinstance(x, SpatialTensor):
         raise Unsupported("the weight is split")
     if weight.numel() > 1:
-        _require_whole(x, 1)
+        x.spec.require_whole("it works along dim 1, which is split", 1)
     return wrap(func(local_of(x), weight), x.spec)
