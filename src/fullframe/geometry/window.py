@@ -19,11 +19,8 @@ class RowMap(Protocol):
 
 
 @dataclass(frozen=True)
-class Window:
-    """Output row `o` reads input rows `o * stride - padding + dilation * j` for `j < kernel` (convolution, pooling).
-
-    `padding` is the padding before the first row; what is padded behind the last shows in the output size alone.
-    """
+class _Kernel:
+    """A kernel and how it moves, as torch counts."""
 
     kernel: int
     stride: int = 1
@@ -32,8 +29,16 @@ class Window:
 
     @property
     def span(self) -> int:
-        """Input rows from the first one read by an output row to the last, both included."""
+        """Rows from the first one that the kernel covers to the last, both included."""
         return self.dilation * (self.kernel - 1) + 1
+
+
+@dataclass(frozen=True)
+class Window(_Kernel):
+    """Output row `o` reads input rows `o * stride - padding + dilation * j` for `j < kernel` (convolution, pooling).
+
+    `padding` is the padding before the first row; what is padded behind the last shows in the output size alone.
+    """
 
     def reads(self, out: range) -> range:
         """Input rows needed to produce output rows `out`, before clipping to the image."""
@@ -70,18 +75,8 @@ class Window:
 
 
 @dataclass(frozen=True)
-class TransposedWindow:
+class TransposedWindow(_Kernel):
     """Input row `i` adds to output rows `i * stride - padding + dilation * j` for `j < kernel`."""
-
-    kernel: int
-    stride: int = 1
-    dilation: int = 1
-    padding: int = 0
-
-    @property
-    def span(self) -> int:
-        """Output rows from the first one an input row adds to, to the last, both included."""
-        return self.dilation * (self.kernel - 1) + 1
 
     def reads(self, out: range) -> range:
         """Input rows that add to output rows `out`, before clipping to the image.

@@ -86,15 +86,15 @@ class HeadsByGloo:
         self._sent[rank] += 1
         self._flying.append((dist.isend(raw, rank, self._group(), tag=gloo_tag(self._sent[rank], True)), raw))
 
-    def expect(self, rank: int) -> "tuple[Any, Tensor]":
-        """The next head from `rank`, for `compare`."""
+    def expect(self, rank: int) -> tuple[int, Any, Tensor]:
+        """The next head from `rank`, for `receive`."""
         raw = torch.empty(HEAD_BYTES, dtype=torch.uint8)
         self._expected[rank] += 1
-        return dist.irecv(raw, rank, self._group(), tag=gloo_tag(self._expected[rank], True)), raw
+        return rank, dist.irecv(raw, rank, self._group(), tag=gloo_tag(self._expected[rank], True)), raw
 
-    def compare(self, rank: int, expected: "tuple[Any, Tensor]", mine: bytes) -> None:
+    def receive(self, expected: tuple[int, Any, Tensor], mine: bytes) -> None:
         """Wait for a head; raises DivergenceError where it is another, having told the other ranks."""
-        work, raw = expected
+        rank, work, raw = expected
         with waiting_for_ranks():
             work.wait()
         head = bytes(raw.tolist())
@@ -105,9 +105,8 @@ class HeadsByGloo:
         me = dist.get_rank()
         for other in dist.get_process_group_ranks(group):
             if other != me:
-                self.send(
-                    other, padded(f"the end, as it met rank {rank} elsewhere; before: {text_of(mine)}", HEAD_BYTES)
-                )
+                end = f"the end, as it met rank {rank} elsewhere; before: {text_of(mine)}"
+                self.send(other, padded(end, HEAD_BYTES))
         (a, first), (b, second) = sorted([(rank, text_of(head)), (me, text_of(mine))])
         raise DivergenceError(
             f"the ranks do not run the same program: rank {a} is at: {first}; rank {b} is at: {second}. {APART_RULE}"
@@ -117,7 +116,8 @@ class HeadsByGloo:
 class Channel:
     """The ranks of a group as this rank reaches them.
 
-    At most one of `boxes`, `heads` and `record` is there; none where the ranks are not real.
+    At most one of `boxes`, `heads` and `record` is there; none where the ranks are not real. `carrier` is the one of
+    the first two that brings heads.
     """
 
     def __init__(
@@ -128,8 +128,9 @@ class Channel:
         record: Record | None = None,
     ):
         self.ranks, self.boxes, self.heads, self.record = ranks, boxes, heads, record
+        self.carrier: Mailboxes | HeadsByGloo | None = boxes if boxes is not None else heads
         self.others = tuple(rank for rank in ranks if rank != dist.get_rank())
-        self.tagged = boxes is not None or heads is not None or record is not None
+        self.tagged = self.carrier is not None or record is not None
         self.sent: dict[int, int] = defaultdict(int)  # contents by gloo, for their tags
         self.expected: dict[int, int] = defaultdict(int)
 
@@ -142,17 +143,12 @@ class Channel:
         if not self.tagged or not self.others:
             return
         head = self.head(kind, at or line(), like)
-        if self.boxes is not None:
+        if self.carrier is not None:
             for rank in self.others:
-                self.boxes.send(rank, head)
-            for rank in self.others:
-                self.boxes.receive(self.boxes.expect(rank), head)
-        elif self.heads is not None:
-            for rank in self.others:
-                self.heads.send(rank, head)
-            expected = [(rank, self.heads.expect(rank)) for rank in self.others]
-            for rank, one in expected:
-                self.heads.compare(rank, one, head)
+                self.carrier.send(rank, head)
+            expected: Any
+            for expected in [self.carrier.expect(rank) for rank in self.others]:
+                self.carrier.receive(expected, head)
         elif self.record is not None:
             self.record.note(head)
 

@@ -43,9 +43,8 @@ class _Due(NamedTuple):
     rank: int
     tensor: Tensor
     head: bytes
-    place: Place | None
+    expected: Any  # the head, for the channel's carrier
     number: int | None
-    heading: tuple[Any, Tensor] | None  # a head that gloo brings
 
 
 class InFlight:
@@ -64,7 +63,7 @@ class InFlight:
         # Both sides know the shapes, so a message without elements is sent by neither; gloo would wait for it for ever.
         sends = [message for message in sends if message.tensor.numel()]
         full = [message for message in receives if message.tensor.numel()]
-        if self._channel.boxes is None and self._channel.heads is None:
+        if self._channel.carrier is None:
             self._post(sends, full)
             return
         at = line()
@@ -86,12 +85,8 @@ class InFlight:
         if boxes is not None and fits(tensor):
             boxes.send(rank, head, tensor)
             return
-        place = None
         number = self._channel.sent[rank] = self._channel.sent[rank] + 1
-        if boxes is not None:
-            place = boxes.send(rank, head)
-        elif self._channel.heads is not None:
-            self._channel.heads.send(rank, head)
+        place = self._channel.carrier.send(rank, head)  # type: ignore[union-attr]
         tensor = tensor.cpu().contiguous()
         work = dist.isend(tensor, rank, self._axis.group, gloo_tag(number, False))
         self._sent.append(_Sent(head, place, work, tensor))
@@ -99,31 +94,23 @@ class InFlight:
     def _expect(self, rank: int, tensor: Tensor, head: bytes) -> None:
         """Note what is to come from `rank` into `tensor`; take it at once where its head is there already."""
         boxes = self._channel.boxes
+        expected: Any = self._channel.carrier.expect(rank)  # type: ignore[union-attr]
         if boxes is not None and fits(tensor):
-            self._due.append(_Due(rank, tensor, head, boxes.expect(rank), None, None))
+            self._due.append(_Due(rank, tensor, head, expected, None))
             return
         number = self._channel.expected[rank] = self._channel.expected[rank] + 1
-        place, heading = None, None
-        if boxes is not None:
-            place = boxes.expect(rank)
-        elif self._channel.heads is not None:
-            heading = self._channel.heads.expect(rank)
-        due = _Due(rank, tensor, head, place, number, heading)
-        if boxes is not None and place is not None and boxes.is_there(place):
+        due = _Due(rank, tensor, head, expected, number)
+        if boxes is not None and boxes.is_there(expected):
             self._meet(due)  # so that the contents are on their way at once
         else:
             self._due.append(due)
 
     def _meet(self, due: _Due) -> None:
         """Compare the head; only then let the contents come: gloo ends a process that gets more than it expects."""
-        boxes = self._channel.boxes
         if due.number is None:
-            boxes.receive(due.place, due.head, due.tensor)  # type: ignore[union-attr,arg-type]
+            self._channel.boxes.receive(due.expected, due.head, due.tensor)  # type: ignore[union-attr]
             return
-        if due.heading is not None:
-            self._channel.heads.compare(due.rank, due.heading, due.head)  # type: ignore[union-attr]
-        else:
-            boxes.receive(due.place, due.head)  # type: ignore[union-attr,arg-type]
+        self._channel.carrier.receive(due.expected, due.head)  # type: ignore[union-attr]
         buffer = due.tensor if due.tensor.device.type == "cpu" else torch.empty_like(due.tensor, device="cpu")
         if buffer is not due.tensor:
             self._staged.append((due.tensor, buffer))
@@ -148,8 +135,8 @@ class InFlight:
 
     def __del__(self) -> None:
         for due in getattr(self, "_due", ()):  # an error came between post and wait
-            if due.place is not None:
-                self._channel.boxes.abandon(due.place)  # type: ignore[union-attr]
+            if self._channel.boxes is not None:
+                self._channel.boxes.abandon(due.expected)
 
 
 def post(

@@ -147,13 +147,10 @@ class Mailboxes:
                 _Wait(self, place, state, head).until_there()
 
     def _empty_abandoned(self) -> None:
-        self._abandoned = [a for a in self._abandoned if not self._emptied(a)]
-
-    def _emptied(self, place: Place) -> bool:
-        full = self._flags[place.flag] == place.full
-        if full:
-            self._flags[place.flag] = place.full + 1
-        return full
+        for place in list(self._abandoned):
+            if self._flags[place.flag] == place.full:
+                self._flags[place.flag] = place.full + 1
+                self._abandoned.remove(place)
 
     def _write(self, index: int, start: int, stop: int, text: str) -> None:
         cell = _CELLS + index * _CELL_BYTES

@@ -41,10 +41,11 @@ def _at_least(func: Any, *tensors: Any) -> Any:
     return tuple(_raised(t, dims) for t in given)
 
 
-@rule(torch.vstack, torch.row_stack)
+@rule(torch.vstack, torch.row_stack, torch.dstack)
 def _vstack(func: Any, tensors: Sequence[Tensor]) -> Tensor:
-    """Joined along dim 0."""
-    return torch.cat([_raised(t, 2) for t in tensors], 0)
+    """Joined along dim 0, or in depth along dim 2."""
+    dims, along = (3, 2) if func is torch.dstack else (2, 0)
+    return torch.cat([_raised(t, dims) for t in tensors], along)
 
 
 @rule(torch.hstack)
@@ -52,12 +53,6 @@ def _hstack(func: Any, tensors: Sequence[Tensor]) -> Tensor:
     """Joined along dim 1, vectors along dim 0."""
     raised = [_raised(t, 1) for t in tensors]
     return torch.cat(raised, 0 if raised[0].dim() == 1 else 1)
-
-
-@rule(torch.dstack)
-def _dstack(func: Any, tensors: Sequence[Tensor]) -> Tensor:
-    """Joined along dim 2."""
-    return torch.cat([_raised(t, 3) for t in tensors], 2)
 
 
 @rule(torch.column_stack)
@@ -182,12 +177,8 @@ _COPIES = """
     detach expand permute select split split_with_sizes squeeze t transpose unbind unsqueeze view view_as_real
     view_as_complex
 """
-_CHUNKS: dict[Any, Callable[..., Any]] = {
-    torch.unsafe_chunk: torch.chunk,
-    torch.unsafe_split: torch.split,
-    Tensor.unsafe_chunk: Tensor.chunk,
-    Tensor.unsafe_split: Tensor.split,
-}
+_UNSAFE: dict[Any, Callable[..., Any]] = {torch.unsafe_chunk: torch.chunk, torch.unsafe_split: torch.split}
+_UNSAFE |= {Tensor.unsafe_chunk: torch.chunk, Tensor.unsafe_split: torch.split}
 
 
 def _copied() -> dict[Any, Callable[..., Any]]:
@@ -205,7 +196,7 @@ def _copy(func: Any, *args: Any, **kwargs: Any) -> Any:
     return tree_map_only(Tensor, torch.clone, _BASES[func](*args, **kwargs))
 
 
-@rule(*_CHUNKS)
+@rule(*_UNSAFE)
 def _unsafe_chunk(func: Any, *args: Any, **kwargs: Any) -> Any:
     """What the function of the name without `unsafe_` gives."""
-    return _CHUNKS[func](*args, **kwargs)
+    return _UNSAFE[func](*args, **kwargs)
