@@ -34,6 +34,7 @@ from fullframe.simulation.fake.blame import blamed
 from fullframe.simulation.fake.cuda_kernels import cuda_kernels
 from fullframe.simulation.fake.data_parallel import FakeDataParallel, WithoutBuckets
 from fullframe.simulation.fake.outcomes import Outcomes
+from fullframe.simulation.fake.replaced import replaced
 from fullframe.simulation.fake.world import fake_job
 from fullframe.simulation.host import SimulatedHost
 from fullframe.simulation.memory.account import account
@@ -80,7 +81,9 @@ def simulate(
     if unknown:
         raise StrategyError(f"there is no term {', '.join(map(repr, unknown))}; the terms are {', '.join(TERMS)}")
     cluster = _cluster(device, strategy)
-    with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), _one_op_for_many_norms():
+    # As torch does for the norms of gradients that are plain tensors, which they are in the real step.
+    types = replaced(foreach, "_foreach_supported_types", [*foreach._foreach_supported_types, FakeTensor])
+    with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), types:
         return _Simulation(recipe, strategy, cluster, without, timings, until).prediction()
 
 
@@ -231,17 +234,6 @@ def _axes(mesh: DeviceMesh) -> dict[str, str]:
         "job": dist.group.WORLD,
     }
     return {group.group_name: axis for axis, group in groups.items()}  # type: ignore[union-attr]
-
-
-@contextmanager
-def _one_op_for_many_norms() -> Iterator[None]:
-    """As torch does for the norms of gradients that are plain tensors, which they are in the real step."""
-    types = foreach._foreach_supported_types
-    foreach._foreach_supported_types = [*types, FakeTensor]
-    try:
-        yield
-    finally:
-        foreach._foreach_supported_types = types
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """What an aten op does: of what kind it is, how many operations it counts, which bytes it reads and writes."""
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,8 @@ class Op:
     operations: Callable[..., float] | None
 
     @classmethod
-    def of(cls, func: Any) -> Op:
+    @functools.cache
+    def of(cls, func: Any) -> "Op":
         name = func._opname if hasattr(func, "_opname") else func.__name__
         schema = func._schema
         changed = tuple(
@@ -68,10 +68,8 @@ def _operations(name: str, func: Any) -> Callable[..., float] | None:
     if name in _CONVOLUTIONS:
         return _convolution_operations
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-        backward = name.endswith("backward")
-        return lambda func, args, kwargs, out: _attention_operations(
-            args[1:] if backward else args, 5 if backward else 2
-        )
+        first, products = (1, 5) if name.endswith("backward") else (0, 2)  # where the query stands, before the key
+        return lambda func, args, kwargs, out: 2.0 * products * args[first].numel() * args[first + 1].shape[-2]
     if name in ("mv", "addmv", "dot"):
         return lambda func, args, kwargs, out: 2.0 * args[-2].numel()
     formula = flop_registry.get(func._overloadpacket)
@@ -91,11 +89,6 @@ def _convolution_backward_operations(func: Any, args: Sequence[Any], kwargs: dic
     gradient, x, weight, transposed, wanted = args[0], args[1], args[2], bool(args[7]), args[10]
     pixels = (x if transposed else gradient).numel()
     return float(2 * pixels * weight.numel() / weight.shape[0] * (bool(wanted[0]) + bool(wanted[1])))
-
-
-def _attention_operations(args: Sequence[Any], products: int) -> float:
-    query, key = args[0], args[1]
-    return float(2 * products * query.numel() * key.shape[-2])
 
 
 def is_depthwise(op: Op, args: Sequence[Any]) -> bool:

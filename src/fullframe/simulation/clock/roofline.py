@@ -4,8 +4,6 @@ The host issues ops one after the other and the device works them off; a message
 What of the peaks a kernel reaches is assumed, by name, in `Efficiency`; measured rates are taken as they are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -108,7 +106,6 @@ class StepClock:
         self.cluster, self.device, self.mesh = cluster, cluster.device, mesh
         self.efficiency = efficiency or (_MEASURED if self.device.measured else Efficiency())
         self._tf32 = precision != "fp32" and "tf32" in self.device.matmul_flops_per_second
-        self._known: dict[Any, Op] = {}
         self._links: dict[str, tuple[bool, float, float]] = {}
         self.reset()
 
@@ -145,9 +142,7 @@ class StepClock:
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Count one aten op with the (fake) tensors it got and gave."""
-        op = self._known.get(func)
-        if op is None:
-            op = self._known[func] = Op.of(func)
+        op = Op.of(func)
         if op.free:
             if op.reads_back:
                 self.synchronize()

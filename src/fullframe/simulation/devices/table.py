@@ -83,10 +83,17 @@ class Cluster:
 _NCCL = "assumed, of the order of NCCL's own tuning table; `fullframe calibrate` measures it where there are two ranks"
 _MESSAGES = "what PyTorch's out-of-memory messages on this card"
 _V100 = {"fp64": 7.8, "fp32": 15.7, "fp16": 125.0}
-_A100 = {"fp64": 19.5, "fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
-_H100 = {"fp64": 67.0, "fp32": 67.0, "tf32": 494.0, "bf16": 989.0, "fp16": 989.0}
 _PCIE = {3: 15.75, 4: 31.5, 5: 63.0}  # 1e9 bytes a second of 16 lanes, one direction, before packet headers
 _ETHERNET = 3.125  # 25 Gb/s
+
+
+def _since_ampere(fp32: float, tf32: float, half: float, **fp64: float) -> dict[str, float]:
+    """1e12 operations a second; both 16-bit dtypes at one rate."""
+    return {**fp64, "fp32": fp32, "tf32": tf32, "bf16": half, "fp16": half}
+
+
+_A100 = _since_ampere(19.5, 156.0, 312.0, fp64=19.5)
+_H100 = _since_ampere(67.0, 494.0, 989.0, fp64=67.0)
 
 
 def _gpu(
@@ -97,11 +104,12 @@ def _gpu(
     tera: Mapping[str, float],
     giga_bytes: float,
     pcie: int,
-    sheet: str,
+    sheet: str = "",
     nvlink: float | None = None,
     network: float = _ETHERNET,
 ) -> Device:
     """A card in its data sheet's units: 1e12 operations and 1e9 bytes a second, links in one direction."""
+    sheet = sheet or f"NVIDIA {name} data sheet"
     host = _PCIE[pcie] * 1e9
     wire = "half of NVLink's figure, which is of both ways"
     if name.startswith("V100"):
@@ -144,35 +152,29 @@ _DEVICES = {
              sheet="NVIDIA V100 data sheet, SXM2"),
         _gpu("V100-32GB", gib=31.73, context_mib=385, tera=_V100, giga_bytes=900, pcie=3, nvlink=50, network=6.25,
              sheet="NVIDIA V100 data sheet, SXM2"),
-        _gpu("T4", gib=14.56, context_mib=140, tera={"fp32": 8.1, "fp16": 65.0}, giga_bytes=320, pcie=3,
-             sheet="NVIDIA T4 data sheet"),
-        _gpu("A10", gib=21.98, context_mib=280, tera={"fp32": 31.2, "tf32": 62.5, "bf16": 125.0, "fp16": 125.0},
-             giga_bytes=600, pcie=4, sheet="NVIDIA A10 data sheet"),
-        _gpu("A30", gib=23.53, context_mib=350, tera={"fp64": 10.3, "fp32": 10.3, "tf32": 82.0, "bf16": 165.0,
-             "fp16": 165.0}, giga_bytes=933, pcie=4, sheet="NVIDIA A30 data sheet"),
-        _gpu("A40", gib=44.34, context_mib=350, tera={"fp32": 37.4, "tf32": 74.8, "bf16": 149.7, "fp16": 149.7},
-             giga_bytes=696, pcie=4, sheet="NVIDIA A40 data sheet"),
+        _gpu("T4", gib=14.56, context_mib=140, tera={"fp32": 8.1, "fp16": 65.0}, giga_bytes=320, pcie=3),
+        _gpu("A10", gib=21.98, context_mib=280, tera=_since_ampere(31.2, 62.5, 125.0), giga_bytes=600, pcie=4),
+        _gpu("A30", gib=23.53, context_mib=350, tera=_since_ampere(10.3, 82.0, 165.0, fp64=10.3), giga_bytes=933,
+             pcie=4),
+        _gpu("A40", gib=44.34, context_mib=350, tera=_since_ampere(37.4, 74.8, 149.7), giga_bytes=696, pcie=4),
         _gpu("A100-40GB", gib=39.38, context_mib=540, tera=_A100, giga_bytes=1555, pcie=4, nvlink=300, network=25,
              sheet="NVIDIA A100 data sheet, SXM4"),
         _gpu("A100-80GB", gib=79.14, context_mib=540, tera=_A100, giga_bytes=2039, pcie=4, nvlink=300, network=25,
              sheet="NVIDIA A100 data sheet, SXM4"),
-        _gpu("L4", gib=21.95, context_mib=250, tera={"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp16": 121.0},
-             giga_bytes=300, pcie=4, sheet="NVIDIA L4 data sheet"),
-        _gpu("L40S", gib=44.34, context_mib=525, tera={"fp32": 91.6, "tf32": 183.0, "bf16": 362.0, "fp16": 362.0},
-             giga_bytes=864, pcie=4, sheet="NVIDIA L40S data sheet"),
-        _gpu("RTX3090", gib=23.53, context_mib=320, tera={"fp32": 35.6, "tf32": 35.6, "bf16": 71.0, "fp16": 71.0},
-             giga_bytes=936, pcie=4, sheet="NVIDIA GA102 white paper"),
-        _gpu("RTX4090", gib=23.51, context_mib=470, tera={"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2},
-             giga_bytes=1008, pcie=4, sheet="NVIDIA Ada GPU architecture white paper"),
-        _gpu("RTX5090", gib=31.34, context_mib=620, tera={"fp32": 104.8, "tf32": 104.8, "bf16": 209.5, "fp16": 209.5},
-             giga_bytes=1792, pcie=5, sheet="NVIDIA RTX Blackwell GPU architecture white paper"),
+        _gpu("L4", gib=21.95, context_mib=250, tera=_since_ampere(30.3, 60.0, 121.0), giga_bytes=300, pcie=4),
+        _gpu("L40S", gib=44.34, context_mib=525, tera=_since_ampere(91.6, 183.0, 362.0), giga_bytes=864, pcie=4),
+        _gpu("RTX3090", gib=23.53, context_mib=320, tera=_since_ampere(35.6, 35.6, 71.0), giga_bytes=936, pcie=4,
+             sheet="NVIDIA GA102 white paper"),
+        _gpu("RTX4090", gib=23.51, context_mib=470, tera=_since_ampere(82.6, 82.6, 165.2), giga_bytes=1008, pcie=4,
+             sheet="NVIDIA Ada GPU architecture white paper"),
+        _gpu("RTX5090", gib=31.34, context_mib=620, tera=_since_ampere(104.8, 104.8, 209.5), giga_bytes=1792, pcie=5,
+             sheet="NVIDIA RTX Blackwell GPU architecture white paper"),
         _gpu("H100", gib=79.1, context_mib=700, tera=_H100, giga_bytes=3350, pcie=5, nvlink=450, network=50,
              sheet="NVIDIA H100 data sheet, SXM5"),
         _gpu("H200", gib=139.72, context_mib=670, tera=_H100, giga_bytes=4800, pcie=5, nvlink=450, network=50,
              sheet="NVIDIA H200 data sheet, SXM5"),
-        _gpu("B200", gib=178.35, context_mib=710, tera={"fp64": 40.0, "fp32": 80.0, "tf32": 1100.0, "bf16": 2250.0,
-             "fp16": 2250.0}, giga_bytes=8000, pcie=5, nvlink=900, network=50,
-             sheet="NVIDIA Blackwell architecture brief, HGX B200"),
+        _gpu("B200", gib=178.35, context_mib=710, tera=_since_ampere(80.0, 1100.0, 2250.0, fp64=40.0), giga_bytes=8000,
+             pcie=5, nvlink=900, network=50, sheet="NVIDIA Blackwell architecture brief, HGX B200"),
     )
 }  # fmt: skip
 _OTHER_NAMES = {

@@ -1,7 +1,6 @@
 """A recipe's model and batch without their memory: what is built is real Python, its tensors are fake."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fullframe.ranks.randomness import sample_randomness
 from fullframe.recipe import Recipe
 from fullframe.simulation.fake.blame import blamed
+from fullframe.simulation.fake.replaced import replaced
 
 _LARGE = 2**20  # elements
 
@@ -42,8 +42,7 @@ def _abstract(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
     return made
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _parameters_on_meta() -> AbstractContextManager[None]:
     """A parameter loses its memory as soon as a module has it, before anything is written to it.
 
     Not `torch.device("meta")`: constructors compute with small tensors and read them, and those stay real.
@@ -58,11 +57,7 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = moved[parameter]
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return replaced(nn.Module, "register_parameter", register_parameter)
 
 
 class _LargeOnMeta(TorchFunctionMode):

@@ -4,7 +4,6 @@ The CPU's policy is another (layer norm and softmax stay in bf16, say). The kern
 under autocast are replaced by ones that cast as the tables of `torch/include/ATen/autocast_mode.h` say.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.library import Library, fallthrough_kernel
+from torch.library import fallthrough_kernel
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from fullframe.simulation.fake.replaced import replaced_kernels
 from fullframe.spatial.expected import forget_expected
 
 LOWER_PRECISION = frozenset({
@@ -55,16 +55,11 @@ _outside_autocast = DispatchKeySet(DispatchKey.AutocastCPU)
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Inside, `torch.autocast("cpu")` casts as `torch.autocast("cuda")` does: in the whole process, on all threads."""
-    library = Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        for name, kernel in _kernels().items():
-            library.impl(name, kernel, _CPU_KEY)
-    forget_expected()
     try:
-        yield
+        with replaced_kernels(_CPU_KEY, _kernels()):
+            forget_expected()
+            yield
     finally:
-        library._destroy()
         forget_expected()
 
 

@@ -3,14 +3,13 @@
 Replaces torch's choice of kernels for CPU tensors; the kernels chosen exist for fake tensors only.
 """
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import Library
+
+from fullframe.simulation.fake.replaced import replaced_kernels
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -18,18 +17,10 @@ _FLASH = 256  # most channels of a head
 _ALIGNMENT = 8  # of channels, in elements: what is less is padded
 
 
-@contextmanager
-def cuda_kernels(has_flash_attention: bool) -> Iterator[None]:
+def cuda_kernels(has_flash_attention: bool) -> AbstractContextManager[None]:
     """Inside, fake CPU tensors take CUDA's kernels; flash attention needs compute capability 8.0."""
-    library = Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        library.impl("dropout", _dropout, "AutogradCPU")
-        library.impl("scaled_dot_product_attention", _Attention(has_flash_attention), "AutogradCPU")
-    try:
-        yield
-    finally:
-        library._destroy()
+    kernels = {"dropout": _dropout, "scaled_dot_product_attention": _Attention(has_flash_attention)}
+    return replaced_kernels("AutogradCPU", kernels)
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:

@@ -18,10 +18,9 @@ class FakeDataParallel(nn.Module):
 
     in_buckets = True
 
-    def __init__(self, module: nn.Module, *, find_unused_parameters: bool = False, **ignored: Any):
+    def __init__(self, module: nn.Module, **ignored: Any):
         super().__init__()
         self.module = module
-        self.find_unused_parameters = find_unused_parameters
         self.buckets: list[Tensor] = []
         self.require_backward_grad_sync = True  # outside no_sync()
         parameters = [p for p in reversed(list(module.parameters())) if p.requires_grad]

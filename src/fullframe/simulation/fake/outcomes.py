@@ -4,6 +4,7 @@ FakeTensorMode remembers too, but takes ten times as long to recognise an op; an
 place. What is not plainly one of the cases below goes to FakeTensorMode.
 """
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -38,13 +39,10 @@ class Outcomes:
         self._fake = fake
         self._attributes = FakeTensor(fake, torch.empty(0, device="meta"), _CPU).__dict__
         self._known: dict[Hashable, Any] = {}  # by op and arguments: a _Meta, a list of them, or None: not plain
-        self._kinds: dict[Any, _Kind] = {}
         self._works: dict[Any, Any] = {}  # by op: how a fake message ends, at once and always alike
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = _kind(func)
+        kind = _kind(func)
         if kind == "other":
             return self._other(func, args, kwargs)
         try:
@@ -112,6 +110,7 @@ class _NotPlain(Exception):
     """An argument by whose shape and type alone the outcome is not decided."""
 
 
+@functools.cache
 def _kind(func: Any) -> _Kind:
     schema = func._schema
     name = func._opname

@@ -3,12 +3,13 @@
 Works on fake tensors and on real ones. What a kernel allocates for itself never shows as a tensor; `scratch` says it.
 """
 
+import functools
 import math
 import time
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -18,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
+
+from fullframe.simulation.fake.replaced import replaced
 
 Phase = Literal["build", "forward", "recompute", "backward", "update"]
 Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]  # (func, args, kwargs) -> out
@@ -286,15 +289,10 @@ def _group_of(func: Any, args: tuple[Any, ...]) -> torch.distributed.ProcessGrou
     raise LookupError(f"{func} names no process group")
 
 
-_makes: dict[Any, bool] = {}
-
-
+@functools.cache
 def _makes_storage(func: Any) -> bool:
     """Whether some output of the op is, by its schema, neither an input nor a view of one."""
-    known = _makes.get(func)
-    if known is None:
-        known = _makes[func] = any(value.alias_info is None for value in func._schema.returns)
-    return known
+    return any(value.alias_info is None for value in func._schema.returns)
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
@@ -308,8 +306,7 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
 
 
-@contextmanager
-def _resizes_told_to(listener: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def _resizes_told_to(listener: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[None]:
     """FSDP frees and refills what it gathered by resizing storages, which is no op."""
     original = torch.UntypedStorage.resize_
 
@@ -318,8 +315,4 @@ def _resizes_told_to(listener: Callable[[torch.UntypedStorage], None]) -> Iterat
         listener(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+    return replaced(torch.UntypedStorage, "resize_", resize_)

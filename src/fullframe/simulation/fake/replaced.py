@@ -1,0 +1,33 @@
+"""Parts of torch that are replaced for a while: attributes, and the kernels of its operators."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.library import Library
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Inside, the attribute `name` of `owner` is `value`."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def replaced_kernels(key: str, kernels: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the aten operators named run these kernels where torch dispatches to `key`."""
+    library = Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, key)
+    try:
+        yield
+    finally:
+        library._destroy()
