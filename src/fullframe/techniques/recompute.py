@@ -8,7 +8,7 @@ counts a batch once, dropout draws the same.
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -110,7 +110,7 @@ class _Recomputed(PatchedForward):
             return self.original(*args, **kwargs)
 
         before = _Before(self._module)
-        result = checkpoint(run, *locals_, use_reentrant=False, context_fn=lambda: (before.noting(), _Again(before)))
+        result = checkpoint(run, *locals_, use_reentrant=False, context_fn=lambda: (before.noting(), before))
         if any(tensor._version != version for tensor, version in versions):
             raise StrategyError(
                 f"{self._name} writes to its input, so it cannot be recomputed from it; use inplace=False in its first "
@@ -145,29 +145,15 @@ class _Before:
                 elif buffer._version != version:
                     self.buffers[owner, name] = copy
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Around the second pass: it starts as the first did and leaves no trace."""
-        now = random.getstate(), np.random.get_state()
+    def __enter__(self) -> None:
+        """Around the second pass, which can come more than once: it starts as the first did and leaves no trace."""
+        self._now = random.getstate(), np.random.get_state()
         _set_random_states(self.random_states)
-        buffers = borrow_buffers(self.module, self.buffers)
-        try:
-            yield
-        finally:
-            return_buffers(buffers)
-            _set_random_states(now)
+        self._there = borrow_buffers(self.module, self.buffers)
 
-
-class _Again(ExitStack):
-    """Around the second pass, which can come more than once."""
-
-    def __init__(self, before: _Before):
-        super().__init__()
-        self._before = before
-
-    def __enter__(self) -> "_Again":
-        self.enter_context(self._before.restored())
-        return self
+    def __exit__(self, *error: object) -> None:
+        return_buffers(self._there)
+        _set_random_states(self._now)
 
 
 def _set_random_states(states: tuple[Any, Any]) -> None:

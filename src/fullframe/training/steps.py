@@ -5,7 +5,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -69,13 +68,12 @@ def watched(
         directory.log(message)
         on_message(message)
 
-    def written(path: Path) -> None:
-        say(f"wrote {path}")
-
     with (
         StopSignals() as stop,
         Watchdog(directory.path, hang_timeout, say) as watchdog,
-        Checkpoints(directory.checkpoints, keep_checkpoints, written, watchdog.beat) as checkpoints,
+        Checkpoints(
+            directory.checkpoints, keep_checkpoints, lambda path: say(f"wrote {path}"), watchdog.beat
+        ) as checkpoints,
     ):
         yield Run(directory=directory, checkpoints=checkpoints, stop=stop, watchdog=watchdog, say=say)
 

@@ -53,14 +53,7 @@ class Manifest:
         body = {
             "step": self.step,
             "facts": self.facts,
-            "tensors": {
-                name: {
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "sizes": tensor.sizes,
-                    "chunks": [asdict(chunk) for chunk in tensor.chunks],
-                }
-                for name, tensor in self.tensors.items()
-            },
+            "tensors": {name: asdict(t) | {"dtype": _dtype_name(t.dtype)} for name, t in self.tensors.items()},
             "files": {name: asdict(record) for name, record in self.files.items()},
         }
         return json.dumps({"format": FORMAT, "blake2b": _checksum(body), "checkpoint": body}, indent=1)
@@ -103,7 +96,11 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_json((folder / MANIFEST).read_text(errors="replace"))
 
 
-_NAMED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_NAMED_DTYPES = {_dtype_name(dtype): dtype for dtype in DTYPES}
 
 
 def _tensor(value: Any) -> StoredTensor:
