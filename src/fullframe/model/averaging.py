@@ -150,7 +150,7 @@ class Averaging:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             parameters = [p for p, is_used in zip(self._parameters, flags.tolist(), strict=True) if is_used]
         for chunk in _chunks(parameters):
-            gradients = [torch.zeros_like(p) if p.grad is None else _dense(p.grad) for p in chunk]
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in chunk]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) / dist.get_world_size()
             dist.all_reduce(flat)
             means = flat.split([gradient.numel() for gradient in gradients])
@@ -281,10 +281,6 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 def _at_the_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _chunks(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

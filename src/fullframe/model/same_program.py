@@ -27,12 +27,9 @@ class Agreement:
         self._looks = False  # at this forward pass
         self._backward = -1  # the last backward pass in which the ranks met
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Nothing of the mesh: a copy of the model, or a saved one, is not on it."""
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(None)  # type: ignore[misc]
+        return Agreement, (None,)
 
     def before_forward(self, is_split: bool) -> None:
         """Remember the random states. A pass in which nothing `is_split` may well be one rank's own, and is let be."""

@@ -9,12 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _foreach_utils as foreach
 from torch.utils._pytree import tree_iter
@@ -81,28 +77,21 @@ def simulate(
     if unknown:
         raise StrategyError(f"there is no term {', '.join(map(repr, unknown))}; the terms are {', '.join(TERMS)}")
     cluster = _cluster(device, strategy)
+    place = cluster, strategy.precision, (strategy.data, strategy.height, strategy.width)
+    clock = StepClock(*place) if timings is None else MeasuredClock(*place, timings)
+    terms = Terms(cluster.device, strategy.precision, without)
     # As torch does for the norms of gradients that are plain tensors, which they are in the real step.
     types = replaced(foreach, "_foreach_supported_types", [*foreach._foreach_supported_types, FakeTensor])
     with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), types:
-        return _Simulation(recipe, strategy, cluster, without, timings, until).prediction()
+        return _Simulation(recipe, strategy, terms, clock, until).prediction()
 
 
 class _Simulation:
     """The recipe's model, optimizer and batch on one rank of the fake job, under a tracer."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        strategy: Strategy,
-        cluster: Cluster,
-        without: Collection[str],
-        timings: Timings | None,
-        until: float,
-    ):
-        self._recipe, self._strategy, self._is_cuda = recipe, strategy, cluster.device.is_cuda
-        self._terms = Terms(cluster.device, strategy.precision, without)
-        place = cluster, strategy.precision, (strategy.data, strategy.height, strategy.width)
-        self._clock = StepClock(*place) if timings is None else MeasuredClock(*place, timings)
+    def __init__(self, recipe: Recipe, strategy: Strategy, terms: Terms, clock: StepClock, until: float):
+        self._recipe, self._strategy, self._terms, self._clock = recipe, strategy, terms, clock
+        self._is_cuda = clock.device.is_cuda
         self._mesh = init_mesh(height=strategy.height, width=strategy.width)
         spatial_of(self._mesh, draw_seed=lambda generator: 0)  # a fake tensor holds no number to read
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)

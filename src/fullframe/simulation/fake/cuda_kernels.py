@@ -4,6 +4,7 @@ Replaces torch's choice of kernels for CPU tensors; the kernels chosen exist for
 """
 
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ _ALIGNMENT = 8  # of channels, in elements: what is less is padded
 
 def cuda_kernels(has_flash_attention: bool) -> AbstractContextManager[None]:
     """Inside, fake CPU tensors take CUDA's kernels; flash attention needs compute capability 8.0."""
-    kernels = {"dropout": _dropout, "scaled_dot_product_attention": _Attention(has_flash_attention)}
+    kernels = {"dropout": _dropout, "scaled_dot_product_attention": partial(_attention, has_flash_attention)}
     return replaced_kernels("AutogradCPU", kernels)
 
 
@@ -29,41 +30,36 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return x * 0 if p == 1 else _aten.native_dropout(x, p, True)[0]
 
 
-class _Attention:
-    """The order of choice of torch's `_fused_sdp_choice` on CUDA, without cuDNN's, which holds as much as flash."""
-
-    def __init__(self, has_flash: bool):
-        self._has_flash = has_flash
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        sizes = query.shape[-1], key.shape[-1], value.shape[-1]
-        fused = query.dim() == 4 and query.dtype != torch.float64 and query.is_floating_point()
-        alike = len(set(sizes)) == 1 and query.dtype == key.dtype == value.dtype
-        if fused and alike and attn_mask is None and self._has_flash and query.dtype in _HALF and sizes[0] <= _FLASH:
-            scale = sizes[0] ** -0.5 if scale is None else scale
-            q, k, v = (_padded(t, _ALIGNMENT) for t in (query, key, value))
-            out = _aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
-            return out[..., : sizes[0]] if q is not query else out  # type: ignore[no-any-return]
-        if fused and not enable_gqa and all(size % 4 == 0 for size in sizes):
-            trains = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-            bias = None if attn_mask is None else _bias(attn_mask, query, key)
-            return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
-                query, key, value, bias, trains, dropout_p, is_causal, scale=scale
-            )[0]
-        return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+def _attention(
+    has_flash: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """In the order of torch's `_fused_sdp_choice` on CUDA, without cuDNN's, which holds as much as flash."""
+    sizes = query.shape[-1], key.shape[-1], value.shape[-1]
+    fused = query.dim() == 4 and query.dtype != torch.float64 and query.is_floating_point()
+    alike = len(set(sizes)) == 1 and query.dtype == key.dtype == value.dtype
+    if fused and alike and attn_mask is None and has_flash and query.dtype in _HALF and sizes[0] <= _FLASH:
+        scale = sizes[0] ** -0.5 if scale is None else scale
+        q, k, v = (_padded(t, _ALIGNMENT) for t in (query, key, value))
+        out = _aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        return out[..., : sizes[0]] if q is not query else out  # type: ignore[no-any-return]
+    if fused and not enable_gqa and all(size % 4 == 0 for size in sizes):
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+            query, key, value, bias, trains, dropout_p, is_causal, scale=scale
         )[0]
+    return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

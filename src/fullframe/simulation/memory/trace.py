@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
+from fullframe.simulation.clock.roofline import StepClock
 from fullframe.simulation.fake.replaced import replaced
 
 Phase = Literal["build", "forward", "recompute", "backward", "update"]
@@ -29,16 +30,6 @@ Scratch = Callable[[Any, tuple[Any, ...], Any], int]  # (func, args, out) -> byt
 _device_of = torch.ops.prim.device.default
 _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _running_node: Callable[[], Any] = torch._C._current_autograd_node
-
-
-class Clock(Protocol):
-    """What adds up the seconds of the ops that a trace sees."""
-
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """One aten op that was run."""
-
-    def communicate(self, kind: str, bytes: int, ranks: int, axis: str) -> None:
-        """One collective or message."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,7 +73,7 @@ class Tracer(TorchDispatchMode):
         axes: Mapping[str, str],
         run: Run,
         scratch: Scratch,
-        clock: Clock | None = None,
+        clock: StepClock | None = None,
         until: float = math.inf,
     ):
         super().__init__()  # type: ignore[no-untyped-call]

@@ -14,14 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 from fullframe.errors import CheckpointError
 from fullframe.ranks.agreement import from_all_ranks, on_all_ranks, on_first_rank
@@ -43,7 +35,7 @@ def copy_to_host(tensors: dict[str, Tensor], group: dist.ProcessGroup | None = N
     """
     rank = dist.get_rank(group)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    planned: SavePlan | CheckpointError
+    planned: dcp.planner.SavePlan | CheckpointError
     try:
         planner.set_up_planner(tensors, is_coordinator=rank == 0)
         planned = planner.create_local_plan()
@@ -68,7 +60,9 @@ def copy_to_host(tensors: dict[str, Tensor], group: dist.ProcessGroup | None = N
     return Copies(copies, {name: replace(whole, chunks=tuple(chunks[name])) for name, whole in wholes.items()})
 
 
-def _shared_out(planner: dcp.DefaultSavePlanner, everyones: list[SavePlan | CheckpointError]) -> list[SavePlan]:
+def _shared_out(
+    planner: dcp.DefaultSavePlanner, everyones: list[dcp.planner.SavePlan | CheckpointError]
+) -> list[dcp.planner.SavePlan]:
     """The ranks' plans, with what several of them hold left to one; raises the first CheckpointError instead."""
     plans = []
     for plan in everyones:
@@ -101,7 +95,7 @@ def _read(tensors: dict[str, Tensor], folder: Path, manifest: Manifest) -> None:
     metadata = _metadata(manifest)
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(tensors, metadata)
-    by_file: dict[str, list[tuple[ReadItem, Chunk]]] = defaultdict(list)
+    by_file: dict[str, list[tuple[dcp.planner.ReadItem, Chunk]]] = defaultdict(list)
     for item in planner.create_local_plan().items:
         chunk = metadata.storage_data[item.storage_index]
         by_file[chunk.file].append((item, chunk))
@@ -114,15 +108,17 @@ def _read(tensors: dict[str, Tensor], folder: Path, manifest: Manifest) -> None:
                 planner.resolve_tensor(item).detach().copy_(file.get_slice(key)[box])
 
 
-def _metadata(manifest: Manifest) -> Metadata:
+def _metadata(manifest: Manifest) -> dcp.metadata.Metadata:
     """The manifest as DCP describes a checkpoint."""
     described: dict[str, Any] = {}
-    places: dict[MetadataIndex, Chunk] = {}
+    places: dict[dcp.metadata.MetadataIndex, Chunk] = {}
     for name, tensor in manifest.tensors.items():
-        boxes = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
-        described[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.sizes), boxes)
-        places |= {MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
-    return Metadata(described, storage_data=places)
+        boxes = [dcp.metadata.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
+        described[name] = dcp.metadata.TensorStorageMetadata(
+            dcp.metadata.TensorProperties(tensor.dtype), torch.Size(tensor.sizes), boxes
+        )
+        places |= {dcp.metadata.MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
+    return dcp.metadata.Metadata(described, storage_data=places)
 
 
 def file_of(rank: int) -> str:

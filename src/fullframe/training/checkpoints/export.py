@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fullframe.errors import CheckpointError, RunError
 from fullframe.training.checkpoints.manifest import key_in_file
-from fullframe.training.checkpoints.safetensors_files import Shape, sync_folder, write_tensors
+from fullframe.training.checkpoints.safetensors_files import sync_folder, write_tensors
 from fullframe.training.checkpoints.writer import Checkpoint, newest_checkpoint
 
 
@@ -38,8 +38,7 @@ def export(run_dir: Path, out: Path, *, average: bool = False) -> Exported:
     if checkpoint is None:
         raise RunError(f"{run_dir} holds no checkpoint to export; give the --run-dir of a run that has written one")
     sources = _sources(checkpoint, average)
-    stored = checkpoint.manifest.tensors
-    shapes = {name: Shape(stored[source].dtype, stored[source].sizes) for name, source in sources.items()}
+    shapes = {name: checkpoint.manifest.tensors[source] for name, source in sources.items()}
     partial = out.with_name(out.name + ".partial")
     try:
         with whole_tensors(checkpoint) as read:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fullframe.errors import CheckpointError
-from fullframe.training.checkpoints.safetensors_files import DTYPES, FileRecord
+from fullframe.training.checkpoints.safetensors_files import DTYPES, FileRecord, Shape
 
 FORMAT = "fullframe checkpoint 2"
 MANIFEST = "manifest.json"
@@ -31,11 +31,9 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(Shape):
     """A whole tensor, and the files that hold its parts."""
 
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
 

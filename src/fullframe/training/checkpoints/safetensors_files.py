@@ -89,14 +89,9 @@ def write_tensors(
 
 def record_of(path: Path) -> FileRecord:
     """Size and checksum of the file as it is now; reads all of it."""
-    digest = hashlib.blake2b(digest_size=16)
-    buffer = bytearray(_PIECE_BYTES)
-    size_bytes = 0
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            size_bytes += count
-    return FileRecord(size_bytes=size_bytes, blake2b=digest.hexdigest())
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+        return FileRecord(size_bytes=file.tell(), blake2b=digest.hexdigest())
 
 
 def sync_folder(folder: Path) -> None:

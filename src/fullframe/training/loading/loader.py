@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ class ShardedLoader:
             collate_fn=Collation(loader.collate_fn, grid, split),
             pin_memory=loader.pin_memory or mesh_device(mesh).type == "cuda",
             timeout=loader.timeout,
-            worker_init_fn=_WorkerStart(loader.worker_init_fn),
+            worker_init_fn=partial(_start_worker, loader.worker_init_fn),
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
@@ -141,7 +142,7 @@ def evaluation_batches(
         batch_sampler=[[(0, min(index, samples - 1))] for index in mine],
         num_workers=workers,
         collate_fn=Collation(collate or default_collate, grid, "auto"),
-        worker_init_fn=_WorkerStart(),
+        worker_init_fn=partial(_start_worker, None),
         pin_memory=mesh_device(mesh).type == "cuda",
         generator=torch.Generator().manual_seed(seed),
     )
@@ -149,21 +150,16 @@ def evaluation_batches(
         yield batch, index < samples
 
 
-class _WorkerStart:
-    """A loader worker's `worker_init_fn` around the user's: the worker ignores what asks its rank to stop.
+def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    """A loader worker's `worker_init_fn` around the user's, `then`: the worker ignores what asks its rank to stop.
 
     Schedulers signal every process of a job. A worker that ended at once would take its rank with it before the rank
     has written its checkpoint; one that ignores the signal ends with its rank.
     """
-
-    def __init__(self, then: Callable[[int], None] | None = None):
-        self._then = then
-
-    def __call__(self, worker: int) -> None:
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        if self._then is not None:
-            self._then(worker)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
 
 
 class _Order(Sampler[list[tuple[int, int]]]):
