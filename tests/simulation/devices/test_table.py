@@ -169,11 +169,6 @@ def test_the_cpu_is_measured_on_the_spot_and_shared_by_the_ranks() -> None:
     assert cpu_device(2) == half  # measured once a process
 
 
-def test_memory_can_be_limited() -> None:
-    cluster = parse_cluster("2xT4", memory_bytes=10**9)
-    assert cluster.device.memory_bytes == 10**9 and cluster.device.source["memory_bytes"] == "as given"
-
-
 def test_a_calibration_of_this_cpu_survives_its_file() -> None:
     rates = measure("cpu-2-ranks", torch.device("cpu"), quick=True)
     assert set(rates.matmul) == {"fp32", "bf16", "fp64"}

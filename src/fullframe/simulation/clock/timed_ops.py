@@ -92,10 +92,9 @@ class MeasuredClock(StepClock):
         """Numbers from a half to one, or zeros, which every index op takes, in `like`'s strides."""
         extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
         extent = extent if like.numel() else 0
-        floating = like.dtype.is_floating_point or like.dtype.is_complex
-        flat = (
-            torch.rand(extent, device=self._place) * 0.5 + 0.5 if floating else torch.zeros(extent, device=self._place)
-        )
+        flat = torch.zeros(extent, device=self._place)
+        if like.dtype.is_floating_point or like.dtype.is_complex:
+            flat.uniform_(0.5, 1.0)
         return flat.to(like.dtype).as_strided(like.shape, like.stride())
 
 

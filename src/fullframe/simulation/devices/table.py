@@ -227,11 +227,10 @@ def device_names() -> tuple[str, ...]:
     return (*_DEVICES, "cpu")
 
 
-def parse_cluster(text: str, memory_bytes: int | None = None) -> Cluster:
+def parse_cluster(text: str) -> Cluster:
     """Nodes and devices: "2x8xA100-80GB" is 2 nodes of 8, "4xV100-16GB" one node of 4, "A100-80GB" one device.
 
-    `memory_bytes`, where given, is all the memory a rank may use. Ranks on the CPU share its cores and its memory.
-    Raises DeviceError on anything else.
+    Ranks on the CPU share its cores and its memory. Raises DeviceError on anything else.
     """
     match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z].*)", text.strip())
     counts = [int(count) for count in match.groups()[:2] if count] if match else []
@@ -243,8 +242,6 @@ def parse_cluster(text: str, memory_bytes: int | None = None) -> Cluster:
     nodes, each = counts if len(counts) == 2 else (1, counts[0] if counts else 1)
     name = match.group(3)
     device = cpu_device(each) if name.lower() == "cpu" else device_named(name)
-    if memory_bytes is not None:
-        device = replace(device, memory_bytes=memory_bytes, source={**device.source, "memory_bytes": "as given"})
     return Cluster(nodes=nodes, devices_per_node=each, device=device)
 
 
