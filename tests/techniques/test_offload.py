@@ -29,6 +29,7 @@ class Watched(Offload):
         super().__init__(road, least_bytes)
         self.sent: list[int] = []
         self.fetched = 0
+        self.all: weakref.WeakSet[Any] = weakref.WeakSet()  # also those whose address another storage has by now
         send, fetch = road.send, road.fetch
 
         def sending(storage: torch.UntypedStorage) -> Tensor:
@@ -40,6 +41,12 @@ class Watched(Offload):
             return fetch(host)
 
         road.send, road.fetch = sending, fetching  # type: ignore[method-assign]
+
+    def _pack(self, tensor: Tensor) -> Any:
+        packed = super()._pack(tensor)
+        if not isinstance(packed, Tensor):
+            self.all.add(packed.parked)
+        return packed
 
 
 def gradients(offload: Offload | None, again: bool = False) -> dict[str, Tensor]:
@@ -152,7 +159,7 @@ def test_one_is_fetched_ahead_and_no_more() -> None:
 
     def taking(parked: Any) -> Any:
         storage = original(parked)
-        ahead.append(sum(other._ahead is not None for other in offload._parked.values()))
+        ahead.append(sum(other._ahead is not None for other in offload.all))
         return storage
 
     offload_module._Parked.take = taking  # type: ignore[method-assign]
