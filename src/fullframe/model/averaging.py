@@ -70,7 +70,7 @@ class Averaging:
         if self._ddp is not None and hasattr(self._ddp, "reducer"):
             self._ddp.reducer._remove_autograd_hooks()
         several = dist.get_world_size() > self._spatial.size  # within one replica the buffers stay equal by themselves
-        self._for, self._expects, self._buckets = trained, False, Buckets()
+        self._for, self._expects, self._buckets = trained, False, Buckets(not self._find_unused)
         self._ddp = self._make_ddp(
             self._door,
             find_unused_parameters=self._find_unused,
@@ -191,7 +191,8 @@ class Buckets:
     A gradient that someone has kept by reference would change under him. He keeps the memory, and DDP gets other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, are_made_again: bool = False) -> None:
+        self._are_made_again = are_made_again  # by DDP before the second pass, in the order of the first
         self._places: dict[nn.Parameter, Tensor] = {}  # DDP's own views of its buckets
         self._holders: dict[Tensor, int] = {}  # of a bucket's memory, without the gradients of parameters
 
@@ -205,6 +206,9 @@ class Buckets:
         for parameter, place in self._places.items():
             if parameter.grad is place:
                 parameter.grad = place.detach()
+        if self._are_made_again:  # nothing is written here any more, and who keeps a gradient keeps the memory
+            self._are_made_again = False
+            self._places.clear()
         self._holders = self._held()
 
     def leave_to_holders(self) -> None:
