@@ -20,7 +20,7 @@ NAMES = ("torch", "random", "numpy.random", "torch.cuda")
 
 def share_random_states(spatial: Spatial) -> None:
     """Torch's, Python's and numpy's on the ranks of a replica become those of its first rank."""
-    if spatial.size == 1:
+    if spatial.size == 1 or not spatial.channel.tagged:  # a simulation's other ranks send nothing
         return
     if torch.cuda.is_available():
         torch.cuda.init()  # `random_state` leaves out a generator that is not there yet
