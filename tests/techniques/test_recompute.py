@@ -1,6 +1,7 @@
 """A step that computes blocks again is the step that does not: gradients, statistics, draws, on any ranks."""
 
 import copy
+import gc
 import io
 import warnings
 from dataclasses import replace
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
@@ -289,3 +290,25 @@ def test_the_users_own_recompute_is_what_it_is_in_one_process() -> None:
     assert expected[1]["blocks.0.norm.num_batches_tracked"] == 2
     for found in rank_group(4).run(with_the_users_own, 2, 2):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13)
+
+
+def garbage_of_a_recomputed_block() -> int:
+    """Tensors that only the garbage collector would free after a backward pass with recompute on split tensors."""
+    mesh = ff.init_mesh(width=2)
+    block = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 2, 3, padding=1), nn.ReLU())
+    split = ff.shard(torch.ones(1, 2, 6, 8, requires_grad=True), mesh)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        checkpoint(block, split, use_reentrant=False).sum().backward()
+        gc.collect()
+        return sum(isinstance(found, Tensor) for found in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def test_what_was_recomputed_is_freed_at_once() -> None:
+    assert rank_group(2).run(garbage_of_a_recomputed_block) == [0, 0]

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
 from fullframe.errors import DivergenceError, FullframeError
 from fullframe.ranks import shared_memory as mailbox
@@ -203,8 +204,9 @@ def announce(error: Exception) -> None:
     """A rule has raised `error`, which the other ranks may not meet: tell them, once.
 
     Not what is decided alike everywhere, nor what the whole job is started again for: another rank's or memory's end.
+    Nor that by which recompute ends when it has what it needs.
     """
-    if isinstance(error, (FullframeError, dist.DistError)) or is_out_of_memory(error):
+    if isinstance(error, (FullframeError, dist.DistError, _StopRecomputationError)) or is_out_of_memory(error):
         return
     if not getattr(error, "_fullframe_announced", False):
         error._fullframe_announced = True  # type: ignore[attr-defined]
