@@ -6,7 +6,7 @@ where torch's does; what was written reaches every tensor that torch would have 
 """
 
 import inspect
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +15,14 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unf
 
 from fullframe.errors import FullframeError, UnsupportedOp
 from fullframe.ranks.channel import announce
+from fullframe.spatial.approved import KnownCall, known_call
 from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
 from fullframe.spatial.fallback import derived, memory_of, name_of, plain, settle, unsupported
-from fullframe.spatial.gradients import entered, enters
+from fullframe.spatial.gradients import entered
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.operands import aligned, shells_in
 from fullframe.spatial.redistribute import gather_axes, in_runs
-from fullframe.spatial.rules.registry import RULES, TRUSTED, UNCHECKED, Merged, TooSmall, Unsupported, general, writes
+from fullframe.spatial.rules.registry import RULES, UNCHECKED, Merged, TooSmall, Unsupported, general, writes
 from fullframe.spatial.rules.unsupported import REASONS
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, described, local_of, shell_of, wrap
@@ -35,12 +36,12 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, with split tensors among the arguments."""
     if kwargs:
         args, kwargs = _renamed(func, args, kwargs) if func in RULES else (args, dict(kwargs))
-    usual = _usual(func, args, kwargs) if func in TRUSTED else None
-    if usual is not None and usual in args[0].spec.approved:
+    call = known_call(func, args, kwargs) if func in RULES else None
+    if call is not None and call.approved is not None:
         try:
-            return RULES[func](func, *args, **kwargs)
-        except TooSmall as small:
-            return _called_whole(small, func, args, kwargs)
+            return call.conformed(_run(RULES[func], func, args, kwargs))
+        except Unsupported:  # by what it holds, not by what it is
+            pass
     args, kwargs = entered(SpatialTensor, func, args, kwargs)
     operands: list[Tensor] = []
     target = kwargs.pop("out", None)
@@ -52,9 +53,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(type(operand) is SpatialTensor and not operand.spec.placements for operand in operands):
         return _with_whole_views(func, args, kwargs if target is None else {**kwargs, "out": target})
     try:
-        result = _ruled(func, args, kwargs, operands, facts)
-        if usual is not None and type(result) is SpatialTensor and result.spec.strides is None:
-            args[0].spec.approved.add(usual)
+        result = _ruled(func, args, kwargs, operands, facts, call)
         return result if target is None else _into(target, result, func)
     except Merged as merged:
         again = _in_runs(merged, args, kwargs)
@@ -68,32 +67,6 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 general.append(dispatch)
-
-
-def _usual(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A key for calls that need no second check: of a split tensor (no view), parameters and numbers; None for others.
-
-    Once such a call has gone the general way, a spec remembers it.
-    """
-    first = args[0] if args else None
-    if type(first) is not SpatialTensor or first._view is not None or first.spec.strides is not None:
-        return None
-    told = [func, first._local.dtype, torch._C._is_any_autocast_enabled()]
-    for value in (*args[1:], *kwargs.values()) if kwargs else args[1:]:
-        kind = type(value)
-        if kind is int or kind is tuple or value is None:
-            told.append(value)
-        elif isinstance(value, Tensor):
-            if kind is SpatialTensor or (value.requires_grad and enters(value)):
-                return None
-            told += (value.shape, value.stride(), value.dtype)
-        elif kind is list:
-            return None
-        else:
-            told.append(value)
-    if kwargs:
-        told += kwargs
-    return tuple(told)
 
 
 def _in_runs(
@@ -161,7 +134,9 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _ruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor], facts: Any) -> Any:
+def _ruled(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor], facts: Any, call: KnownCall | None
+) -> Any:
     """The rule's result, with the shape, dtype, strides and shared memory that torch's has; raises Unsupported."""
     rule = RULES.get(func)
     if rule is None:
@@ -169,11 +144,23 @@ def _ruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: l
     expected = None if facts is None or func in UNCHECKED else expected_of(facts, func, args, kwargs)
     if expected is not None and expected.error is not None:
         raise type(expected.error)(*expected.error.args)
+    widens = expected is not None and expected.widens
+    made = result = _run(_in_fp32(rule) if widens else rule, func, args, kwargs)
+    if expected is not None:
+        result = _as_torch_has_it(result, expected, operands, Call(func, args, kwargs))
+    written = writes(func, kwargs)
+    first = args[0] if args else None
+    if type(first) is SpatialTensor and first._view is not None and (result is first or written):
+        settle(first)
+    if call is not None and not (widens or written):
+        call.approve(made, result)
+    return result
+
+
+def _run(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule's result; an error that this rank alone may meet is told to the others."""
     try:
-        if expected is not None and expected.widens:
-            result = _in_fp32(rule, func, args, kwargs)
-        else:
-            result = _called(rule, func, args, kwargs)
+        return _called(rule, func, args, kwargs)
     except Unsupported:
         raise
     except Exception as error:
@@ -181,25 +168,23 @@ def _ruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: l
             _explain(rule, func, args, kwargs, error)
         announce(error)
         raise
-    if expected is not None:
-        result = _as_torch_has_it(result, expected, operands, Call(func, args, kwargs))
-    first = args[0] if args else None
-    if type(first) is SpatialTensor and first._view is not None and (result is first or writes(func, kwargs)):
-        settle(first)
-    return result
 
 
-def _in_fp32(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _in_fp32(rule: Any) -> Any:
     """The rule on operands in fp32, without autocast: for functions that autocast runs in fp32."""
 
     def widened(value: Tensor) -> Tensor:
         dtype = value._local.dtype if type(value) is SpatialTensor else value.dtype
         return value.float() if dtype in (torch.bfloat16, torch.float16) else value
 
-    args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
-    device = next(t._local.device.type for t in tree_iter((args, kwargs)) if type(t) is SpatialTensor)
-    with torch.autocast(device, enabled=False):
-        return _called(rule, func, args, kwargs)
+    @wraps(rule)
+    def wide_rule(func: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
+        device = next(t._local.device.type for t in tree_iter((args, kwargs)) if type(t) is SpatialTensor)
+        with torch.autocast(device, enabled=False):
+            return rule(func, *args, **kwargs)
+
+    return wide_rule
 
 
 def _called(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from fullframe.spatial.tensor import SpatialTensor
 
-_PLAIN = frozenset(
+PLAIN = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout,
      type(Ellipsis))
 )  # fmt: skip
@@ -49,6 +49,7 @@ class _Unknown(Exception):
 
 _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 _known: dict[Any, Expected | None] = {}
+_policy = [0]  # of autocast: how many there were before
 
 
 def facts_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
@@ -60,8 +61,8 @@ def facts_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: l
         facts = _facts(args, operands)
         if kwargs:
             names = tuple(kwargs)
-            return func, facts, names, _facts(kwargs.values(), operands), _autocast(operands)
-        return func, facts, _autocast(operands)
+            return func, facts, names, _facts(kwargs.values(), operands), autocast_of(operands)
+        return func, facts, autocast_of(operands)
     except _Unknown:
         operands.clear()
         return None
@@ -86,7 +87,7 @@ def _facts(values: Any, operands: list[Tensor]) -> tuple[Any, ...]:
         if kind is SpatialTensor:
             operands.append(value)
             found += (value.spec.facts, value._local.dtype)
-        elif kind in _PLAIN:
+        elif kind in PLAIN:
             found.append(value)
         elif isinstance(value, Tensor):
             operands.append(value)
@@ -104,21 +105,22 @@ def _facts(values: Any, operands: list[Tensor]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _autocast(operands: list[Tensor]) -> tuple[str, torch.dtype] | None:
-    """The device and dtype of the autocast that is on for the operands, None where there is none."""
+def autocast_of(operands: list[Tensor]) -> tuple[str, torch.dtype, int] | None:
+    """Device, dtype and number of the policy of the autocast that is on for the operands, None where there is none."""
     if not torch._C._is_any_autocast_enabled():
         return None
     kind = next((t._local.device.type for t in operands if type(t) is SpatialTensor), "cpu")
-    return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+    return (kind, torch.get_autocast_dtype(kind), _policy[0]) if torch.is_autocast_enabled(kind) else None
 
 
 def forget_expected() -> None:
     """Ask again from now on: another policy of autocast holds."""
     _known.clear()
+    _policy[0] += 1
 
 
 def _run(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], cast: tuple[str, torch.dtype] | None
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], cast: tuple[str, torch.dtype, int] | None
 ) -> Expected | None:
     made: list[Tensor] = []
     device = "meta" if cast is None else cast[0]

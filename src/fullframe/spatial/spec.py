@@ -23,7 +23,7 @@ class Spec:
     placements: Placements
     gather: bool  # what has no rule is gathered rather than refused
     strides: tuple[int, ...] | None = None  # of the whole tensor as torch would have it; None: contiguous
-    approved: set[Any] = field(default_factory=set)  # calls on such tensors that need no more checking
+    approved: dict[Any, Any] = field(default_factory=dict)  # calls that need no checking, and the spec of their result
 
     def of(self, dim: int) -> Placement | None:
         """The placement of a dim that is nothing but one split factor; None when the dim is whole.

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.spatial.rules import registry
-from fullframe.spatial.rules.registry import RULES, TRUSTED, UNCHECKED, getter, rule, setters, writes
+from fullframe.spatial.rules.registry import RULES, UNCHECKED, getter, rule, setters, writes
 
 
 def own() -> None: ...
@@ -20,8 +20,8 @@ def other() -> None: ...
 def test_a_rule_is_found_by_its_function_and_a_second_one_is_refused() -> None:
     before = dict(RULES)
     try:
-        decorated = rule(own, own, trusted=True)(lambda func: 1)
-        assert RULES[own] is decorated and own in TRUSTED
+        decorated = rule(own, own)(lambda func: 1)
+        assert RULES[own] is decorated
         assert own in UNCHECKED  # not torch's: it is never run on meta tensors
         with pytest.raises(ValueError, match="has a rule already"):
             rule(other, own)(lambda func: 2)
@@ -30,8 +30,7 @@ def test_a_rule_is_found_by_its_function_and_a_second_one_is_refused() -> None:
     finally:
         RULES.clear()
         RULES.update(before)
-        for kept in (TRUSTED, UNCHECKED):
-            kept.difference_update((own, other))
+        UNCHECKED.difference_update((own, other))
     assert registry.general, "the dispatch has put itself in"
 
 

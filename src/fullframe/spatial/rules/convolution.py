@@ -125,7 +125,7 @@ def _borders(plan: WindowPlan, windows: tuple[Window, ...]) -> tuple[Border, ...
     return tuple(borders)
 
 
-@rule(F.conv1d, F.conv2d, F.conv3d, trusted=True)
+@rule(F.conv1d, F.conv2d, F.conv3d)
 def _convolution(
     func: Any,
     input: Tensor,

@@ -13,7 +13,6 @@ R = TypeVar("R", bound=Rule)
 
 RULES: dict[Any, Rule] = {}
 UNCHECKED: set[Any] = set()  # functions whose calls are not held to what torch does with the whole tensors
-TRUSTED: set[Any] = set()  # functions whose local call refuses what torch refuses, and that share no memory
 QUICK: dict[Any, Rule] = {}  # (func, args, kwargs) -> the result, or NotImplemented for the general way
 general: list[Rule] = []  # the general way, put in by `dispatch`; in a list, as it needs the tensor that calls it
 
@@ -55,15 +54,14 @@ def setters(name: str) -> tuple[Any, Any]:
     return getattr(Tensor, name).__set__, getattr(Tensor, name).__delete__
 
 
-def rule(*functions: Any, checked: bool = True, trusted: bool = False) -> Callable[[R], R]:
+def rule(*functions: Any, checked: bool = True) -> Callable[[R], R]:
     """Register a rule for torch functions: it is called as `rule(function, *args, **kwargs)` on every rank.
 
     The arguments are those the user gave, with `SpatialTensor`s among them; the result is a `SpatialTensor` or a
     plain tensor that is equal on all ranks. Before a rule is called the function itself is run on meta tensors of the
     global shapes: what torch refuses is refused, and the result is held to torch's shape and dtype. `checked=False`
     leaves that out, for functions that cannot run on meta tensors or have side effects; functions that are not
-    torch's are never so run. `trusted` leaves it out where nothing is unusual, to save microseconds. A function that
-    has a rule already raises ValueError.
+    torch's are never so run. A function that has a rule already raises ValueError.
     """
 
     def register(function_rule: R) -> R:
@@ -71,8 +69,6 @@ def rule(*functions: Any, checked: bool = True, trusted: bool = False) -> Callab
             if function in RULES:
                 raise ValueError(f"{function} has a rule already: {RULES[function].__qualname__}")
             RULES[function] = function_rule
-            if trusted:
-                TRUSTED.add(function)
             if not checked or not _of_torch(function):
                 UNCHECKED.add(function)
         return function_rule
