@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import coarsened, grain, local_shape, permuted, reshaped
+from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.redistribute import gather_axes, resplit
 from fullframe.spatial.rules.registry import Unsupported, getter, rule
@@ -106,10 +107,14 @@ def _unflatten(func: Any, x: SpatialTensor, dim: int, sizes: Sequence[int]) -> T
 
 
 def _permuted(x: SpatialTensor, order: Sequence[int]) -> Tensor:
-    spec = x.spec
-    order = [d % len(spec.shape) for d in order]
-    result = spec.with_([spec.shape[d] for d in order], permuted(spec.placements, order))
-    return wrap(local_of(x).permute(order), result)
+    order = tuple(order)
+    return wrap(local_of(x).permute(order), _permuted_spec(x.spec, order))
+
+
+@kept_with_mesh(maxsize=4096)
+def _permuted_spec(spec: Spec, order: tuple[int, ...]) -> Spec:
+    order = tuple(d % len(spec.shape) for d in order)
+    return spec.with_([spec.shape[d] for d in order], permuted(spec.placements, order))
 
 
 @rule(torch.permute, Tensor.permute)
