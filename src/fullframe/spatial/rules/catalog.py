@@ -16,6 +16,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     matmul,
     moments,
     normalization,
+    order,
     padding,
     pointwise,
     pooling,

@@ -147,18 +147,6 @@ def _bucketize(func: Any, input: Any, boundaries: Tensor, **options: Any) -> Ten
     return wrap(func(local_of(input), boundaries, **options), input.spec)
 
 
-@rule(torch.argsort, Tensor.argsort)
-def _argsort(func: Any, x: SpatialTensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Tensor:
-    """The order of the rows of a whole dim; refuses a split one."""
-    return torch.sort(x, dim=dim, descending=descending, stable=stable).indices
-
-
-@rule(torch.msort, Tensor.msort)
-def _msort(func: Any, x: SpatialTensor) -> Tensor:
-    """Sorted along dim 0; refuses a split one."""
-    return torch.sort(x, dim=0).values
-
-
 @rule(F.normalize)
 def _normalize(func: Any, x: SpatialTensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Tensor:
     """Divided by the p-norm along dims, split or whole."""
