@@ -94,6 +94,14 @@ def held_numbers(spec: Spec, dim: int, device: torch.device) -> Tensor:
     return sliced(every, spec.with_(every.shape, tuple(p.at(0) for p in spec.placements if p.dim == dim)))
 
 
+def numbered(indices: Tensor, spec: Spec, dim: int) -> Tensor:
+    """The global numbers of what stands at `indices` of this rank's part of `dim`."""
+    here = [p for p in spec.placements if p.dim == dim % len(spec.shape)]
+    if len(here) == 1 and here[0].is_plain:
+        return indices + spec.rows(here[0]).start
+    return held_numbers(spec, dim, indices.device)[indices]
+
+
 def sizes_held(spec: Spec, dim: int) -> list[int]:
     """How many elements of a row along `dim` each rank holds, of those over which it is split."""
     here = {p.axis: p.extents for p in spec.placements if p.dim == dim % len(spec.shape)}

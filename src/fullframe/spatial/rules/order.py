@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.ranks.collectives import all_gather_no_grad
@@ -15,7 +17,7 @@ from fullframe.ranks.exchange import joined
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
-from fullframe.spatial.whole_rows import everywhere, has_values, held_numbers, picked, sent_home, sizes_held, whole_rows
+from fullframe.spatial.whole_rows import everywhere, has_values, numbered, picked, sent_home, sizes_held, whole_rows
 
 _HEAP = 64  # torch's CPU kernel orders its result where k is no more than the size over this, asked or not
 
@@ -68,41 +70,41 @@ def _topk(func: Any, x: SpatialTensor, k: int, dim: int = -1, largest: bool = Tr
 
 
 def _from_candidates(best: Any, local: Tensor, spec: Spec, k: int, dim: int) -> tuple[Tensor, Tensor] | None:
-    """(..., k, ...) values and numbers from each rank's best; None where torch's choice among equals decides."""
+    """(..., k, ...) values and numbers from each rank's best; None where torch's choice among equals may decide."""
     axes = [p.axis for p in spec.placements if p.dim == dim % len(spec.shape)]
     counts = [min(k + 1, size) for size in sizes_held(spec, dim)]
     mine = best(local, counts[spec.spatial.coordinate_along(axes)], dim, sorted=False)
-    numbers = held_numbers(spec, dim, local.device)[mine.indices]
-    # In one message: (..., candidates) bytes.
-    packed = _bytes(mine.values.movedim(dim, -1), max(counts)), _bytes(numbers.movedim(dim, -1), max(counts))
-    everyone = all_gather_no_grad(torch.cat(packed, -1), spec.spatial.group(axes))
-    split = packed[0].shape[-1]
-    values = _joined(everyone[..., :split], local.dtype, counts)
-    numbers = _joined(everyone[..., split:], torch.int64, counts)
+    values, numbers = mine.values.movedim(dim, -1), numbered(mine.indices, spec, dim).movedim(dim, -1)
+    values, numbers = _everyones(values, numbers, counts, spec.spatial.group(axes))
     found = best(values, min(k + 1, values.shape[-1]), -1, sorted=True)
-    if has_values(local) and _any_equal(found.values):
+    before, after = found.values[..., :-1], found.values[..., 1:]
+    if (
+        has_values(local) and not (before > after if best.keywords["largest"] else before < after).all()
+    ):  # equal, or NaN
         return None
     chosen = found.indices[..., :k]
-    return found.values[..., :k].movedim(-1, dim), numbers.gather(-1, chosen).movedim(-1, dim)
+    values = found.values[..., :k].to(local.dtype)
+    return values.movedim(-1, dim), numbers.gather(-1, chosen).movedim(-1, dim)
 
 
-def _bytes(tensor: Tensor, count: int) -> Tensor:
-    """(..., n) as bytes of `count` elements a row, those behind the n-th zero."""
-    full = tensor.new_zeros((*tensor.shape[:-1], count))
-    full[..., : tensor.shape[-1]] = tensor
-    return full.view(torch.uint8)
+def _everyones(values: Tensor, numbers: Tensor, counts: list[int], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """(..., n) values and their numbers of all ranks, each with its own of `counts`, as (..., sum(counts)).
 
-
-def _joined(everyone: Tensor, dtype: torch.dtype, counts: list[int]) -> Tensor:
-    """(ranks, ..., bytes) of all ranks as (..., elements), each rank's first `counts` of them."""
-    everyone = everyone.clone(memory_format=torch.contiguous_format).view(dtype)
-    return joined([one[..., :n] for one, n in zip(everyone, counts, strict=True)], -1)
-
-
-def _any_equal(ordered: Tensor) -> bool:
-    """Whether a row (..., n) in order holds equal neighbours; NaNs are equal."""
-    a, b = ordered[..., 1:], ordered[..., :-1]
-    return bool(((a == b) | (a.isnan() & b.isnan())).any())
+    They go in one message, as integers of one width; short values come out in 32 bits.
+    """
+    if values.dtype.itemsize < 4:
+        values = values.to(torch.float32 if values.is_floating_point() else torch.int32)
+    carrier = torch.int64 if values.dtype.itemsize == 8 else torch.int32
+    pair = torch.stack([values.view(carrier), numbers.to(carrier)], -2)  # (..., 2, n)
+    most = max(counts)
+    if min(counts) < most:
+        pair = F.pad(pair, (0, most - pair.shape[-1]))
+    everyone = all_gather_no_grad(pair, group).movedim(0, -2)  # (..., 2, ranks, most)
+    if min(counts) < most:
+        pair = joined([everyone[..., rank, :count] for rank, count in enumerate(counts)], -1)
+    else:
+        pair = everyone.flatten(-2)
+    return pair[..., 0, :].view(values.dtype), pair[..., 1, :].long()
 
 
 def _from_rows(best: Any, local: Tensor, spec: Spec, k: int, dim: int) -> tuple[Tensor, Tensor]:
