@@ -1,19 +1,14 @@
 """Sorting and the k largest along split dims: values, global numbers, torch's choice among equals, few bytes."""
 
-from collections.abc import Callable
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
 from torch import Tensor
 
 import fullframe as ff
-from benchmarks.communication.traffic import Traffic
-from fullframe.ranks import collectives, exchange
 from tests.exactness import mesh
 from tests.rank_group import rank_group
 from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process, small
+from tests.spatial.sent import bytes_sent
 from tests.spatial.values import HALF_KINDS, floats, found, halves, on_all_meshes
 
 CASES: dict[str, Case] = {
@@ -93,20 +88,6 @@ def queries(scores: Tensor, tokens: Tensor) -> list[Tensor]:
     return [*torch.topk(flat.max(-1).values, 30, dim=1), (tokens * scores).flatten(2).sum(2)]
 
 
-def _bytes(op: Callable[[Tensor], Any], shape: tuple[int, ...], ties: bool) -> tuple[int, int]:
-    """Bytes sent forward and backward by this rank, nothing through shared memory."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    x = x.round() if ties else x
-    split = ff.shard(x, mesh(1, 2)).requires_grad_()
-    nothing = lambda tensor: False  # noqa: E731
-    with mock.patch.object(exchange, "fits", nothing), mock.patch.object(collectives, "fits", nothing):
-        with Traffic() as forward:
-            y = op(split)
-        with Traffic() as backward:
-            y.sum().backward()
-    return forward.total(), backward.total()
-
-
 @pytest.mark.parametrize("op", ["tokens", "columns"])
 def test_the_k_largest_send_their_candidates_alone(op: str) -> None:
     for sent in rank_group(2).run(_sent, op, False):
@@ -121,9 +102,11 @@ def test_where_equal_values_decide_each_rank_sends_a_part_of_its_part() -> None:
 
 
 def _sent(op: str, ties: bool) -> tuple[int, int]:
+    x = torch.randn(2, 100, 200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = x.round() if ties else x
     if op == "columns":
-        return _bytes(lambda x: x.topk(300).values, (2, 20_000), ties)
-    return _bytes(lambda x: x.flatten(1).topk(300).values, (2, 100, 200), ties)
+        return bytes_sent(lambda x: x.topk(300).values, x.flatten(1))
+    return bytes_sent(lambda x: x.flatten(1).topk(300).values, x)
 
 
 def _queries(world: int) -> list[str]:

@@ -20,6 +20,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     padding,
     pointwise,
     pooling,
+    quantiles,
     random,
     reduction,
     resampling,
