@@ -6,6 +6,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     attention,
     composed,
     convolution,
+    counting,
     embedding,
     extremes,
     gradient_hooks,

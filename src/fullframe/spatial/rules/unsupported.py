@@ -18,7 +18,7 @@ _REFUSED: dict[str, str] = {
     """,
     "it picks or orders elements by their positions in the whole tensor": """
         diag diag_embed diagflat diagonal diagonal_copy diagonal_scatter fill_diagonal_ take put put_
-        searchsorted bincount histc histogram histogramdd combinations
+        searchsorted histogramdd combinations
         cartesian_prod meshgrid cdist pdist as_strided as_strided_ as_strided_copy as_strided_scatter select_scatter
         slice_scatter slice_inverse gradient trapezoid trapz cumulative_trapezoid unravel_index cummax cummin cumprod_
         cumsum_ masked_scatter masked_scatter_ affine_grid affine_grid_generator grid_sampler grid_sampler_2d
@@ -31,7 +31,7 @@ _REFUSED: dict[str, str] = {
         index_put index_put_ index embedding embedding_bag
     """,
     "the shape of its result depends on the values": """
-        nonzero nonzero_static argwhere unique unique_consecutive masked_select
+        nonzero nonzero_static argwhere masked_select
     """,
     "it makes a Python value of the tensor": """
         item tolist numpy is_nonzero __bool__ __nonzero__ __int__ __long__ __float__ __complex__ __index__
