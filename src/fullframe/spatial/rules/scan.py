@@ -1,14 +1,19 @@
-"""Running sums and differences of neighbours, along a split dim too."""
+"""Running sums, products and extremes, differences of neighbours and areas, along a split dim too.
+
+Sums are exact in parts. For the others torch's kernel gets whole rows, as its numbers depend on the order.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fullframe.ranks.collectives import all_gather
+from fullframe.ranks.collectives import all_gather, all_sum_no_grad
+from fullframe.ranks.exchange import joined
 from fullframe.spatial.rules.reduction import wide
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.whole_rows import sent_home, whole_rows
 
 
 @rule(torch.cumsum, Tensor.cumsum)
@@ -28,13 +33,81 @@ def _cumsum(func: Any, x: SpatialTensor, dim: int, *, dtype: Any = None) -> Tens
     return wrap((local + before).to(dtype), spec)
 
 
+@rule(Tensor.cumsum_, Tensor.cumprod_)
+def _in_place(func: Any, x: SpatialTensor, dim: int, *, dtype: Any = None) -> Tensor:
+    """Written over `x`, whose dtype stays."""
+    if dtype not in (None, x.dtype):
+        raise Unsupported("it changes the dtype in place", "Use the form that is not in place.")
+    return x.copy_((torch.cumsum if func is Tensor.cumsum_ else torch.cumprod)(x, dim, dtype=x.dtype))
+
+
+@rule(*(torch.cummax, Tensor.cummax, torch.cummin, Tensor.cummin, torch.logcumsumexp, Tensor.logcumsumexp))
+def _in_whole_rows(func: Any, x: SpatialTensor, dim: int) -> Any:
+    """The largest, or smallest, so far with its number in the whole tensor; the logarithm of the sum of powers."""
+    spec = x.spec
+    found = func(whole_rows(local_of(x), spec, dim), -1)
+    if isinstance(found, Tensor):
+        return wrap(sent_home(found, spec, dim), spec)
+    return type(found)([wrap(sent_home(part, spec, dim), spec) for part in found])
+
+
+@rule(torch.cumprod, Tensor.cumprod)
+def _cumprod(func: Any, x: SpatialTensor, dim: int, *, dtype: Any = None) -> Tensor:
+    """Running products. Torch takes another way to the gradient where the tensor holds a zero anywhere.
+
+    So a row is put below those of this rank, of zeros where any rank has one, else of ones.
+    """
+    spec, local = x.spec, local_of(x)
+    rows = whole_rows(local if dtype is None else local.to(dtype), spec, dim)
+    count = len(rows)
+    if rows.requires_grad:
+        zeros = (rows.detach() == 0).any().int()
+        zeros = all_sum_no_grad(zeros, spec.spatial.group([p.axis for p in spec.placements]))
+        below = torch.ones_like(rows[0:1] if count else rows.sum(0, keepdim=True), requires_grad=False)
+        rows = joined([rows, below.masked_fill(zeros > 0, 0)], 0)
+    return wrap(sent_home(func(rows, -1, dtype=dtype)[:count], spec, dim), spec)
+
+
 @rule(torch.diff, Tensor.diff)
-def _diff(func: Any, x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
-    """Differences of neighbouring rows, `n` times over; refuses `prepend` and `append`."""
-    if prepend is not None or append is not None:
-        raise Unsupported("prepend and append are not split", "Concatenate them with torch.cat first.")
+def _diff(func: Any, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
+    """Differences of neighbouring rows, `n` times over."""
+    if n and (prepend is not None or append is not None):
+        x = torch.cat([t for t in (prepend, x, append) if t is not None], dim)
     for _ in range(min(n, x.shape[dim])):
-        size = x.shape[dim]
-        later, earlier = (torch.narrow(x, dim, start, size - 1) for start in (1, 0))
+        later, earlier = _neighbours(x, dim)
         x = later ^ earlier if x.dtype == torch.bool else later - earlier
     return x
+
+
+def _neighbours(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """All rows but the first, and all but the last."""
+    rows = x.shape[dim] - 1
+    return torch.narrow(x, dim, 1, rows), torch.narrow(x, dim, 0, rows)
+
+
+@rule(torch.trapezoid, torch.trapz)
+def _trapezoid(func: Any, y: Tensor, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Tensor:
+    """The area below `y` at the places `x`, or at steps of `dx`."""
+    if x is not None:
+        later, earlier = _neighbours(y, dim)
+        return ((later + earlier) * _widths(y, x, dim)).sum(dim) / 2  # type: ignore[no-any-return]
+    ends = torch.select(y, dim, 0) + torch.select(y, dim, -1)
+    return (torch.sum(y, dim) - ends * 0.5) * dx  # type: ignore[no-any-return]
+
+
+@rule(torch.cumulative_trapezoid)
+def _cumulative_trapezoid(func: Any, y: Tensor, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Tensor:
+    """The running area below `y` at the places `x`, or at steps of `dx`."""
+    later, earlier = _neighbours(y, dim)
+    widths = dx if x is None else _widths(y, x, dim)
+    return (widths / 2 * (later + earlier)).cumsum(dim)  # type: ignore[no-any-return]
+
+
+def _widths(y: Tensor, x: Tensor, dim: int) -> Any:
+    """Differences of `x`, of the shape of `y` or (its size along `dim`), so that they broadcast against y's."""
+    if x.dim() == 1 and y.dim() > 1:
+        x = x.reshape([-1 if d == dim % y.dim() else 1 for d in range(y.dim())])
+    elif x.dim() < y.dim():
+        x = x.reshape((1,) * (y.dim() - x.dim()) + tuple(x.shape))
+    later, earlier = _neighbours(x, dim)
+    return later - earlier
