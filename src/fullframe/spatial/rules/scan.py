@@ -73,10 +73,11 @@ def _diff(func: Any, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, app
     """Differences of neighbouring rows, `n` times over."""
     if n and (prepend is not None or append is not None):
         x = torch.cat([t for t in (prepend, x, append) if t is not None], dim)
+    result: Tensor = x
     for _ in range(min(n, x.shape[dim])):
-        later, earlier = _neighbours(x, dim)
-        x = later ^ earlier if x.dtype == torch.bool else later - earlier
-    return x
+        later, earlier = _neighbours(result, dim)
+        result = later ^ earlier if result.dtype == torch.bool else later - earlier
+    return result
 
 
 def _neighbours(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
