@@ -1,5 +1,7 @@
-"""Bytes that an op sends: none through shared memory, so that all can be counted."""
+"""How much an op sends to other ranks: bytes of whatever kind, or elements of exchanged rows."""
 
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
@@ -7,12 +9,16 @@ from torch import Tensor
 import fullframe as ff
 from benchmarks.communication.traffic import Traffic
 from fullframe.ranks import collectives, exchange
+from fullframe.ranks.exchange import InFlight
 from tests.exactness import mesh
 from tests.spatial.cases import Op
 
 
 def bytes_sent(op: Op, whole: Tensor) -> tuple[int, int]:
-    """What this rank of two sends for `op(x)`, x split over the width, and for its backward; heads included."""
+    """What this rank of two sends for `op(x)`, x split over the width, and for its backward; heads included.
+
+    None goes through shared memory, so that all can be counted.
+    """
     x = ff.shard(whole, mesh(1, 2))
     x = x.requires_grad_() if whole.is_floating_point() else x
     with mock.patch.object(exchange, "fits", _nothing_does), mock.patch.object(collectives, "fits", _nothing_does):
@@ -26,3 +32,19 @@ def bytes_sent(op: Op, whole: Tensor) -> tuple[int, int]:
 
 def _nothing_does(tensor: Tensor) -> bool:
     return False
+
+
+def elements_sent(op: Callable[[], Any]) -> int:
+    """The elements that this rank sends in exchanges while `op()` runs."""
+    counted, begin = [0], InFlight.__init__
+
+    def counting(self: InFlight, axis: Any, sends: Any, receives: Any, kind: str = "rows") -> None:
+        counted[0] += sum(message.tensor.numel() for message in sends)
+        begin(self, axis, sends, receives, kind)
+
+    InFlight.__init__ = counting  # type: ignore[method-assign]
+    try:
+        op()
+    finally:
+        InFlight.__init__ = begin  # type: ignore[method-assign]
+    return counted[0]

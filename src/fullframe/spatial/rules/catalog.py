@@ -31,5 +31,6 @@ from fullframe.spatial.rules import (  # noqa: F401
     softmax,
     transposed_convolution,
     unfolding,
+    unpooling,
     whole_dim,
 )

@@ -1,8 +1,8 @@
 """Pooling: each rank pools the rows it needs; max pooling keeps only the indices for backward."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from fullframe.ranks.exchange import joined
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Halo, memory_format_of
 from fullframe.spatial.redistribute import gather_axes, refetched
-from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.rules.resampling import in_format, resampled
 from fullframe.spatial.rules.taps import taps_of
 from fullframe.spatial.rules.window_plan import WindowPlan, ints, nonempty, plan_windows, region, region_gradient
@@ -24,11 +24,14 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 Ints = tuple[int, ...]
 _MAX: dict[Any, int] = {torch.max_pool1d: 1, torch.max_pool2d: 2, torch.max_pool3d: 3}
 _MAX |= {F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3}
+_MAX_INDEXED: dict[Any, int] = {F.max_pool1d_with_indices: 1, F.max_pool2d_with_indices: 2}
+_MAX_INDEXED |= {F.max_pool3d_with_indices: 3, torch.max_pool1d_with_indices: 1}
 _AVERAGE: dict[Any, int] = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}
 _ADAPTIVE: dict[Any, int] = {F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3}
 _ADAPTIVE |= {torch.adaptive_avg_pool1d: 1}
 _ADAPTIVE_MAX: dict[Any, int] = {F.adaptive_max_pool1d: 1, F.adaptive_max_pool2d: 2, F.adaptive_max_pool3d: 3}
-_ADAPTIVE_MAX |= {torch.adaptive_max_pool1d: 1}
+_ADAPTIVE_MAX_INDEXED: dict[Any, int] = {F.adaptive_max_pool1d_with_indices: 1, torch.adaptive_max_pool1d: 1}
+_ADAPTIVE_MAX_INDEXED |= {F.adaptive_max_pool2d_with_indices: 2, F.adaptive_max_pool3d_with_indices: 3}
 
 
 @kept_with_mesh(maxsize=1024)
@@ -56,48 +59,76 @@ def _max_pool(
     dilation: Any = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
-) -> Tensor:
-    """(..., H, W) pooled over borrowed rows too, -inf outside the image; refuses `return_indices`."""
-    if return_indices:
-        raise Unsupported("the indices would count within one rank's part", "Pool without return_indices.")
-    count = _MAX[func]
+) -> Any:
+    """(..., H, W) pooled over borrowed rows too, -inf outside the image; indices are those of the whole image."""
+    count = _MAX.get(func) or _MAX_INDEXED[func]
     kernel, padding, dilation = ints(kernel_size, count), ints(padding, count), ints(dilation, count)
     stride = ints(stride, count) if stride not in (None, [], ()) else kernel
     if count == 1:
-        flat = F.max_pool2d(input.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding), (1, *dilation), ceil_mode)
-        return flat.squeeze(-2)
+        pool: Any = F.max_pool2d_with_indices if return_indices else F.max_pool2d
+        pooled = pool(input.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding), (1, *dilation), ceil_mode)
+        return tuple(t.squeeze(-2) for t in pooled) if return_indices else pooled.squeeze(-2)
     plan, _, _ = _plan(input.spec, kernel, stride, padding, dilation, ceil_mode)
     local, spec = local_of(input), input.spec
     first = local.dim() - count
     cut = [spec.is_split(first + n) for n in range(count)]
     inner = tuple(0 if here else p for here, p in zip(cut, padding, strict=True))
     options = (kernel, stride, inner, dilation, ceil_mode)
+    if return_indices:
+        starts = {c.dim: need.start for c, need in zip(plan.cuts, plan.needs, strict=True)}
+        corner = tuple(starts.get(dim, spec.held(dim).start) for dim in range(first, local.dim()))
+        found = _MaxPool.apply(local, plan, options, (spec.shape[first:], corner))  # type: ignore[no-untyped-call]
+        return tuple(wrap(t, plan.spec) for t in found)
     if plan.borrows or any(p for here, p in zip(cut, padding, strict=True) if here):
-        return wrap(_MaxPool.apply(local, plan, options), plan.spec)  # type: ignore[no-untyped-call]
+        return wrap(_MaxPool.apply(local, plan, options, None)[0], plan.spec)  # type: ignore[no-untyped-call]
     return wrap(func(region(local, plan, _lowest(local.dtype)), *options), plan.spec)
 
 
+@rule(*_MAX_INDEXED)
+def _max_pool_with_indices(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The pooled map, and where in the whole image each of its elements lies."""
+    return _max_pool(func, *args[:6], **{**kwargs, "return_indices": True})
+
+
 class _MaxPool(torch.autograd.Function):
+    """Pooled values, and their indices: in the joined region, or of the image where its (sizes, corner) are given."""
+
     @staticmethod
-    def forward(ctx: Any, local: Tensor, plan: WindowPlan, options: Any) -> Tensor:
+    def forward(ctx: Any, local: Tensor, plan: WindowPlan, options: Any, image: Any) -> tuple[Tensor, Tensor]:
         joined = Halo(local, plan.cuts).wait().region(plan.needs, _lowest(local.dtype))
         pool = getattr(torch.ops.aten, f"max_pool{len(options[0])}d_with_indices")
         out, indices = pool(joined, *options)
         _corrected(indices, joined.shape, plan, options[1], options[3])
+        ctx.plan, ctx.options, ctx.shape, ctx.joined, ctx.image = plan, options, local.shape, joined.shape, image
+        if image is not None:
+            sizes, corner = image
+            indices = _renumbered(indices, joined.shape[-len(sizes) :], sizes, corner)
         ctx.save_for_backward(indices)
-        ctx.plan, ctx.options, ctx.shape, ctx.joined = plan, options, local.shape, joined.shape
-        return out  # type: ignore[no-any-return]
+        ctx.mark_non_differentiable(indices)
+        return out, indices
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
         (indices,) = ctx.saved_tensors
         pool = getattr(torch.ops.aten, f"max_pool{len(ctx.options[0])}d_with_indices_backward")
         like = torch.empty(
             ctx.joined, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format_of(gradient)
         )
+        if ctx.image is not None:
+            sizes, corner = ctx.image
+            indices = _renumbered(indices, sizes, ctx.joined[-len(sizes) :], [-start for start in corner])
         of_joined = pool(gradient, like, *ctx.options, indices)
-        return region_gradient(of_joined, ctx.plan, ctx.shape), None, None
+        return region_gradient(of_joined, ctx.plan, ctx.shape), None, None, None
+
+
+def _renumbered(indices: Tensor, sizes: Sequence[int], new_sizes: Sequence[int], shift: Sequence[int]) -> Tensor:
+    """Numbers of elements of a volume of `sizes` in one of `new_sizes`, where they lie `shift` rows further."""
+    result, step = torch.zeros_like(indices), 1
+    for size, new_size, by in reversed(list(zip(sizes, new_sizes, shift, strict=True))):
+        result += (indices % size + by) * step
+        indices, step = indices // size, step * new_size
+    return result
 
 
 def _lowest(dtype: torch.dtype) -> float:
@@ -204,51 +235,78 @@ def _adaptive_average_pool(func: Any, input: SpatialTensor, output_size: Any) ->
 
 
 @rule(*_ADAPTIVE_MAX)
-def _adaptive_max_pool(func: Any, input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Tensor:
-    """(..., H, W) to the given size, dim by dim; refuses `return_indices`."""
-    if return_indices:
-        raise Unsupported("the indices would count within one rank's part", "Pool without return_indices.")
-    count = _ADAPTIVE_MAX[func]
+def _adaptive_max_pool(func: Any, input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Any:
+    """(..., H, W) to the given size, dim by dim; indices are those of the whole image."""
+    count = _ADAPTIVE_MAX.get(func) or _ADAPTIVE_MAX_INDEXED[func]
     first = input.dim() - count
     input.spec.require_plain(range(first, input.dim()))
     sizes = _targets(input, output_size, count)
-    result: Tensor = input
+    found = _Largest(input, None)
     for n in reversed(range(count)):  # the last dim first, so that among equals torch's choice is taken
-        result = _adaptive_max_rows(result, first + n, sizes[n])
-    return in_format(result, input, input.dtype)
+        area = math.prod(input.shape[first + n + 1 :]) if return_indices else 0
+        found = _adaptive_max_rows(found, first + n, sizes[n], area)
+    result = in_format(found.values, input, input.dtype)
+    return result if found.numbers is None else (result, in_format(found.numbers, input, torch.int64))
 
 
-def _adaptive_max_rows(x: Tensor, dim: int, size: int) -> Tensor:
-    if not isinstance(x, SpatialTensor):
-        return _max_windows(x, dim, AdaptiveWindow(x.shape[dim], size), range(size), 0)
-    spec = x.spec
-    window = AdaptiveWindow(spec.shape[dim], size)
-    placement = spec.of(dim)
+class _Largest(NamedTuple):
+    """A map pooled along some dims, and the number in the volume of each of its elements, where they are wanted."""
+
+    values: Tensor
+    numbers: Tensor | None
+
+    def each(self, op: Callable[[Tensor], Tensor]) -> "_Largest":
+        """`op` of both."""
+        return _Largest(op(self.values), None if self.numbers is None else op(self.numbers))
+
+
+@rule(*_ADAPTIVE_MAX_INDEXED)
+def _adaptive_max_pool_with_indices(
+    func: Any, input: SpatialTensor, output_size: Any, return_indices: bool = True
+) -> Any:
+    """The pooled map, and where in the whole image each of its elements lies."""
+    return _adaptive_max_pool(func, input, output_size, True)
+
+
+def _adaptive_max_rows(x: _Largest, dim: int, size: int, area: int) -> _Largest:
+    """`x` pooled along one more dim, a row of which is `area` elements of the volume, 0 where nothing is counted."""
+    if not isinstance(x.values, SpatialTensor):
+        return _max_windows(x, dim, AdaptiveWindow(x.values.shape[dim], size), range(size), 0, area)
+    spec = x.values.spec
+    mine = x.each(lambda t: local_of(t))  # type: ignore[arg-type]
+    window, placement = AdaptiveWindow(spec.shape[dim], size), spec.of(dim)
     if placement is None:
-        return wrap(_max_windows(local_of(x), dim, window, range(size), 0), spec.resized(dim, size))
+        found, goal = _max_windows(mine, dim, window, range(size), 0, area), spec.resized(dim, size)
+        return found.each(lambda t: wrap(t, goal))
     extents = nonempty(window.output_extents(placement.extents, size))
     if extents is None:
-        return _adaptive_max_rows(wrap(*gather_axes(local_of(x), spec, [placement.axis])), dim, size)
+        whole = mine.each(lambda t: wrap(*gather_axes(t, spec, [placement.axis])))
+        return _adaptive_max_rows(whole, dim, size, area)
     wanted = tuple(window.reads(rows) for rows in extents.ranges)
-    local = refetched(local_of(x), spec, placement, wanted)
-    part = spec.spatial.axis(placement.axis).coordinate
-    local = _max_windows(local, dim, window, extents.ranges[part], wanted[part].start)
-    return wrap(local, spec.resized(dim, size, extents))
+    mine = mine.each(lambda t: refetched(t, spec, placement, wanted))
+    part, goal = spec.spatial.axis(placement.axis).coordinate, spec.resized(dim, size, extents)
+    found = _max_windows(mine, dim, window, extents.ranges[part], wanted[part].start, area)
+    return found.each(lambda t: wrap(t, goal))
 
 
-def _max_windows(x: Tensor, dim: int, window: AdaptiveWindow, rows: range, offset: int) -> Tensor:
+def _max_windows(x: _Largest, dim: int, window: AdaptiveWindow, rows: range, offset: int, area: int) -> _Largest:
     """The largest of each window along one dim; `x` starts at input row `offset`."""
-    best = []
+    best, numbers = [], []
     for row in rows:
         reads = window.reads(range(row, row + 1))
-        seen = x.narrow(dim, reads.start - offset, len(reads))
+        seen = x.values.narrow(dim, reads.start - offset, len(reads))
         largest, index = seen.max(dim, keepdim=True)
-        if x.is_floating_point():  # of several NaN torch's pool takes the last, its max the first
-            places = torch.arange(len(reads), device=x.device).view(-1, *(1,) * (x.dim() - dim - 1))
+        if seen.is_floating_point():  # of several NaN torch's pool takes the last, its max the first
+            places = torch.arange(len(reads), device=seen.device).view(-1, *(1,) * (seen.dim() - dim - 1))
             last = (seen.isnan() * places).amax(dim, keepdim=True)
-            largest = seen.gather(dim, torch.where(largest.isnan(), last, index))
+            index = torch.where(largest.isnan(), last, index)
+            largest = seen.gather(dim, index)
         best.append(largest)
-    return joined(best, dim)
+        if area:
+            inner = 0 if x.numbers is None else x.numbers.narrow(dim, reads.start - offset, len(reads))
+            inner = inner.gather(dim, index) if isinstance(inner, Tensor) else inner
+            numbers.append(inner + (index + reads.start) * area)
+    return _Largest(joined(best, dim), joined(numbers, dim) if area else None)
 
 
 def _targets(x: SpatialTensor, output_size: Any, count: int) -> list[int]:

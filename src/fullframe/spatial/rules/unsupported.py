@@ -22,10 +22,9 @@ _REFUSED: dict[str, str] = {
         cartesian_prod meshgrid cdist pdist as_strided as_strided_ as_strided_copy as_strided_scatter select_scatter
         slice_scatter slice_inverse gradient unravel_index
         masked_scatter masked_scatter_ affine_grid affine_grid_generator grid_sampler grid_sampler_2d
-        grid_sampler_3d max_unpool1d max_unpool2d max_unpool3d fractional_max_pool2d fractional_max_pool3d
-        fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices adaptive_max_pool1d_with_indices
-        adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices max_pool1d_with_indices
-        max_pool2d_with_indices max_pool3d_with_indices __reversed__ map_ map2_ apply_
+        grid_sampler_3d fractional_max_pool2d fractional_max_pool3d
+        fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
+        __reversed__ map_ map2_ apply_
     """,
     "it reads or writes at index tensors": """
         index_put index_put_ index embedding embedding_bag
