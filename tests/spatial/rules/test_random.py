@@ -22,6 +22,16 @@ DRAWS: dict[str, Op] = {
     "exponential_": lambda x: x.exponential_(3),
     "geometric_": lambda x: x.geometric_(0.4),
     "random_": lambda x: x.random_(4),
+    "normal": lambda x: torch.normal(x * 2, x),
+    "normal around numbers": lambda x: torch.normal(2.0, x, generator=torch.Generator().manual_seed(8)),
+    "normal of one spread": lambda x: torch.normal(mean=x, std=2.0),
+    "normal around a whole tensor": lambda x: torch.normal(torch.full((84,), 3.0, dtype=torch.float64), std=x),
+    "poisson": lambda x: torch.poisson(x * 3),
+    "binomial": lambda x: torch.binomial(x * 5, x * 0.3),
+    "rrelu": lambda x: F.rrelu(-x, training=True),
+    "rrelu_": lambda x: F.rrelu(-x, 0.1, 0.5, True, inplace=True),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, tau=0.7, dim=1),
+    "gumbel_softmax along split dims": lambda x: F.gumbel_softmax(x, dim=2) * 60,
 }
 UNBATCHED = {
     "dropout1d": F.dropout1d,
@@ -86,3 +96,95 @@ def _dropped(world: int) -> list[str]:
 
 def test_all_is_dropped_infinities_too() -> None:
     assert not on_all_meshes(_dropped)
+
+
+def _drawn_by_weights(height: int, width: int) -> list[bool]:
+    weights = torch.rand(3, 1, 6, 10, generator=torch.Generator().manual_seed(2))
+    split = ff.shard(weights, mesh(height, width)).requires_grad_()
+    answers = []
+    for repeat in (False, True):
+        drawn = []
+        for given in (weights, split):
+            torch.manual_seed(5)
+            rows = given.flatten(1)
+            drawn.append([torch.multinomial(rows, 7, repeat), rows[0].multinomial(3, repeat), torch.rand(())])
+        answers += map(torch.equal, *drawn)
+    return answers
+
+
+def test_numbers_are_drawn_by_weights_as_in_one_process() -> None:
+    for height, width in ((1, 2), (2, 1), (2, 2)):
+        answers = rank_group(height * width).run(_drawn_by_weights, height, width)
+        assert answers == [[True] * 6] * (height * width)
+
+
+def _one_hot() -> list[bool]:
+    x = torch.randn(2, 3, 6, 10, dtype=torch.float64, requires_grad=True)
+    split = ff.shard(x, mesh(2, 2))
+    answers: list[bool] = []
+    for dim in (1, 2, 3):
+        hard = F.gumbel_softmax(split, hard=True, dim=dim).full()
+        answers.append(torch.equal(hard.round().sum(dim), torch.ones_like(hard.sum(dim))))
+        answers.append(bool((hard.max(dim).values > 0.999).all()))
+        (F.gumbel_softmax(split, hard=True, dim=dim) * split.detach()).sum().backward()
+        assert x.grad is not None
+        answers.append(bool(x.grad.sum(dim).abs().max() < 1e-9) and bool(x.grad.abs().max() > 0))
+        x.grad = None
+    return answers
+
+
+def test_a_hard_choice_is_one_along_the_dim_with_the_soft_ones_gradient() -> None:
+    assert rank_group(4).run(_one_hot) == [[True] * 9] * 4
+
+
+def _rectified(x: Tensor) -> list[Tensor]:
+    return [
+        F.rrelu(x),
+        F.rrelu(x.abs() + 1, training=True),
+        F.rrelu(x * 1, 0.1, 0.2, inplace=True),
+        F.rrelu(x.abs() * 1, training=True, inplace=True),
+    ]
+
+
+def _evaluated(world: int) -> list[str]:
+    return found({"rrelu": (_rectified, [infinite()], [])}, 1e-12, world)
+
+
+def test_slopes_are_drawn_in_training_alone() -> None:
+    assert not on_all_meshes(_evaluated)
+
+
+def _refused(split: bool) -> list[str]:
+    x = torch.ones(2, 3, 6, 10)
+    x[0, 0, 0, 0] = -1  # on one rank alone
+    x = ff.shard(x, mesh(1, 2)) if split else x
+    told = []
+    for wrong in (
+        lambda: torch.normal(0.0, x), lambda: torch.poisson(x), lambda: F.rrelu(x, 2, 1, True),
+        lambda: torch.multinomial(x.flatten(1), 3), lambda: torch.poisson(x.long()), lambda: torch.normal(x, -1.0),
+    ):  # fmt: skip
+        try:
+            wrong()
+            told.append("nothing")
+        except Exception as error:
+            told.append(type(error).__name__)
+    return told
+
+
+def test_what_torch_refuses_is_refused_on_all_ranks() -> None:
+    assert rank_group(2).run(_refused, True) == [_refused(False)] * 2
+
+
+def _slopes() -> list[bool]:
+    x = torch.randn(2, 3, 6, 10, dtype=torch.float64, requires_grad=True)
+    made = F.rrelu(ff.shard(x, mesh(1, 2)), 0.2, 0.4, training=True)
+    made.sum().backward()
+    slopes = x.grad
+    assert slopes is not None
+    drawn = slopes[x < 0]
+    inside = bool(((drawn > 0.2) & (drawn < 0.4)).all()) and len(drawn.unique()) > 50
+    return [torch.allclose(slopes * x, made.full()), inside, bool((slopes[x > 0] == 1).all())]
+
+
+def test_the_gradient_is_the_slope_that_was_drawn() -> None:
+    assert rank_group(2).run(_slopes) == [[True] * 3] * 2

@@ -1,8 +1,10 @@
 """Random functions: a split tensor draws differently on each shard, a whole value equally on all ranks.
 
 The default generators of a replica's ranks advance together; a shard draws from one seeded by them and its number.
+Numbers of a split tensor's elements (`multinomial`) are drawn from the whole of it on every rank: one process's draws.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -10,9 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fullframe.spatial.operands import aligned
+from fullframe.ranks.collectives import all_sum_no_grad
+from fullframe.spatial.operands import aligned, merged
 from fullframe.spatial.rules.registry import rule
+from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.whole_rows import has_values, held_numbers
 
 
 def shard_generator(x: SpatialTensor, generator: torch.Generator | None = None) -> torch.Generator:
@@ -20,9 +25,12 @@ def shard_generator(x: SpatialTensor, generator: torch.Generator | None = None) 
 
     That is the default CPU generator where none is given, so recompute repeats it.
     """
-    spec = x.spec
+    return _generator_of(x.spec, local_of(x).device, generator)
+
+
+def _generator_of(spec: Spec, device: torch.device, generator: torch.Generator | None = None) -> torch.Generator:
     part = spec.spatial.coordinate_along([p.axis for p in spec.placements])
-    return torch.Generator(local_of(x).device).manual_seed(spec.spatial.draw_seed(generator) + part)
+    return torch.Generator(device).manual_seed(spec.spatial.draw_seed(generator) + part)
 
 
 def _kept(x: SpatialTensor, p: float) -> Tensor:
@@ -97,3 +105,71 @@ def _filled(func: Any, x: SpatialTensor, *args: Any, generator: Any = None, **kw
     args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, x.spec), (args, kwargs))
     func(local_of(x), *args, **kwargs, generator=shard_generator(x, generator))
     return x
+
+
+@rule(torch.normal, torch.poisson, torch.binomial)
+def _drawn(func: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+    """Each element of its own distribution, as its mean and spread, its rate, or its count and probability say."""
+    names = {torch.normal: ("mean", "std"), torch.poisson: ("input",), torch.binomial: ("count", "prob")}[func]
+    given = {**dict(zip((*names, "generator"), args, strict=False)), **kwargs}
+    generator = given.pop("generator", None) or generator
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    spec = merged(tensors)
+    parts = {name: aligned(v, spec) if isinstance(v, Tensor) else v for name, v in given.items()}
+    positive = {torch.normal: parts.get("std"), torch.poisson: parts.get("input")}.get(func)
+    if isinstance(positive, Tensor) and has_values(positive):  # what torch refuses on one rank, all refuse
+        wrong = all_sum_no_grad((~(positive >= 0)).any().int(), spec.spatial.replica)
+        parts = parts if not wrong else {n: v - v - 1 if isinstance(v, Tensor) else v for n, v in parts.items()}
+    own = _generator_of(spec, next(t for t in parts.values() if isinstance(t, Tensor)).device, generator)
+    return wrap(func(*(parts[name] for name in names if name in parts), generator=own), spec)
+
+
+@rule(torch.multinomial, Tensor.multinomial)
+def _multinomial(func: Any, x: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Tensor:
+    """Numbers (..., num_samples) drawn by the weights (..., n), whole: one process's numbers."""
+    return func(x.full().detach(), num_samples, replacement, generator=generator)  # type: ignore[no-any-return]
+
+
+@rule(F.rrelu, torch.rrelu, torch.rrelu_)
+def _rrelu(
+    func: Any,
+    x: SpatialTensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+    generator: Any = None,
+) -> Tensor:
+    """What is not positive times a slope between `lower` and `upper`, drawn for each in training, else their middle."""
+    local = local_of(x)
+    torch.rrelu(local.detach().flatten()[:0], lower, upper, training)  # refuses what torch does
+    inplace = inplace or func is torch.rrelu_
+    if training:
+        slope = torch.empty_like(local, requires_grad=False).uniform_(
+            lower, upper, generator=shard_generator(x, generator)
+        )
+        slope = slope.where(local.detach() <= 0, 1)
+        made = local.mul_(slope) if inplace else local * slope
+    else:
+        made = F.leaky_relu(local, (lower + upper) / 2, inplace)
+    return x if inplace else wrap(made, x.spec)
+
+
+@rule(F.gumbel_softmax)
+def _gumbel_softmax(
+    func: Any, x: SpatialTensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Tensor:
+    """The softmax of `x` and noise, or one-hot with its gradient."""
+    if eps != 1e-10:
+        warnings.warn("`eps` parameter is deprecated and has no effect.", stacklevel=2)
+    noise = -torch.empty_like(local_of(x), requires_grad=False).exponential_(generator=shard_generator(x)).log()
+    soft: Any = torch.softmax((x + wrap(noise, x.spec)) / tau, dim)
+    if not hard:
+        return soft  # type: ignore[no-any-return]
+    best: Any = soft.detach().max(dim, keepdim=True).indices
+    best = local_of(best) if isinstance(best, SpatialTensor) else best
+    numbers = held_numbers(x.spec, dim, best.device).unflatten(
+        0, [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
+    )
+    chosen = wrap((numbers == best).to(soft.dtype), x.spec)
+    return chosen - soft.detach() + soft  # type: ignore[no-any-return]

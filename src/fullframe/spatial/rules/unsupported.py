@@ -65,9 +65,6 @@ _REFUSED: dict[str, str] = {
         _cdata _grad _grad_fn _post_accumulate_grad_hooks _version _is_view grad_dtype name output_nr volatile
         is_distributed
     """,
-    "it draws random numbers in an order no shard can follow": """
-        rrelu rrelu_ gumbel_softmax multinomial poisson binomial normal
-    """,
     "it compares or combines vectors in a way that is not split": """
         bilinear linear_cross_entropy addr addr_ ger outer inner tensordot vdot dot addmv addmv_ addbmm addbmm_ addmm_
         baddbmm_ logcumsumexp_ cfloat cdouble chalf repeat_interleave_
