@@ -16,6 +16,8 @@ NOT_PLANTED = {"special.legendre_polynomial_p"}  # of NaN torch makes whatever i
 # At NaN these have one gradient in torch's vectors and another in what is left over at their ends.
 TWO_GRADIENTS = {"softshrink", "hardshrink", "hardtanh", "relu6", "elu", "celu", "selu", "hardswish"}
 
+OUT_UNSET = {"fft.ihfftn"}  # over one dim torch 2.13 writes nothing into `out=`
+
 
 @dataclass(frozen=True)
 class Case:
@@ -80,7 +82,7 @@ def cases(entry: Entry, mesh: Mesh, most: int) -> Iterator[Case]:
         yield from each(call, several, 6, split="others")
         yield from each(call, mixed, 6, split="first")
         yield from each(call, able, 6, gather=True)
-    if entry.has_out:
+    if entry.has_out and entry.name not in OUT_UNSET:
         yield from each("out split", able, 6)
         yield from each("out whole", able, 6)
     if not entry.name.startswith("module "):

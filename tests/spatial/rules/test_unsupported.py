@@ -23,7 +23,7 @@ def test_every_function_is_in_a_class() -> None:
 
 
 def test_the_check_can_fail() -> None:
-    assert torch.fft.fft2 in REASONS
+    assert torch.linalg.svd in REASONS
     assert torch.relu in RULES
     assert len([f for f in api() if f in RULES]) > 700
     assert str not in RULES and str not in REASONS

@@ -9,6 +9,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     counting,
     embedding,
     extremes,
+    fourier,
     gradient_hooks,
     grid_sample,
     indexing,

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _REFUSED: dict[str, str] = {
-    "it works on whole matrices or spectra": """
-        linalg.* fft.* cholesky cholesky_inverse cholesky_solve det logdet slogdet geqrf householder_product inverse
+    "it works on whole matrices": """
+        linalg.* cholesky cholesky_inverse cholesky_solve det logdet slogdet geqrf householder_product inverse
         lobpcg lu lu_solve lu_unpack matrix_exp matrix_power orgqr ormqr pinverse qr svd svd_lowrank pca_lowrank
         triangular_solve stft istft trace kron chain_matmul block_diag nuclear_norm frobenius_norm norm_except_dim
         native_norm corrcoef cov renorm renorm_ hspmm smm sspaddmm hash_tensor
@@ -74,9 +74,8 @@ _REFUSED: dict[str, str] = {
 
 def _matching(pattern: str) -> list[Any]:
     """The functions a name stands for in torch, Tensor and torch.nn.functional; `*` ends a prefix."""
-    if pattern in ("linalg.*", "fft.*"):
-        module = torch.linalg if pattern.startswith("linalg") else torch.fft
-        return [getattr(module, name) for name in dir(module) if not name.startswith("_")]
+    if pattern == "linalg.*":
+        return [getattr(torch.linalg, name) for name in dir(torch.linalg) if not name.startswith("_")]
     found: list[Any] = []
     spaces: list[Any] = [torch, Tensor, F, torch.functional]
     for space in spaces:
