@@ -161,16 +161,6 @@ def _gaussian_nll(
     return _reduced(wrap(func(*operands, var, full=full, eps=eps, reduction="none"), spec), reduction)
 
 
-@rule(F.cosine_similarity)
-def _cosine_similarity(func: Any, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Along a whole dim, which is removed; refuses a split one."""
-    spec = merged([x1, x2])
-    spec.require_whole(f"it works along dim {dim}, which is split", dim)
-    dim %= len(spec.shape)
-    result = func(aligned(x1, spec), aligned(x2, spec), dim, eps)
-    return wrap(result, without(spec, (dim,), False))
-
-
 @rule(F.multilabel_soft_margin_loss)
 def _multilabel_soft_margin(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The mean over the classes (..., C) of each, then the sum or mean over the rest."""

@@ -12,6 +12,7 @@ from fullframe.geometry.extents import Extents
 from fullframe.geometry.window import proportional_extents
 from fullframe.ranks.exchange import fetch, joined
 from fullframe.ranks.transposition import transposed
+from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
@@ -65,3 +66,19 @@ def _other(spec: Spec, dim: int) -> int | None:
     whole = {d: size for d, size in rows.items() if not spec.is_split(d) and size >= placement.extents.parts}
     rows = whole or rows
     return max(rows, key=lambda d: rows[d]) if rows else None
+
+
+def moved_from(x: SpatialTensor, dim: int) -> Tensor:
+    """`x` with `dim` whole and another whole dim split in its place, or whole along the axis where there is none."""
+    spec = x.spec
+    dim %= len(spec.shape)
+    placement = spec.of(dim)
+    if placement is None:
+        return x
+    axis, other = spec.spatial.axis(placement.axis), _other(spec, dim)
+    if other is None or spec.is_split(other) or spec.shape[other] < axis.size:
+        return wrap(*gather_axes(local_of(x), spec, [axis.name]))
+    pieces = Extents.even(spec.shape[other], axis.size)
+    local = transposed(local_of(x), dim, placement.extents, other, pieces, axis)
+    moved = tuple(p.recut(pieces).at(other) if p is placement else p for p in spec.placements)
+    return wrap(local, spec.with_(spec.shape, moved))

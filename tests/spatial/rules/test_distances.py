@@ -1,0 +1,61 @@
+"""Likeness and distance of vectors: along whole and split dims, of zero vectors, of points that coincide."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.spatial.cases import MESHES, Case, one, require_the_numbers_of_one_process, small
+from tests.spatial.corners import BF16, Corners, noise, require_no_faults, spoiled
+
+CASES: dict[str, Case] = {
+    **{f"cosine_similarity of dim {n}": small(lambda x, n=n: F.cosine_similarity(x, x[:1].cos(), n)) for n in range(4)},
+    "cosine_similarity of a broadcast dim": small(lambda x: F.cosine_similarity(x, x[:, :, :, :1].cos(), 3)),
+    "cosine_similarity with a whole one": Case(lambda x, w: F.cosine_similarity(x, w, -1), whole=((11,),),
+        sizes=((7, 11),)),
+    **{f"glu of dim {n}": Case(lambda x, n=n: F.glu(x, n), sizes=((6, 14), (10, 22))) for n in range(4)},
+    "local_response_norm": one(lambda x: F.local_response_norm(x, 3)),
+    **{f"local_response_norm of split channels {n}": small(lambda x, n=n: F.local_response_norm(x[0], n, 0.1, 0.7, 2))
+       for n in (1, 2, 3)},
+    "local_response_norm of split channels, 5 dims": small(
+        lambda x: F.local_response_norm(x.permute(1, 3, 0, 2)[..., None], 4, 0.1)),
+    "normalize columns": small(lambda x: F.normalize(x, dim=3)),
+    "pairwise_distance": small(lambda x: F.pairwise_distance(x, x.cos(), 3.0)),
+    "cdist": small(lambda x: torch.cdist(x, x.cos())),
+    "cdist of 1": small(lambda x: torch.cdist(x, x[:1].cos(), 1.0)),
+    "cdist to whole ones": Case(lambda x, w: torch.cdist(x, w, 3.0), whole=((5, 11),), sizes=((7, 11),)),
+    "cdist from whole ones": Case(lambda x, w: torch.cdist(w, x), whole=((4, 5, 11),), sizes=((7, 11),)),
+    "cdist of many": Case(lambda x: torch.cdist(x, x.cos()), sizes=((30, 5),)),
+}  # fmt: skip
+CORNERS = Corners()
+
+
+def _near_zero(x: Tensor, dim: int) -> Tensor:
+    return F.cosine_similarity(x * 1e-9, x.cos() * 1e-9, dim)
+
+
+for dim in (1, 2, 3):
+    CORNERS.add(f"shorter than eps along {dim}", lambda x, d=dim: _near_zero(x, d), [noise(1, 2, 5, 7)])
+    for value in (math.inf, math.nan, 0.0):
+        x = spoiled(1, 2, 5, 7, value=value)
+        CORNERS.add(f"cosine {value} along {dim}", lambda x, d=dim: F.cosine_similarity(x, x.cos(), d), [x])
+    CORNERS.add(f"cosine of zeros along {dim}", lambda x, d=dim: F.cosine_similarity(x * 0, x, d), [noise(1, 2, 5, 7)])
+    CORNERS.add(
+        f"cosine 16 bit {dim}", lambda x, d=dim: F.cosine_similarity(x, x.cos(), d), [noise(1, 2, 5, 7, dtype=BF16)]
+    )
+CORNERS.add("points that coincide", lambda x: torch.cdist(x, x), [noise(1, 2, 5, 7)])
+CORNERS.add("few", lambda x: torch.cdist(x, x[:, :, :1]), [noise(1, 2, 2, 3)])
+CORNERS.add("glu few", lambda x: F.glu(x, 3), [noise(1, 2, 2, 4)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_one_process(name: str) -> None:
+    require_the_numbers_of_one_process(__name__, name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_corners(mesh: tuple[int, int]) -> None:
+    require_no_faults(__name__, *mesh)
