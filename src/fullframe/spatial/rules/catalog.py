@@ -16,6 +16,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     grid_sample,
     indexing,
     joining,
+    linear_algebra,
     loss,
     matmul,
     moments,

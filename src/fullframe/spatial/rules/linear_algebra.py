@@ -1,0 +1,126 @@
+"""Linear algebra of small matrices (..., H, W, k, k): each rank those of its own pixels, nothing is sent but errors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fullframe.ranks.collectives import all_sum_no_grad
+from fullframe.spatial.operands import aligned, united
+from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+
+_l = torch.linalg
+_WHOLE = "it works on whole matrices"
+
+
+def _named(owners: Sequence[Any], names: str) -> list[Any]:
+    found = [getattr(owner, name, None) for owner in owners for name in names.split()]
+    return [function for function in found if function is not None]
+
+
+_MATRIX = _named(
+    [_l],
+    """
+    inv inv_ex det slogdet cholesky cholesky_ex eigh eigvalsh eig eigvals svd svdvals qr lu lu_factor lu_factor_ex
+    ldl_factor ldl_factor_ex matrix_exp matrix_power pinv matrix_rank cond
+    """,
+) + _named(
+    [torch, Tensor],
+    """
+    inverse det slogdet logdet cholesky cholesky_inverse svd qr matrix_exp matrix_power pinverse geqrf
+    """,
+)
+
+
+@rule(*dict.fromkeys(_MATRIX))
+def _of_matrices(func: Any, A: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
+    """A function of matrices (..., k, k) split in their leading dims; refuses split matrices and tensor tolerances."""
+    spec = A.spec
+    if any(isinstance(t, Tensor) for t in (*args, *kwargs.values())):
+        raise Unsupported("a tolerance or an option is a tensor")
+    spec.require_whole(_WHOLE, -1, -2)
+    local = local_of(A)
+    batch = spec.with_(spec.shape[:-2], spec.placements)
+    return _results(lambda: func(local, *args, **kwargs), batch, local.device)
+
+
+_SYSTEM = _named([_l], "solve solve_ex solve_triangular") + _named([torch, Tensor], "cholesky_solve triangular_solve")
+
+
+@rule(*dict.fromkeys(_SYSTEM))
+def _of_systems(func: Any, A: Tensor, B: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Linear systems (..., k, k) and (..., k, n), or (..., k) of vectors, split in their leading dims."""
+    vectors = func in (_l.solve, _l.solve_ex) and (B.dim() == 1 or tuple(B.shape) == tuple(A.shape[:-1]))
+    given = [(A, 2), (B, 1 if vectors else 2)]
+    lead = tuple(torch.broadcast_shapes(*(tuple(t.shape[: t.dim() - core]) for t, core in given)))
+    cuts = []
+    for t, core in given:
+        if isinstance(t, SpatialTensor):
+            t.spec.require_whole(_WHOLE, *range(t.dim() - core, t.dim()))
+            cuts.append([p.at(p.dim + len(lead) + core - t.dim()) for p in t.spec.placements])
+    spec = next(t.spec for t, _ in given if isinstance(t, SpatialTensor)).with_(lead, united(cuts))
+    parts = [aligned(t, spec.with_((*lead, *t.shape[t.dim() - core :]), spec.placements)) for t, core in given]
+    return _results(lambda: func(*parts, *args, **kwargs), spec, parts[0].device)
+
+
+def _results(call: Callable[[], Any], batch: Spec, device: torch.device) -> Any:
+    """What the call gives, split in the leading dims as `batch` is; its error, where a rank has one, on all ranks."""
+    error: Exception | None = None
+    found: Any = None
+    try:
+        found = call()
+    except torch.linalg.LinAlgError as failed:
+        error = failed
+    first = found if isinstance(found, Tensor) else found[0] if found is not None else None
+    if not isinstance(first, FakeTensor):
+        group = batch.spatial.group([p.axis for p in batch.placements])
+        if int(all_sum_no_grad(torch.tensor(int(error is not None), device=device), group)):
+            raise error or torch.linalg.LinAlgError("a matrix of another rank has no such result, see its error")
+
+    def shelled(local: Tensor) -> Tensor:
+        lead = batch.shape
+        return wrap(local, batch.with_((*lead, *local.shape[len(lead) :]), batch.placements))
+
+    if isinstance(found, Tensor):
+        return shelled(found)
+    parts = [shelled(t) for t in found]
+    return tuple(parts) if type(found) is tuple else type(found)(parts)
+
+
+@rule(_l.matrix_norm)
+def _matrix_norm(
+    func: Any, A: SpatialTensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    """Over two dims: sums and largest sums of split ones too; refuses singular values of split matrices."""
+    rows, columns = (d % A.dim() for d in dim)
+    if ord == "fro":
+        return _l.vector_norm(A, 2, (rows, columns), keepdim, dtype=dtype)  # type: ignore[no-any-return]
+    if ord in ("nuc", 2, -2):
+        A.spec.require_whole(f"the {ord} norm needs the singular values of whole matrices", rows, columns)
+        turned = A.movedim((rows, columns), (-2, -1))
+        assert isinstance(turned, SpatialTensor)
+        local = func(local_of(turned), ord, (-2, -1), False, dtype=dtype)
+        norm = wrap(local, turned.spec.with_(turned.shape[:-2], turned.spec.placements))
+        for d in sorted((rows, columns)) if keepdim else ():
+            norm = norm.unsqueeze(d)
+        return norm
+    summed, compared = (rows, columns) if abs(ord) == 1 else (columns, rows)
+    sums = _l.vector_norm(A, 1, summed, True, dtype=dtype)
+    best = torch.amax(sums, compared, True) if ord > 0 else torch.amin(sums, compared, True)
+    return best if keepdim else best.squeeze((rows, columns))
+
+
+@rule(_l.norm)
+def _norm(
+    func: Any, A: SpatialTensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    """Of vectors over one dim or all, of matrices over two."""
+    vectors = ord is None or isinstance(dim, int) or (dim is None and A.dim() == 1) or (dim and len(dim) == 1)
+    if vectors:
+        return _l.vector_norm(A, 2 if ord is None else ord, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
+    over = (0, 1) if dim is None else dim
+    return _l.matrix_norm(A, ord, over, keepdim, dtype=dtype)  # type: ignore[no-any-return]
