@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullframe.ranks.collectives import all_gather, all_gather_no_grad, all_sum, all_sum_no_grad
+from fullframe.ranks.collectives import all_gather, all_gather_no_grad, all_owned, all_sum, all_sum_no_grad
 from tests.rank_group import rank_group
 
 
@@ -32,6 +32,19 @@ def test_values_and_gradients_are_added_over_the_ranks() -> None:
     first, second = rank_group(2).run(_with_gradients)
     assert first == ([11, 22], [11, 22], [1, 2, 10, 20], [11, 22])
     assert second == ([11, 22], [11, 22], [1, 2, 10, 20], [33, 44])
+
+
+def _owned() -> tuple[object, ...]:
+    rank = dist.get_rank()
+    mine = torch.tensor([[-0.0, 0.0], [0.0, torch.nan]][rank], dtype=torch.bfloat16).requires_grad_()
+    found = all_owned(mine, _group())
+    (found * (1 + rank)).sum().backward()
+    true = all_owned(torch.tensor(rank == 1), _group())
+    return str(found.tolist()), mine.grad.tolist(), bool(true), found.add_(1).shape  # type: ignore[union-attr]
+
+
+def test_what_one_rank_has_arrives_to_the_last_bit() -> None:
+    assert rank_group(2).run(_owned) == [("[-0.0, nan]", [3, 3], True, (2,))] * 2
 
 
 def _of_any_kind() -> list[object]:

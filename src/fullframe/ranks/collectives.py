@@ -39,6 +39,24 @@ def all_sum_no_grad(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
+def all_owned(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Each element from the one rank of `group` that has it, where the others have zeros; differentiable.
+
+    On all ranks, to the last bit, as bytes are added: also of NaN, signed zeros and short dtypes.
+    """
+    if dist.get_world_size(group) == 1:
+        return value
+
+    def add_bytes(value: Tensor) -> Tensor:
+        found = torch.empty_like(value, memory_format=torch.contiguous_format)  # no view: it may be written to
+        raw, target = (t.view(-1).view(torch.uint8) for t in (value.detach().contiguous(), found))
+        target.copy_(all_sum_no_grad(raw, group))
+        return found
+
+    add = partial(all_sum_no_grad, group=group)
+    return linear(value, add_bytes, add, add)
+
+
 def all_gather(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`value` of every rank of `group`, stacked in rank order along a new first dim; differentiable.
 

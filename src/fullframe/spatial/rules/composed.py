@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fullframe.spatial.operands import aligned, merged
-from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 _SPLIT_ALONG = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
@@ -128,23 +128,6 @@ def _frexp(func: Any, x: SpatialTensor) -> Any:
     """Mantissa and exponent of each element."""
     mantissa, exponent = parts = func(local_of(x))
     return type(parts)((wrap(mantissa, x.spec), wrap(exponent, x.spec)))
-
-
-@rule(torch.isin)
-def _isin(func: Any, elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
-    """Whether each element is in a whole set; refuses a split set."""
-    if not isinstance(elements, SpatialTensor) or isinstance(test_elements, SpatialTensor):
-        raise Unsupported("the set of elements to look for is split")
-    # Where all are promised to be unique torch may sort them together; one by one the answer is the same.
-    return wrap(func(local_of(elements), test_elements, invert=invert), elements.spec)
-
-
-@rule(torch.bucketize)
-def _bucketize(func: Any, input: Any, boundaries: Tensor, **options: Any) -> Tensor:
-    """The bucket of each element between whole boundaries; refuses split ones."""
-    if isinstance(boundaries, SpatialTensor):
-        raise Unsupported("the boundaries are split")
-    return wrap(func(local_of(input), boundaries, **options), input.spec)
 
 
 @rule(F.normalize)

@@ -9,6 +9,7 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice
 from fullframe.spatial.redistribute import refetched
+from fullframe.spatial.rules.points import has_values, read_at
 from fullframe.spatial.rules.reduction import without
 from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
 from fullframe.spatial.rules.window_plan import plan_windows, region
@@ -96,26 +97,45 @@ def select(func: Any, x: Tensor, dim: int, index: int) -> Tensor:
 
 @rule(Tensor.__getitem__)
 def _getitem(func: Any, x: Tensor, index: Any) -> Tensor:
-    """Slices, numbers, None, ... on any dim, an index tensor on a whole one; refuses masks, several index tensors."""
-    if not isinstance(x, SpatialTensor):
-        raise Unsupported("a whole tensor is indexed by a split one", "Gather the index with .full().")
-    items = _spelled_out(x, index)
-    if any(isinstance(i, (Tensor, list)) or hasattr(i, "__array__") for i in items):
-        return _indexed_by_tensors(x, items)
-    dim, result = 0, x
+    """Slices, numbers, None, ... on any dim, then index tensors at once; refuses masks."""
+    result, points = basic(x, _spelled_out(x, index))
+    return read_at(result, points) if any(i is not None for i in points) else result
+
+
+def basic(x: Tensor, items: Sequence[Any]) -> tuple[Tensor, list[Tensor | None]]:
+    """`x` with slices, numbers and None done, and the index tensors that remain, one or None a dim: a view of `x`."""
+    points: list[Tensor | None] = []
     for item in items:
-        if item is None:
-            result = result.unsqueeze(dim)  # type: ignore[assignment]
-            dim += 1
-        elif isinstance(item, slice):
-            rows = range(*item.indices(result.shape[dim]))
-            result = sliced_rows(result, dim, rows.start, max(rows.stop, rows.start), rows.step)  # type: ignore[assignment]
-            dim += 1
-        elif isinstance(item, bool):
+        dim, number = len(points), as_number(item)
+        if isinstance(item, bool):
             raise Unsupported("indexing with a bool is not split")
-        else:
-            result = torch.select(result, dim, int(item))  # type: ignore[assignment]
-    return result
+        if is_mask(item):
+            raise Unsupported("it selects by a mask, so the shape of its result depends on the values")
+        if number is not None:
+            x = torch.select(x, dim, number)
+            continue
+        if item is None:
+            x = x.unsqueeze(dim)
+        elif isinstance(item, slice):
+            rows = range(*item.indices(x.shape[dim]))
+            x = sliced_rows(x, dim, rows.start, max(rows.stop, rows.start), rows.step)
+        points.append(None if item is None or isinstance(item, slice) else torch.as_tensor(item, device=x.device))
+    return x, points + [None] * (x.dim() - len(points))
+
+
+def is_mask(item: Any) -> bool:
+    """Whether an item of an index selects by true and false."""
+    array = isinstance(item, list) or (hasattr(item, "__array__") and not isinstance(item, Tensor))
+    item = torch.as_tensor(item) if array else item
+    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
+
+
+def as_number(item: Any) -> int | None:
+    """The integer of an index that is one: also a tensor of no dims, which torch takes for one."""
+    if isinstance(item, Tensor):
+        number = item.dim() == 0 and has_values(item)
+        return int(item) if number else None
+    return int(item) if hasattr(item, "__index__") and not getattr(item, "shape", ()) else None
 
 
 @rule(Tensor.__setitem__)
@@ -173,22 +193,6 @@ def _dims_used(item: Any) -> int:
     if item is None:
         return 0
     return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
-
-
-def _indexed_by_tensors(x: SpatialTensor, items: list[Any]) -> Tensor:
-    """One plain index tensor on a whole dim; the dims before it taken whole."""
-    spec = x.spec
-    at = next(n for n, i in enumerate(items) if not isinstance(i, slice) or i != slice(None))
-    rest = [i for n, i in enumerate(items) if n != at]
-    index = items[at]
-    index = torch.as_tensor(index, device=x.device) if not isinstance(index, Tensor) else index
-    simple = all(isinstance(i, slice) and i == slice(None) for i in rest)
-    if not simple or isinstance(index, SpatialTensor) or index.dtype == torch.bool or spec.is_split(at):
-        raise Unsupported("index tensors select on whole dims, one at a time", "Use torch.where, or gather first.")
-    local = local_of(x)[(slice(None),) * at + (index,)]
-    shape = (*spec.shape[:at], *index.shape, *spec.shape[at + 1 :])
-    moved = tuple(p if p.dim < at else p.at(p.dim + index.dim() - 1) for p in spec.placements)
-    return wrap(local, spec.with_(shape, moved))
 
 
 @rule(torch.narrow, Tensor.narrow)
@@ -269,29 +273,3 @@ def _flip(func: Any, x: SpatialTensor, *args: Any, dims: Any = ()) -> Tensor:
             local = refetched(local, spec, placement, wanted)
         local = local.flip(dim)
     return wrap(local, spec)
-
-
-@rule(torch.index_select, Tensor.index_select)
-def _index_select(func: Any, x: SpatialTensor, dim: int, index: Tensor) -> Tensor:
-    """Rows of a whole dim by their numbers; refuses a split dim and a split index."""
-    spec = x.spec
-    if spec.is_split(dim) or isinstance(index, SpatialTensor):
-        raise Unsupported(f"it selects along dim {dim}, which is split")
-    return wrap(func(local_of(x), dim, index), spec.resized(dim, index.numel()))
-
-
-@rule(torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim)
-def _gather(func: Any, x: Tensor, dim: Any = None, index: Any = None, **kwargs: Any) -> Tensor:
-    """`x[..., index, ...]` along a whole dim by an index that is cut as `x` is; refuses any other."""
-    along = func in (torch.take_along_dim, Tensor.take_along_dim)  # torch orders these (indices, dim)
-    if along:
-        dim, index = (index, dim) if isinstance(dim, Tensor) else (dim, kwargs.pop("indices"))
-    if dim is None or not isinstance(x, SpatialTensor):
-        raise Unsupported(
-            "it gathers from a whole or flattened tensor by a split index", "Gather the index by .full()."
-        )
-    spec = x.spec
-    if not isinstance(index, SpatialTensor) or spec.is_split(dim) or index.spec.placements != spec.placements:
-        raise Unsupported("it gathers across ranks", "Gather along a whole dim, with an index cut like the tensor.")
-    parts = (local_of(index), dim) if along else (dim, local_of(index))
-    return wrap(func(local_of(x), *parts, **kwargs), index.spec)

@@ -17,8 +17,8 @@ _REFUSED: dict[str, str] = {
         native_norm corrcoef cov renorm renorm_ hspmm smm sspaddmm hash_tensor
     """,
     "it picks or orders elements by their positions in the whole tensor": """
-        diag diag_embed diagflat diagonal diagonal_copy diagonal_scatter fill_diagonal_ take put put_
-        searchsorted histogramdd combinations
+        diag diag_embed diagflat diagonal diagonal_copy diagonal_scatter fill_diagonal_ put put_
+        histogramdd combinations
         cartesian_prod meshgrid cdist pdist as_strided as_strided_ as_strided_copy as_strided_scatter select_scatter
         slice_scatter slice_inverse gradient unravel_index
         masked_scatter masked_scatter_ affine_grid affine_grid_generator grid_sampler grid_sampler_2d

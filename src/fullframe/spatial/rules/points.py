@@ -1,0 +1,211 @@
+"""Reads of a split map at positions: each rank reads those that it holds, and the few numbers read are put together."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fullframe.ranks.collectives import all_owned, all_sum_no_grad
+from fullframe.spatial.operands import aligned, united
+from fullframe.spatial.redistribute import gather_axes, sliced
+from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.tables import landing, looked_up
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
+
+_FEW = 2**16  # numbers that any rank may hold besides its part of a map
+
+
+def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
+    """`x[points]`, one index tensor or None a dim, at least one; none of them a mask.
+
+    What is read along split dims is whole on all ranks. Refused where that is more than a rank's part of `x`, and
+    where the index is split and larger than `x`.
+    """
+    given = [i for i in points if i is not None]
+    if not isinstance(x, SpatialTensor):
+        return looked_up(x, points)
+    indices = iter(torch.broadcast_tensors(*(_whole(i, x) for i in given)))
+    points = [None if i is None else next(indices) for i in points]
+    spec, at, shape = x.spec, landing(points), next(i.shape for i in points if i is not None)
+    rest = [dim for dim, index in enumerate(points) if index is None]
+    sizes = [spec.shape[dim] for dim in rest]
+    goal = [*rest[:at], *(None for _ in shape), *rest[at:]]
+    kept = tuple(p.at(goal.index(p.dim)) for p in spec.placements if p.dim in rest)
+    result = spec.with_((*sizes[:at], *shape, *sizes[at:]), kept)
+    _require_few(result, spec)
+    require_inside(lambda like: like[_items(points)], spec, {d: i for d, i in enumerate(points) if i is not None}, True)
+    local, points, held = at_own(local_of(x), spec, points)
+    found = local[_items(points)]
+    if held is None:
+        return wrap(found, result)
+    held = held.view(*held.shape, *(1 for _ in rest[at:]))
+    return wrap(_put_together(found, held, spec, rest), result)
+
+
+def _items(points: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return tuple(slice(None) if i is None else i for i in points)
+
+
+def at_own(
+    local: Tensor, spec: Spec, points: Sequence[Tensor | None]
+) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+    """This rank's tensor, where positions lie in it, and which of them it holds (None: all of them, on all ranks).
+
+    The indices are whole, of one shape, inside the tensor, counted from its end where they are negative. Those of
+    other ranks become any that are inside; a rank that holds nothing gets a row of zeros.
+    """
+    found, held = list(points), None
+    for dim, index in enumerate(points):
+        if index is None:
+            continue
+        size, placements = spec.shape[dim], sorted((p for p in spec.placements if p.dim == dim), key=lambda p: p.outer)
+        index = torch.where(index < 0, index + size, index)
+        for p in placements:  # from the outermost on, so that `inner` is a whole factor still
+            rows = spec.rows(p)
+            row = index // p.inner % p.extents.size
+            here = (row >= rows.start) & (row < rows.stop)
+            held = here if held is None else held & here
+            row = (row - rows.start).clamp(0, max(len(rows) - 1, 0))
+            outer = index // (p.inner * p.extents.size)
+            index = (outer * max(len(rows), 1) + row) * p.inner + index % p.inner
+        if placements and not local.shape[dim]:
+            local = torch.cat([local, local.new_zeros((*local.shape[:dim], 1, *local.shape[dim + 1 :]))], dim)
+            index = torch.zeros_like(index)
+        found[dim] = index
+    return local, found, held
+
+
+def _put_together(found: Tensor, held: Tensor, spec: Spec, rest: Sequence[int]) -> Tensor:
+    """What the ranks read where each of them `held` the rows, from all ranks along the dims that are not `rest`."""
+    axes = [p.axis for p in spec.placements if p.dim not in rest]
+    return all_owned(found.masked_fill(~held, 0), spec.spatial.group(axes))
+
+
+def _whole(index: Tensor, x: SpatialTensor) -> Tensor:
+    """A split index made whole, where that is less than to make `x` whole."""
+    if not isinstance(index, SpatialTensor):
+        return index
+    if index.numel() > max(x.numel(), _FEW):
+        raise Unsupported("the index is split, and larger than what it reads from")
+    return index.full()
+
+
+def _require_few(result: Spec, spec: Spec) -> None:
+    """Raises Unsupported where a rank would hold more of the result than it holds of the map `spec`."""
+    sizes = [prod(s.shape) // prod(s.spatial.axis(p.axis).size for p in s.placements) for s in (result, spec)]
+    if len(result.placements) < len(spec.placements) and sizes[0] > max(sizes[1], _FEW):
+        raise Unsupported(
+            f"what it reads along a split dim, {tuple(result.shape)}, would be whole on every rank, and is larger than "
+            "a rank's part of the map",
+            "Read at fewer positions.",
+        )
+
+
+def has_values(index: Tensor) -> bool:
+    """Whether the numbers of an index can be looked at: not in a simulation."""
+    return not isinstance(index, FakeTensor) and index.device.type != "meta"
+
+
+def require_inside(call: Any, spec: Spec, indices: dict[int, Tensor], negative: bool) -> None:
+    """Raises torch's own error where a whole index (by its dim) is outside the tensor: on all ranks alike.
+
+    `call` runs the function on a tensor of the whole shape that takes no memory. `negative`: it counts from the end.
+    """
+    for dim, index in indices.items():
+        size = spec.shape[dim]
+        if not _is_inside(index, size, negative):
+            call(torch.zeros((), dtype=torch.uint8).expand(spec.shape))
+            raise IndexError(f"an index is out of bounds for dimension {dim} with size {size}")
+
+
+def _is_inside(index: Tensor, size: int, negative: bool) -> bool:
+    if not has_values(index) or not index.numel():
+        return True
+    inside = ((index >= (-size if negative else 0)) & (index < size)).all()
+    if index.device.type != "cpu":  # as torch does it there: the kernel fails, later
+        torch._assert_async(inside)
+        return True
+    return bool(inside)
+
+
+@rule(torch.index_select, Tensor.index_select)
+def _index_select(func: Any, x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Rows of a dim by their numbers; see `read_at`."""
+    dim %= x.dim()
+    if isinstance(x, SpatialTensor):
+        index = _whole(index, x)
+        require_inside(lambda like: func(like, dim, index), x.spec, {dim: index}, False)
+    return read_at(x, [index.reshape(-1) if d == dim else None for d in range(x.dim())])
+
+
+@rule(torch.take, Tensor.take)
+def _take(func: Any, x: Tensor, index: Tensor) -> Tensor:
+    """Elements by their numbers in the whole tensor; see `read_at`."""
+    if not isinstance(x, SpatialTensor):
+        return on_local(index, lambda i: func(x, i))
+    index, numbers = _whole(index, x), x.spec.with_((x.numel(),), ())
+    require_inside(lambda like: func(like, index), numbers, {0: index}, True)
+    return read_at(x.reshape(-1), [index])
+
+
+@rule(torch.take_along_dim, Tensor.take_along_dim)
+def _take_along_dim(func: Any, x: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    """`gather` of tensors that broadcast against each other along the other dims; of flat ones without a dim."""
+    if dim is None:
+        return torch.gather(x.reshape(-1), 0, indices.reshape(-1))
+    dim %= x.dim()
+    indices = indices % x.shape[dim]  # so torch takes them, how ever far below zero they are
+    sizes = torch.broadcast_shapes(*((*t.shape[:dim], 1, *t.shape[dim + 1 :]) for t in (x, indices)))
+    x, indices = (t.expand(*sizes[:dim], t.shape[dim], *sizes[dim + 1 :]) for t in (x, indices))
+    return torch.gather(x, dim, indices)
+
+
+@rule(torch.gather, Tensor.gather)
+def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    """`x[..., index, ...]` along a dim, the index cut as `x` is along the others; see `read_at`.
+
+    Along a split dim an index that is split over the same ranks is made whole, and its result is cut again.
+    """
+    dim %= x.dim()
+    for d in range(x.dim()):
+        if d != dim and index.shape[d] < x.shape[d]:
+            x = x.narrow(d, 0, index.shape[d])
+    if not isinstance(x, SpatialTensor):
+        return _gathered(x, dim, index) if isinstance(index, SpatialTensor) else x.gather(dim, index)
+    spec, cuts = x.spec, index.spec.placements if isinstance(index, SpatialTensor) else ()
+    others, over = [p for p in spec.placements if p.dim != dim], {p.axis for p in spec.placements if p.dim == dim}
+    read = spec.with_(index.shape, united([others, [q for q in cuts if q.axis not in over]]))
+    result = spec.with_(index.shape, united([read.placements, cuts]))
+    _require_few(read, spec)
+    if isinstance(index, SpatialTensor):
+        index = wrap(*gather_axes(local_of(index), index.spec, list(over)))
+    rows = aligned(index, read)
+    if over:
+        _require_all_inside(func, rows, spec, dim)
+    columns = spec.with_(x.shape, tuple(p for p in read.placements if p.dim != dim))
+    local = sliced(local_of(x), columns, tuple(others))
+    local, places, held = at_own(local, spec, [rows if d == dim else None for d in range(x.dim())])
+    found = local.gather(dim, places[dim])  # type: ignore[arg-type]
+    if held is None:
+        return wrap(found, read)
+    found = _put_together(found, held, spec, [d for d in range(x.dim()) if d != dim])
+    return wrap(sliced(found, result, read.placements), result)
+
+
+def _gathered(table: Tensor, dim: int, index: SpatialTensor) -> Tensor:
+    """`gather` of a whole table, which nobody sends: along other dims than `dim` each rank reads its own rows."""
+    spec = index.spec
+    others = spec.with_(table.shape, tuple(p for p in spec.placements if p.dim != dim))
+    return wrap(sliced(table, others).gather(dim, local_of(index)), spec)
+
+
+def _require_all_inside(func: Any, rows: Tensor, spec: Spec, dim: int) -> None:
+    """Raises torch's error on all ranks where any rank's part of an index is outside the tensor."""
+    outside = torch.tensor(not _is_inside(rows, spec.shape[dim], False), dtype=torch.int32, device=rows.device)
+    outside = all_sum_no_grad(outside, spec.spatial.replica)
+    if has_values(outside) and outside.device.type == "cpu" and outside:
+        raise RuntimeError(f"index is out of bounds for dimension {dim} with size {spec.shape[dim]}")
