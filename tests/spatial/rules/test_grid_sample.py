@@ -6,11 +6,17 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fullframe as ff
+from tests.exactness import mesh
+from tests.rank_group import rank_group
 from tests.spatial.cases import MESHES, Case, Op, one, require_the_numbers_of_one_process
-from tests.spatial.corners import Corners, autocast, last, noise, require_no_faults
+from tests.spatial.corners import Corners, autocast, last, noise, require_no_faults, spoiled
+from tests.spatial.traffic import bytes_of_messages
+from tests.spatial.values import found, on_all_meshes
 
 CASES: dict[str, Case] = {
     "grid_sample": one(lambda x: F.grid_sample(x, x[:, :2].tanh().permute(0, 2, 3, 1), align_corners=False)),
@@ -58,3 +64,92 @@ def test_as_in_one_process(name: str) -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_corners(mesh: tuple[int, int]) -> None:
     require_no_faults(__name__, *mesh)
+
+
+POINTS = torch.tensor([[-0.3, 0.61], [0.999, -1.0], [1.0, 1.0], [-1.4, 0.2], [0.13, 2.7], [0.5, -0.5], [0, 0]])
+
+
+def few(mode: str, padding: str, corners: bool) -> Op:
+    """An image (N, C, H, W), positions (P, 2)."""
+    return lambda x, p: F.grid_sample(
+        x, p.expand(2, 1, *p.shape), mode=mode, padding_mode=padding, align_corners=corners
+    )
+
+
+def aligned_points(x: Tensor) -> Tensor:
+    """Positions on rows and borders, where floor and gradient jump."""
+    return torch.stack([torch.linspace(-1, 1, 11, dtype=x.dtype), torch.linspace(1, -1, 11, dtype=x.dtype)], -1)
+
+
+WAYS = list(product(("nearest", "bilinear", "bicubic"), ("zeros", "border", "reflection"), (False, True)))
+
+
+def _at_points(world: int) -> list[str]:
+    x, wrong = torch.randn(2, 3, 13, 51, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), []
+    volume = x.view(2, 3, 13, 17, 3).movedim(-1, 2)
+    places = POINTS.double()
+    for mode, padding, corners in WAYS:
+        name = f"{mode} {padding} {corners}"
+        cases = {name: (few(mode, padding, corners), [x], [places]),
+                 f"{name} on rows": (few(mode, padding, corners), [x], [aligned_points(x)])}  # fmt: skip
+        if mode == "bicubic" or padding != "reflection":  # where torch's kernel reads inside the image
+            for what, value in (("far away", math.inf), ("NaN in the image", math.nan)):
+                cases[f"{name} {what}"] = far(mode, padding, corners), [spoiled(2, 3, 13, 51, value=value)], [FAR]
+        if mode != "bicubic":
+            cases[f"{name} volume"] = (few(mode, padding, corners), [volume], [_lifted(places)])
+        wrong += found(cases, 1e-12, world)
+    return wrong
+
+
+FAR = torch.tensor([[math.inf, 0.3], [0.1, -math.inf], [1e30, 0.2], [-0.96, 0.9], [0.0, -0.35]], dtype=torch.float64)
+
+
+def far(mode: str, padding: str, corners: bool) -> Op:
+    """Of bicubic weights beside an infinite pixel torch's gradients are infinite and fullframe's NaN."""
+    op = few(mode, padding, corners)
+    return op if mode != "bicubic" else lambda x, p: op(x, p.detach())
+
+
+def by_a_split_grid(x: Tensor) -> Tensor:
+    """7 x 11 split positions in an image of 56 x 88."""
+    return F.grid_sample(F.interpolate(x, scale_factor=8), x[:, :2].tanh().permute(0, 2, 3, 1), align_corners=True)
+
+
+def in_float32(x: Tensor, places: Tensor) -> Tensor:
+    return few("bilinear", "zeros", False)(x.float(), places.float())
+
+
+def _others(world: int) -> list[str]:
+    x = noise(2, 3, 13, 51)
+    return found({"by a split grid": (by_a_split_grid, [noise(2, 3, 7, 11)], []),
+                  "channels last": (lambda x, p: few("bilinear", "zeros", False)(last(x), p), [x], [POINTS.double()]),
+                  }, 1e-12, world) + found({"float32": (in_float32, [x], [POINTS.double()])}, 1e-6, world)  # fmt: skip
+
+
+def test_split_grids_and_other_images() -> None:
+    assert not on_all_meshes(_others)
+
+
+def _sent(height: int, width: int) -> list[float]:
+    x = ff.shard(torch.randn(1, 64, 40, 41), mesh(height, width)).requires_grad_()
+    grid = x.detach()[:, :2, 20:23, 20:23].tanh().permute(0, 2, 3, 1)
+    samples = (
+        lambda: F.grid_sample(x, torch.rand(1, 20, 1, 2), align_corners=False),
+        lambda: F.grid_sample(x, grid, align_corners=False),
+    )
+    return [bytes_of_messages(lambda f=f: f().sum().backward()) / (x.numel() * 4) for f in samples]  # type: ignore[misc]
+
+
+def test_the_image_is_not_sent() -> None:
+    for shape in ((1, 2), (2, 2)):
+        for shares in rank_group(shape[0] * shape[1]).run(_sent, *shape):
+            assert all(0 < share < 0.05 for share in shares), shares
+
+
+def _lifted(places: Tensor) -> Tensor:
+    """(1, P, 3), with depths of its own."""
+    return torch.cat([places, places[:, :1].flip(0)], -1)[None]
+
+
+def test_at_few_positions() -> None:
+    assert not on_all_meshes(_at_points)

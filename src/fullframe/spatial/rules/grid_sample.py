@@ -1,13 +1,27 @@
-"""Sampling at positions of the user's choice: any rank may read any row, so the image is gathered, the grid not."""
+"""Sampling at positions of the user's choice: any rank may read any row.
 
-from typing import Any
+At few positions each rank adds up what it holds of the rows around each, and the sums are added; at many the image is
+gathered, the grid not.
+"""
 
+from collections.abc import Callable, Sequence
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fullframe.ranks.collectives import all_sum
 from fullframe.spatial.operands import aligned, say_gathered
+from fullframe.spatial.redistribute import sliced
+from fullframe.spatial.rules.points import at_own
 from fullframe.spatial.rules.registry import rule
+from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+
+_TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}  # rows along each dim that a position reads
 
 
 @rule(F.grid_sample)
@@ -20,6 +34,11 @@ def _grid_sample(
     align_corners: bool | None = None,
 ) -> Tensor:
     """Image (N, C, ...), grid (N, ..., 2 or 3); the result lies where the grid lies."""
+    where = _Where(mode, padding_mode, bool(align_corners), input.dim() == 5 or input.device.type != "cpu")
+    if isinstance(input, SpatialTensor) and _is_little(input, grid, mode):
+        found = _at_positions(input, grid.full() if isinstance(grid, SpatialTensor) else grid, where)
+        spec = _of_result(grid, input.shape[1]) if isinstance(grid, SpatialTensor) else None
+        return found if spec is None else wrap(sliced(found, spec), spec)
     if isinstance(input, SpatialTensor):
         say_gathered("grid_sample", "a grid may point anywhere in the image", input)
         input = input.full()
@@ -29,6 +48,112 @@ def _grid_sample(
     spec.require_whole("the coordinates of the grid are split", -1)
     batch = tuple(p for p in spec.placements if p.dim == 0)
     image = aligned(input, spec.with_(tuple(input.shape), batch))
-    shape = (*input.shape[:2], *spec.shape[1:-1])
-    placements = tuple(p if p.dim == 0 else p.at(p.dim + 1) for p in spec.placements)
-    return wrap(func(image, local_of(grid), mode, padding_mode, align_corners), spec.with_(shape, placements))
+    return wrap(func(image, local_of(grid), mode, padding_mode, align_corners), _of_result(grid, input.shape[1]))
+
+
+def _of_result(grid: SpatialTensor, channels: int) -> Spec:
+    """(N, ..., 2 or 3) to (N, C, ...), cut as the grid is."""
+    spec = grid.spec
+    spec.require_whole("the coordinates of the grid are split", -1)
+    shape = (spec.shape[0], channels, *spec.shape[1:-1])
+    return spec.with_(shape, tuple(p if p.dim == 0 else p.at(p.dim + 1) for p in spec.placements))
+
+
+def _is_little(input: SpatialTensor, grid: Tensor, mode: str) -> bool:
+    """Whether all that is read at the positions is less than the image. Short floats torch rounds in its own way."""
+    if input.dtype not in (torch.float32, torch.float64) or grid.dtype != input.dtype:
+        return False
+    reads = prod(grid.shape[:-1]) * input.shape[1] * _TAPS[mode] ** (input.dim() - 2)
+    sent = grid.numel() if isinstance(grid, SpatialTensor) else 0
+    return all(p.dim >= 2 for p in input.spec.placements) and 0 < reads + sent <= input.numel()
+
+
+class _Where(NamedTuple):
+    """How a position in a grid, -1 to 1, is one in the image; to the last bit as torch's kernel has it."""
+
+    mode: str
+    padding: str
+    corners: bool
+    exactly: bool  # the kernels of a GPU, and of volumes: they skip rows outside, others multiply zeros by weights
+
+    def row(self, place: Tensor, size: int) -> Tensor:
+        """A coordinate of the grid, counted in rows."""
+        if not self.exactly:
+            return (place + 1) * ((size - 1) / 2) if self.corners else (place + 1) * (size / 2) - 0.5
+        return (place + 1) / 2 * (size - 1) if self.corners else ((place + 1) * size - 1) / 2
+
+    def inside(self, row: Tensor, size: int) -> Tensor:
+        """The row that is read for one outside the image; the image's own borders have no gradient."""
+        if self.padding == "reflection":
+            row = self._reflected(row, size)
+        if self.padding != "zeros":
+            row = torch.where((row > 0) & (row < size - 1), row, row.detach().nan_to_num(0.0).clamp(0, size - 1))
+        return row
+
+    def _reflected(self, row: Tensor, size: int) -> Tensor:
+        low, span = (0.0, size - 1) if self.corners else (-0.5, size)
+        if span == 0:
+            return torch.where(torch.zeros_like(row, dtype=torch.bool), row, 0.0)
+        away = (row - low).abs()
+        if self.exactly:
+            extra = away.fmod(span)
+            return torch.where((away / span).floor() % 2 == 0, extra, span - extra) + low
+        extra = away - (away / (2 * span)).detach().trunc() * (2 * span)
+        return torch.where(extra > 2 * span - extra, 2 * span - extra, extra) + low
+
+    def taps(self, place: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+        """The rows that are read for a coordinate, whole numbers, perhaps outside the image, and their weights."""
+        row = self.row(place, size)
+        if self.mode == "nearest":  # torch gives the grid a gradient of zeros
+            return [(self.inside(row, size).round(), torch.where(torch.zeros_like(row, dtype=torch.bool), row, 1.0))]
+        if self.mode == "bilinear":
+            row = self.inside(row, size)
+            first = row.detach().floor()
+            return [(first, 1 - (row - first)), (first + 1, row - first)]
+        first = row.detach().floor()
+        weights = _cubic(row - first)
+        return [(self.inside(first + n - 1, size), weight) for n, weight in enumerate(weights)]
+
+
+def _cubic(t: Tensor) -> list[Tensor]:
+    """The weights of the four rows around a position that is `t` behind the second, by torch's kernel (A = -0.75)."""
+    a = -0.75
+    near: Callable[[Tensor], Tensor] = lambda x: ((a + 2) * x - (a + 3)) * x * x + 1  # noqa: E731
+    far: Callable[[Tensor], Tensor] = lambda x: ((a * x - 5 * a) * x + 8 * a) * x - 4 * a  # noqa: E731
+    return [far(t + 1), near(t), near(1 - t), far(2 - t)]
+
+
+def _at_positions(image: SpatialTensor, grid: Tensor, where: _Where) -> Tensor:
+    """(N, C, ...) at the positions of a whole grid, whole on all ranks: each adds up the rows that it holds."""
+    channels, sizes = image.shape[1], image.shape[2:]
+    places = grid.flatten(1, -2)  # (N, P, 2 or 3), the last dim's coordinate first
+    taps = product(*(where.taps(places[..., len(sizes) - 1 - dim], size) for dim, size in enumerate(sizes)))
+    rows, inside, weights = (
+        torch.stack(of_all, 1) for of_all in zip(*(_joint(tap, sizes) for tap in taps), strict=True)
+    )
+    flat = image.flatten(2)
+    assert isinstance(flat, SpatialTensor)
+    local, points, held = at_own(local_of(flat), flat.spec, [None, None, rows])
+    number = points[2]
+    assert number is not None
+    found = local.gather(2, number.flatten(1)[:, None].expand(-1, channels, -1)).unflatten(2, rows.shape[1:])
+    outside = ~(inside if held is None else inside & held)[:, None]  # (N, 1, taps, P), of `found` (N, C, taps, P)
+    weights = weights[:, None]
+    if where.exactly:
+        total = (found * weights).masked_fill(outside, 0).sum(2)
+    else:
+        total = (found.masked_fill(outside, 0) * weights).sum(2)
+    total = all_sum(total, flat.spec.spatial.group([p.axis for p in flat.spec.placements]))
+    return total.view(*total.shape[:2], *grid.shape[1:-1])
+
+
+def _joint(tap: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of each dim as one number in the flat image; whether they are inside it; the product of their weights."""
+    number, inside, weight = torch.zeros_like(tap[0][0], dtype=torch.int64), None, None
+    for (row, share), size in zip(tap, sizes, strict=True):
+        here = (row >= 0) & (row <= size - 1)
+        number = number * size + torch.where(here, row.detach(), 0).long()
+        inside = here if inside is None else inside & here
+        weight = share if weight is None else weight * share
+    assert inside is not None and weight is not None
+    return number, inside, weight
