@@ -22,7 +22,7 @@ def test_rows_and_coordinates_of_this_rank() -> None:
     with spatial(2, 3, rank=5) as on:  # the last row of ranks, the last column
         here = spec(on, (4, 9), on_height((0, 1, 4), 0), on_width((0, 2, 5, 9), 1))
         assert [here.rows(p) for p in here.placements] == [range(1, 4), range(5, 9)]
-        assert here.coordinates == {"height": 1, "width": 2}
+        assert here.coordinates == {"height": 1, "width": 2, "height and width": 5}
 
 
 def test_a_merged_dim_has_no_rows() -> None:

@@ -14,36 +14,46 @@ A split dim is `outer x rows x inner`; only the middle factor is cut. An image o
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
+from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Tensor dim `dim` is `outer x extents.size x inner`, and the middle factor is split over mesh axis `axis`."""
+    """Tensor dim `dim` is `outer x extents.size x inner`, and the middle factor is split over mesh axis `axis`.
+
+    `order` is None where each rank's rows follow those of the rank before it. Else they are what a mask picked, each
+    rank's number of them known, and `order` is what knows where they stand in the whole tensor.
+    """
 
     axis: str
     dim: int
     extents: Extents
     outer: int = 1
     inner: int = 1
+    order: Any = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the dim is nothing but the split factor."""
-        return self.outer == 1 and self.inner == 1
+        """Whether the dim is nothing but the split factor, with its rows in order."""
+        return self.outer == 1 and self.inner == 1 and self.order is None
 
     def at(self, dim: int) -> "Placement":
         """The same split at another dim."""
         return replace(self, dim=dim)
 
     def recut(self, extents: Extents) -> "Placement":
-        """The same factor cut at other boundaries, of as many rows as these say."""
+        """The same factor cut at other boundaries, of as many rows as these say; ShapeError for a mask's."""
+        if self.order is not None:
+            raise ShapeError(f"{self} has no other boundaries; use x.full() there")
         return replace(self, extents=extents)
 
     def __str__(self) -> str:
         factors = "" if self.is_plain else f" as {self.outer}x{self.extents.size}x{self.inner}"
-        return f"dim {self.dim}{factors} over {self.axis} at {self.extents.bounds}"
+        rows = "" if self.order is None else ", the elements of a mask"
+        return f"dim {self.dim}{factors} over {self.axis} at {self.extents.bounds}{rows}"
 
 
 Placements = tuple[Placement, ...]
@@ -83,7 +93,7 @@ def canonical(placements: Placements) -> Placements:
     result = []
     for p in placements:
         inside = [q for q in placements if q is not p and q.dim == p.dim and q.outer > p.outer]
-        if p.inner > 1 and not inside:
+        if p.inner > 1 and p.order is None and not inside:
             bounds = tuple(b * p.inner for b in p.extents.bounds)
             p = replace(p, extents=Extents(bounds), inner=1)
         result.append(p)

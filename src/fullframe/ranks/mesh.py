@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache, wraps
+from functools import cached_property, lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -16,6 +16,7 @@ from fullframe.errors import MeshError
 from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_channel
 
 AXES = ("data", "height", "width")
+BOTH = "height and width"  # the two as one axis, of which the replica's ranks are the coordinates
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,7 +71,14 @@ class Spatial:
         for axis in self.axes:
             if axis.name == name:
                 return axis
+        if name == BOTH:
+            return self.both
         raise MeshError(f"a mesh has the spatial axes height and width, none called {name!r}")
+
+    @cached_property
+    def both(self) -> Axis:
+        """The ranks of the replica as one axis, for what lies on them in no order of rows and columns."""
+        return Axis(BOTH, self.size, self.coordinate, self.replica_ranks, self.channel, self._replica)
 
     def group(self, names: Collection[str]) -> dist.ProcessGroup:
         """The ranks over which a value split along the named axes is spread."""
@@ -81,7 +89,7 @@ class Spatial:
         """This rank's number among the ranks of `group(names)`."""
         number = 0
         for axis in self.axes:
-            if axis.name in names:
+            if axis.name in names or BOTH in names:
                 number = number * axis.size + axis.coordinate
         return number
 
@@ -94,6 +102,11 @@ class Spatial:
     def coordinate(self) -> int:
         """This rank's number within its replica."""
         return self.coordinate_along(AXES)
+
+
+def axes_in(name: str) -> tuple[str, ...]:
+    """The axes of the mesh that an axis is made of: itself, or height and width."""
+    return AXES[1:] if name == BOTH else (name,)
 
 
 def init_mesh(height: int = 1, width: int = 1) -> DeviceMesh:

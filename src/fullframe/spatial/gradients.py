@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from fullframe.ranks.collectives import all_sum
-from fullframe.ranks.mesh import Spatial
+from fullframe.ranks.mesh import Spatial, axes_in
 from fullframe.spatial.rules.registry import setters, writes
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -167,7 +167,7 @@ def seen(gradient: Tensor, spec: Any) -> Tensor:
     spatial: Spatial = spec.spatial
     if spatial.size == 1:
         return gradient
-    split = {p.axis for p in spec.placements}
+    split = {name for p in spec.placements for name in axes_in(p.axis)}
     whole = [axis.name for axis in spatial.axes if axis.size > 1 and axis.name not in split]
     gradient = gradient / spatial.size
     return all_sum(gradient, spatial.group(whole)) if whole else gradient

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 
 from fullframe.errors import MeshError
 from fullframe.geometry.placement import Placement, Placements
-from fullframe.ranks.mesh import AXES
+from fullframe.ranks.mesh import AXES, axes_in
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.redistribute import gather_axes, resplit, sliced
 from fullframe.spatial.spec import Spec
@@ -64,16 +64,18 @@ def require_one_mesh(own: Spec, other: Spec) -> None:
 
 def united(cuts: Sequence[Sequence[Placement]]) -> Placements:
     """The placements of operands of one shape together: the first operand that is split over an axis decides."""
-    placements: dict[str, Placement] = {}
+    placements: list[Placement] = []
     for own in cuts:
-        taken = {p.dim for p in placements.values()}  # two operands do not share out the factors of one dim
-        placements |= {p.axis: p for p in own if p.axis not in placements and p.dim not in taken}
-    return tuple(placements[name] for name in AXES if name in placements)
+        taken = {p.dim for p in placements}  # two operands do not share out the factors of one dim
+        axes = {name for p in placements for name in axes_in(p.axis)}
+        placements += [p for p in own if axes.isdisjoint(axes_in(p.axis)) and p.dim not in taken]
+    return tuple(sorted(placements, key=lambda p: AXES.index(axes_in(p.axis)[0])))
 
 
 def alike(p: Placement, q: Placement) -> bool:
-    """Whether two placements split the same factor of the same dim, at whatever boundaries."""
-    return (p.dim, p.outer, p.inner, p.extents.size) == (q.dim, q.outer, q.inner, q.extents.size)
+    """Whether two placements split the same factor of the same dim, at whatever boundaries, its rows in one order."""
+    same = (p.dim, p.outer, p.inner, p.extents.size) == (q.dim, q.outer, q.inner, q.extents.size)
+    return same and p.order is q.order
 
 
 def _fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:

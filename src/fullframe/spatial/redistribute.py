@@ -1,6 +1,7 @@
 """A local tensor and its spec, cut otherwise: made whole along an axis, moved to other boundaries, sliced.
 
-Knows no shell. All ranks of the axes in question call these together, but for `sliced`, which sends nothing.
+Knows no shell. All ranks of the axes in question call these together, but for `sliced`, which sends nothing, unless
+it is the first that asks for the order of what a mask picked.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements, local_factors
 from fullframe.ranks.exchange import fetch
+from fullframe.ranks.mesh import axes_in
+from fullframe.spatial.rules.registry import Merged
 from fullframe.spatial.spec import Spec
 
 
@@ -28,14 +31,18 @@ def gather_axes(local: Tensor, spec: Spec, axes: Sequence[str]) -> tuple[Tensor,
 def refetched(local: Tensor, spec: Spec, placement: Placement, wanted: tuple[range, ...]) -> Tensor:
     """`local` with the rows `wanted[coordinate]` of one placement's dim instead of its own; differentiable.
 
-    Rows are those of the split factor: a merged dim is taken apart into (outer, rows, inner) for the exchange.
+    Rows are those of the split factor: a merged dim is taken apart into (outer, rows, inner) for the exchange. Of what
+    a mask picked all rows are to be had, in their order, or none.
     """
     axis = spec.spatial.axis(placement.axis)
     if placement.is_plain:
         return fetch(local, placement.dim, placement.extents, wanted, axis)
-    outer, rows, inner = local_factors(placement, spec.placements, spec.coordinates)
-    split = local.unflatten(placement.dim, (outer, rows, inner))
-    return fetch(split, placement.dim + 1, placement.extents, wanted, axis).flatten(placement.dim, placement.dim + 2)
+    dim, order = placement.dim, placement.order
+    if order is not None and any(len(rows) != placement.extents.size for rows in wanted):
+        raise Merged(spec, dim)
+    split = local.unflatten(dim, local_factors(placement, spec.placements, spec.coordinates))
+    found = fetch(split, dim + 1, placement.extents, wanted, axis)
+    return (found if order is None else found.index_select(dim + 1, order.of_all)).flatten(dim, dim + 2)
 
 
 def in_runs(local: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Spec]:
@@ -45,7 +52,7 @@ def in_runs(local: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Spec]:
     """
     here = [p for p in spec.placements if p.dim == dim]
     local, spec = gather_axes(local, spec, [p.axis for p in here])
-    axis = max((spec.spatial.axis(p.axis) for p in here), key=lambda a: a.size)
+    axis = max((spec.spatial.axis(name) for p in here for name in axes_in(p.axis)), key=lambda a: a.size)
     if spec.shape[dim] < max(2, axis.size):
         return local, spec
     runs = Placement(axis.name, dim, Extents.even(spec.shape[dim], axis.size))
@@ -81,6 +88,10 @@ def sliced(whole: Tensor, spec: Spec, cut: Placements = ()) -> Tensor:
             whole = whole.narrow(dim, rows.start, len(rows))
         else:
             parts = whole.unflatten(dim, factors)
-            whole = parts.narrow(dim + 1, rows.start, len(rows)).flatten(dim, dim + 2)
+            if p.order is None:
+                parts = parts.narrow(dim + 1, rows.start, len(rows))
+            else:
+                parts = parts.index_select(dim + 1, p.order.own)
+            whole = parts.flatten(dim, dim + 2)
         cut = (*cut, p)
     return whole

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements
-from fullframe.ranks.mesh import Spatial, kept_with_mesh
+from fullframe.ranks.mesh import BOTH, Spatial, kept_with_mesh
 from fullframe.spatial.rules.registry import Merged, Unsupported
 
 
@@ -60,6 +60,15 @@ class Spec:
         if any(self.is_split(dim) for dim in dims):
             raise Unsupported(reason)
 
+    def require_filled(self) -> None:
+        """Raises Merged where a mask has picked nothing on some rank; the dispatch then brings the dim to runs of rows.
+
+        For rules that cannot do without a row.
+        """
+        for p in self.placements:
+            if p.order is not None and p.extents.has_empty:
+                raise Merged(self, p.dim)
+
     def with_(self, shape: Sequence[int], placements: Placements) -> "Spec":
         """The spec of a result with this shape and these placements."""
         return spec_of(self.spatial, tuple(shape), placements, self.gather, None)
@@ -100,11 +109,10 @@ class Spec:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's part along each spatial axis."""
-        return {axis.name: axis.coordinate for axis in self.spatial.axes}
+        """This rank's part along each spatial axis, and along both as one."""
+        return {axis.name: axis.coordinate for axis in self.spatial.axes} | {BOTH: self.spatial.coordinate}
 
 
-@kept_with_mesh(maxsize=16384)
 def spec_of(
     spatial: Spatial,
     shape: tuple[int, ...],
@@ -112,7 +120,30 @@ def spec_of(
     gather: bool,
     strides: tuple[int, ...] | None,
 ) -> Spec:
-    """The one `Spec` object for these facts, in plain integers: it is kept, and others are made from it."""
+    """The one `Spec` object for these facts.
+
+    It is kept with the mesh, or, where a mask has picked the rows, for as long as it is used: the mask's next batch
+    picks others.
+    """
+    for p in placements:
+        if p.order is not None:
+            key = spatial, shape, placements, gather, strides
+            found: Spec | None = p.order.specs.get(key)
+            if found is None:
+                found = p.order.specs[key] = Spec(*key)
+            return found
+    return _kept(spatial, shape, placements, gather, strides)
+
+
+@kept_with_mesh(maxsize=16384)
+def _kept(
+    spatial: Spatial,
+    shape: tuple[int, ...],
+    placements: Placements,
+    gather: bool,
+    strides: tuple[int, ...] | None,
+) -> Spec:
+    """In plain integers, as it is kept and others are made from it."""
     strides = None if strides is None else tuple(map(int, strides))
     return Spec(spatial, tuple(map(int, shape)), tuple(map(_in_integers, placements)), gather, strides)
 

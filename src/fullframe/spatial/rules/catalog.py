@@ -18,6 +18,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     joining,
     linear_algebra,
     loss,
+    masks,
     matmul,
     moments,
     normalization,

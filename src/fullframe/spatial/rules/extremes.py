@@ -42,6 +42,7 @@ def _extreme(func: Any, x: SpatialTensor, dims: tuple[int, ...], keepdim: bool) 
     spec, result, axes = x.spec, without(x.spec, dims, keepdim), reduced_axes(x.spec, dims)
     if not axes:
         return wrap(func(local_of(x), dims, keepdim), result)
+    spec.require_filled()
     found = _Extreme.apply(local_of(x), func, dims, spec.spatial.group(axes))  # type: ignore[no-untyped-call]
     return wrap(found if keepdim else found.squeeze(dims), result)
 
@@ -68,6 +69,7 @@ def _max(func: Any, x: Any, other: Any = None, keepdim: bool = False, *, dim: in
         return torch.maximum(x, other) if largest else torch.minimum(x, other)
     dim = other if dim is None else dim
     if dim is None:
+        x.spec.require_filled()
         group = x.spec.spatial.group([p.axis for p in x.spec.placements])
         return _Extreme.apply(local_of(x), torch.max if largest else torch.min, None, group)  # type: ignore[no-untyped-call]
     spec = x.spec

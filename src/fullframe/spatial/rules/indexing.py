@@ -9,6 +9,7 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice
 from fullframe.spatial.redistribute import refetched
+from fullframe.spatial.rules.masks import is_mask, masked, write
 from fullframe.spatial.rules.points import has_values, read_at
 from fullframe.spatial.rules.reduction import without
 from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
@@ -97,8 +98,11 @@ def select(func: Any, x: Tensor, dim: int, index: int) -> Tensor:
 
 @rule(Tensor.__getitem__)
 def _getitem(func: Any, x: Tensor, index: Any) -> Tensor:
-    """Slices, numbers, None, ... on any dim, then index tensors at once; refuses masks."""
-    result, points = basic(x, _spelled_out(x, index))
+    """Slices, numbers, None, ... and a mask on any dims, or index tensors at once; refuses a mask beside these."""
+    items = _spelled_out(x, index)
+    if any(map(is_mask, items)):
+        return masked(x, items)
+    result, points = basic(x, items)
     return read_at(result, points) if any(i is not None for i in points) else result
 
 
@@ -107,10 +111,8 @@ def basic(x: Tensor, items: Sequence[Any]) -> tuple[Tensor, list[Tensor | None]]
     points: list[Tensor | None] = []
     for item in items:
         dim, number = len(points), as_number(item)
-        if isinstance(item, bool):
+        if isinstance(item, bool) or (isinstance(item, Tensor) and item.dtype is torch.bool):
             raise Unsupported("indexing with a bool is not split")
-        if is_mask(item):
-            raise Unsupported("it selects by a mask, so the shape of its result depends on the values")
         if number is not None:
             x = torch.select(x, dim, number)
             continue
@@ -123,13 +125,6 @@ def basic(x: Tensor, items: Sequence[Any]) -> tuple[Tensor, list[Tensor | None]]
     return x, points + [None] * (x.dim() - len(points))
 
 
-def is_mask(item: Any) -> bool:
-    """Whether an item of an index selects by true and false."""
-    array = isinstance(item, list) or (hasattr(item, "__array__") and not isinstance(item, Tensor))
-    item = torch.as_tensor(item) if array else item
-    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
-
-
 def as_number(item: Any) -> int | None:
     """The integer of an index that is one: also a tensor of no dims, which torch takes for one."""
     if isinstance(item, Tensor):
@@ -140,11 +135,13 @@ def as_number(item: Any) -> int | None:
 
 @rule(Tensor.__setitem__)
 def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
-    """Write into slices; each rank writes the rows it owns."""
+    """Write into slices or at a mask; each rank writes the rows it owns."""
+    items = _spelled_out(x, index)
+    if any(map(is_mask, items)):
+        return write(x, items, value)
     if not isinstance(x, SpatialTensor):
         raise Unsupported("a split value is written into a whole tensor", "Use torch.where or torch.cat.")
-    items = _spelled_out(x, index)
-    if any(isinstance(i, (Tensor, list, bool)) or hasattr(i, "__array__") for i in items):
+    if any(isinstance(i, (Tensor, bool)) for i in items):
         raise Unsupported("it writes at index tensors", "Use torch.where.")
     strange = any(i is None or (isinstance(i, slice) and i.step not in (None, 1)) for i in items)
     if isinstance(value, SpatialTensor) or strange:
@@ -180,8 +177,8 @@ def _written(view: Tensor, value: Any) -> None:
 
 
 def _spelled_out(x: Tensor, index: Any) -> list[Any]:
-    """The items of an index, with an ellipsis written as the slices it stands for."""
-    items = list(index) if isinstance(index, tuple) else [index]
+    """The items of an index: lists and arrays as tensors, an ellipsis as the slices it stands for."""
+    items = [_as_tensor(i, x) for i in (index if isinstance(index, tuple) else (index,))]
     if any(i is Ellipsis for i in items):
         at = next(n for n, i in enumerate(items) if i is Ellipsis)
         used = sum(_dims_used(i) for i in items if i is not Ellipsis)
@@ -189,10 +186,16 @@ def _spelled_out(x: Tensor, index: Any) -> list[Any]:
     return items
 
 
+def _as_tensor(item: Any, x: Tensor) -> Any:
+    if isinstance(item, Tensor) or not (isinstance(item, list) or hasattr(item, "__array__")):
+        return item
+    return torch.as_tensor(item, device=x.device)
+
+
 def _dims_used(item: Any) -> int:
     if item is None:
         return 0
-    return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+    return item.dim() if is_mask(item) else 1
 
 
 @rule(torch.narrow, Tensor.narrow)

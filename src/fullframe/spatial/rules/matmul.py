@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fullframe.geometry.placement import Placement
 from fullframe.ranks.collectives import all_sum
+from fullframe.ranks.mesh import axes_in
 from fullframe.spatial.operands import aligned, alike
 from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.registry import Unsupported, rule
@@ -33,9 +34,11 @@ def contract(operands: list[Tensor], terms: list[str], result: str, call: Any) -
     ready: list[Tensor] = []
     for operand, term in zip(operands, terms, strict=True):
         taken = {letter for letter, _ in chosen.values()}  # two operands do not share out the factors of one dim
+        axes = {name for axis in chosen for name in axes_in(axis)}
         clashing = [
             p.axis for p in _placements(operand)
-            if (not _same(*chosen[p.axis], term[p.dim], p) if p.axis in chosen else term[p.dim] in taken)
+            if (not _same(*chosen[p.axis], term[p.dim], p) if p.axis in chosen
+                else term[p.dim] in taken or not axes.isdisjoint(axes_in(p.axis)))
         ]  # fmt: skip
         if clashing:
             assert isinstance(operand, SpatialTensor)

@@ -26,13 +26,18 @@ class _Variance(torch.autograd.Function):
     def forward(
         ctx: Any, local: Tensor, dims: Dim, elements: int, correction: float, root: bool, whole: bool, group: Any
     ) -> tuple[Tensor, Tensor]:
-        own_var, own_mean = torch.var_mean(local.to(wide(local.dtype)), dims, correction=0, keepdim=True)
-        own_count = torch.full_like(own_mean, count(local.shape, dims))
+        values, own = local.to(wide(local.dtype)), count(local.shape, dims)
+        if own:
+            own_var, own_mean = torch.var_mean(values, dims, correction=0, keepdim=True)
+        else:  # a mask has picked nothing here
+            own_var = own_mean = values.sum(dims, True)
+        own_count = torch.full_like(own_mean, own)
         everyone = all_gather_no_grad(
             joined([each[None] for each in (own_var.to(own_mean.dtype), own_mean, own_count)], 0), group
         )
         each_var, means, counts = everyone.unbind(1)  # (ranks, ...)
-        mean = means[0] + (counts * (means - means[0])).sum(0) / elements
+        one = means.gather(0, counts.real.argmax(0, True))  # of a rank that has elements
+        mean = one[0] + (counts * (means - one)).sum(0) / elements
         squares = (counts * (each_var + (means - mean).abs() ** 2)).sum(0).real
         var = squares / max(elements - correction, 0)
         found = (var.sqrt() if root else var).to(local.dtype.to_real())
@@ -127,6 +132,8 @@ def _vector_norm(
     axes, result = reduced_axes(spec, dims), without(spec, dims, keepdim)
     if not axes:
         return wrap(func(local_of(x), ord, dims, keepdim, dtype=dtype), result)
+    if not 0 <= ord < math.inf:
+        spec.require_filled()
     local = local_of(x) if dtype is None else local_of(x).to(dtype)
     found = _VectorNorm.apply(local, float(ord), dims, spec.spatial.group(axes))  # type: ignore[no-untyped-call]
     return wrap(found if keepdim else found.squeeze(dims), result)
@@ -177,6 +184,7 @@ def _logsumexp(func: Any, x: SpatialTensor, dim: Dims, keepdim: bool = False) ->
         return wrap(func(local_of(x), dims, keepdim), result)
     if x.is_complex():
         raise Unsupported("complex numbers have no largest one to scale by")
+    spec.require_filled()
     local = local_of(x) if x.is_floating_point() else local_of(x).to(torch.get_default_dtype())
     found = _LogSumExp.apply(local, dims, spec.spatial.group(axes))  # type: ignore[no-untyped-call]
     return wrap(found if keepdim else found.squeeze(dims), result)

@@ -36,9 +36,9 @@ def _statistics(x: Tensor, m: int, group: dist.ProcessGroup) -> _Statistics:
     """Statistics of x (N, channels, ...) over all dims but 1, over the ranks of `group`, pooled over `m` channels."""
     dims = [d for d in range(x.dim()) if d != 1]
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    mean = wide.mean(dims)
+    mean = wide.mean(dims) if x.numel() else wide.sum(dims)  # a mask has picked nothing here
     distance = wide - mean.view(-1, *(1,) * (x.dim() - 2))  # a third of torch.var_mean's time, freed before the result
-    var = distance.square_().mean(dims)
+    var = distance.square_().mean(dims) if x.numel() else mean
     del distance
     elements = mean.new_full((1,), x.numel() / x.shape[1])
     everyone = all_gather_no_grad(joined([mean, var, elements], 0), group)  # (ranks, 2 * channels + 1)
@@ -61,6 +61,8 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(x, weight, found.mean, found.var, found.elements)
         ctx.apart, ctx.m, ctx.eps, ctx.group = apart, m, eps, group
         flat = _flat(x) if apart else x
+        if not x.numel():  # a mask has picked nothing here; the kernel would end the process
+            return torch.empty_like(x)
         out = torch.ops.aten.native_batch_norm(flat, weight, bias, found.mean, found.var, False, 0.0, eps)[0]
         if apart:
             out = torch.ops.aten._unsafe_view(out, x.shape)  # no view to autograd, which could not be written to
@@ -73,9 +75,11 @@ class _Normalize(torch.autograd.Function):
         shape = x.shape
         if ctx.apart:
             x, grad = _flat(x), _flat(grad)
-        _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-            grad, x, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
-        )
+        of_weight, of_bias = torch.zeros_like(weight), torch.zeros_like(weight)
+        if x.numel():
+            _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+                grad, x, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
+            )
         shares = torch.stack([weight * of_bias, weight * of_weight]).view(2, -1, ctx.m).sum(2)
         shares = all_sum_no_grad(shares, ctx.group) if dist.get_world_size(ctx.group) > 1 else shares
         by_mean, by_var = shares.repeat_interleave(ctx.m, 1) / -elements

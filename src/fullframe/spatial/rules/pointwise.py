@@ -31,7 +31,7 @@ _BINARY = """
     maximum minimum fmax fmin hypot logaddexp logaddexp2 copysign nextafter ldexp xlogy heaviside
     eq ne lt le gt ge greater greater_equal less less_equal not_equal isclose
     logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
-    complex polar where lerp addcmul addcdiv clamp clip clamp_min clamp_max masked_fill rsub
+    complex polar lerp addcmul addcdiv clamp clip clamp_min clamp_max masked_fill rsub
 """
 _SPECIAL = """
     airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v

@@ -121,6 +121,7 @@ def _prod(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = F
     if differentiable:
         local, spec = gather_axes(local, spec, axes)
     if differentiable and spec.placements:
+        spec.require_filled()
         return wrap(_prod_beside_zeros(func, local, spec, over, dtype), result)
     if differentiable or not axes:
         return wrap(func(local, *over, dtype=dtype), result)

@@ -13,7 +13,7 @@ from fullframe.geometry.placement import coarsened, grain, local_shape, permuted
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.redistribute import gather_axes, resplit
-from fullframe.spatial.rules.registry import Unsupported, getter, rule
+from fullframe.spatial.rules.registry import Merged, Unsupported, getter, rule
 from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, viewed, wrap
@@ -23,6 +23,8 @@ def _at_multiples(local: Tensor, spec: Spec, shape: Sequence[int]) -> tuple[Tens
     """The tensor with boundaries moved to where `shape` cuts a split dim (into windows, say), by one fetch."""
     for p in spec.placements:
         rows = grain(p, spec.shape, shape)
+        if rows != 1 and p.order is not None:
+            raise Merged(spec, p.dim)
         if rows == 0:
             raise Unsupported(f"the shape {tuple(shape)} would cut a split dim in pieces")
         if rows > 1:

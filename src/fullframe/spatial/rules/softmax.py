@@ -50,6 +50,7 @@ def _softmax(func: Any, x: SpatialTensor, dim: int | None = None, _stacklevel: i
     spec, local = x.spec, local_of(x)
     if not spec.is_split(dim):
         return wrap(func(local, dim, dtype=dtype), spec)
+    spec.require_filled()
     axes = [p.axis for p in spec.placements if p.dim == dim % len(spec.shape)]
     local = local if dtype is None else local.to(dtype)
     return wrap(_Softmax.apply(local, dim, spec.spatial.group(axes), func in _LOG_SOFTMAX), spec)  # type: ignore[no-untyped-call]

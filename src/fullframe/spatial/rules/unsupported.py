@@ -21,7 +21,7 @@ _REFUSED: dict[str, str] = {
         histogramdd combinations
         cartesian_prod meshgrid cdist pdist as_strided as_strided_ as_strided_copy as_strided_scatter select_scatter
         slice_scatter slice_inverse gradient unravel_index
-        masked_scatter masked_scatter_ affine_grid affine_grid_generator grid_sampler grid_sampler_2d
+        affine_grid affine_grid_generator grid_sampler grid_sampler_2d
         grid_sampler_3d fractional_max_pool2d fractional_max_pool3d
         fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
         __reversed__ map_ map2_ apply_
@@ -30,7 +30,7 @@ _REFUSED: dict[str, str] = {
         index_put index_put_ index embedding embedding_bag
     """,
     "the shape of its result depends on the values": """
-        nonzero nonzero_static argwhere masked_select
+        nonzero_static
     """,
     "it makes a Python value of the tensor": """
         item tolist numpy is_nonzero __bool__ __nonzero__ __int__ __long__ __float__ __complex__ __index__

@@ -1,0 +1,218 @@
+"""Boolean masks: each rank picks, or writes, its own true elements; one small message tells all how many each has.
+
+What is picked stays where it is, so elements of one mask meet without a message; `spatial/selection.py` knows their
+order. Their number depends on values: a simulation, which has none, refuses them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fullframe.geometry.placement import Placement
+from fullframe.ranks.mesh import AXES, axes_in
+from fullframe.spatial.operands import aligned, merged, united
+from fullframe.spatial.redistribute import gather_axes
+from fullframe.spatial.rules.pointwise import pointwise
+from fullframe.spatial.rules.registry import Merged, Unsupported, rule
+from fullframe.spatial.selection import Selection, numbers_held, picked, selected
+from fullframe.spatial.spec import Spec
+from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+
+_EVERYTHING = slice(None)
+
+
+class _Place(NamedTuple):
+    """A mask over dims `dim` to `dim + mask.dim()` of a tensor."""
+
+    mask: Tensor
+    dim: int
+
+    @property
+    def dims(self) -> range:
+        return range(self.dim, self.dim + self.mask.dim())
+
+
+def is_mask(item: Any) -> bool:
+    """Whether an item of an index is a mask of at least one dim."""
+    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.dim() > 0
+
+
+def masked(x: Tensor, items: Sequence[Any]) -> Tensor:
+    """`x[items]` with one mask among slices, numbers and None: (..., true elements, ...), split as the mask lies.
+
+    Refuses other index tensors beside it. Either of tensor and mask may be whole; what is too little to be split is.
+    """
+    x, place = _placed(x, items)
+    spec = (x if isinstance(x, SpatialTensor) else _shell(place.mask)).spec
+    cuts = [t.spec.placements for t in (x,) if isinstance(t, SpatialTensor)]
+    if isinstance(place.mask, SpatialTensor):
+        cuts.append(tuple(p.at(p.dim + place.dim) for p in place.mask.spec.placements))
+    spec = spec.with_(tuple(x.shape), united(cuts))
+    return _picked_from(aligned(x, spec), spec, place)
+
+
+def write(x: Tensor, items: Sequence[Any], value: Any) -> None:
+    """`x[items] = value` with one mask among slices, numbers and None; each rank writes its own true elements.
+
+    Refuses a whole `x`, and other index tensors beside the mask.
+    """
+    if not isinstance(x, SpatialTensor):
+        raise Unsupported("a split value is written into a whole tensor", "Use torch.where or torch.cat.")
+    part, place = _placed(x, items)
+    if part is not x:  # a view, whose own write reaches `x`
+        part[(_EVERYTHING,) * place.dim + (place.mask,)] = value
+        return
+    spec, local = x.spec, local_of(x)
+    mask = _local_mask(spec, place)
+    if isinstance(value, Tensor) and value.dim():
+        value = _value_for(value, spec, place, mask)
+    local[(_EVERYTHING,) * place.dim + (mask,)] = value
+
+
+def _placed(x: Tensor, items: Sequence[Any]) -> tuple[Tensor, _Place]:
+    """`x` indexed by all but the mask, and the mask with the dim of that where it begins."""
+    at = next(n for n, item in enumerate(items) if is_mask(item))
+    before, mask, behind = list(items[:at]), items[at], list(items[at + 1 :])
+    if any(isinstance(item, (Tensor, bool)) for item in (*before, *behind)):
+        raise Unsupported("it indexes by a mask beside other index tensors", "Index by one after the other.")
+    place = _Place(mask if mask.dtype == torch.bool else mask.bool(), sum(not _is_number(item) for item in before))
+    basic = (*before, *(_EVERYTHING,) * mask.dim(), *behind)
+    if sum(item is not None for item in basic) > x.dim():
+        raise IndexError(f"too many indices for tensor of dimension {x.dim()}")
+    if any(item is None or _is_number(item) or item != _EVERYTHING for item in basic):
+        x = x[basic]
+    for number, dim in enumerate(place.dims):
+        if mask.shape[number] != x.shape[dim]:
+            raise IndexError(
+                f"The shape of the mask {list(mask.shape)} at index {number} does not match the shape of the indexed "
+                f"tensor {list(x.shape)} at index {dim}"
+            )
+    return x, place
+
+
+def _is_number(item: Any) -> bool:
+    return item is not None and not isinstance(item, slice)
+
+
+def _shell(t: Tensor) -> SpatialTensor:
+    assert isinstance(t, SpatialTensor)
+    return t
+
+
+def _local_mask(spec: Spec, place: _Place) -> Tensor:
+    """The mask's local part, cut as the tensor with `spec` is."""
+    return aligned(place.mask, _mask_spec(spec, place))
+
+
+def _mask_spec(spec: Spec, place: _Place) -> Spec:
+    own = [p for p in spec.placements if p.dim in place.dims]
+    for p in own:
+        if p.order is not None:  # a mask over what a mask has picked
+            raise Merged(spec, p.dim)
+    return spec.with_([spec.shape[dim] for dim in place.dims], tuple(p.at(p.dim - place.dim) for p in own))
+
+
+def _spec_of_rows(spec: Spec, place: _Place, rows: int, *own: Placement) -> Spec:
+    """That of a tensor with `rows` rows, placed by `own`, where one with `spec` has the dims of the mask."""
+    fewer = place.mask.dim() - 1
+    others = [p if p.dim < place.dim else p.at(p.dim - fewer) for p in spec.placements if p.dim not in place.dims]
+    placements = sorted([*others, *own], key=lambda p: AXES.index(axes_in(p.axis)[0]))
+    return spec.with_((*spec.shape[: place.dim], rows, *spec.shape[place.dims.stop :]), tuple(placements))
+
+
+def _spec_of(spec: Spec, place: _Place, picks: Selection) -> Spec:
+    """That of the elements that are picked from a tensor with `spec`, as dim `place.dim`."""
+    return _spec_of_rows(spec, place, picks.extents.size, picks.placement(place.dim))
+
+
+def _picked_from(local: Tensor, spec: Spec, place: _Place) -> Tensor:
+    mask, of_mask = _local_mask(spec, place), _mask_spec(spec, place)
+    if not of_mask.placements:
+        found = local[(_EVERYTHING,) * place.dim + (mask,)]
+        return wrap(found, _spec_of_rows(spec, place, found.shape[place.dim]))
+    picks = selected(mask, of_mask)
+    return _in_parts(picked(local, place.dim, mask.dim(), picks.cells), _spec_of(spec, place, picks), picks)
+
+
+def _in_parts(local: Tensor, spec: Spec, picks: Selection) -> Tensor:
+    """The shell around what each rank has picked; whole, in order, where there is too little of it to be split."""
+    if picks.extents.size < max(2, picks.axis.size):
+        return wrap(*gather_axes(local, spec, [picks.axis.name]))
+    return wrap(local, spec)
+
+
+def _value_for(value: Tensor, spec: Spec, place: _Place, mask: Tensor) -> Tensor:
+    """The local part of a value that is written at a mask: one for all elements, or one each, in torch's order."""
+    rows, of_mask = value.dim() - 1 - (len(spec.shape) - place.dims.stop), _mask_spec(spec, place)
+    if rows < 0 or value.shape[rows] == 1:
+        goal = _spec_of_rows(spec, place, 1)
+    elif of_mask.placements:
+        goal = _spec_of(spec, place, selected(mask, of_mask))
+    else:
+        goal = _spec_of_rows(spec, place, int(mask.sum()))
+    extra = max(value.dim() - len(goal.shape), 0)
+    fits = zip(reversed(value.shape), (*reversed(goal.shape), *(1,) * extra), strict=False)
+    if any(size not in (1, wanted) for size, wanted in fits):
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(value.shape)} cannot be broadcast to indexing result of "
+            f"shape {list(goal.shape)}"
+        )
+    return aligned(value.flatten(0, extra) if extra else value, goal)
+
+
+@rule(torch.masked_select, Tensor.masked_select)
+def _masked_select(func: Any, x: Tensor, mask: Tensor) -> Tensor:
+    """(true elements,) of a tensor and a mask that broadcast."""
+    if mask.dtype != torch.bool:
+        raise RuntimeError("masked_select: expected BoolTensor for mask")
+    spec = merged([x, mask])
+    spec = spec.with_(spec.shape, spec.placements)
+    local, mask_ = torch.broadcast_tensors(aligned(x, spec), aligned(mask, spec))
+    return _picked_from(local, spec, _Place(wrap(mask_, spec), 0))
+
+
+@rule(torch.masked_scatter, Tensor.masked_scatter, Tensor.masked_scatter_)
+def _masked_scatter(func: Any, x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """The first elements of `source`, in order, at the true places of a mask that broadcasts.
+
+    Refuses a whole `x` where it is written in place, and a split `source` beside a whole `x` and mask.
+    """
+    in_place = func is Tensor.masked_scatter_
+    if not isinstance(x, SpatialTensor) and (in_place or not isinstance(mask, SpatialTensor)):
+        raise Unsupported("split values are written into a whole tensor", "Give the source as source.full().")
+    spec = x.spec if in_place else merged([x, mask])  # type: ignore[attr-defined]
+    spec = spec.with_(spec.shape, spec.placements)
+    local, mask_ = aligned(x, spec), aligned(mask, spec)
+    mask_ = mask_.expand(local.shape) if in_place else torch.broadcast_tensors(mask_, local)[0]
+    place = _Place(wrap(mask_, spec), 0)
+    picks = selected(mask_, _mask_spec(spec, place))
+    if source.numel() < picks.extents.size:
+        raise RuntimeError("Number of elements of source < number of ones in mask")
+    values = aligned(source.flatten()[: picks.extents.size], _spec_of(spec, place, picks))
+    result = func(local, mask_, values)
+    return x if result is local else wrap(result, spec)
+
+
+@rule(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+def _nonzero(func: Any, x: SpatialTensor, *, as_tuple: bool = False) -> Any:
+    """(true elements, dims) where the elements that are not zero stand in the whole tensor."""
+    spec = x.spec.with_(x.spec.shape, x.spec.placements)
+    place = _Place(x != 0, 0)
+    picks = selected(local_of(_shell(place.mask)), _mask_spec(spec, place))
+    local = local_of(x)
+    places = torch.unravel_index(picks.cells, local.shape)
+    held = [numbers_held(spec, dim, spec.coordinates).to(local.device) for dim in range(local.dim())]
+    found = [numbers[at] for numbers, at in zip(held, places, strict=True)]
+    flat = _spec_of(spec, place, picks)
+    result = _in_parts(torch.stack(found, 1), flat.with_((*flat.shape, len(found)), flat.placements), picks)
+    return torch.unbind(result, 1) if as_tuple else result
+
+
+@rule(torch.where, Tensor.where)
+def _where(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Element by element of two tensors; of a condition alone, where it is true."""
+    if len(args) == 1 and not kwargs:
+        return _nonzero(torch.nonzero, args[0], as_tuple=True)
+    return pointwise(func, *args, **kwargs)

@@ -1,0 +1,290 @@
+"""Boolean masks: picked elements, what follows with them, and writes; equal to one process, with tiny messages."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fullframe as ff
+from benchmarks.communication.traffic import counted
+from fullframe.ranks import collectives
+from fullframe.spatial.selection import Selection
+from tests.exactness import mesh
+from tests.rank_group import rank_group
+from tests.spatial.cases import MESHES, WORLDS, Case, Op, one, require_the_numbers_of_one_process
+from tests.spatial.corners import Corners, noise, require_no_faults
+
+
+def above(x: Tensor, low: float = 0.3) -> Tensor:
+    return x.detach() > low
+
+
+def corner(x: Tensor) -> Tensor:
+    """True in the upper left alone, so that other ranks have nothing."""
+    high, wide = x.shape[-2:]
+    rows, columns = torch.arange(high)[:, None], torch.arange(wide)
+    return above(x, -1) & ((rows < high // 4) & (columns < wide // 4))
+
+
+def scale_invariant(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    """The loss of Eigen et al. 2014."""
+    d = (x.abs().add(0.1).log() - y.abs().add(0.1).log())[mask]
+    return (d**2).mean() - 0.5 * d.mean() ** 2
+
+
+def losses(x: Tensor, y: Tensor, mask: Tensor) -> list[Tensor]:
+    pred, target = x[mask], y[mask]
+    return [
+        F.l1_loss(pred, target), F.mse_loss(pred, target, reduction="sum"), F.smooth_l1_loss(pred, target, beta=0.2),
+        F.huber_loss(pred, target), F.binary_cross_entropy_with_logits(pred, target.sigmoid()),
+        F.gaussian_nll_loss(pred, target, target.detach().abs() + 0.1), (pred - target).abs().mean(), pred.var(),
+        ((pred - 2 * target) / (1 + target.abs())).norm(), torch.stack([pred, target]).sum(1), pred.sum() / mask.sum(),
+        pred.new_tensor([len(pred), pred.numel(), pred.shape[0]]), scale_invariant(x, y, mask),
+    ]  # fmt: skip
+
+
+def of_channels(x: Tensor, weight: Tensor, mask: Tensor) -> list[Tensor]:
+    """(N, C, H, W) and (C,) by a mask (N, H, W): vectors (elements, C)."""
+    rows = x.permute(0, 2, 3, 1)[mask]
+    labels = rows.detach().argmax(1)
+    return [
+        rows, rows * weight, F.cross_entropy(rows, labels), F.linear(rows, torch.outer(weight, weight)),
+        rows.t() @ rows, rows.softmax(1).sum(0), rows.logsumexp(0), rows.amax(0), rows.std(0), rows[:, 1],
+        F.cross_entropy(rows, labels, weight.detach().abs(), ignore_index=1), F.layer_norm(rows, (4,), weight),
+        F.batch_norm(rows, None, None, weight, training=True), F.normalize(rows), rows.reshape(-1), rows[:, None],
+    ]  # fmt: skip
+
+
+def in_order(x: Tensor, mask: Tensor) -> list[Tensor]:
+    """What asks for torch's order."""
+    picked = x[mask]
+    count = torch.arange(len(picked), dtype=x.dtype)
+    return [
+        picked, picked[2], picked[1:7:2], picked.flip(0), picked.cumsum(0), picked * count, picked.chunk(3)[1],
+        picked.argmax()[None], picked.diff(), picked[picked > picked.mean()], picked.view(1, -1),
+        torch.cat([picked, -picked]),
+    ]  # fmt: skip
+
+
+def two_masks(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Masks of one count that pick other elements, which torch pairs in its order."""
+    mask = above(x)
+    other = mask.flip(-1, -2)
+    return [x[mask] * y[other], F.l1_loss(x[mask], x[other]), x[mask] - y[above(x)], torch.cat([x[mask], y[other]])]
+
+
+def written(x: Tensor, y: Tensor, row: Tensor, mask: Tensor) -> list[Tensor]:
+    a, b, c, d = (x * n for n in (1, 2, 3, 4))
+    a[mask] = 2.5
+    b[mask] = y[mask] * 2
+    c[mask] = torch.arange(int(mask.sum()), dtype=x.dtype)
+    d[:, 1:3, 2:][mask[:, 1:3, 2:]] = row.sum()
+    vectors = (x * 5).permute(0, 2, 3, 1)
+    vectors[mask[:, 0]] = row
+    few = x * 6
+    few[1, :, mask[0, 0]] = y[0, :, mask[0, 0]]
+    return [a, b, c, d, vectors, few]
+
+
+def elsewhere(x: Tensor, whole: Tensor) -> list[Tensor]:
+    """Masks in other places, whole masks, masks of whole tensors, and one that broadcasts."""
+    plane = above(x)[1, 2]
+    samples = torch.tensor([True, False])
+    return [
+        x[:, :, plane], x[0, 1:, plane], x[:, 0, ..., :][above(x)[:, 0], None], x[samples],
+        x[..., torch.arange(x.shape[-1]) % 3 == 0], whole.expand(*plane.shape, 3)[plane], torch.masked_select(x, plane),
+        x.masked_select(above(x)[:, :1]), x.mT[above(x).mT], x.flatten(2)[above(x).flatten(2)], x[above(x), None],
+        x[:, [True, False, True, True]],
+    ]  # fmt: skip
+
+
+def places(x: Tensor) -> list[Tensor]:
+    mask = above(x)
+    found: list[Tensor] = [
+        mask.nonzero(),
+        torch.argwhere(mask).sum(0),
+        *torch.where(mask),
+        *x.detach().nonzero(as_tuple=True),
+    ]
+    return found
+
+
+CASES: dict[str, Case] = {
+    **{
+        f"{name}, {where}": Case(lambda *t, op=op, mask=mask: op(*t, mask(t[0])), split, whole)
+        for where, mask in {"anywhere": above, "on one rank": corner, "everywhere": lambda x: above(x, -9)}.items()
+        for name, op, split, whole in (
+            ("losses", losses, ((2, 4), (2, 4)), ()),
+            ("of channels", lambda x, w, mask: of_channels(x, w, mask[:, 0]), ((2, 4),), ((4,),)),
+            ("in order", in_order, ((2, 4),), ()),
+            ("written", written, ((2, 4), (2, 4)), ((4,),)),
+        )
+    },
+    "two masks": Case(two_masks, ((2, 4), (2, 4))),
+    "elsewhere": Case(elsewhere, whole=((3,),)),
+    "places": one(places),
+    "masked_scatter": Case(
+        lambda x, y: [x.masked_scatter(above(x), y), x.masked_scatter(above(x)[0, 0], y[above(y, -9)]),
+                      (x * 1).masked_scatter_(above(x), y.flip(2))], ((2, 4), (2, 4))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_one_process(name: str) -> None:
+    require_the_numbers_of_one_process(__name__, name)
+
+
+def some(x: Tensor, count: int) -> Tensor:
+    """A mask of so many elements, at the end of the tensor."""
+    return (torch.arange(x.numel()) >= x.numel() - count).view(x.shape) & above(x, -9)
+
+
+def spread(x: Tensor, count: int) -> list[Tensor]:
+    mask = some(x, count)
+    return [(x[mask] - 1).abs().sum(), x[mask].mean(), x[mask], torch.masked_select(x, mask), mask.nonzero(),
+            x.masked_fill(mask, 0), torch.stack([mask.any(), mask.all()])]  # fmt: skip
+
+
+X = noise(1, 2, 13, 11)
+CORNERS = Corners()
+for number in (0, 1, 2, 3, 4, 5):
+    CORNERS.add(f"{number} elements", lambda x, number=number: spread(x, number), [X])
+SPOILED = X.clone()
+SPOILED[0, 0, 3, 3:6] = torch.tensor([math.nan, math.inf, -math.inf])
+CORNERS.add("NaN and infinities are left out", lambda x: F.mse_loss(x[x.isfinite()], x[x.isfinite()] * 2), [SPOILED])
+CORNERS.add("NaN and infinities are picked", lambda x: [x[~x.isfinite()], x[x != 0].max(), x[x != 0].mean()], [SPOILED])
+CORNERS.add("ties", lambda x: [x[above(x, -1)].max(), x[above(x, -1)].amin()], [X.round()])
+CORNERS.add(
+    "integers", lambda x: [x[x > 99], x[x > 99].sum(), x[x > 99].float().mean()], [(X * 60 + 128).to(torch.uint8)]
+)
+CORNERS.add("half", lambda x: [x[above(x)].sum(), x[above(x)].mean()], [X.to(torch.bfloat16)])
+CORNERS.add("channels last", lambda x: x[above(x)] * 2, [X.contiguous(memory_format=torch.channels_last)])
+CORNERS.add("write numbers", lambda x: [_put(x, x > 0, 2), _put(x, above(x, 9), 7), _put(x, x > 0, -1.0)], [X])
+
+
+def _put(x: Tensor, mask: Tensor, value: Any) -> Tensor:
+    x = x.clone()
+    x[mask] = value
+    return x
+
+
+@pytest.mark.parametrize(("height", "width"), MESHES)
+def test_corners(height: int, width: int) -> None:
+    require_no_faults(__name__, height, width)
+
+
+REFUSED_BY_TORCH: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mask of another size": lambda x, mask: x[mask[:, :1]],
+    "mask of too many dims": lambda x, mask: x[mask[None]],
+    "too few values": lambda x, mask: _put(x, mask, torch.ones(3)),
+    "vectors of another length": lambda x, mask: _put(x.permute(0, 2, 3, 1), mask[:, 0], torch.ones(5)),
+    "too few elements to scatter": lambda x, mask: x.masked_scatter(mask, torch.ones(3, dtype=x.dtype)),
+    "numbers as a mask": lambda x, mask: torch.masked_select(x, mask.int()),
+    "another dtype": lambda x, mask: _put(x, mask, x[mask].float()),
+    "a leaf": lambda x, mask: x.requires_grad_().__setitem__(mask, 1.0),
+}
+
+
+def _raised(op: Callable[..., Any], *tensors: Tensor) -> str:
+    try:
+        op(*tensors)
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def _errors(height: int, width: int) -> list[tuple[str, str, str]]:
+    on = mesh(height, width)
+    mask = torch.zeros(X.shape, dtype=torch.bool)
+    mask[..., 0, :4] = True
+    return [
+        (name, _raised(op, X.clone(), mask), _raised(op, ff.shard(X, on), ff.shard(mask, on)))
+        for name, op in REFUSED_BY_TORCH.items()
+    ]
+
+
+@pytest.mark.parametrize(("height", "width"), MESHES)
+def test_what_torch_refuses_is_refused_on_all_ranks(height: int, width: int) -> None:
+    for answers in rank_group(height * width).run(_errors, height, width):
+        assert [a for a in answers if a[1] != a[2]] == []
+
+
+def _refusals() -> list[str]:
+    on = mesh(1, 2)
+    x, mask = ff.shard(X, on), ff.shard(X > 0, on)
+    index = torch.tensor([0])
+    calls: dict[str, Op] = {
+        "beside": lambda: x[mask[:, 0], index], "whole": lambda: X.clone().__setitem__(mask, 1.0),
+        "places as an index": lambda: x[torch.where(mask)], "sort": lambda: x[mask].sort(),
+    }  # fmt: skip
+    return [_raised(call) for call in calls.values()]
+
+
+def test_what_is_not_exact_is_refused_on_all_ranks() -> None:
+    assert rank_group(2).run(_refusals) == [["UnsupportedOp"] * 4] * 2
+
+
+def _traffic(height: int, width: int) -> tuple[int, int]:
+    on = mesh(height, width)
+    generator = torch.Generator().manual_seed(2)
+    x, y = (ff.shard(torch.rand(1, 1, 256, 512, generator=generator), on) for _ in range(2))
+    x = x.detach().requires_grad_()
+    with mock.patch.object(collectives, "fits", lambda tensor: False):
+        one = counted(lambda: F.smooth_l1_loss(x[y > 0.5], y[y > 0.5]).backward())
+        other = counted(lambda: scale_invariant(x, y, y > 0.5).backward())
+        gathered = counted(lambda: x[y > 0.5].full())
+    return one.total() + other.total(), gathered.total()
+
+
+@pytest.mark.parametrize(("height", "width"), MESHES)
+def test_a_loss_sends_next_to_nothing(height: int, width: int) -> None:
+    """The map has 512 KiB; a rank tells each other how many elements it has, and its sums."""
+    for loss, gathered in rank_group(height * width).run(_traffic, height, width):
+        assert loss < 1500 * (height * width - 1)
+        assert gathered > 20000
+
+
+def _shared(height: int, width: int) -> list[bool]:
+    on = mesh(height, width)
+    x, y = ff.shard(X, on), ff.shard(X * 2, on)
+
+    def selection(t: Any) -> Selection:
+        found: Selection = t.placements[0].order
+        return found
+
+    a, b, c = x[y > 0], y[y > 0], x[y > 0.5]
+    again = x[y > 0.5]
+    mask = y > 0
+    d = x[mask]
+    mask.logical_not_()
+    e = x[mask]
+    kept = selection(a) is selection(b) is selection(d), selection(c) is selection(again)
+    return [*kept, selection(c) is selection(a), selection(d) is selection(e), torch.equal(e.full(), X[~(X > 0)])]
+
+
+@pytest.mark.parametrize(("height", "width"), MESHES)
+def test_equal_masks_are_one_selection(height: int, width: int) -> None:
+    for answers in rank_group(height * width).run(_shared, height, width):
+        assert answers == [True, True, False, False, True]
+
+
+def _of_another_world(world: int) -> list[str]:
+    """In a batch after batch the masks change, and nothing of them is kept."""
+    on = mesh(1, world)
+    kept = []
+    for number in range(20):
+        x = ff.shard(noise(1, 1, 9, 30) * (number + 1), on)
+        kept.append(x[x > 0.7].placements[0].order.specs)  # type: ignore[attr-defined]
+    return [str(len(specs)) for specs in kept]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_mask_is_forgotten_with_what_it_picked(world: int) -> None:
+    for answers in rank_group(world).run(_of_another_world, world):
+        assert set(answers) == {"0"}
