@@ -244,13 +244,15 @@ def _still_there(group: "ref[dist.ProcessGroup]") -> dist.ProcessGroup:
 def kept_with_mesh(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """`functools.lru_cache` whose memory is the mesh's: the first argument is a `Spatial` or has one as `.spatial`.
 
-    What is remembered ends with the mesh.
+    What is remembered ends with the mesh. Of what says that it is `fleeting` nothing is remembered.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def remembered(*args: P.args, **kwargs: P.kwargs) -> R:
             first: Any = args[0]
+            if getattr(first, "fleeting", False):
+                return function(*args, **kwargs)
             caches = (first if type(first) is Spatial else first.spatial).caches
             cache: Any = caches.get(function)
             if cache is None:

@@ -94,6 +94,11 @@ class Spec:
         return spec_of(self.spatial, self.shape, self.placements, self.gather, strides)
 
     @cached_property
+    def fleeting(self) -> bool:
+        """Whether it is of one batch alone, as a mask has picked some of its rows: nothing is kept about it."""
+        return any(p.order is not None for p in self.placements)
+
+    @cached_property
     def facts(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """What torch would know of the whole tensor beside its dtype."""
         return self.shape, self.strides
@@ -130,7 +135,7 @@ def spec_of(
             key = spatial, shape, placements, gather, strides
             found: Spec | None = p.order.specs.get(key)
             if found is None:
-                found = p.order.specs[key] = Spec(*key)
+                p.order.specs[key] = found = Spec(*key)
             return found
     return _kept(spatial, shape, placements, gather, strides)
 
