@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import fullframe as ff
 from benchmarks.communication.traffic import counted
+from fullframe.errors import RecipeError
 from fullframe.ranks import collectives
 from fullframe.spatial.selection import Selection
 from tests.exactness import mesh
@@ -291,3 +293,59 @@ def _of_another_world(world: int) -> list[str]:
 def test_a_mask_is_forgotten_with_what_it_picked(world: int) -> None:
     for answers in rank_group(world).run(_of_another_world, world):
         assert set(answers) == {"0"}
+
+
+RECIPE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+import fullframe as ff
+
+class Picked(nn.Module):
+    def forward(self, x, mask):
+        return x.permute(0, 2, 3, 1)[mask]
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.picked, self.norm = nn.Conv2d(3, 8, 3, padding=1), Picked(), nn.BatchNorm1d(8)
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x, mask):
+        return self.head(self.norm(self.picked(self.stem(x).relu(), mask)))
+
+def loss(model, batch):
+    mask = batch["depth"] > 0.2
+    return F.l1_loss(model(batch["image"], mask)[:, 0], batch["depth"][mask])
+
+def samples():
+    generator = torch.Generator().manual_seed(0)
+    return [{"image": torch.randn(3, 20, 26, generator=generator), "depth": torch.rand(20, 26, generator=generator)}
+            for _ in range(4)]
+
+def recipe():
+    return ff.Recipe(model=Model, loss=loss, optimizer=lambda p: torch.optim.SGD(p, 0.1), data=samples, batch_size=2)
+"""
+
+
+def _verdict(path: str, height: int, width: int) -> tuple[bool, str]:
+    from fullframe.strategy import Strategy
+    from fullframe.verification.verify import verify
+
+    verdict = verify(Path(path), Strategy(height=height, width=width))
+    return verdict.exact, verdict.to_json()
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 2), (2, 2)])
+def test_verify_looks_into_modules_that_work_on_what_a_mask_picked(tmp_path: Path, height: int, width: int) -> None:
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE)
+    for exact, verdict in rank_group(height * width).run(_verdict, str(path), height, width):
+        assert exact, verdict
+
+
+def test_a_simulation_has_no_numbers_and_says_so(tmp_path: Path) -> None:
+    namespace: dict[str, Any] = {}
+    exec(RECIPE, namespace)
+    with pytest.raises(RecipeError, match="depends on the numbers in its tensors"):
+        ff.simulate(namespace["recipe"](), ff.Strategy(width=2), device="A100-80GB")
