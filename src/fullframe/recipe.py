@@ -34,7 +34,7 @@ class Recipe:
     sample:          () -> one sample as `data` gives it, of which only shapes and dtypes are used: for `simulate` and
                      `plan` where the data is not at hand
     unsupported:     "error" or "gather": what `parallelize` does with an op that has no exact rule
-    find_unused_parameters: whether some parameters get no gradient in a step (DDP's option)
+    find_unused_parameters: that some parameters get no gradient in a step is meant, so nothing is said of it
     seed:            initial values, order of the samples, augmentation, dropout
     steps:           optimizer steps of a whole run
     schedule:        (step) -> what the optimizer's learning rates are multiplied by at this step, counted from 1

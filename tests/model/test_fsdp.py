@@ -334,14 +334,10 @@ def _unused(find: bool, users: tuple[int, ...]) -> float:
 
 
 def test_parameters_without_a_gradient() -> None:
-    """On no rank: none, as with DDP. On some: those count as zeros. Not asked for: named before the update."""
+    """On no rank: none, as with DDP. On some: those count as zeros."""
     for users in [(), (1,), (0, 1)]:
         assert max(rank_group(2).run(_unused, True, users)) < 1e-9
-    for users in [(), (1,)]:
-        with pytest.raises(RankFailure) as caught:
-            rank_group(2).run(_unused, False, users)
-        assert {name for _, name, _, _ in caught.value.errors} == {"GradientError"}
-        assert "4 parameters got no gradient (extra.weight, extra.bias, never.weight, ...)" in str(caught.value)
+        assert max(rank_group(2).run(_unused, False, users)) < 1e-9
 
 
 def _buffers() -> list[Tensor]:

@@ -6,15 +6,17 @@ same forward pass, a part of the model called on its own, `autograd.grad` and th
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fullframe.errors import GradientError
+from fullframe.model.unused import Unused, give_zeros, has_hooks
+from fullframe.ranks.agreement import on_any_rank_each
 from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.gradients import Hook, is_accumulated, manage, mean_over_ranks, reaches_any
 
@@ -39,9 +41,12 @@ class Averaging:
         self._make_ddp = data_parallel
         self._door, self._model, self._spatial = door, model, spatial
         self._find_unused = find_unused_parameters
+        self._unused = Unused(model, varies=find_unused_parameters)
+        self._several = dist.get_world_size() > spatial.size and spatial.channel.tagged  # replicas, which may differ
         self._parameters: dict[nn.Parameter, None] = {}  # those that are trained
         self._ddp: Any = None
-        self._for: tuple[nn.Parameter, ...] = ()  # those that `_ddp` averages
+        self._for: dict[nn.Parameter, None] = {}  # those that `_ddp` averages
+        self._alone: set[nn.Parameter] = set()  # those whose gradients of no_sync() are not averaged yet
         self._buckets = Buckets()
         self._expects = False  # DDP: a backward pass to average in
         self._pass: Any = lambda: None  # the backward pass that is running
@@ -56,27 +61,30 @@ class Averaging:
     def arrange(self) -> None:
         """See which parameters are trained now."""
         found = _trained(self._model)
-        if found.keys() == self._parameters.keys():
+        if found.keys() != self._parameters.keys():
+            new = [parameter for parameter in found if parameter not in self._parameters]
+            self._parameters = found
+            self._unused.forget()
+            for parameter in new:
+                manage(parameter, _hook(weakref.ref(self), weakref.ref(parameter), self._spatial))
+        elif self._unused.is_known:
             return
-        new = [parameter for parameter in found if parameter not in self._parameters]
-        self._parameters = found
-        for parameter in new:
-            manage(parameter, _hook(weakref.ref(self), weakref.ref(parameter), self._spatial))
-        trained = tuple(found)
-        if trained and set(trained) != set(self._for):
-            self._wrap(trained)
+        wanted = self._unused.others(found)
+        if wanted and wanted.keys() != self._for.keys():
+            self._wrap(wanted)
 
-    def _wrap(self, trained: tuple[nn.Parameter, ...]) -> None:
+    def _wrap(self, wanted: dict[nn.Parameter, None]) -> None:
         if self._ddp is not None and hasattr(self._ddp, "reducer"):
             self._ddp.reducer._remove_autograd_hooks()
         several = dist.get_world_size() > self._spatial.size  # within one replica the buffers stay equal by themselves
-        self._for, self._expects, self._buckets = trained, False, Buckets(not self._find_unused)
-        self._ddp = self._make_ddp(
-            self._door,
-            find_unused_parameters=self._find_unused,
-            gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
-            **{_SYNC_BUFFERS: several},
-        )
+        self._for, self._expects, self._buckets = wanted, False, Buckets()
+        self._ddp = None  # with its buckets
+        with _frozen([parameter for parameter in self._parameters if parameter not in wanted]):
+            self._ddp = self._make_ddp(
+                self._door,
+                gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
+                **{_SYNC_BUFFERS: several},
+            )
         self.sync(self.syncing)
 
     def sync(self, on: bool) -> None:
@@ -109,47 +117,62 @@ class Averaging:
     def arrives(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
         """In backward, before the gradient is added to the parameter's; what to add instead, if anything else."""
         self.begin().arrived.add(parameter)
-        if not _has_hooks(parameter):
+        if not has_hooks(parameter):
             return None
         # Replicas that use other parameters each meet them in other orders, so there the ranks of one replica alone.
         group = self._spatial.replica if self._find_unused else dist.group.WORLD
         return mean_over_ranks(gradient, group)  # type: ignore[arg-type]
 
-    def check(self) -> None:
-        """After a pass: all gradients are there."""
-        if self._expects and not self._find_unused:
-            self._require_all(lambda parameter: parameter.grad is None)
+    def check(self, arrived: set[nn.Parameter]) -> "_Came":
+        """After a pass: what has come. DDP gets zeros for the rest, so that all ranks send alike, and all at once."""
+        mine = arrived | self._alone | (self._for.keys() if self._expects else set())
+        came = _Came(
+            {parameter for parameter in mine if parameter.grad is not None},
+            [parameter for parameter in self._for if parameter not in arrived] if self._expects else [],
+        )
+        if came.lacking:
+            # Where replicas differ, another may have a hook's parameter, and wait in it for this rank's part.
+            give_zeros(came.lacking, self._model, with_hooks=self._several and not self._find_unused)
+        return came
 
-    def finish(self, arrived: set[nn.Parameter]) -> None:
+    def finish(self, came: "_Came") -> None:
         """After a pass, when DDP has waited for what it sent."""
-        if self._ddp is not None and not hasattr(self._ddp, "reducer"):  # a simulation's
-            return
+        simulated = self._ddp is not None and not hasattr(self._ddp, "reducer")
         if not self._expects:
-            if self.syncing:
-                self._average(arrived)
+            if not self.syncing:
+                self._alone |= came.used
+            elif not simulated:
+                self._average(self._on_any_rank(came.used))
+                self._alone.clear()
             return
-        assert self._ddp is not None
-        try:
+        if not simulated:
             self._ddp.reducer._check_reducer_finalized()
-        except RuntimeError:
-            self._require_all(lambda parameter: parameter not in arrived)
-            raise
+            self._buckets.hand_out(self._for)
         self._expects = False
-        self._buckets.hand_out(arrived)
+        self._alone.clear()
+        self._settle(self._on_any_rank(came.used), self._on_any_rank(set(came.lacking)), simulated)
 
-    def _require_all(self, lacks: Callable[[nn.Parameter], bool]) -> None:
-        require_all([name for name, p in self._model.named_parameters() if p.requires_grad and lacks(p)])
+    def _settle(self, used: set[nn.Parameter], lacking: set[nn.Parameter], simulated: bool) -> None:
+        """After DDP's pass, on all ranks alike: what is not used has no gradient, what is not DDP's is averaged too."""
+        for parameter in self._for:
+            if parameter not in used:
+                parameter.grad = None
+        beside = used - self._for.keys()
+        self._average(beside)
+        if (lacking or beside) and not simulated:
+            self._unused.learn(lacking, used)
+
+    def _on_any_rank(self, parameters: set[nn.Parameter]) -> set[nn.Parameter]:
+        """Those that are among `parameters` on whichever rank; within a replica all ranks have the same."""
+        if not self._several:
+            return parameters
+        flags = on_any_rank_each([parameter in parameters for parameter in self._parameters])
+        return {parameter for parameter, is_there in zip(self._parameters, flags, strict=True) if is_there}
 
     @torch.no_grad()
-    def _average(self, arrived: set[nn.Parameter]) -> None:
-        """Average the gradients of the parameters at which one has arrived, on whichever rank."""
-        parameters = [parameter for parameter in self._parameters if parameter in arrived]
-        if self._spatial.size < dist.get_world_size():  # replicas may differ in what they use
-            used = [parameter in arrived for parameter in self._parameters]
-            flags = torch.tensor(used, dtype=torch.int32, device=self._spatial.mesh.device_type)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-            parameters = [p for p, is_used in zip(self._parameters, flags.tolist(), strict=True) if is_used]
-        for chunk in _chunks(parameters):
+    def _average(self, parameters: set[nn.Parameter]) -> None:
+        """Average the gradients of parameters, the same on all ranks, of which some may have none."""
+        for chunk in _chunks([parameter for parameter in self._parameters if parameter in parameters]):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in chunk]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) / dist.get_world_size()
             dist.all_reduce(flat)
@@ -158,16 +181,11 @@ class Averaging:
                 parameter.grad = gradient.copy_(mean.view(gradient.shape))
 
 
-def require_all(missing: list[str]) -> None:
-    """Raises GradientError when parameters of these names miss their gradient after a backward pass."""
-    if missing:
-        names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise GradientError(
-            f"{len(missing)} parameters got no gradient ({names}), "
-            "so the gradients of this step are not averaged over the ranks; "
-            "pass parallelize(..., find_unused_parameters=True), or freeze them with requires_grad_(False); "
-            "losses of one forward pass that each reach other parameters want to be added up before one backward"
-        )
+class _Came(NamedTuple):
+    """Of a backward pass on this rank."""
+
+    used: set[nn.Parameter]  # those with a gradient that is to be averaged
+    lacking: list[nn.Parameter]  # those that DDP would wait for
 
 
 class _Pass:
@@ -178,11 +196,11 @@ class _Pass:
         self.arrived: set[nn.Parameter] = set()
 
     def check(self) -> None:
-        self._averaging.check()
-        _at_the_end(self.finish)  # DDP, too, is called when backward ends, and later than this
+        came = self._averaging.check(self.arrived)
+        _at_the_end(lambda: self.finish(came))  # DDP, too, is called when backward ends, and later than this
 
-    def finish(self) -> None:
-        self._averaging.finish(self.arrived)
+    def finish(self, came: _Came) -> None:
+        self._averaging.finish(came)
 
 
 class Buckets:
@@ -191,12 +209,12 @@ class Buckets:
     A gradient that someone has kept by reference would change under him. He keeps the memory, and DDP gets other.
     """
 
-    def __init__(self, are_made_again: bool = False) -> None:
-        self._are_made_again = are_made_again  # by DDP before the second pass, in the order of the first
+    def __init__(self) -> None:
+        self._are_made_again = True  # by DDP before the second pass, in the order of the first
         self._places: dict[nn.Parameter, Tensor] = {}  # DDP's own views of its buckets
         self._holders: dict[Tensor, int] = {}  # of a bucket's memory, without the gradients of parameters
 
-    def hand_out(self, arrived: set[nn.Parameter]) -> None:
+    def hand_out(self, arrived: Iterable[nn.Parameter]) -> None:
         """After a pass: what lies in `.grad` is another view than DDP's own, which nobody may keep."""
         for parameter in arrived:
             place, known = parameter.grad, self._places.get(parameter)
@@ -275,12 +293,16 @@ def _hook(averaging: Any, parameter: Any, spatial: Spatial) -> Hook:
     return hook
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether someone else would see the gradient before it is averaged."""
-    if len(parameter._backward_hooks or ()) > 1:
-        return True
-    after: Any = parameter._post_accumulate_grad_hooks or {}
-    return any(not str(getattr(h, "__module__", "")).startswith(("fullframe.", "torch.")) for h in after.values())
+@contextmanager
+def _frozen(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Inside, DDP leaves them out."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 def _at_the_end(callback: Callable[[], None]) -> None:

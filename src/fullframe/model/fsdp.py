@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_map_only
 
 from fullframe.errors import GradientError, MeshError
 from fullframe.model.blocks import repeated_blocks
+from fullframe.model.unused import say_unused
+from fullframe.ranks.agreement import on_any_rank_each
+from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.gradients import manage
 from fullframe.spatial.tensor import SpatialTensor
 
@@ -40,12 +43,12 @@ class ShardedParameters:
     Raises MeshError when those are sharded over other ranks, or a block mixes dtypes.
     """
 
-    def __init__(self, model: nn.Module, device_type: str, find_unused_parameters: bool):
+    def __init__(self, model: nn.Module, spatial: Spatial, find_unused_parameters: bool):
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         _require_all_ranks(model)
         _require_no_hooks(model)
-        mesh = DeviceMesh(device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
+        mesh = DeviceMesh(spatial.mesh.device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
         for name in ("", *_blocks_to_shard(model))[::-1]:
             module = model.get_submodule(name)
             if not isinstance(module, FSDPModule):
@@ -55,23 +58,26 @@ class ShardedParameters:
                 # and go on with those when the optimizer or an average has long changed the sharded ones.
                 fully_shard(module, mesh=mesh, reshard_after_forward=True)
         self._root: Any = model
-        self._device = mesh.device_type
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._got: set[str] = set()  # parameters that got a gradient on this rank since the last exchange
         self._had: set[str] = set()  # parameters that had one before this forward pass
-        for name, unit in model.named_modules():
-            if isinstance(unit, FSDPModule):
-                self._prepare(name, unit, find_unused_parameters)
-
-    def _prepare(self, name: str, unit: Any, find_unused_parameters: bool) -> None:
-        if hasattr(unit, "set_reduce_scatter_unused_params"):
-            # A rank that lacks a gradient sends zeros, for the other ranks' messages must meet one of their size.
-            unit.set_reduce_scatter_unused_params(True, recurse=False)
-        elif find_unused_parameters:
+        is_real = spatial.channel.tagged  # no simulation
+        self._several = is_real and dist.get_world_size() > spatial.size  # replicas, which may differ
+        self._is_said = find_unused_parameters or not is_real
+        self._sends_zeros = hasattr(model, "set_reduce_scatter_unused_params")
+        if find_unused_parameters and not self._sends_zeros:
             raise MeshError(
                 f"torch {torch.__version__} cannot shard parameters of which some get no gradient; "
                 "use torch 2.13, freeze them with requires_grad_(False), or leave out find_unused_parameters"
             )
+        for name, unit in model.named_modules():
+            if isinstance(unit, FSDPModule):
+                self._prepare(name, unit)
+
+    def _prepare(self, name: str, unit: Any) -> None:
+        if self._sends_zeros:
+            # A rank that lacks a gradient sends zeros, for the other ranks' messages must meet one of their size.
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
         prefix = f"{name}." if name else ""
         watching = unit.register_forward_pre_hook(lambda module, args: watch())
 
@@ -103,21 +109,27 @@ class ShardedParameters:
         _require_no_hooks(self._root)
         self._had = {name for name, p in self._parameters.items() if p.grad is not None}
 
-    def missing(self) -> list[str]:
-        """After an exchange of gradients: parameters that got none on this rank."""
-        missing = [name for name in self._parameters if name not in self._got]
-        self._got.clear()
-        return missing
-
     def forget_zeros(self) -> None:
-        """After an exchange of gradients: a parameter that got none on any rank has none, rather than zeros."""
-        missing = set(self.missing())
-        used = torch.tensor([name not in missing for name in self._parameters], dtype=torch.int32)
-        used = used.to(self._device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        for (name, parameter), is_used in zip(self._parameters.items(), used.tolist(), strict=True):
-            if not is_used and name not in self._had:
-                parameter.grad = None
+        """After an exchange of gradients: a parameter that got none on any rank has none, rather than zeros.
+
+        Raises GradientError where torch, before 2.13, sends nothing for such a parameter.
+        """
+        used = [name in self._got for name in self._parameters]
+        self._got.clear()
+        used = on_any_rank_each(used) if self._several else used  # within a replica all ranks have the same
+        unused = [name for name, is_used in zip(self._parameters, used, strict=True) if not is_used]
+        if unused and not self._sends_zeros:
+            raise GradientError(
+                f"{len(unused)} parameters got no gradient ({', '.join(unused[:3])}{', ...' if unused[3:] else ''}), "
+                f"for which torch {torch.__version__} sends nothing; use torch 2.13, freeze them with "
+                "requires_grad_(False), or do without shard_parameters"
+            )
+        if unused and not self._is_said:
+            self._is_said = True
+            say_unused(unused)
+        for name in unused:
+            if name not in self._had:
+                self._parameters[name].grad = None
 
     def set_gradient_sync(self, on: bool) -> None:
         """Whether backward averages gradients over the ranks, or adds them up whole on each."""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fullframe.errors import MeshError, StrategyError
-from fullframe.model.averaging import Averaging, require_all
+from fullframe.model.averaging import Averaging
 from fullframe.model.buffers import share_buffers
 from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
 from fullframe.model.same_program import Agreement
@@ -43,10 +43,11 @@ def parallelize(
 
     Parameters and buffers are taken from the job's first rank, random states from the first rank of each replica.
     An op without an exact rule raises `UnsupportedOp`, or with `unsupported="gather"` runs whole on every rank and
-    says so once. `find_unused_parameters` is DDP's. With `shard_parameters` each rank keeps its part of parameters,
-    gradients and optimizer state (FSDP2, by repeated block and the rest; modules that were given to `fully_shard`
-    before stay as they are): make the optimizer after this call. Without `average_gradients` each rank is left with
-    its own gradient, of which the mean over all ranks is the model's.
+    says so once. A parameter that gets no gradient in a step is left without one, as in one process, and named once,
+    unless `find_unused_parameters` says that it is meant. With `shard_parameters` each rank keeps its part of
+    parameters, gradients and optimizer state (FSDP2, by repeated block and the rest; modules that were given to
+    `fully_shard` before stay as they are): make the optimizer after this call. Without `average_gradients` each rank
+    is left with its own gradient, of which the mean over all ranks is the model's.
     """
     if unsupported not in ("error", "gather"):
         raise ValueError(f"unsupported must be 'error' or 'gather', got {unsupported!r}")
@@ -63,7 +64,7 @@ def parallelize(
             require_whole(model)
         _share_values(model)
         if shard_parameters:
-            sharded = ShardedParameters(model, mesh.device_type, find_unused_parameters)
+            sharded = ShardedParameters(model, spatial, find_unused_parameters)
         elif average_gradients:
             averaging = Averaging(run, model, spatial, find_unused_parameters, data_parallel)
         else:
@@ -152,10 +153,7 @@ class ParallelModel(nn.Module):
         return getattr(self.run, "buckets", [])
 
     def _watch_backward(self, results: list[Any]) -> None:
-        """After the backward pass in which gradients are averaged: each parameter has one, or an error says so.
-
-        DDP averages nothing in a bucket that misses a gradient, and says so one step late: say it at once.
-        """
+        """In the backward pass in which gradients are averaged: see which parameters get none."""
         averaging, self._queued = self._averaging, False
         if averaging is None and self._sharded is None:
             return
@@ -175,10 +173,7 @@ class ParallelModel(nn.Module):
         """Of sharded parameters."""
         assert self._sharded is not None
         self._queued = False
-        if self.find_unused_parameters:
-            self._sharded.forget_zeros()
-        else:
-            require_all(self._sharded.missing())
+        self._sharded.forget_zeros()
 
     def train(self, mode: bool = True) -> "ParallelModel":
         """As `nn.Module.train`, for the model and for DDP around it."""

@@ -3,7 +3,7 @@
 Without a process group this process is the only rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -55,10 +55,15 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def on_any_rank(flag: bool) -> bool:
     """Whether `flag` is set on any rank, on every rank."""
-    if not dist.is_initialized():
-        return flag
+    return on_any_rank_each([flag])[0]
+
+
+def on_any_rank_each(flags: Sequence[bool]) -> list[bool]:
+    """For each of some flags whether it is set on any rank, on every rank; one message."""
+    if not dist.is_initialized() or not flags:
+        return list(flags)
     device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
-    found = torch.tensor(flag, dtype=torch.int32, device=device)
+    found = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     with waiting_for_ranks():
-        return bool(found.item())
+        return [bool(number) for number in found.tolist()]

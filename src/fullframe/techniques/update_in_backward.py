@@ -54,11 +54,6 @@ class UpdateInBackward:
                     waiting.append(source)
         return sorted(first_use, key=lambda number: -first_use[number])
 
-    def missing(self, mine: Sequence[int]) -> str:
-        """The names of the parameters that are not among `mine`, the first of them."""
-        names = [self.names[number] for number in sorted(set(range(len(self.names))) - set(mine))]
-        return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
     def backward(self, loss: Tensor, turns: Sequence[int], mine: Sequence[int]) -> Tensor:
         """Update the parameters numbered `turns`, in this order on all ranks, with the gradients summed over ranks.
 

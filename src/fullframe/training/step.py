@@ -147,20 +147,9 @@ class TrainStep:
         assert self._in_backward is not None
         summed, count = self._forward(batch)
         mine = self._in_backward.reached(summed)
-        missing = self._ranks > 1 and not self._model.find_unused_parameters and self._in_backward.missing(mine)
-        loss_sum, count_of_all, broken_ranks, hands, lacking_ranks = self._agree(
-            summed.detach().double(),
-            count,
-            ~torch.isfinite(summed.detach()),
-            torch.full_like(count, hand),
-            torch.full_like(count, bool(missing)),
+        loss_sum, count_of_all, broken_ranks, hands = self._agree(
+            summed.detach().double(), count, ~torch.isfinite(summed.detach()), torch.full_like(count, hand)
         )
-        if lacking_ranks > 0:
-            raise GradientError(
-                f"parameters get no gradient on {lacking_ranks:.0f} ranks ({missing or 'not on this one'}), so nothing "
-                "was updated; pass parallelize(..., find_unused_parameters=True), or freeze them with "
-                "requires_grad_(False)"
-            )
         if broken_ranks > 0 or count_of_all <= 0:
             return loss_sum, count_of_all, math.nan, True, hands
         turns = self._host.agree_order(mine, len(self._in_backward.names))

@@ -104,7 +104,7 @@ def _unused(parameters: Named) -> Iterator[str]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield (
             f"{len(names)} parameters get no gradient from this batch ({', '.join(names[:3])}{more}): "
-            "training needs find_unused_parameters=True in the recipe, or freeze them with requires_grad_(False)"
+            "they are trained by none, in one process and in many"
         )
 
 

@@ -1,0 +1,101 @@
+"""Parameters that get no gradient: a mask token, layers for another task, a branch that this batch does not take.
+
+They are left without one, as in one process. All ranks know which they are, and the job's first rank says so once.
+"""
+
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_SPARSE = (nn.Embedding, nn.EmbeddingBag)
+
+
+class Unused:
+    """Which parameters of `model` DDP is made without, since no rank had a gradient for them in the first pass.
+
+    Where others get one later, they change from step to step: from then on DDP is made for all. With `varies` that is
+    known from the start, and nothing is said.
+    """
+
+    def __init__(self, model: nn.Module, varies: bool):
+        self._model, self._varies = model, varies
+        self._left_out: frozenset[nn.Parameter] = frozenset()
+        self._is_said = varies
+        self.is_known = False  # nothing was learned since `others`
+
+    def forget(self) -> None:
+        """Other parameters are trained."""
+        self._left_out, self.is_known = frozenset(), False
+
+    def others(self, trained: Iterable[nn.Parameter]) -> dict[nn.Parameter, None]:
+        """Those for which DDP is to be made."""
+        self.is_known = True
+        return {parameter: None for parameter in trained if parameter not in self._left_out}
+
+    def learn(self, lacking: Collection[nn.Parameter], used: Collection[nn.Parameter]) -> None:
+        """After a pass, on all ranks alike: those that got no gradient on some rank; those that have one."""
+        if self._varies:
+            return
+        self._varies = bool(self._left_out) or any(parameter in used for parameter in lacking)
+        self._left_out, self.is_known = frozenset() if self._varies else frozenset(lacking), False
+        if not self._is_said:
+            self._is_said = True
+            say_unused([name for name, parameter in self._model.named_parameters() if parameter in lacking])
+
+
+def say_unused(names: Collection[str]) -> None:
+    """On the job's first rank: parameters of these names got no gradient."""
+    if names and not dist.get_rank():
+        shown = ", ".join(list(names)[:3]) + (", ..." if len(names) > 3 else "")
+        warnings.warn(
+            f"{len(names)} parameters got no gradient ({shown}): they are left without one, as in one process; where "
+            "that is meant, requires_grad_(False) or find_unused_parameters=True says so",
+            stacklevel=2,
+        )
+
+
+def give_zeros(parameters: Iterable[nn.Parameter], model: nn.Module, with_hooks: bool) -> None:
+    """In backward: each gets a gradient of zeros, as if it had been used; users' hooks are called if `with_hooks`."""
+    sparse = {m.weight for m in model.modules() if isinstance(m, _SPARSE) and m.sparse}
+    for parameter in parameters:
+        layout = torch.sparse_coo if parameter in sparse else parameter.layout
+        if with_hooks and parameter not in sparse:
+            with torch.enable_grad():
+                used: torch.Tensor = parameter.view_as(parameter)  # in a graph, where `is_accumulated` finds it
+            used.backward(torch.zeros_like(parameter))
+        else:
+            with _without_hooks(parameter):
+                parameter.backward(torch.zeros_like(parameter, layout=layout))
+
+
+@contextmanager
+def _without_hooks(parameter: nn.Parameter) -> Iterator[None]:
+    before: Any = parameter._backward_hooks
+    after: Any = parameter._post_accumulate_grad_hooks
+    kept = [(hooks, dict(hooks)) for hooks in (before, after) if hooks]
+    for hooks, own in kept:
+        for key in [key for key, hook in own.items() if hooks is before or not _is_ours(hook)]:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, own in kept:
+            hooks.clear()
+            hooks.update(own)
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether someone else would see the gradient before it is averaged."""
+    if len(parameter._backward_hooks or ()) > 1:
+        return True
+    after: Any = parameter._post_accumulate_grad_hooks or {}
+    return not all(map(_is_ours, after.values()))
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(("fullframe.", "torch."))

@@ -1,0 +1,285 @@
+"""Parameters without a gradient: found in the first step, said once, and exact whatever changes later."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullframe as ff
+from fullframe.model.unused import Unused
+from tests.exactness import mesh, relative
+from tests.rank_group import RankFailure, rank_group
+
+MESHES = [(2, 1, 2), (2, 2, 1), (4, 2, 2), (2, 1, 1), (4, 1, 2)]  # ranks, height, width; the last two have replicas
+
+
+class Net(nn.Module):
+    """A mask token and a head that are not used, and a branch that is used when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask_token = nn.Parameter(torch.ones(1, 4, 1, 1))
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.branch = nn.Conv2d(4, 4, 3, padding=1)
+        self.never = nn.Linear(2, 2)
+        self.frozen = nn.Conv2d(4, 4, 1).requires_grad_(False)
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor, branch: bool = False) -> Tensor:
+        x = self.frozen(self.stem(x).tanh())
+        return self.head(x + self.branch(x) if branch else x)  # type: ignore[no-any-return]
+
+
+def _images(number: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return list(torch.randn(2, 2, 3, 9, 13, dtype=torch.float64, generator=generator))
+
+
+def _gradients(net: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
+
+
+Loop = Callable[[Any, nn.Module, list[list[Tensor]]], list[dict[str, Tensor | None]]]
+Branch = Callable[[int, int], bool]  # by step and replica
+
+
+def _stepwise(branch: Branch, set_to_none: bool = True, **options: bool) -> Loop:
+    """One backward pass a step, over the mean of the replicas' losses."""
+
+    def loop(model: Any, net: nn.Module, batches: list[list[Tensor]]) -> list[dict[str, Tensor | None]]:
+        found = []
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        for number, images in enumerate(batches):
+            optimizer.zero_grad(set_to_none)
+            outs = [model(image, branch(number, replica)) for replica, image in _numbered(images)]
+            sum(out.sin().square().mean() / len(images) for out in outs).backward()
+            found.append(_gradients(net))
+            optimizer.step()
+        return [*found, dict(net.named_parameters())]
+
+    loop.options = options  # type: ignore[attr-defined]
+    return loop
+
+
+def _numbered(images: list[Tensor]) -> list[tuple[int, Tensor]]:
+    """The images with the number of their replica."""
+    mine = getattr(images, "replica", None)
+    return list(enumerate(images)) if mine is None else [(mine, image) for image in images]
+
+
+class _Mine(list[Tensor]):
+    replica = 0
+
+
+def _accumulated(model: Any, net: nn.Module, batches: list[list[Tensor]]) -> list[dict[str, Tensor | None]]:
+    """The branch is used in the first of two passes alone, every other step; then a part called by itself."""
+    found = []
+    for number, images in enumerate(batches):
+        net.zero_grad()
+        no_sync = getattr(model, "no_sync", None)
+        for _, image in _numbered(images):
+            if no_sync is None:
+                (model(image, number % 2 == 1).sin().mean() / len(images)).backward()
+            else:
+                with no_sync():
+                    (model(image, number % 2 == 1).sin().mean() / len(images)).backward()
+        for _, image in _numbered(images):
+            (model(image).cos().mean() / len(images)).backward()
+        found.append(_gradients(net))
+        net.zero_grad()
+        for _, image in _numbered(images):
+            if no_sync is None:
+                (model(image).sin().mean() / len(images)).backward()
+            else:
+                with no_sync():
+                    (model(image).sin().mean() / len(images)).backward()
+        for _, image in _numbered(images):
+            (net.stem(image).cos().mean() / len(images)).backward()
+        found.append(_gradients(net))
+    return found
+
+
+def _two_losses(model: Any, net: nn.Module, batches: list[list[Tensor]]) -> list[dict[str, Tensor | None]]:
+    """Of one forward pass, by parts of it: each backward reaches other parameters; kept gradients stay as they were."""
+    found, kept = [], []
+    for images in batches:
+        net.zero_grad()
+        first, second = [], []
+        for _, image in _numbered(images):
+            model(image)
+            features = net.stem(image)
+            first.append(features.sin().mean() / len(images))
+            second.append(net.head(features.detach()).cos().mean() / len(images))
+        sum(first).backward()  # type: ignore[union-attr]
+        sum(second).backward()  # type: ignore[union-attr]
+        kept.append([p.grad for p in net.parameters()])
+        found.append(_gradients(net))
+    names = [name for name, _ in net.named_parameters()]
+    return [*found, *(dict(zip(names, gradients, strict=True)) for gradients in kept)]
+
+
+def _hooked(branch: Branch, are_alone: bool) -> Loop:
+    """Hooks of the user are called for gradients that are there, and for no other."""
+    plain = _stepwise(branch)
+
+    def loop(model: Any, net: Any, batches: list[list[Tensor]]) -> list[dict[str, Tensor | None]]:
+        called = dict.fromkeys(("stem", "never", "after"), 0.0)
+
+        def count(name: str) -> None:
+            called[name] = 1.0
+
+        net.stem.weight.register_hook(lambda g: (count("stem"), g.clamp(-1e-3, 1e-3))[1])
+        net.never.weight.register_hook(lambda g: count("never"))
+        net.mask_token.register_post_accumulate_grad_hook(lambda p: count("after"))
+        found = plain(model, net, batches)
+        if are_alone:  # else zeros stand for what another replica might have
+            found.append({name: torch.tensor(number) for name, number in called.items()})
+        return found
+
+    return loop
+
+
+ALIKE: dict[str, Loop] = {
+    "never": _stepwise(lambda step, replica: False),
+    "always": _stepwise(lambda step, replica: True),
+    "from the second step on": _stepwise(lambda step, replica: step > 0),
+    "in the first step alone": _stepwise(lambda step, replica: step == 0),
+    "every other step": _stepwise(lambda step, replica: step % 2 == 1),
+    "zeros kept": _stepwise(lambda step, replica: step % 2 == 1, set_to_none=False),
+    "said": _stepwise(lambda step, replica: step % 2 == 1, find_unused_parameters=True),
+    "accumulated": _accumulated,
+    "two losses": _two_losses,
+    "hooks": _hooked(lambda step, replica: step % 2 == 1, are_alone=False),
+}
+ALONE = {"called hooks": _hooked(lambda step, replica: step % 2 == 1, are_alone=True)}
+APART: dict[str, Loop] = {
+    "on one replica": _stepwise(lambda step, replica: replica == 1),
+    "on each in turn": _stepwise(lambda step, replica: (step + replica) % 2 == 1),
+    "later on one": _stepwise(lambda step, replica: step > 1 and replica == 0),
+    "said, on one": _stepwise(lambda step, replica: replica == 0, find_unused_parameters=True),
+}
+
+
+def _one_hooked(both: bool) -> Loop:
+    """A parameter with a hook that one replica alone uses: the others wait for it, or with it."""
+    plain = _stepwise(lambda step, replica: replica == 1)
+
+    def loop(model: Any, net: Any, batches: list[list[Tensor]]) -> list[dict[str, Tensor | None]]:
+        net.branch.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        if both:
+            net.stem.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        return plain(model, net, batches)
+
+    return loop
+
+
+APART |= {"one hook": _one_hooked(False), "two hooks": _one_hooked(True)}
+
+
+def _net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def _difference(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> float:
+    worst = 0.0
+    for here, there in zip(expected, found, strict=True):
+        assert {name for name, g in here.items() if g is None} == {name for name, g in there.items() if g is None}
+        worst = max([worst, *(relative(g.detach(), there[name].detach()) for name, g in here.items() if g is not None)])
+    return worst
+
+
+def _compared(name: str, height: int, width: int) -> tuple[float, list[str]]:
+    loop = {**ALIKE, **ALONE, **APART}[name]
+    on, here, there = mesh(height, width), _net(), _net()
+    replicas, mine = on.size(0), on.get_local_rank("data")
+    batches = [_images(number)[:replicas] for number in range(5)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = ff.parallelize(there, on, **getattr(loop, "options", {}))
+        own = []
+        for images in batches:
+            own.append(_Mine([ff.shard(images[mine], on)]))
+            own[-1].replica = mine
+        expected = loop(here, here, batches)
+        found = loop(model, there, own)  # type: ignore[arg-type]
+    return _difference(expected, found), [str(w.message) for w in said if "no gradient" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize(("ranks", "height", "width"), MESHES)
+def test_gradients_and_updates_are_one_process_s(name: str, ranks: int, height: int, width: int) -> None:
+    found = rank_group(ranks).run(_compared, name, height, width)
+    assert max(error for error, _ in found) < 1e-11
+    assert [len(said) for _, said in found] == [int(name != "said")] + [0] * (ranks - 1)
+
+
+@pytest.mark.parametrize(("ranks", "height", "width"), MESHES[:3])
+def test_hooks_are_called_for_gradients_that_are_there(ranks: int, height: int, width: int) -> None:
+    assert max(error for error, _ in rank_group(ranks).run(_compared, "called hooks", height, width)) < 1e-11
+
+
+@pytest.mark.parametrize("name", APART.keys() - {"two hooks"})
+@pytest.mark.parametrize(("ranks", "height", "width"), MESHES[-2:])
+def test_replicas_that_use_other_parameters(name: str, ranks: int, height: int, width: int) -> None:
+    found = rank_group(ranks).run(_compared, name, height, width)
+    assert max(error for error, _ in found) < 1e-11
+    assert [len(said) for _, said in found] == [int("said" not in name)] + [0] * (ranks - 1)
+
+
+def test_hooks_that_the_replicas_meet_in_other_orders_are_refused_on_all_ranks() -> None:
+    with pytest.raises(RankFailure) as caught:
+        rank_group(2).run(_compared, "two hooks", 1, 1)
+    assert [kind for _, kind, _, _ in caught.value.errors] == ["DivergenceError"] * 2
+
+
+class Words(nn.Module):
+    """Sparse gradients, of one table that is used and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.other = (nn.Embedding(5, 4, sparse=True) for _ in range(2))
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor, other: bool = False) -> Tensor:
+        table = self.other if other else self.table
+        return self.stem(x) * table(torch.tensor([1, 3])).sum(0)[:, None, None]  # type: ignore[no-any-return]
+
+
+def _sparse() -> float:
+    on, images = mesh(1, 2), _images(0)[:1]
+    torch.manual_seed(0)
+    here = Words().double()
+    there = Words().double()
+    there.load_state_dict(here.state_dict())
+    model, worst = ff.parallelize(there, on), 0.0
+    for number in range(4):
+        here.zero_grad()
+        there.zero_grad()
+        here(images[0], number % 2 == 1).sin().mean().backward()
+        model(ff.shard(images[0], on), number % 2 == 1).sin().mean().backward()
+        dense = [
+            {name: None if g is None else g.to_dense() for name, g in _gradients(net).items()} for net in (here, there)
+        ]
+        worst = max(worst, _difference(dense[:1], dense[1:]))
+    return worst
+
+
+def test_sparse_gradients() -> None:
+    assert max(rank_group(2).run(_sparse)) < 1e-11
+
+
+def test_they_are_named() -> None:
+    (_, said), _ = rank_group(2).run(_compared, "never", 1, 2)
+    assert said[0].startswith("5 parameters got no gradient (mask_token, branch.weight, branch.bias, ...): ")
+
+
+def test_ddp_is_made_without_those_of_the_first_pass_and_for_all_once_they_change() -> None:
+    net = nn.Linear(2, 2)
+    weight, bias = net.weight, net.bias
+    unused = Unused(net, varies=True)
+    unused.learn([bias], [weight])
+    assert list(unused.others([weight, bias])) == [weight, bias]
