@@ -279,7 +279,13 @@ def test_they_are_named() -> None:
 
 def test_ddp_is_made_without_those_of_the_first_pass_and_for_all_once_they_change() -> None:
     net = nn.Linear(2, 2)
-    weight, bias = net.weight, net.bias
-    unused = Unused(net, varies=True)
-    unused.learn([bias], [weight])
-    assert list(unused.others([weight, bias])) == [weight, bias]
+    weight, bias = net.parameters()
+    unused, known = Unused(net, varies=False), Unused(net, varies=True)
+    with pytest.warns(UserWarning, match=r"1 parameters got no gradient \(bias\)"):
+        unused.learn([bias], {weight})
+    assert {*unused.others([weight, bias])} == {weight}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        unused.learn([], {weight, bias})
+        known.learn([bias], {weight})
+    assert {*unused.others([weight, bias])} == {*known.others([weight, bias])} == {weight, bias}

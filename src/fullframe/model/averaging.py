@@ -8,6 +8,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -142,7 +143,7 @@ class Averaging:
             if not self.syncing:
                 self._alone |= came.used
             elif not simulated:
-                self._average(self._on_any_rank(came.used))
+                self._average(self._on_any_rank(came).used)
                 self._alone.clear()
             return
         if not simulated:
@@ -150,9 +151,9 @@ class Averaging:
             self._buckets.hand_out(self._for)
         self._expects = False
         self._alone.clear()
-        self._settle(self._on_any_rank(came.used), self._on_any_rank(set(came.lacking)), simulated)
+        self._settle(*self._on_any_rank(came), simulated)
 
-    def _settle(self, used: set[nn.Parameter], lacking: set[nn.Parameter], simulated: bool) -> None:
+    def _settle(self, used: set[nn.Parameter], lacking: list[nn.Parameter], simulated: bool) -> None:
         """After DDP's pass, on all ranks alike: what is not used has no gradient, what is not DDP's is averaged too."""
         for parameter in self._for:
             if parameter not in used:
@@ -162,12 +163,15 @@ class Averaging:
         if (lacking or beside) and not simulated:
             self._unused.learn(lacking, used)
 
-    def _on_any_rank(self, parameters: set[nn.Parameter]) -> set[nn.Parameter]:
-        """Those that are among `parameters` on whichever rank; within a replica all ranks have the same."""
+    def _on_any_rank(self, came: "_Came") -> "_Came":
+        """What came or is lacking on whichever rank, by one message; within a replica all ranks have the same."""
         if not self._several:
-            return parameters
-        flags = on_any_rank_each([parameter in parameters for parameter in self._parameters])
-        return {parameter for parameter, is_there in zip(self._parameters, flags, strict=True) if is_there}
+            return came
+        parameters, lacking = list(self._parameters), set(came.lacking)
+        mine = [parameter in came.used for parameter in parameters] + [parameter in lacking for parameter in parameters]
+        flags = on_any_rank_each(mine)
+        used, lacks = flags[: len(parameters)], flags[len(parameters) :]
+        return _Came(set(compress(parameters, used)), list(compress(parameters, lacks)))
 
     @torch.no_grad()
     def _average(self, parameters: set[nn.Parameter]) -> None:

@@ -37,7 +37,7 @@ class Unused:
         self.is_known = True
         return {parameter: None for parameter in trained if parameter not in self._left_out}
 
-    def learn(self, lacking: Collection[nn.Parameter], used: Collection[nn.Parameter]) -> None:
+    def learn(self, lacking: Iterable[nn.Parameter], used: set[nn.Parameter]) -> None:
         """After a pass, on all ranks alike: those that got no gradient on some rank; those that have one."""
         if self._varies:
             return
@@ -45,12 +45,13 @@ class Unused:
         self._left_out, self.is_known = frozenset() if self._varies else frozenset(lacking), False
         if not self._is_said:
             self._is_said = True
-            say_unused([name for name, parameter in self._model.named_parameters() if parameter in lacking])
+            them = set(lacking)  # a list would compare values
+            say_unused([name for name, parameter in self._model.named_parameters() if parameter in them])
 
 
 def say_unused(names: Collection[str]) -> None:
     """On the job's first rank: parameters of these names got no gradient."""
-    if names and not dist.get_rank():
+    if names and (not dist.is_initialized() or dist.get_rank() == 0):
         shown = ", ".join(list(names)[:3]) + (", ..." if len(names) > 3 else "")
         warnings.warn(
             f"{len(names)} parameters got no gradient ({shown}): they are left without one, as in one process; where "
@@ -63,14 +64,16 @@ def give_zeros(parameters: Iterable[nn.Parameter], model: nn.Module, with_hooks:
     """In backward: each gets a gradient of zeros, as if it had been used; users' hooks are called if `with_hooks`."""
     sparse = {m.weight for m in model.modules() if isinstance(m, _SPARSE) and m.sparse}
     for parameter in parameters:
-        layout = torch.sparse_coo if parameter in sparse else parameter.layout
         if with_hooks and parameter not in sparse:
             with torch.enable_grad():
                 used: torch.Tensor = parameter.view_as(parameter)  # in a graph, where `is_accumulated` finds it
-            used.backward(torch.zeros_like(parameter))
+            used.backward(parameter.new_zeros(()).expand_as(parameter))
         else:
             with _without_hooks(parameter):
-                parameter.backward(torch.zeros_like(parameter, layout=layout))
+                zeros = parameter.new_zeros(()).expand_as(parameter)  # takes no memory
+                if parameter in sparse:
+                    zeros = torch.zeros_like(parameter, layout=torch.sparse_coo)
+                parameter.backward(zeros)
 
 
 @contextmanager
