@@ -27,9 +27,9 @@ class Strategy:
     microbatches:        slices in which a replica goes through its batch; gradients are sent with the last one
     precision:           "fp32" (the model's own dtype), "tf32" (fp32 with TF32 matrix units), "bf16" (autocast), "fp16"
                          (autocast with loss scaling, for devices without bf16)
-    recompute:           "none"; "blocks": activations inside the model's repeated blocks are computed again in
-                         backward; "budget": the fewest blocks, by seconds per byte, that keep saved activations
-                         within `recompute_budget_bytes`
+    recompute:           "none"; "blocks": activations inside the model's repeated blocks, or inside runs of its layers
+                         where it repeats none, are computed again in backward; "budget": the fewest blocks, by seconds
+                         per byte, that keep saved activations within `recompute_budget_bytes`
     recompute_modules:   names of the modules to recompute (fnmatch patterns); empty: the repeated blocks are found
     recompute_budget_bytes: saved activations a rank may hold when a microbatch's forward ends; with "budget" only
     offload:             saved activations wait for backward in host memory
@@ -276,7 +276,8 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(
         name="recompute",
-        help="blocks: compute the insides of repeated blocks again in backward; budget: of as few blocks as will do.",
+        help="blocks: compute the insides of repeated blocks again in backward (or of runs of layers, where a model "
+        "repeats none); budget: of as few blocks as will do.",
         values=get_args(Recompute),
         words=_recompute_words,
         place=2,

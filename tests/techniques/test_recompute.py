@@ -186,9 +186,84 @@ def test_names_that_are_not_there() -> None:
     with pytest.raises(StrategyError, match=r"names 'layers\.\*', which no module of Blocks .* stem, stem.0"):
         blocks_to_recompute(blocks.network(), strategy)
     with pytest.raises(
-        StrategyError, match=r"Plain has no repeated blocks; name modules with recompute_modules, of la"
+        StrategyError, match=r"Plain has no repeated blocks, and no nn.Sequential of four layers; name modules with"
     ):
         blocks_to_recompute(Plain(), ff.Strategy(recompute="blocks"))
+
+
+class Chain(nn.Module):
+    """Layers of one convolution each, with a norm, dropout, and writes in place: no block is repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.ReLU(inplace=True)]
+        for number in range(9):
+            layers += [nn.Conv2d(3 if number == 0 else 6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True)]
+            layers += [nn.Dropout(0.2)] if number % 2 else []
+        self.layers, self.head = nn.Sequential(*layers, nn.MaxPool2d(2)), nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x * 1))  # type: ignore[no-any-return]
+
+
+def chained(strategy: ff.Strategy) -> dict[str, Any]:
+    """What two steps make of a chain."""
+    mesh = ff.init_mesh(height=strategy.height, width=strategy.width)
+    torch.manual_seed(0)
+    plain = Chain()
+    model = parallelize_for(strategy, plain, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ff.TrainStep(model, lambda model, b: model(b["image"]).square().mean(), optimizer, strategy)
+    images = torch.randn(2, 3, 65, 70, generator=torch.Generator().manual_seed(1))
+    seed_everything(7 + mesh.get_local_rank("data"))
+    losses = [step(on_ranks({"image": images}, mesh, ("image",))).loss for _ in range(2)]
+    whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in plain.named_parameters()}
+    return {"losses": losses, "parameters": whole, "buffers": {name: b.clone() for name, b in plain.named_buffers()}}
+
+
+def chained_both(strategy: ff.Strategy) -> tuple[dict[str, Any], dict[str, Any]]:
+    budget = replace(strategy, recompute="budget", recompute_budget_bytes=10**6)
+    again = chained(replace(strategy, recompute="blocks"))
+    if not strategy.shard_parameters:
+        assert_same(chained(budget), again)
+    return again, chained(strategy)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_parameters": True}, {"microbatches": 2}], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_runs_of_layers_are_computed_again_to_the_last_bit(ranks: int, options: dict[str, Any]) -> None:
+    if ranks == 1 and "shard_parameters" not in options:
+        assert_same(*chained_both(ff.Strategy(**options)))
+    for spread in {1: [], 2: [{"width": 2}], 4: [{"height": 2, "width": 2}]}[ranks]:
+        for found, expected in rank_group(ranks).run(chained_both, ff.Strategy(**spread, **options)):
+            assert_same(found, expected)
+
+
+def test_runs_of_layers_save_memory() -> None:
+    def most_bytes(recompute: Any) -> int:
+        recipe = ff.Recipe(
+            model=Chain,
+            loss=lambda model, batch: model(batch["image"]).square().mean(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            data=lambda: [{"image": torch.zeros(3, 256, 256)}],
+            batch_size=1,
+        )
+        return ff.simulate(recipe, ff.Strategy(recompute=recompute), "cpu").bytes["activation"]
+
+    assert most_bytes("blocks") < 0.55 * most_bytes("none")
+
+
+def test_a_chain_that_is_called_layer_by_layer_is_named() -> None:
+    model = nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(4)))
+
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in model:
+            x = layer(x)
+        return x.sum()
+
+    step = ff.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), ff.Strategy(recompute="blocks"))
+    with pytest.warns(UserWarning, match=r"no effect on \[0:2\], \[2:4\]: the model did not call them"):
+        step(torch.ones(1, 3, 16, 16))
 
 
 class Writing(Count):

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_iter
 
 from fullframe.errors import RecipeError, StrategyError
 from fullframe.model.blocks import repeated_blocks
+from fullframe.model.runs import runs_of_layers
 from fullframe.planning.candidates import Job, precisions_of
 from fullframe.planning.pool import runner
 from fullframe.planning.ranking import Plan, plans_of
@@ -174,8 +175,8 @@ def _frame(recipe: Recipe) -> tuple[int, int]:
 
 
 def _without_blocks(recipe: Recipe) -> tuple[str, ...]:
-    """What to recompute in a model that repeats no block: its outermost modules; () where it does."""
+    """What to recompute in a model without blocks or runs of layers: its outermost modules; () where it has them."""
     model = abstract_model(recipe, FakeTensorMode())
-    if repeated_blocks(model):
+    if repeated_blocks(model) or runs_of_layers(model):
         return ()
     return tuple(name for name, child in model.named_children() if any(True for _ in child.parameters()))

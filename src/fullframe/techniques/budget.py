@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 from fullframe.errors import StrategyError
 from fullframe.model.buffers import borrow_buffers, return_buffers
 from fullframe.model.forward_patch import PatchedForward, unpatch
+from fullframe.model.runs import part
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.spatial.tensor import SpatialTensor, local_of
 
@@ -92,7 +93,7 @@ def measured(
     """
     there = borrow_buffers(model, {})
     ledger = _Ledger(model, clock)
-    blocks = [model.get_submodule(name) for name in names]
+    blocks = [part(model, name) for name in names]
     for name, block in zip(names, blocks, strict=True):
         block.forward = _Measured(block, name, ledger)
     try:

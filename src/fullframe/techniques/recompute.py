@@ -24,6 +24,7 @@ from fullframe.errors import StrategyError
 from fullframe.model.blocks import repeated_blocks
 from fullframe.model.buffers import borrow_buffers, buffers_of, return_buffers
 from fullframe.model.forward_patch import PatchedForward
+from fullframe.model.runs import part, runs_of_layers
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 from fullframe.strategy import Strategy
 from fullframe.techniques.budget import Costs, choose
@@ -34,17 +35,19 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which are never called
 def blocks_to_recompute(model: nn.Module, strategy: Strategy) -> tuple[str, ...]:
     """Names of the modules that `strategy` may compute again, none within another; () without recompute.
 
-    Raises StrategyError when a pattern names no module, or without patterns the model repeats no block.
+    Without patterns the model's repeated blocks, or where it has none runs of the layers of its Sequentials.
+
+    Raises StrategyError when a pattern names no module, or without patterns there is neither.
     """
     if strategy.recompute == "none":
         return ()
     if strategy.recompute_modules:
         return tuple(_matching(model, strategy.recompute_modules))
-    found = repeated_blocks(model)
+    found = repeated_blocks(model) or runs_of_layers(model)
     if not found:
         raise StrategyError(
-            f"strategy.recompute is {strategy.recompute!r}, but {type(model).__name__} has no repeated blocks; "
-            f"name modules with recompute_modules, of {_examples(model)}"
+            f"strategy.recompute is {strategy.recompute!r}, but {type(model).__name__} has no repeated blocks, and no "
+            f"nn.Sequential of four layers; name modules with recompute_modules, of {_examples(model)}"
         )
     return tuple(found)
 
@@ -78,7 +81,7 @@ def _examples(model: nn.Module) -> str:
 def recompute(model: nn.Module, names: Sequence[str]) -> None:
     """From now on the named modules keep their inputs only. `forward_patch.restore` takes it back."""
     for name in names:
-        block = model.get_submodule(name)
+        block = part(model, name)
         block.forward = _Recomputed(block, name)
 
 
@@ -179,7 +182,7 @@ class Recomputation:
 
     def check(self) -> None:
         """After the first forward pass: say which blocks it did not call (but their parts one by one, perhaps)."""
-        forwards = {name: self._model.get_submodule(name).forward for name in self._unchecked}
+        forwards = {name: part(self._model, name).forward for name in self._unchecked}
         passed_by = [name for name, f in forwards.items() if isinstance(f, _Recomputed) and not f.was_called]
         self._unchecked = ()
         if passed_by and (not dist.is_initialized() or dist.get_rank() == 0):
