@@ -258,8 +258,6 @@ def _bad(what: str) -> None:
         ff.shard(torch.zeros(1, 3, 8, 8 + rank), mesh(1, 2))
     elif what == "dims":
         ff.shard(torch.zeros((8, 8) if rank else (1, 8, 8)), mesh(1, 2))
-    elif what == "rows":
-        ff.shard(torch.zeros(1, 3, 1, 8), mesh(2, 1))
     elif what == "twice":
         ff.shard(ff.shard(torch.zeros(8, 8), mesh(1, 2)), mesh(1, 2))
     elif what == "wrapped":
@@ -274,7 +272,6 @@ BAD = {
     "mesh": (MeshError, "height 3 x width 1 = 3 does not divide the 2 ranks"),
     "sizes": (ShapeError, "rank 0: (1, 3, 8, 8), rank 1: (1, 3, 8, 9)"),
     "dims": (ShapeError, "rank 0: (1, 8, 8), rank 1: (8, 8)"),
-    "rows": (ShapeError, "height 1 over 2 ranks leaves rank 1 of the axis empty"),
     "twice": (ShapeError, "split already"),
     "wrapped": (MeshError, "wrapped already"),
     "item": (UnsupportedOp, "torch.Tensor.item"),

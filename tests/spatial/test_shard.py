@@ -7,6 +7,7 @@ import torch.distributed as dist
 import fullframe as ff
 from fullframe.errors import ShapeError
 from fullframe.spatial.shard import even_spec, shard
+from tests.exactness import relative
 from tests.rank_group import rank_group
 from tests.spatial.fake import spatial
 
@@ -22,12 +23,43 @@ def test_the_last_two_dims_are_cut_evenly() -> None:
         assert [p.extents.bounds for p in even_spec((7, 9), on.mesh).placements] == [(0, 9)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "said"), [((5,), "dims .*H, W.* is needed"), ((3, 1, 9), "height 1 over 2 ranks.*use height=1")]
-)
-def test_what_cannot_be_cut_is_refused(shape: tuple[int, ...], said: str) -> None:
-    with spatial(2, 2) as on, pytest.raises(ShapeError, match=said):
-        even_spec(shape, on.mesh)
+def test_a_dim_with_fewer_rows_than_ranks_stays_whole() -> None:
+    with spatial(2, 2) as on:
+        assert [(p.axis, p.dim) for p in even_spec((3, 1, 9), on.mesh).placements] == [("width", 2)]
+        assert even_spec((3, 1, 1), on.mesh).placements == ()
+
+
+def test_what_has_no_rows_and_columns_is_refused() -> None:
+    with spatial(2, 2) as on, pytest.raises(ShapeError, match=r"dims .*H, W.* is needed"):
+        even_spec((5,), on.mesh)
+
+
+def _small(height: int, width: int, size: tuple[int, int]) -> list[float]:
+    """Of a small image: what convolutions, a norm, a resize and a sum make of it, and every gradient."""
+    on, found = ff.init_mesh(height, width), []
+    for is_split in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3, padding=1, bias=False),
+            torch.nn.BatchNorm2d(4),
+            torch.nn.Upsample(scale_factor=4, mode="bilinear"),
+            torch.nn.Conv2d(4, 2, 3, padding=1),
+        ).double()
+        image = torch.randn(2, 3, *size, dtype=torch.float64).requires_grad_()
+        x = shard(image, on) if is_split else image
+        out = (ff.parallelize(net, on) if is_split else net)(x)
+        weights = torch.randn(2, 2, 4 * size[0], 4 * size[1], dtype=torch.float64)
+        (out * (shard(weights, on) if is_split else weights)).sum().backward()
+        whole = out.full() if isinstance(out, ff.SpatialTensor) else out
+        found.append([whole.detach(), image.grad, *(p.grad for p in net.parameters())])
+    return [relative(here, there) for here, there in zip(*found, strict=True)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 7), (2, 2), (2, 9)])
+@pytest.mark.parametrize(("height", "width"), [(1, 2), (2, 1), (2, 2), (1, 3)])
+def test_small_images_are_exact(height: int, width: int, size: tuple[int, int]) -> None:
+    for found in rank_group(height * width).run(_small, height, width, size):
+        assert max(found) < 1e-11
 
 
 def _refused(kind: str) -> str:

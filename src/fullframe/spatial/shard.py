@@ -27,9 +27,9 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
     """This rank's part of `full`, whose last two dims are H and W; differentiable.
 
     Every rank of a replica passes the same tensor; the part is a copy, so that the whole can be freed. Dims are cut
-    evenly over the axes of `mesh` that have more than one rank. With `check`, the ranks first agree on shape, dtype and
-    a sample of the values, bit by bit, one small message; False is for callers that know. Raises ShapeError when ranks
-    differ or a dim has fewer rows than ranks.
+    evenly over the axes of `mesh` that have more than one rank; a dim with fewer rows than ranks stays whole, and where
+    nothing is cut the result is a plain tensor. With `check`, the ranks first agree on shape, dtype and a sample of the
+    values, bit by bit, one small message; False is for callers that know. Raises ShapeError when ranks differ.
     """
     if isinstance(full, SpatialTensor):
         raise ShapeError("the tensor is split already; pass the whole one, x.full()")
@@ -41,7 +41,7 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
 
 
 def even_spec(shape: tuple[int, ...], mesh: DeviceMesh) -> Spec:
-    """The spec of a whole (..., H, W) tensor cut evenly over `mesh`."""
+    """The spec of a whole (..., H, W) tensor cut evenly over `mesh`; a dim of fewer rows than ranks stays whole."""
     spatial = spatial_of(mesh)
     if len(shape) < 2:
         raise ShapeError(f"a tensor with dims (..., H, W) is needed, got shape {shape}")
@@ -49,13 +49,8 @@ def even_spec(shape: tuple[int, ...], mesh: DeviceMesh) -> Spec:
     axes = [pair for pair in axes if pair[1].size > 1] or axes[1:]  # one rank alone: one part of everything
     placements = []
     for dim, axis in axes:
-        size = shape[dim]
-        if size < axis.size:
-            raise ShapeError(
-                f"{axis.name} {size} over {axis.size} ranks leaves rank {size} of the axis empty (shape {shape}); "
-                f"use {axis.name}={max(size, 1)} or less in the mesh"
-            )
-        placements.append(Placement(axis.name, len(shape) + dim, Extents.even(size, axis.size)))
+        if shape[dim] >= axis.size:
+            placements.append(Placement(axis.name, len(shape) + dim, Extents.even(shape[dim], axis.size)))
     return spec_of(spatial, shape, tuple(placements), False, None)
 
 

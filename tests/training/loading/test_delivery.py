@@ -23,6 +23,7 @@ def test_a_grid_cuts_as_shard_does():
     assert Grid(2, 3, 0, 0).part((9, 14)) == (slice(0, 5), slice(0, 5))
     assert LAST.part((9, 14)) == (slice(5, 9), slice(10, 14))
     assert Grid().part((9, 14)) == (slice(0, 9), slice(0, 14))
+    assert LAST.part((9, 2)) == (slice(5, 9), slice(0, 2)), "fewer columns than ranks stay whole"
 
 
 def test_only_the_part_leaves_the_process_that_read_it():

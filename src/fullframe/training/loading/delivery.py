@@ -46,9 +46,12 @@ class Grid:
         return self.height * self.width
 
     def part(self, size: tuple[int, ...]) -> tuple[slice, slice]:
-        """This rank's rows and columns of a frame of `size` (H, W); none where there are fewer than ranks."""
-        rows = Extents.even(size[0], self.height).ranges[self.row]
-        columns = Extents.even(size[1], self.width).ranges[self.column]
+        """This rank's rows and columns of a frame of `size` (H, W); all where there are fewer than ranks."""
+        rows, columns = map(range, size)
+        if size[0] >= self.height:
+            rows = Extents.even(size[0], self.height).ranges[self.row]
+        if size[1] >= self.width:
+            columns = Extents.even(size[1], self.width).ranges[self.column]
         return slice(rows.start, rows.stop), slice(columns.start, columns.stop)
 
 
