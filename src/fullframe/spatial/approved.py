@@ -29,26 +29,29 @@ class KnownCall:
 
     def conformed(self, made: Any) -> Any:
         """What the rule made of an approved call, as torch has it."""
-        return made if self.approved is _AS_IT_IS else shell_of(made._local, self.approved, None)
+        if self.approved is _AS_IT_IS:
+            return made
+        before, after = self.approved
+        return shell_of(made._local, after if made.spec is before else made.spec.strided(after.strides), None)
 
     def approve(self, made: Any, result: Any) -> None:
         """Remember the call where `result`, as torch has it, is what the rule made, or differs in strides alone."""
         if result is made:
             self._known[self._key] = _AS_IT_IS
-        elif type(result) is type(made) is SpatialTensor and result._local is made._local and result._view is None:
-            self._known[self._key] = result.spec
+        elif type(result) is type(made) is SpatialTensor and result._local is made._local and _lasts(result):
+            self._known[self._key] = made.spec, result.spec
 
 
 def known_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KnownCall | None:
     """The call, told by all that its result's form depends on; None where each call wants its own checks.
 
-    That is where a split tensor is a copied view, where a whole one has a gradient that must be averaged, where there
-    is `out=`, and where the first operand is not split.
+    That is where a split tensor is a copied view or what a mask picked, where a whole one has a gradient that must be
+    averaged, where there is `out=`, and where the first operand is not split.
     """
     first = args[0] if args else None
     if (type(first) is list or type(first) is tuple) and first:
         first = first[0]
-    if type(first) is not SpatialTensor or first._view is not None or "out" in kwargs:
+    if type(first) is not SpatialTensor or not _lasts(first) or "out" in kwargs:
         return None
     local = first._local
     cast = autocast_of([first]) if torch._C._is_any_autocast_enabled() else None
@@ -64,12 +67,16 @@ def known_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Know
     return KnownCall((*told, *kwargs), first.spec.approved)
 
 
+def _lasts(shell: SpatialTensor) -> bool:
+    return shell._view is None and not shell.spec.fleeting
+
+
 def _tell(values: Iterable[Any], told: list[Any]) -> bool:
     """Add to `told` what the form of a result depends on; False for what cannot be told."""
     for value in values:
         kind = type(value)
         if kind is SpatialTensor:
-            if value._view is not None:
+            if not _lasts(value):
                 return False
             local = value._local
             told += (value.spec, local.stride(), local.dtype, local.requires_grad)
