@@ -11,6 +11,8 @@ CASES: dict[str, Case] = {
     "cat along the split dims": one(lambda x: torch.cat([torch.cat([x, x * 2], 3), torch.cat([x, x], 3)], 2)),
     "cat an odd strip": one(lambda x: torch.cat([x[:, :, :, :3], x, x[:, :, :, -1:]], 3)),
     "stack": one(lambda x: torch.stack([x, x * 2, x + 1], 2)),
+    **{f"roll of all by {n}": one(lambda x, n=n: x.roll(n) * x) for n in (1, -3, 64, 5000)},
+    "roll of nothing": one(lambda x: x.roll(0) * x),
     "roll": one(lambda x: x.roll((3, -2), (2, 3)) + x.roll(1, 1)),
 }  # fmt: skip
 

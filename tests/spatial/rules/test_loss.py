@@ -41,6 +41,18 @@ CASES: dict[str, Case] = {
     "cross_entropy ignore_index": one(lambda x: F.cross_entropy(x, labels(x, True))),
     "cross_entropy weights": Case(lambda x, w: F.cross_entropy(x, labels(x, True), w.abs().detach()), whole=((4,),)),
     "cross_entropy smoothing": one(lambda x: F.cross_entropy(x, labels(x, True), label_smoothing=0.1)),
+    **{f"cross_entropy of split classes {n}": one(
+        lambda x, n=n: F.cross_entropy(x[0].movedim(n, 1), (x[0].movedim(n, 1)[:, 0] > 0) * 3)
+    ) for n in (1, 2)},
+    "cross_entropy of split probabilities": one(
+        lambda x: F.cross_entropy(x[0], x[0].detach().sin().softmax(1), label_smoothing=0.1, reduction="none")
+    ),
+    "nll_loss of rows": one(lambda x: F.nll_loss(x[0, 0].log_softmax(1), labels(x)[0, :, 0], reduction="sum")),
+    "margins of split rows": one(lambda x: [
+        F.multi_margin_loss(x[0, 0], labels(x)[0, :, 0], margin=0.5),
+        F.multilabel_margin_loss(x[0, 0].sigmoid(), labels(x)[0] - 1, reduction="none"),
+        F.cosine_embedding_loss(x[0, 0], x[0, 1], x[0, 2, :, 0].detach().sign(), reduction="sum"),
+    ]),
     "cross_entropy none, sum": one(
         lambda x: [F.cross_entropy(x, labels(x), reduction="none"), F.cross_entropy(x, labels(x), reduction="sum")]
     ),

@@ -37,6 +37,7 @@ CASES: dict[str, Case] = {
     "channel_shuffle": one(lambda x: F.channel_shuffle(x, 2)),
     "windows and back": one(windows_and_back),
     "shifted windows": one(lambda x: windows_and_back(x.roll((-2, -2), (2, 3))).roll((2, 2), (2, 3))),
+    "repeat of split dims": one(lambda x: [x.repeat(1, 2, 3, 2), x.repeat(2, 1, 1, 1, 2), x.tile(2), x.tile(2, 1)]),
     "repeat_interleave": one(lambda x: [x.repeat_interleave(2, 3), x.repeat_interleave(3, 1)]),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     gradient_hooks,
     grid_sample,
     indexing,
+    integrals,
     joining,
     linear_algebra,
     loss,

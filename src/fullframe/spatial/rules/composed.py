@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fullframe.spatial.operands import aligned, merged
-from fullframe.spatial.rules.registry import rule
+from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.transposing import moved_from
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 _SPLIT_ALONG = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
@@ -100,11 +101,13 @@ def _triangle(func: Any, x: SpatialTensor, diagonal: int = 0) -> Tensor:
 
 @rule(torch.cross, Tensor.cross, torch.linalg.cross)
 def _cross(func: Any, a: Tensor, b: Tensor, dim: int | None = None) -> Tensor:
-    """The cross product along a dim of size 3; refuses a split one."""
+    """The cross product along a dim of size 3; of a split one the split moves to another dim."""
     spec = merged([a, b])
     if dim is None:
         dim = -1 if func is torch.linalg.cross else next(d for d, size in enumerate(a.shape) if size == 3)
-    spec.require_whole("the dim of the vectors is split", dim)
+    if spec.is_split(dim):
+        a, b = (moved_from(t, dim) if isinstance(t, SpatialTensor) else t for t in (a, b))
+        return torch.linalg.cross(a, b, dim=dim)  # type: ignore[no-any-return]
     return wrap(torch.linalg.cross(aligned(a, spec), aligned(b, spec), dim=dim), spec)
 
 
@@ -117,10 +120,20 @@ def _view_as_real(func: Any, x: SpatialTensor) -> Tensor:
 
 @rule(torch.view_as_complex)
 def _view_as_complex(func: Any, x: SpatialTensor) -> Tensor:
-    """Real (..., 2) as complex (...); refuses a split last dim."""
+    """Real (..., 2) as complex (...); of a split last dim the split moves to another one."""
+    if x.spec.is_split(-1):
+        return func(moved_from(x, -1))  # type: ignore[no-any-return]
     spec = x.spec
-    spec.require_whole("real and imaginary parts lie on different ranks", -1)
     return wrap(func(local_of(x)), spec.with_(spec.shape[:-1], spec.placements))
+
+
+_COMPLEX = {"cfloat": torch.complex64, "cdouble": torch.complex128, "chalf": torch.complex32}
+
+
+@rule(*(getattr(Tensor, name) for name in _COMPLEX))
+def _as_complex(func: Any, x: Tensor, *, memory_format: Any = torch.preserve_format) -> Tensor:
+    """Real numbers as complex ones."""
+    return x.to(_COMPLEX[func.__name__], memory_format=memory_format)
 
 
 @rule(torch.frexp, Tensor.frexp)
@@ -146,7 +159,7 @@ def _pairwise_distance(
 
 _COPIES = """
     detach expand permute select split split_with_sizes squeeze t transpose unbind unsqueeze view view_as_real
-    view_as_complex
+    view_as_complex unfold
 """
 _UNSAFE: dict[Any, Callable[..., Any]] = {torch.unsafe_chunk: torch.chunk, torch.unsafe_split: torch.split}
 _UNSAFE |= {Tensor.unsafe_chunk: torch.chunk, Tensor.unsafe_split: torch.split}
@@ -165,6 +178,42 @@ _BASES = _copied()
 def _copy(func: Any, *args: Any, **kwargs: Any) -> Any:
     """What the function of the name without `_copy` gives, copied."""
     return tree_map_only(Tensor, torch.clone, _BASES[func](*args, **kwargs))
+
+
+@rule(torch.slice_copy)
+def _slice_copy(func: Any, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
+    """A slice, copied."""
+    return x[_rows_of(x, dim, slice(start, end, step))].clone()
+
+
+@rule(torch.slice_scatter, Tensor.slice_scatter)
+def _slice_scatter(
+    func: Any, x: Tensor, src: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Tensor:
+    """`x` with other rows; refuses split rows for a whole tensor."""
+    result = x.clone()
+    result[_rows_of(x, dim, slice(start, end, step))] = src
+    return result
+
+
+@rule(torch.select_scatter, Tensor.select_scatter)
+def _select_scatter(func: Any, x: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    """`x` with another row; refuses a split row for a whole tensor."""
+    result = x.clone()
+    result[_rows_of(x, dim, index)] = src
+    return result
+
+
+def _rows_of(x: Tensor, dim: int, rows: Any) -> tuple[Any, ...]:
+    return (*(slice(None),) * (dim % x.dim()), rows)
+
+
+@rule(torch.constant_pad_nd)
+def _constant_pad(func: Any, x: Tensor, pad: Sequence[int], value: Any = 0) -> Tensor:
+    """Padded with one value."""
+    if isinstance(value, complex) and value.imag:
+        raise Unsupported("it pads with a complex number")
+    return F.pad(x, list(pad), "constant", value.real)
 
 
 @rule(*_UNSAFE)

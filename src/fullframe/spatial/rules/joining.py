@@ -59,9 +59,9 @@ def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 @rule(torch.roll, Tensor.roll)
 def _roll(func: Any, x: Tensor, shifts: Any, dims: Any = None) -> Tensor:
-    """Rows moved round a split dim by joining two slices; refuses to roll over the flattened tensor."""
-    if dims is None:
-        raise Unsupported("it rolls over the flattened tensor", "Name the dims.")
+    """Rows moved round a split dim by joining two slices; without dims, elements round the flattened tensor."""
+    if dims is None or dims == ():
+        return _rolled_over(x, shifts if isinstance(shifts, int) else shifts[0], x.dim() - 1)
     pairs = zip(*(((v,) if isinstance(v, int) else v) for v in (shifts, dims)), strict=True)
     for shift, dim in pairs:
         if not isinstance(x, SpatialTensor) or not x.spec.is_split(dim):
@@ -72,6 +72,22 @@ def _roll(func: Any, x: Tensor, shifts: Any, dims: Any = None) -> Tensor:
             at = size - shift % size
             x = joined([sliced_rows(x, dim, at, size), sliced_rows(x, dim, 0, at)], dim)
     return x
+
+
+def _rolled_over(x: Tensor, shift: int, dim: int) -> Tensor:
+    """`x` with its elements moved on by `shift` in the order of dims 0 to `dim`, dim by dim as an odometer turns."""
+    size = x.shape[dim] if x.dim() else 0
+    if dim < 0 or not size:
+        return x.clone()
+    turns, rest = divmod(shift, size)
+    if dim == 0:
+        return torch.roll(x, rest, 0)
+    moved = torch.roll(x, rest, dim) if rest else x
+    if not rest:
+        return _rolled_over(moved, turns, dim - 1)
+    came_round = torch.arange(size, device=x.device) < rest
+    came_round = came_round.view(-1, *(1,) * (x.dim() - 1 - dim))
+    return torch.where(came_round, _rolled_over(moved, turns + 1, dim - 1), _rolled_over(moved, turns, dim - 1))
 
 
 def _cat_split(tensors: Sequence[Tensor], dim: int) -> Tensor:

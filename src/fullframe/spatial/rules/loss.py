@@ -14,6 +14,7 @@ from fullframe.ranks.collectives import all_sum
 from fullframe.spatial.operands import aligned, merged
 from fullframe.spatial.rules.reduction import without
 from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.transposing import moved_from
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, wrap
 
@@ -94,8 +95,16 @@ def _forgotten_weight() -> Tensor | None:
 
 @rule(F.cross_entropy, F.nll_loss)
 def _classification_loss(func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Logits (N, C, ...), labels (N, ...): the mean is over all valid pixels; refuses split classes and weights."""
+    """Logits (N, C, ...), labels (N, ...): the mean is over all valid pixels; refuses split class weights.
+
+    Split classes are made whole: the split moves to another dim.
+    """
     (input, target), options = _options(func, 2, args, kwargs)
+    classes = 0 if input.dim() == 1 else 1
+    given = [t for t in (input, target) if isinstance(t, SpatialTensor) and t.dim() == input.dim()]
+    if any(t.spec.is_split(classes) for t in given):
+        moved = [moved_from(t, classes) if any(t is shell for shell in given) else t for t in (input, target)]
+        return func(*moved, **options)  # type: ignore[no-any-return]
     reduction, weight = _reduction_of(options), options.get("weight")
     if isinstance(weight, SpatialTensor):
         raise Unsupported("the class weights are split")
@@ -176,6 +185,9 @@ def _loss_of_rows(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Of rows (N, C), each whole on one rank; the targets are (N,), or (N, C) of the multilabel margin."""
     vectors = 2 if func is F.cosine_embedding_loss else 1
     operands, options = _options(func, vectors + 1, args, kwargs)
+    if any(isinstance(t, SpatialTensor) and t.dim() == 2 and t.spec.is_split(1) for t in operands):
+        moved = [moved_from(t, 1) if isinstance(t, SpatialTensor) and t.dim() == 2 else t for t in operands]
+        return func(*moved, **options)  # type: ignore[no-any-return]
     reduction, weight = _reduction_of(options), options.get("weight")
     spec = merged(operands[:vectors]) if any(isinstance(t, SpatialTensor) for t in operands[:vectors]) else None
     if spec is None or len(spec.shape) != 2 or spec.is_split(1) or isinstance(weight, SpatialTensor):

@@ -53,7 +53,10 @@ _FUNCTIONAL = """
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu sigmoid silu
     softplus softshrink softsign tanh tanhshrink threshold elu_ celu_ hardtanh_ leaky_relu_ relu_ selu_ threshold_
 """
-_TORCH = "zeros_like ones_like full_like empty_like clone detach threshold threshold_ celu selu celu_ selu_ relu_"
+_TORCH = """
+    fill fill_ zero_ zeros_like ones_like full_like empty_like clone detach threshold threshold_ celu selu celu_ selu_
+    relu_
+"""
 _METADATA = """
     shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_quantized itemsize nbytes
     names is_mkldnn is_xpu is_mps is_nested

@@ -185,14 +185,17 @@ def _expand(func: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
 
 @rule(Tensor.repeat, torch.tile, Tensor.tile)
 def _repeat(func: Any, x: SpatialTensor, *args: Any, **named: Any) -> Tensor:
-    """Copies along whole dims; refuses to repeat a split dim."""
+    """Copies along any dims; those of a split dim are joined, and rows change hands."""
     spec: Spec = x.spec
     repeats = list(_sizes(args or tuple(named.values())))
     if func is not Tensor.repeat:
         repeats = [1] * (len(spec.shape) - len(repeats)) + repeats
     extra = len(repeats) - len(spec.shape)
-    if any(repeats[p.dim + extra] != 1 for p in spec.placements):
-        raise Unsupported(f"it repeats a split dim (repeats {tuple(repeats)})", "Join copies with torch.cat.")
+    for dim in {p.dim for p in spec.placements}:
+        times, repeats[dim + extra] = repeats[dim + extra], 1
+        if times != 1:
+            copies = torch.cat([x] * times, dim) if times else x.narrow(dim, 0, 0)
+            return copies.repeat(repeats)
     shape = [r * s for r, s in zip(repeats, (1,) * extra + spec.shape, strict=True)]
     result = spec.with_(shape, tuple(p.at(p.dim + extra) for p in spec.placements))
     return wrap(local_of(x).repeat(repeats), result)

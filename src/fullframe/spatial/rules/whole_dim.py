@@ -12,9 +12,10 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 @rule(F.prelu, torch.prelu, Tensor.prelu)
 def _prelu(func: Any, x: Tensor, weight: Tensor) -> Tensor:
-    """The weight is one number or one a channel; refuses a split weight, and split channels with one number each."""
+    """The weight is one number or one a channel; refuses a split weight."""
     if isinstance(weight, SpatialTensor) or not isinstance(x, SpatialTensor):
         raise Unsupported("the weight is split")
     if weight.numel() > 1:
-        x.spec.require_whole("it works along dim 1, which is split", 1)
+        channels = x.spec.held(1)
+        weight = weight.narrow(0, channels.start, len(channels))
     return wrap(func(local_of(x), weight), x.spec)
