@@ -1,4 +1,4 @@
-"""Writing at index tensors along whole dims."""
+"""Writing at index tensors."""
 
 import pytest
 import torch
@@ -11,6 +11,57 @@ def labels(x: Tensor) -> Tensor:
     return (x[:, :1].detach().abs() * 5).long() % 4
 
 
+YS, XS = torch.tensor([6, 0, 3, 3, -1]), torch.tensor([10, -11, 5, 5, 4])
+ROWS = torch.tensor([6, 0, 3, 3, 2])
+
+
+def along(x: Tensor, dim: int) -> Tensor:
+    """(N, 1, H, W): rows of dim `dim`, a split tensor."""
+    return (x[:, :1].detach().abs() * 50).long() % x.shape[dim]
+
+
+def set_at(x: Tensor, value: Tensor, *index: object) -> Tensor:
+    x = x * 1
+    x[index] = value
+    return x
+
+
+def pillars(x: Tensor, values: Tensor) -> Tensor:
+    """Features (C, P) of pillars put on a canvas (C, H * W), as PointPillars does."""
+    canvases = []
+    for image in x:
+        canvas = torch.zeros_like(image).flatten(1)
+        canvas[:, YS[:3] * 11 + 5] = values
+        canvases.append(canvas.view(image.shape))
+    return torch.stack(canvases) * x
+
+
+def onto(x: Tensor, into: Tensor, index: Tensor, value: Tensor) -> Tensor:
+    """Features of pixels added to the cells of a whole grid, as Lift-Splat does."""
+    return torch.zeros_like(into).index_add_(0, index, value) + into.index_add(0, index, value, alpha=2)
+
+
+def splat(x: Tensor, into: Tensor) -> Tensor:
+    pixels = x.permute(0, 2, 3, 1).flatten(0, 2)
+    return onto(x, into, (pixels[:, 0].detach().abs() * 9).long() % into.shape[0], pixels)
+
+
+def splat_by(x: Tensor, into: Tensor, way: str) -> Tensor:
+    pixels = x.permute(0, 2, 3, 1).flatten(0, 2)
+    cells = (pixels[:, 0].detach().abs() * 9).long() % into.shape[0]
+    if way == "put":
+        return into.index_put((cells,), pixels, accumulate=True) + into.index_put(
+            (cells, cells % 4), pixels[:, 1], True
+        )
+    if way == "put values":
+        return into.index_put((torch.arange(len(cells)) % 6,), pixels, accumulate=True)
+    return into.scatter_add(0, cells[:, None].expand(-1, 4), pixels)
+
+
+def whole(op: object, *shapes: tuple[int, ...]) -> Case:
+    return Case(op, whole=shapes, sizes=((7, 11),))  # type: ignore[arg-type]
+
+
 CASES: dict[str, Case] = {
     "one hot by scatter": small(lambda x: torch.zeros_like(x).scatter_(1, labels(x), 1.0)),
     "scatter into a whole map": small(lambda x: torch.zeros(x.shape, dtype=x.dtype).scatter(1, labels(x), 1.0)),
@@ -19,6 +70,50 @@ CASES: dict[str, Case] = {
     "scatter_reduce": small(lambda x: x.scatter_reduce(1, labels(x), x[:, 1:2], "amax")),
     "index_add": small(lambda x: x.index_add(1, torch.tensor([2, 0]), x[:, :2].sin(), alpha=2)),
     "index_copy": small(lambda x: (x * 1).index_copy_(1, torch.tensor([2, 0]), x[:, :2].sin())),
+    "scatter along a split dim": small(lambda x: x.scatter(3, XS.expand(2, 4, 7, 5) % 11, 2.0) * x),
+    "scatter a source along a split dim": whole(lambda x, v: x.scatter(2, ROWS[:3, None].expand(2, 4, 3, 11), v) * x,
+                                                (2, 4, 3, 11)),
+    "scatter of fewer rows": whole(lambda x, v: x.scatter(1, XS[None, None, None].expand(1, 3, 6, 5) % 4, v) * x,
+                                   (1, 3, 6, 5)),
+    "scatter of fewer split rows": small(lambda x: x.scatter(1, along(x, 1)[:, :, :5, :9], x[:, 1:2, :5, :9] * 2)),
+    "scatter_add along a split dim": whole(
+        lambda x, v: [x.scatter_add(3, XS[None, :, None].expand(2, 5, 7)[:, :4, :, None] % 11, v),
+                      (x * 1).scatter_add_(2, ROWS[:, None].expand(2, 4, 5, 11), v.expand(2, 4, 7, 11)[:, :, :5])],
+        (2, 4, 7, 1)),
+    "scatter_reduce along a split dim": whole(
+        lambda x, v: [x.scatter_reduce(3, XS.expand(2, 4, 7, 5) % 11, v, way, include_self=own)
+                      for way in ("sum", "amax", "mean", "prod") for own in (True, False)], (2, 4, 7, 5)),
+    "scatter by a split index": small(
+        lambda x: [x.scatter_add(d, along(x, d), x[:, 1:2].sin()) for d in (2, 3)]),
+    "rows added": whole(lambda x, v: x.index_add(2, ROWS, v, alpha=3) * x, (2, 4, 5, 11)),
+    "rows copied": whole(lambda x, v: (x * 1).index_copy_(3, XS[:2] % 11, v) * x, (2, 4, 7, 2)),
+    "rows filled": small(lambda x: [(x * 1).index_fill_(3, XS, 2.5) * x, x.index_fill(2, ROWS, x.sum())]),
+    "rows reduced": whole(lambda x, v: [x.index_reduce(2, ROWS, v, way, include_self=False)
+                                        for way in ("amax", "mean", "prod")], (2, 4, 5, 11)),
+    "rows of a split source": small(
+        lambda x: [x.index_add(2, ROWS, x[:, :, :5].sin()), x.index_copy(3, XS % 11, x[..., :5] * 2)]),
+    "rows at a split index": small(lambda x: x.index_add(3, along(x, 3)[0, 0, 0], x.sin())),
+    "put at points": whole(lambda x, v: x.index_put((torch.tensor([0, 1, 1, 0, 1]), YS % 4, YS, XS), v) * x, (5,)),
+    "put at rows": whole(
+        lambda x, v: x.index_put((torch.tensor([1]), torch.tensor([2]), YS), v, accumulate=True), (5, 11)),
+    "put": whole(lambda x, v: [x.put(torch.tensor([3, -1, 100]), v),
+                               (x * 1).put_(torch.tensor([3, 3, 9]), v, True)], (3,)),
+    "set at points": whole(lambda x, v: set_at(x, v, slice(None), slice(None), YS[:3], XS[:3]) * x, (2, 4, 3)),
+    "set at points of images": whole(
+        lambda x, v: set_at(x, v, torch.tensor([0, 1]), slice(None), YS[:2], XS[:2]), (2, 4)),
+    "set one value": whole(lambda x, v: [set_at(x, v[0], ..., XS), set_at(x, 3.0, 0, 1, YS, slice(2, None))], (1,)),
+    "set in slices": whole(lambda x, v: set_at(x, v, 1, slice(1, 3), slice(2, 6), XS[:3] % 4), (2, 4, 3)),
+    "set in a table of points": whole(
+        lambda x, v: set_at(x, v, slice(None), slice(None), YS[:3, None], XS[None, :2]), (4, 3, 2)),
+    "set split values": small(lambda x: set_at(x, x[:, :, :3] * 2, slice(None), slice(None), YS[:3])),
+    "set apart": whole(lambda x, v: set_at(x, v, torch.tensor([1, 0]), slice(None), torch.tensor([2, -1])), (2, 4, 11)),
+    "set at numbers that are tensors": small(lambda x: set_at(x, 2.0, ..., torch.tensor(3), torch.tensor(-1)) * x),
+    "set a list": small(lambda x: set_at(x, -1, slice(None), [0, 2], slice(None), slice(None))),
+    "pillars": whole(pillars, (4, 3)),
+    "splat": whole(splat, (6, 4)),
+    "splat by index_put": whole(lambda x, into: splat_by(x, into, "put"), (6, 4)),
+    "splat at whole positions": whole(lambda x, into: splat_by(x, into, "put values"), (6, 4)),
+    "splat by scatter_add": whole(lambda x, into: splat_by(x, into, "scatter"), (6, 4)),
     "index_fill": small(lambda x: x.index_fill(1, torch.tensor([2, 0]), 7.0)),
 }  # fmt: skip
 

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice
+from fullframe.spatial.fallback import settle
 from fullframe.spatial.redistribute import refetched
 from fullframe.spatial.rules.masks import is_mask, masked, write
 from fullframe.spatial.rules.points import has_values, read_at
 from fullframe.spatial.rules.reduction import without
 from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
+from fullframe.spatial.rules.scattering import put_at
 from fullframe.spatial.rules.window_plan import plan_windows, region
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, viewed, wrap
@@ -121,7 +123,7 @@ def basic(x: Tensor, items: Sequence[Any]) -> tuple[Tensor, list[Tensor | None]]
         elif isinstance(item, slice):
             rows = range(*item.indices(x.shape[dim]))
             x = sliced_rows(x, dim, rows.start, max(rows.stop, rows.start), rows.step)
-        points.append(None if item is None or isinstance(item, slice) else torch.as_tensor(item, device=x.device))
+        points.append(item if isinstance(item, Tensor) else None)
     return x, points + [None] * (x.dim() - len(points))
 
 
@@ -141,8 +143,10 @@ def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
         return write(x, items, value)
     if not isinstance(x, SpatialTensor):
         raise Unsupported("a split value is written into a whole tensor", "Use torch.where or torch.cat.")
-    if any(isinstance(i, (Tensor, bool)) for i in items):
-        raise Unsupported("it writes at index tensors", "Use torch.where.")
+    if any(isinstance(i, bool) for i in items):
+        raise Unsupported("indexing with a bool is not split")
+    if any(isinstance(i, Tensor) for i in items):
+        return _put(func, x, items, value)
     strange = any(i is None or (isinstance(i, slice) and i.step not in (None, 1)) for i in items)
     if isinstance(value, SpatialTensor) or strange:
         _written(x[index], value)
@@ -165,6 +169,18 @@ def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
             if value.dim() > behind:
                 value = value.unsqueeze(value.dim() - behind)
     local[...] = value  # also where nothing is owned: every rank's graph must hold `value`, or DDP waits for it
+
+
+def _put(func: Any, x: SpatialTensor, items: list[Any], value: Any) -> None:
+    """Write at index tensors, and slices beside them."""
+    view, points = basic(x, items)
+    value = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    if all(i is None for i in points):
+        _written(view, value)
+        return
+    put_at(func, view, points, value)
+    if isinstance(view, SpatialTensor):
+        settle(view)
 
 
 def _written(view: Tensor, value: Any) -> None:

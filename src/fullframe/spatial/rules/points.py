@@ -16,7 +16,7 @@ from fullframe.spatial.rules.tables import landing, looked_up
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
 
-_FEW = 2**16  # numbers that any rank may hold besides its part of a map
+FEW = 2**16  # numbers that any rank may hold besides its part of a map
 
 
 def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
@@ -89,7 +89,7 @@ def _whole(index: Tensor, x: SpatialTensor) -> Tensor:
     """A split index made whole, where that is less than to make `x` whole."""
     if not isinstance(index, SpatialTensor):
         return index
-    if index.numel() > max(x.numel(), _FEW):
+    if index.numel() > max(x.numel(), FEW):
         raise Unsupported("the index is split, and larger than what it reads from")
     return index.full()
 
@@ -97,7 +97,7 @@ def _whole(index: Tensor, x: SpatialTensor) -> Tensor:
 def _require_few(result: Spec, spec: Spec) -> None:
     """Raises Unsupported where a rank would hold more of the result than it holds of the map `spec`."""
     sizes = [prod(s.shape) // prod(s.spatial.axis(p.axis).size for p in s.placements) for s in (result, spec)]
-    if len(result.placements) < len(spec.placements) and sizes[0] > max(sizes[1], _FEW):
+    if len(result.placements) < len(spec.placements) and sizes[0] > max(sizes[1], FEW):
         raise Unsupported(
             f"what it reads along a split dim, {tuple(result.shape)}, would be whole on every rank, and is larger than "
             "a rank's part of the map",
@@ -185,7 +185,7 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
         index = wrap(*gather_axes(local_of(index), index.spec, list(over)))
     rows = aligned(index, read)
     if over:
-        _require_all_inside(func, rows, spec, dim)
+        require_all_inside(rows, spec, dim)
     columns = spec.with_(x.shape, tuple(p for p in read.placements if p.dim != dim))
     local = sliced(local_of(x), columns, tuple(others))
     local, places, held = at_own(local, spec, [rows if d == dim else None for d in range(x.dim())])
@@ -203,7 +203,7 @@ def _gathered(table: Tensor, dim: int, index: SpatialTensor) -> Tensor:
     return wrap(sliced(table, others).gather(dim, local_of(index)), spec)
 
 
-def _require_all_inside(func: Any, rows: Tensor, spec: Spec, dim: int) -> None:
+def require_all_inside(rows: Tensor, spec: Spec, dim: int) -> None:
     """Raises torch's error on all ranks where any rank's part of an index is outside the tensor."""
     outside = torch.tensor(not _is_inside(rows, spec.shape[dim], False), dtype=torch.int32, device=rows.device)
     outside = all_sum_no_grad(outside, spec.spatial.replica)

@@ -1,13 +1,20 @@
-"""Writing at index tensors along a whole dim: every rank writes its own columns, nothing is sent."""
+"""Writes at index tensors: each rank writes what it holds; what all ranks add to a whole tensor is summed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fullframe.spatial.operands import aligned
+from fullframe.geometry.extents import Extents
+from fullframe.geometry.placement import Placement
+from fullframe.ranks.collectives import all_sum
+from fullframe.spatial.operands import aligned, merged
+from fullframe.spatial.redistribute import gather_axes
+from fullframe.spatial.rules.points import FEW, at_own, has_values, require_all_inside, require_inside
 from fullframe.spatial.rules.registry import Unsupported, rule, writes
+from fullframe.spatial.rules.tables import landing
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
@@ -19,17 +26,92 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 def _scatter(
     func: Any, x: Tensor, dim: int, index: Tensor, src: Any = None, *args: Any, value: Any = None, **kwargs: Any
 ) -> Tensor:
-    """`x[..., index[i], ...] = src[..., i, ...]` along `dim`; one-hot maps of split labels are of this kind."""
-    src = value if src is None else src
-    given = [t for t in (x, index, src) if isinstance(t, SpatialTensor)]
+    """`x[..., index[i], ...] = src[..., i, ...]` along `dim`; one-hot maps of split labels are of this kind.
+
+    Along a split dim the index and the source are whole, or made so where they are smaller than `x`. Into a whole `x`
+    along a dim by which they are split, values can only be added.
+    """
+    dim, src = dim % max(x.dim(), 1), value if src is None else src
+    if not isinstance(x, SpatialTensor):
+        return _scattered_into_whole(func, x, dim, index, src, *args, **kwargs)
+    spec = x.spec
+    over = [p.axis for p in spec.placements if p.dim == dim]
+    others = tuple(_clipped(p, index.shape) for p in spec.placements if p.dim != dim)
+    if not isinstance(index, SpatialTensor) and over:
+        require_inside(lambda like: like.gather(dim, index), spec, {dim: index}, False)
+    rows = _cut(index, x, dim, over, others, index.shape)
+    local = [_cut(t, x, dim, over, others, index.shape) if isinstance(t, Tensor) else t for t in (src,)]
+    if not over:
+        result = func(local_of(x), dim, rows, *local, *args, **kwargs)
+        return x if result is local_of(x) else wrap(result, spec)
+    if isinstance(index, SpatialTensor):
+        require_all_inside(rows, spec, dim)
+    own = local_of(x)
+    _, points, held = at_own(own, spec, [rows if d == dim else None for d in range(x.dim())])
+    size, place = own.shape[dim], points[dim]
+    assert place is not None and held is not None
+    place = place.masked_fill(~held, size)  # what other ranks hold goes to a row that is thrown away
+    shape = (*own.shape[:dim], 1, *own.shape[dim + 1 :])
+    result = func(torch.cat([own, own.new_zeros(shape)], dim), dim, place, *local, *args, **kwargs).narrow(dim, 0, size)
+    if writes(func, kwargs):
+        own.copy_(result)
+        return x
+    return wrap(result.contiguous(), spec)
+
+
+def _clipped(p: Placement, shape: Sequence[int]) -> Placement:
+    """The placement of an index whose rows are the first of those that `p` cuts."""
+    size = shape[p.dim]
+    if size == p.outer * p.extents.size * p.inner:
+        return p
+    if not p.is_plain:
+        raise Unsupported("the index covers a part of a dim that is merged from split and other dims")
+    return replace(p, extents=Extents(tuple(min(bound, size) for bound in p.extents.bounds)))
+
+
+def _cut(
+    t: Tensor, x: SpatialTensor, dim: int, over: list[str], others: tuple[Placement, ...], shape: Sequence[int]
+) -> Tensor:
+    """The part of an index of `shape`, or a source, that meets this rank's part of `x`; whole along `dim`."""
+    for p in others:
+        if t.shape[p.dim] != shape[p.dim]:
+            t = t.narrow(p.dim, 0, shape[p.dim])
+    if isinstance(t, SpatialTensor) and over:
+        t = _without_cuts(t, x, [p.axis for p in t.spec.placements if p.axis in over or p.dim == dim])
+    return aligned(t, x.spec.with_(t.shape, others))
+
+
+def _without_cuts(t: SpatialTensor, x: Tensor, axes: Sequence[str]) -> Tensor:
+    """What is written made whole along mesh axes, where it is no larger than what it is written to."""
+    if axes and t.numel() > max(x.numel(), FEW):
+        raise Unsupported("what is written at index tensors is split, and larger than what it is written to")
+    return wrap(*gather_axes(local_of(t), t.spec, axes))
+
+
+def _scattered_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, src: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Split values that are scattered into a whole tensor: the result is cut as they are, or is their sum, whole."""
+    given = [t for t in (index, src) if isinstance(t, SpatialTensor)]
     spec = given[0].spec
+    if any(t.spec.is_split(dim) for t in given):
+        if not func.__name__.startswith("scatter_add") or src.shape != index.shape:
+            raise Unsupported("it scatters along a split dim into a whole tensor; only sums are added over ranks")
+        spec = merged([index, src])
+        spec.require_whole("along other dims the index is split too", *(d for d in range(x.dim()) if d != dim))
+        parts = aligned(index, spec), aligned(src, spec)
+        return _added(func, x, torch.scatter_add(x.new_zeros(x.shape), dim, *parts), spec, kwargs)
+    if writes(func, kwargs):
+        raise Unsupported("it writes split values into a whole tensor", "Use the form that is not in place.")
     tensors = [t for t in (x, index, src) if isinstance(t, Tensor)]
-    _check_whole(func, x, spec, dim, kwargs)
     if any(t.shape[p.dim] != spec.shape[p.dim] for t in tensors for p in spec.placements):
         raise Unsupported("the index or the source covers a part of a split dim")
-    local = [_cut(t, spec) if isinstance(t, Tensor) else t for t in (x, index, src)]
-    result = func(local[0], dim, *local[1:], *args, **kwargs)
-    return x if result is local[0] else wrap(result, spec.with_(x.shape, spec.placements))
+    cut = [aligned(t, spec.with_(t.shape, spec.placements)) if isinstance(t, Tensor) else t for t in (x, index, src)]
+    return wrap(func(cut[0], dim, *cut[1:], *args, **kwargs), spec.with_(x.shape, spec.placements))
+
+
+def _added(func: Any, x: Tensor, mine: Tensor, spec: Spec, kwargs: dict[str, Any]) -> Tensor:
+    """A whole `x` and what the ranks add to it, on all of them."""
+    total = all_sum(mine, spec.spatial.group([p.axis for p in spec.placements]))
+    return x.add_(total) if writes(func, kwargs) else x + total
 
 
 @rule(
@@ -38,28 +120,147 @@ def _scatter(
     *(torch.index_reduce, Tensor.index_reduce, Tensor.index_reduce_),
 )
 def _at_rows(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Rows of a whole dim are added, copied or filled."""
-    if isinstance(index, SpatialTensor) or not isinstance(x, SpatialTensor):
-        raise Unsupported("the index is split, or rows of a whole tensor are written from a split one")
-    spec = x.spec
-    _check_whole(func, x, spec, dim, kwargs)
+    """Rows of a dim are added, copied, filled or reduced; see `_scatter`."""
+    dim %= max(x.dim(), 1)
+    name = func.__name__.rstrip("_")
+    if isinstance(source, Tensor) and source.dim() and source.dim() != x.dim():
+        raise RuntimeError(f"a source of {source.dim()} dims cannot be written into rows of {x.dim()} dims")
+    if not isinstance(x, SpatialTensor):
+        return _rows_into_whole(func, x, dim, index, source, *args, **kwargs)
+    spec, local = x.spec, local_of(x)
+    index, others = _whole(index, x), tuple(p for p in spec.placements if p.dim != dim)
     if isinstance(source, Tensor) and source.dim():
-        if source.dim() != x.dim():
-            raise RuntimeError(f"a source of {source.dim()} dims cannot be written into rows of {x.dim()} dims")
-        source = _cut(source, spec)
-    local = local_of(x)
+        if isinstance(source, SpatialTensor):
+            source = _without_cuts(source, x, [p.axis for p in source.spec.placements if p.dim == dim])
+        source = aligned(source, spec.with_(source.shape, others))
+    if len(others) < len(spec.placements):
+        index = index.reshape(-1)
+        refuse = _refusing(RuntimeError if name == "index_add" else IndexError)
+        require_inside(refuse, spec, {dim: index}, name == "index_fill")
+        _, points, held = at_own(local, spec, [index if d == dim else None for d in range(x.dim())])
+        mine = _those_of(held)
+        index = points[dim][mine]  # type: ignore[index]
+        if isinstance(source, Tensor) and source.dim():
+            source = source.index_select(dim, mine)
     result = func(local, dim, index, source, *args, **kwargs)
     return x if result is local else wrap(result, spec)
 
 
-def _check_whole(func: Any, x: Tensor, spec: Spec, dim: int, options: dict[str, Any]) -> None:
-    if spec.is_split(dim):
-        raise Unsupported("it writes along a split dim", "Write along a whole dim, or to x.full().")
-    if not isinstance(x, SpatialTensor) and writes(func, options):
-        raise Unsupported("it writes split values into a whole tensor", "Use the form that is not in place.")
+def _refusing(kind: type[Exception]) -> Any:
+    def refuse(like: Tensor) -> None:
+        raise kind(f"an index is out of bounds for a tensor of shape {tuple(like.shape)}")
+
+    return refuse
 
 
-def _cut(t: Tensor, spec: Spec) -> Tensor:
-    """The part of a tensor that has the sizes of `spec` in its split dims, and any in the others."""
-    shape: Sequence[int] = t.shape
-    return aligned(t, spec.with_(shape, spec.placements))
+def _those_of(held: Tensor | None) -> Tensor:
+    """The numbers of the positions that this rank holds; of all positions in a simulation, which has no values."""
+    assert held is not None
+    if not has_values(held):
+        return torch.arange(held.numel(), device=held.device)
+    return held.flatten().nonzero().squeeze(1)
+
+
+def _rows_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Rows from a split source or at a split index added to a whole tensor."""
+    given = source if isinstance(source, SpatialTensor) else index
+    assert isinstance(given, SpatialTensor)
+    at = dim if given is source else 0
+    if not func.__name__.startswith("index_add") or any(p.dim != at for p in given.spec.placements):
+        raise Unsupported("it writes split rows into a whole tensor; only sums are added over ranks")
+    spec, alpha = given.spec, args[0] if args else kwargs.get("alpha", 1)
+    index, source = (
+        aligned(t, spec.with_(t.shape, tuple(p.at(d) for p in spec.placements))) for t, d in ((index, 0), (source, dim))
+    )
+    return _added(func, x, torch.index_add(x.new_zeros(x.shape), dim, index, source, alpha=alpha), spec, kwargs)
+
+
+@rule(torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_)
+def _index_put(func: Any, x: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
+    """`x[indices] = values`, or added to what is there; refuses masks. See `_scatter`."""
+    points = [*indices, *(None for _ in range(x.dim() - len(indices)))]
+    return put_at(func, x, points, values, accumulate)
+
+
+def put_at(func: Any, x: Tensor, points: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    """`x[points] = values`, one index tensor or None a dim: into `x` where `func` writes, else into a copy."""
+    given = [i for i in points if i is not None]
+    if any(i.dtype in (torch.bool, torch.uint8) for i in given):
+        raise Unsupported("it writes at a mask, so what it writes depends on the values", "Use torch.where.")
+    if not isinstance(x, SpatialTensor):
+        return _put_into_whole(func, x, points, values, accumulate)
+    spec, own = x.spec, local_of(x)
+    indices = iter(torch.broadcast_tensors(*(_whole(i, x) for i in given)))
+    points = [None if i is None else next(indices) for i in points]
+    at, shape = landing(points), next(i.shape for i in points if i is not None)
+    rest = [d for d, i in enumerate(points) if i is None]
+    goal = [*rest[:at], *(None for _ in shape), *rest[at:]]
+    sizes = [spec.shape[d] for d in rest]
+    kept = tuple(p.at(goal.index(p.dim)) for p in spec.placements if p.dim in rest)
+    values = _as_target(values, spec.with_((*sizes[:at], *shape, *sizes[at:]), kept), x, range(at, at + len(shape)))
+    require_inside(_refusing(IndexError), spec, {d: i for d, i in enumerate(points) if i is not None}, True)
+    _, places, held = at_own(own, spec, points)
+    if held is not None:
+        mine = _those_of(held)
+        values = _selected(values, mine, len(goal), at, shape)
+        places = [None if i is None else i.flatten()[mine] for i in places]
+    if writes(func, {}):
+        torch.ops.aten.index_put_(own, places, values, accumulate)
+        return x
+    return wrap(torch.ops.aten.index_put(own, places, values, accumulate), spec)
+
+
+def _whole(t: Tensor, x: Tensor) -> Tensor:
+    return _without_cuts(t, x, [p.axis for p in t.spec.placements]) if isinstance(t, SpatialTensor) else t
+
+
+def _as_target(values: Tensor, target: Spec, x: Tensor, at: range) -> Tensor:
+    """This rank's part of values that broadcast to `target`, whole along the dims `at`, those of the positions."""
+    while values.dim() > len(target.shape) and values.shape[0] == 1:
+        values = values.squeeze(0)
+    if isinstance(values, SpatialTensor):
+        ahead = len(target.shape) - values.dim()
+        values = _without_cuts(values, x, [p.axis for p in values.spec.placements if p.dim + ahead in at])
+    return aligned(values, target)
+
+
+def _selected(values: Tensor, mine: Tensor, dims: int, at: int, shape: Sequence[int]) -> Tensor:
+    """Those values that belong to the positions `mine`, numbers in `shape`, whose dims begin at dim `at` of `dims`."""
+    values = values.reshape((1,) * (dims - values.dim()) + tuple(values.shape))
+    if not shape:
+        return values.unsqueeze(at)
+    last = at + len(shape) - 1
+    if all(size == 1 for size in values.shape[at : last + 1]):  # one value for all
+        return values.flatten(at, last)
+    return values.expand(*values.shape[:at], *shape, *values.shape[last + 1 :]).flatten(at, last).index_select(at, mine)
+
+
+def _put_into_whole(func: Any, x: Tensor, points: Sequence[Tensor | None], values: Tensor, accumulate: bool) -> Tensor:
+    """Split values, or values at split positions, added to a whole tensor."""
+    if not accumulate:
+        raise Unsupported("it writes split values into a whole tensor; only sums are added over ranks")
+    given, at = [i for i in points if i is not None], landing(points)
+    sizes = [size for size, i in zip(x.shape, points, strict=True) if i is None]
+    shape = torch.broadcast_shapes(*(i.shape for i in given))
+    goal = (*sizes[:at], *shape, *sizes[at:])
+    if any(isinstance(i, SpatialTensor) for i in given):
+        spec = merged(given)
+        cuts = tuple(p.at(p.dim + at) for p in spec.placements)
+    else:
+        assert isinstance(values, SpatialTensor)
+        spec = values.spec
+        cuts = tuple(p.at(p.dim + len(goal) - values.dim()) for p in spec.placements)
+    if any(not at <= p.dim < at + len(shape) for p in cuts):
+        raise Unsupported("values that are split along other dims than those of the positions are added to a whole one")
+    positions = spec.with_(shape, tuple(p.at(p.dim - at) for p in cuts))
+    mine = [None if i is None else aligned(i, positions) for i in points]
+    mine_of = torch.ops.aten.index_put(x.new_zeros(x.shape), mine, aligned(values, spec.with_(goal, cuts)), True)
+    return _added(func, x, mine_of, spec, {})
+
+
+@rule(torch.put, Tensor.put, Tensor.put_)
+def _put(func: Any, x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    """Elements by their numbers in the whole tensor; see `_index_put`."""
+    flat = torch.index_put(x.reshape(-1), (index.reshape(-1),), source.reshape(-1), accumulate)
+    result = flat.view(x.shape)
+    return x.copy_(result) if writes(func, {}) else result

@@ -17,7 +17,7 @@ _REFUSED: dict[str, str] = {
         native_norm corrcoef cov renorm renorm_ hspmm smm sspaddmm hash_tensor
     """,
     "it picks or orders elements by their positions in the whole tensor": """
-        diag diag_embed diagflat diagonal diagonal_copy diagonal_scatter fill_diagonal_ put put_
+        diag diag_embed diagflat diagonal diagonal_copy diagonal_scatter fill_diagonal_
         histogramdd combinations
         cartesian_prod meshgrid cdist pdist as_strided as_strided_ as_strided_copy as_strided_scatter select_scatter
         slice_scatter slice_inverse gradient unravel_index
@@ -27,7 +27,7 @@ _REFUSED: dict[str, str] = {
         __reversed__ map_ map2_ apply_
     """,
     "it reads or writes at index tensors": """
-        index_put index_put_ index embedding embedding_bag
+        index embedding embedding_bag
     """,
     "the shape of its result depends on the values": """
         nonzero_static
