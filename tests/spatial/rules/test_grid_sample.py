@@ -130,6 +130,31 @@ def test_split_grids_and_other_images() -> None:
     assert not on_all_meshes(_others)
 
 
+def deformable(x: Tensor, queries: Tensor, mix: Tensor) -> Tensor:
+    """Deformable DETR's cross-attention: (N, Q, heads * 2 levels * 2 points * 2) positions for Q queries."""
+    sizes = [(24, 36), (12, 18)]
+    levels = [F.interpolate(x, sizes[0], mode="bilinear"), F.interpolate(x, sizes[1], mode="bilinear")]
+    value = torch.cat([level.flatten(2).mT for level in levels], 1) @ mix  # (N, tokens, C)
+    count, heads = len(queries), 2
+    points = queries.view(count, -1, heads, 2, 2, 2)
+    sampled = []
+    for n, (level, (h, w)) in enumerate(zip(value.split([h * w for h, w in sizes], 1), sizes, strict=True)):
+        maps = level.transpose(1, 2).reshape(count * heads, -1, h, w)
+        grid = points[:, :, :, n].tanh().transpose(1, 2).flatten(0, 1)
+        sampled.append(F.grid_sample(maps, grid, mode="bilinear", padding_mode="zeros", align_corners=False))
+    weights = points[..., 0].softmax(-1).permute(0, 2, 1, 3, 4).reshape(count * heads, 1, -1, 4)
+    return (torch.stack(sampled, -2).flatten(-2) * weights).sum(-1).view(count, 4, -1).mT
+
+
+def _deformable(world: int) -> list[str]:
+    case = deformable, [noise(2, 4, 12, 18)], [noise(2, 5, 16), noise(4, 4)]
+    return found({"deformable attention": case}, 1e-12, world)
+
+
+def test_deformable_attention() -> None:
+    assert not on_all_meshes(_deformable)
+
+
 def _sent(height: int, width: int) -> list[float]:
     x = ff.shard(torch.randn(1, 64, 40, 41), mesh(height, width)).requires_grad_()
     grid = x.detach()[:, :2, 20:23, 20:23].tanh().permute(0, 2, 3, 1)

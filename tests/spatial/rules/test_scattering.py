@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.spatial.cases import Case, require_the_numbers_of_one_process, small
+import fullframe as ff
+from tests.exactness import mesh
+from tests.rank_group import rank_group
+from tests.spatial.cases import MESHES, Case, Op, require_the_numbers_of_one_process, small
+from tests.spatial.traffic import bytes_of_messages
+from tests.spatial.values import found, on_all_meshes, with_nan
 
 
 def labels(x: Tensor) -> Tensor:
@@ -75,6 +80,10 @@ CASES: dict[str, Case] = {
                                                 (2, 4, 3, 11)),
     "scatter of fewer rows": whole(lambda x, v: x.scatter(1, XS[None, None, None].expand(1, 3, 6, 5) % 4, v) * x,
                                    (1, 3, 6, 5)),
+    "scatter of one row": whole(
+        lambda x, v: [x.scatter_add(3, XS.expand(2, 4, 1, 5) % 11, v),
+                      x.scatter(1, XS[:1].expand(1, 4, 1, 1) % 4, v[:1, ..., :1])],
+        (2, 4, 1, 5)),
     "scatter of fewer split rows": small(lambda x: x.scatter(1, along(x, 1)[:, :, :5, :9], x[:, 1:2, :5, :9] * 2)),
     "scatter_add along a split dim": whole(
         lambda x, v: [x.scatter_add(3, XS[None, :, None].expand(2, 5, 7)[:, :4, :, None] % 11, v),
@@ -121,3 +130,114 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("name", CASES)
 def test_as_in_one_process(name: str) -> None:
     require_the_numbers_of_one_process(__name__, name)
+
+
+def both(x: Tensor, op: Op) -> list[Tensor]:
+    """The result of a write into a copy, and into a view of a slice, whose base is returned."""
+    base = x * 1
+    return [op(x * 1), op(base[:, :, 1:, 2:]), base]
+
+
+SPOILED: dict[str, Op] = {
+    "points": lambda x: both(x, lambda y: set_in(y, nan_and_more(y), ..., ROWS[:4] % 4, ROWS[:4] % 5)),
+    "added": lambda x: x.index_put((ROWS[:2] % 2, ROWS[:2] % 3, ROWS[:2] % 5, ROWS[:2]), nan_and_more(x)[:2], True),
+    "scatter": lambda x: both(x, lambda y: y.scatter_(3, ROWS.expand(2, 3, 4, 5) % 5, float("-inf"))),
+    "largest": lambda x: x.scatter_reduce(2, ROWS.view(1, 1, 5, 1).expand(2, 3, 5, 7) % 5, x.detach() * 0 + 1, "amax"),
+    "rows": lambda x: both(x, lambda y: y.index_fill_(3, ROWS % 5, float("nan"))),
+    "duplicates": lambda x: [
+        x.index_copy(3, torch.tensor([5, 1, 5, 1]), x.detach()[..., :4] * 0 + torch.arange(4.0).double()),
+        x.index_put((*torch.zeros(3, 6).long(), torch.tensor([6, 0, 6, 6, 0, 1])), torch.arange(6.0).double()),
+    ],
+    "other dtypes": lambda x: [
+        (x > 0).index_fill(3, ROWS, True), set_in((x.nan_to_num() * 9).to(torch.int16), 7, ..., [6, 0]),
+        torch.complex(x, x).detach().index_add(3, ROWS[:2], x.new_ones(2, 3, 5, 2).to(torch.complex128)),
+        x.detach().bfloat16().scatter_add(3, ROWS.expand(2, 3, 1, 5), x.new_ones(2, 3, 1, 5).bfloat16()),
+    ],
+    "no positions": lambda x: [set_in(x * 1, 3.0, ..., ROWS[:0]), x.index_add(2, ROWS[:0], x.new_ones(2, 3, 0, 7))],
+    "one row": lambda x: both(x, lambda y: set_in(y, 1.0, 0, 0, ROWS[:3] * 0, slice(1, 2))),
+    "parts without rows": lambda x: [set_in((x * 1)[..., :3], 2.0, ..., [2, 0]),
+                                      x[:, :, 3:, 5:].index_fill(3, ROWS[1:2], 1)],
+}  # fmt: skip
+
+
+def set_in(x: Tensor, value: object, *index: object) -> Tensor:
+    x[index] = value  # type: ignore[assignment]
+    return x
+
+
+def nan_and_more(x: Tensor) -> Tensor:
+    return torch.tensor([float("nan"), float("inf"), -0.0, 1.0], dtype=x.dtype)
+
+
+def _spoiled(name: str, world: int) -> list[str]:
+    return found({name: (SPOILED[name], [with_nan()], [])}, 1e-12, world)
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_infinities_nan_duplicates_views_and_dtypes(name: str) -> None:
+    assert not on_all_meshes(_spoiled, name)
+
+
+OUTSIDE: dict[str, Op] = {
+    "scatter": lambda x: x.scatter(3, torch.full((1, 1, 1, 1), 11), 1.0),
+    "index_add": lambda x: x.index_add(2, torch.tensor([-1]), torch.ones(1, 2, 1, 11)),
+    "index_copy": lambda x: x.index_copy(3, torch.tensor([11]), torch.ones(1, 2, 7, 1)),
+    "index_fill": lambda x: x.index_fill(3, torch.tensor([-12]), 1.0),
+    "set": lambda x: set_in(x * 1, 1.0, ..., torch.tensor([11])),
+    "put": lambda x: x.put(torch.tensor([154]), torch.ones(1)),
+}
+
+
+def _outside(height: int, width: int) -> list[tuple[str, str]]:
+    whole = torch.arange(2 * 77.0).sin().view(1, 2, 7, 11)
+    raised = []
+    for x in (whole, ff.shard(whole, mesh(height, width))):
+        for name, op in OUTSIDE.items():
+            with pytest.raises((RuntimeError, IndexError)) as caught:
+                op(x)
+            raised.append((name, caught.type.__name__))
+    return raised
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_what_torch_refuses_is_refused_on_all_ranks(shape: tuple[int, int]) -> None:
+    for raised in rank_group(shape[0] * shape[1]).run(_outside, *shape):
+        assert raised[: len(OUTSIDE)] == raised[len(OUTSIDE) :]
+
+
+def _sent(height: int, width: int) -> list[float]:
+    x = ff.shard(torch.randn(1, 16, 40, 41), mesh(height, width)).requires_grad_()
+    values = torch.randn(1, 16, 9, requires_grad=True)
+    few, where = x.detach()[:, :1, :3].abs().long() % 40, torch.arange(9)
+    writes: list[Op] = [
+        lambda: set_in(x * 1, values, ..., where, where),
+        lambda: x.scatter_add(3, where[:2].expand(1, 16, 40, 2), x[..., :2]),
+        lambda: x.index_add(2, where, values.detach()[..., None].expand(-1, -1, -1, 41)),
+        lambda: x.scatter(2, few, 1.0),
+    ]  # fmt: skip
+    return [bytes_of_messages(lambda f=f: f().sum().backward()) / (x.numel() * 4) for f in writes]  # type: ignore[misc]
+
+
+def test_the_map_is_not_sent() -> None:
+    for shape in ((1, 2), (2, 2)):
+        for shares in rank_group(shape[0] * shape[1]).run(_sent, *shape):
+            assert all(share < 0.2 for share in shares) and min(shares) < 0.01, shares
+
+
+def _refused() -> int:
+    x = ff.shard(torch.randn(1, 2, 6, 8), mesh(1, 2))
+    index = x.flatten().abs().long() % 4
+    for write in (
+        lambda: torch.zeros(4).index_copy(0, index, x.flatten()),
+        lambda: torch.zeros(4).scatter(0, index, x.flatten()),
+        lambda: torch.zeros(4).index_put((index,), x.flatten()),
+        lambda: set_in(torch.zeros(4), x.flatten(), index),
+        lambda: x.index_put((x > 0,), torch.ones(())),
+    ):
+        with pytest.raises(ff.UnsupportedOp):
+            write()
+    return 1
+
+
+def test_split_values_overwriting_a_whole_tensor_are_refused_by_name() -> None:
+    assert rank_group(2).run(_refused) == [1, 1]

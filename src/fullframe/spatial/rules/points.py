@@ -118,7 +118,7 @@ def require_inside(call: Any, spec: Spec, indices: dict[int, Tensor], negative: 
     for dim, index in indices.items():
         size = spec.shape[dim]
         if not _is_inside(index, size, negative):
-            call(torch.zeros((), dtype=torch.uint8).expand(spec.shape))
+            call(torch.zeros((), dtype=torch.float64).expand(spec.shape))
             raise IndexError(f"an index is out of bounds for dimension {dim} with size {size}")
 
 
@@ -177,6 +177,8 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
     if not isinstance(x, SpatialTensor):
         return _gathered(x, dim, index) if isinstance(index, SpatialTensor) else x.gather(dim, index)
     spec, cuts = x.spec, index.spec.placements if isinstance(index, SpatialTensor) else ()
+    if not cuts:
+        require_inside(lambda like: like.gather(dim, index), spec, {dim: index}, False)
     others, over = [p for p in spec.placements if p.dim != dim], {p.axis for p in spec.placements if p.dim == dim}
     read = spec.with_(index.shape, united([others, [q for q in cuts if q.axis not in over]]))
     result = spec.with_(index.shape, united([read.placements, cuts]))
@@ -184,7 +186,7 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
     if isinstance(index, SpatialTensor):
         index = wrap(*gather_axes(local_of(index), index.spec, list(over)))
     rows = aligned(index, read)
-    if over:
+    if cuts and over:
         require_all_inside(rows, spec, dim)
     columns = spec.with_(x.shape, tuple(p for p in read.placements if p.dim != dim))
     local = sliced(local_of(x), columns, tuple(others))

@@ -37,7 +37,7 @@ def _scatter(
     spec = x.spec
     over = [p.axis for p in spec.placements if p.dim == dim]
     others = tuple(_clipped(p, index.shape) for p in spec.placements if p.dim != dim)
-    if not isinstance(index, SpatialTensor) and over:
+    if not isinstance(index, SpatialTensor):
         require_inside(lambda like: like.gather(dim, index), spec, {dim: index}, False)
     rows = _cut(index, x, dim, over, others, index.shape)
     local = [_cut(t, x, dim, over, others, index.shape) if isinstance(t, Tensor) else t for t in (src,)]
@@ -78,7 +78,11 @@ def _cut(
             t = t.narrow(p.dim, 0, shape[p.dim])
     if isinstance(t, SpatialTensor) and over:
         t = _without_cuts(t, x, [p.axis for p in t.spec.placements if p.axis in over or p.dim == dim])
-    return aligned(t, x.spec.with_(t.shape, others))
+    local, spec = aligned(t, x.spec.with_(t.shape, others)), x.spec
+    for p in others:
+        if shape[p.dim] == 1:  # one row, which only its owner writes; to `aligned` it is one for all
+            local = local.narrow(p.dim, 0, len(spec.rows(p)))
+    return local
 
 
 def _without_cuts(t: SpatialTensor, x: Tensor, axes: Sequence[str]) -> Tensor:
@@ -122,21 +126,20 @@ def _added(func: Any, x: Tensor, mine: Tensor, spec: Spec, kwargs: dict[str, Any
 def _at_rows(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Rows of a dim are added, copied, filled or reduced; see `_scatter`."""
     dim %= max(x.dim(), 1)
-    name = func.__name__.rstrip("_")
     if isinstance(source, Tensor) and source.dim() and source.dim() != x.dim():
         raise RuntimeError(f"a source of {source.dim()} dims cannot be written into rows of {x.dim()} dims")
     if not isinstance(x, SpatialTensor):
         return _rows_into_whole(func, x, dim, index, source, *args, **kwargs)
     spec, local = x.spec, local_of(x)
     index, others = _whole(index, x), tuple(p for p in spec.placements if p.dim != dim)
+    call = _out_of_place(func, dim, index, source, *args, **kwargs)
     if isinstance(source, Tensor) and source.dim():
         if isinstance(source, SpatialTensor):
             source = _without_cuts(source, x, [p.axis for p in source.spec.placements if p.dim == dim])
         source = aligned(source, spec.with_(source.shape, others))
     if len(others) < len(spec.placements):
         index = index.reshape(-1)
-        refuse = _refusing(RuntimeError if name == "index_add" else IndexError)
-        require_inside(refuse, spec, {dim: index}, name == "index_fill")
+        require_inside(call, spec, {dim: index}, func.__name__.startswith("index_fill"))
         _, points, held = at_own(local, spec, [index if d == dim else None for d in range(x.dim())])
         mine = _those_of(held)
         index = points[dim][mine]  # type: ignore[index]
@@ -146,11 +149,19 @@ def _at_rows(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
     return x if result is local else wrap(result, spec)
 
 
-def _refusing(kind: type[Exception]) -> Any:
-    def refuse(like: Tensor) -> None:
-        raise kind(f"an index is out of bounds for a tensor of shape {tuple(like.shape)}")
+def _out_of_place(func: Any, dim: int, index: Tensor, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """The function of a tensor, with a source of zeros."""
+    shape = source.shape if isinstance(source, Tensor) and source.dim() else None
 
-    return refuse
+    def call(x: Tensor) -> Tensor:
+        zeros = source if shape is None else x.new_zeros(()).expand(shape)
+        return getattr(torch, func.__name__.rstrip("_"))(x, dim, index, zeros, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _index_error(like: Tensor) -> None:
+    raise IndexError(f"an index is out of bounds for a tensor of shape {tuple(like.shape)}")
 
 
 def _those_of(held: Tensor | None) -> Tensor:
@@ -198,7 +209,7 @@ def put_at(func: Any, x: Tensor, points: Sequence[Tensor | None], values: Tensor
     sizes = [spec.shape[d] for d in rest]
     kept = tuple(p.at(goal.index(p.dim)) for p in spec.placements if p.dim in rest)
     values = _as_target(values, spec.with_((*sizes[:at], *shape, *sizes[at:]), kept), x, range(at, at + len(shape)))
-    require_inside(_refusing(IndexError), spec, {d: i for d, i in enumerate(points) if i is not None}, True)
+    require_inside(_index_error, spec, {d: i for d, i in enumerate(points) if i is not None}, True)
     _, places, held = at_own(own, spec, points)
     if held is not None:
         mine = _those_of(held)
