@@ -40,7 +40,7 @@ def test_picked_elements_and_their_gradient(order: tuple[int, ...]) -> None:
 def _selection(mask: Tensor, height: int, width: int) -> Selection:
     shell = ff.shard(mask, mesh(height, width))
     assert isinstance(shell, SpatialTensor)
-    return selected(local_of(shell), shell.spec)
+    return selected(local_of(shell), shell.spec)[0]
 
 
 def _told(height: int, width: int) -> tuple[tuple[int, ...], list[int], list[int]]:

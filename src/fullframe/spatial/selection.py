@@ -80,41 +80,44 @@ class Selection:
         return places[mine.start : mine.stop]
 
 
-def selected(mask: Tensor, spec: Spec) -> Selection:
-    """The selection of a bool mask, whose local part is `mask`; all ranks of the replica call it: one small message.
+def selected(mask: Tensor, spec: Spec) -> tuple[Selection, Tensor]:
+    """The selection of a bool mask, whose local part is `mask`, and the rows (own,) that it picks of that, flattened.
 
-    Masks that are equal, `p[t > 0]` and `t[t > 0]`, give the same one, as long as the first is still in use.
+    All ranks of the replica call it: one small message. Masks that are equal, `p[t > 0]` and `t[t > 0]`, give the same
+    selection, as long as the first is still in use. A mask (rows,) of what a mask has picked selects of the first's
+    tensor.
     """
-    spatial = spec.spatial
+    spatial, within = spec.spatial, next((p.order for p in spec.placements), None)
+    rows = cells = _true_places(mask.flatten())
+    if within is not None:
+        spec, cells = within.spec, within.cells[rows]
     recent: deque[ref[Selection]] = spatial.caches.setdefault(Selection, deque(maxlen=_REMEMBERED))
     held = [known() for known in recent]
-    flat = mask.flatten()
-    count = int(flat.count_nonzero())
-    told = [count, *(int(_picks(known, flat, spec, count)) for known in held)]
+    told = [len(cells), *(int(_picks(known, spec, cells)) for known in held)]
     told += [0] * (1 + _REMEMBERED - len(told))
-    message = torch.tensor(told, device=flat.device)
+    message = torch.tensor(told, device=cells.device)
     everyone = all_gather_no_grad(message, spatial.replica, "mask").tolist()  # agreed by all, used or not
     for number, known in enumerate(held):
         if known is not None and all(theirs[1 + number] for theirs in everyone):
-            return known
+            return known, rows if within is not None else known.cells
     ranks = spatial.axis(_axis_of(spec)).ranks
     counts = tuple(everyone[spatial.replica_ranks.index(rank)][0] for rank in ranks)
-    made = Selection(spec, _true_places(flat), counts)
+    made = Selection(spec, cells, counts)
     recent.append(ref(made))
-    return made
+    return made, rows
 
 
 def _true_places(flat: Tensor) -> Tensor:
-    if flat.device.type == "cpu":  # NumPy takes a tenth of torch's time
+    if type(flat) is Tensor and flat.device.type == "cpu":  # NumPy takes a tenth of torch's time
         return torch.from_numpy(np.flatnonzero(flat.numpy()))
     return flat.nonzero().squeeze(1)
 
 
-def _picks(known: Selection | None, flat: Tensor, spec: Spec, count: int) -> bool:
-    """Whether a known selection is that of this mask, as far as this rank sees."""
-    if known is None or known.spec is not spec or len(known.cells) != count or known.cells.device != flat.device:
+def _picks(known: Selection | None, spec: Spec, cells: Tensor) -> bool:
+    """Whether a known selection is that of these cells, as far as this rank sees."""
+    if known is None or known.spec is not spec or known.cells.device != cells.device:
         return False
-    return bool(flat.index_select(0, known.cells).all())
+    return torch.equal(known.cells, cells)
 
 
 def picked(x: Tensor, dim: int, dims: int, cells: Tensor) -> Tensor:

@@ -73,6 +73,22 @@ def in_order(x: Tensor, mask: Tensor) -> list[Tensor]:
     ]  # fmt: skip
 
 
+def nested(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Masks of what a mask has picked, as robust losses have them."""
+    error = (x[above(x)] - y[above(x)]).abs()
+    small, rows = error < error.mean(), x.permute(0, 2, 3, 1)[above(x)[:, 0]]
+    inliers = error[small]
+    vectors = rows[rows[:, 0] > 0.5]
+    again = (error * 2).clone()
+    again[~small] = 7.0
+    again[small] = y[above(x)][small]
+    return [
+        inliers, inliers.mean(), error[~small].sum(), inliers[inliers > 0.1], F.l1_loss(inliers, y[above(x)][small]),
+        vectors, rows[rows > 0.5], vectors[:, 1] * rows[rows[:, 0] > 0.5, 2], again, small.nonzero(),
+        again.masked_select(small), again.masked_scatter(small, inliers.flip(0)), torch.where(small, error, 0)[small],
+    ]  # fmt: skip
+
+
 def two_masks(x: Tensor, y: Tensor) -> list[Tensor]:
     """Masks of one count that pick other elements, which torch pairs in its order."""
     mask = above(x)
@@ -127,6 +143,7 @@ CASES: dict[str, Case] = {
             ("written", written, ((2, 4), (2, 4)), ((4,),)),
         )
     },
+    "masks of what a mask picked": Case(nested, ((2, 4), (2, 4))),
     "two masks": Case(two_masks, ((2, 4), (2, 4))),
     "elsewhere": Case(elsewhere, whole=((3,),)),
     "places": one(places),
@@ -237,11 +254,17 @@ def _traffic(height: int, width: int) -> tuple[int, int]:
     generator = torch.Generator().manual_seed(2)
     x, y = (ff.shard(torch.rand(1, 1, 256, 512, generator=generator), on) for _ in range(2))
     x = x.detach().requires_grad_()
+
+    def trimmed() -> None:
+        error = (x[y > 0.5] - 1).abs()
+        error[error < error.mean()].mean().backward()
+
     with mock.patch.object(collectives, "fits", lambda tensor: False):
         one = counted(lambda: F.smooth_l1_loss(x[y > 0.5], y[y > 0.5]).backward())
         other = counted(lambda: scale_invariant(x, y, y > 0.5).backward())
+        robust = counted(trimmed)
         gathered = counted(lambda: x[y > 0.5].full())
-    return one.total() + other.total(), gathered.total()
+    return one.total() + other.total() + robust.total(), gathered.total()
 
 
 @pytest.mark.parametrize(("height", "width"), MESHES)

@@ -109,7 +109,7 @@ def _local_mask(spec: Spec, place: _Place) -> Tensor:
 def _mask_spec(spec: Spec, place: _Place) -> Spec:
     own = [p for p in spec.placements if p.dim in place.dims]
     for p in own:
-        if p.order is not None:  # a mask over what a mask has picked
+        if p.order is not None and (place.mask.dim() > 1 or (p.outer, p.inner) != (1, 1)):
             raise Merged(spec, p.dim)
     return spec.with_([spec.shape[dim] for dim in place.dims], tuple(p.at(p.dim - place.dim) for p in own))
 
@@ -132,8 +132,8 @@ def _picked_from(local: Tensor, spec: Spec, place: _Place) -> Tensor:
     if not of_mask.placements:
         found = local[(_EVERYTHING,) * place.dim + (mask,)]
         return wrap(found, _spec_of_rows(spec, place, found.shape[place.dim]))
-    picks = selected(mask, of_mask)
-    return _in_parts(picked(local, place.dim, mask.dim(), picks.cells), _spec_of(spec, place, picks), picks)
+    picks, rows = selected(mask, of_mask)
+    return _in_parts(picked(local, place.dim, mask.dim(), rows), _spec_of(spec, place, picks), picks)
 
 
 def _in_parts(local: Tensor, spec: Spec, picks: Selection) -> Tensor:
@@ -149,7 +149,7 @@ def _value_for(value: Tensor, spec: Spec, place: _Place, mask: Tensor) -> Tensor
     if rows < 0 or value.shape[rows] == 1:
         goal = _spec_of_rows(spec, place, 1)
     elif of_mask.placements:
-        goal = _spec_of(spec, place, selected(mask, of_mask))
+        goal = _spec_of(spec, place, selected(mask, of_mask)[0])
     else:
         goal = _spec_of_rows(spec, place, int(mask.sum()))
     extra = max(value.dim() - len(goal.shape), 0)
@@ -187,7 +187,7 @@ def _masked_scatter(func: Any, x: Tensor, mask: Tensor, source: Tensor) -> Tenso
     local, mask_ = aligned(x, spec), aligned(mask, spec)
     mask_ = mask_.expand(local.shape) if in_place else torch.broadcast_tensors(mask_, local)[0]
     place = _Place(wrap(mask_, spec), 0)
-    picks = selected(mask_, _mask_spec(spec, place))
+    picks, _ = selected(mask_, _mask_spec(spec, place))
     if source.numel() < picks.extents.size:
         raise RuntimeError("Number of elements of source < number of ones in mask")
     values = aligned(source.flatten()[: picks.extents.size], _spec_of(spec, place, picks))
@@ -200,9 +200,12 @@ def _nonzero(func: Any, x: SpatialTensor, *, as_tuple: bool = False) -> Any:
     """(true elements, dims) where the elements that are not zero stand in the whole tensor."""
     spec = x.spec.with_(x.spec.shape, x.spec.placements)
     place = _Place(x != 0, 0)
-    picks = selected(local_of(_shell(place.mask)), _mask_spec(spec, place))
+    for p in spec.placements:
+        if p.order is not None:
+            raise Merged(spec, p.dim)
     local = local_of(x)
-    places = torch.unravel_index(picks.cells, local.shape)
+    picks, cells = selected(local_of(_shell(place.mask)), _mask_spec(spec, place))
+    places = torch.unravel_index(cells, local.shape)
     held = [numbers_held(spec, dim, spec.coordinates).to(local.device) for dim in range(local.dim())]
     found = [numbers[at] for numbers, at in zip(held, places, strict=True)]
     flat = _spec_of(spec, place, picks)
