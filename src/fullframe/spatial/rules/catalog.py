@@ -21,6 +21,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     loss,
     masks,
     matmul,
+    median,
     moments,
     normalization,
     order,
