@@ -18,10 +18,12 @@ PUBLIC = {
     "TrainStep",
     "UnsupportedOp",
     "fit",
+    "from_local",
     "init_mesh",
     "parallelize",
     "plan",
     "rule",
+    "scatter",
     "shard",
     "simulate",
 }

@@ -17,10 +17,12 @@ __all__ = [
     "TrainStep",
     "UnsupportedOp",
     "fit",
+    "from_local",
     "init_mesh",
     "parallelize",
     "plan",
     "rule",
+    "scatter",
     "shard",
     "simulate",
 ]
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from fullframe.ranks.mesh import init_mesh
     from fullframe.recipe import Recipe
     from fullframe.simulation.simulate import simulate
+    from fullframe.spatial.from_local import from_local, scatter
     from fullframe.spatial.rules.registry import rule
     from fullframe.spatial.shard import shard
     from fullframe.spatial.tensor import SpatialTensor
@@ -50,10 +53,12 @@ else:
         "TrainStep": "fullframe.training.step",
         "UnsupportedOp": "fullframe.errors",
         "fit": "fullframe.training.loop",
+        "from_local": "fullframe.spatial.from_local",
         "init_mesh": "fullframe.ranks.mesh",
         "parallelize": "fullframe.model.parallelize",
         "plan": "fullframe.planning.plan",
         "rule": "fullframe.spatial.rules.registry",
+        "scatter": "fullframe.spatial.from_local",
         "shard": "fullframe.spatial.shard",
         "simulate": "fullframe.simulation.simulate",
     }

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import fullframe as ff
+from fullframe.model.parallelize import parallelize_for
 from fullframe.model.unused import Unused
+from fullframe.techniques.optimizers import build_optimizer
 from tests.exactness import mesh, relative
 from tests.rank_group import RankFailure, rank_group
 
@@ -270,6 +272,65 @@ def _sparse() -> float:
 
 def test_sparse_gradients() -> None:
     assert max(rank_group(2).run(_sparse)) < 1e-11
+
+
+def _trained(strategy: ff.Strategy) -> dict[str, Tensor]:
+    """What three steps make of the parameters, of which the branch's are used every other time."""
+    on, net = ff.init_mesh(strategy.height, strategy.width), _net()
+    model: Any = parallelize_for(strategy, net, on) if strategy.ranks > 1 else net
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"], number % 2 == 1).sin().square().mean()  # type: ignore[no-any-return]
+
+    optimizer = build_optimizer(lambda p: torch.optim.AdamW(p, lr=0.01), model, strategy)
+    step = ff.TrainStep(model, loss, optimizer, strategy)
+    for number in range(3):
+        share = 4 // strategy.data
+        whole = torch.cat([*_images(number), *_images(7 + number)])[on.get_local_rank("data") * share :][:share]
+        step({"x": ff.shard(whole, on) if strategy.width > 1 else whole})
+    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in net.named_parameters()}
+
+
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "microbatches": {"microbatches": 2},
+    "recompute": {"recompute": "blocks", "recompute_modules": ("stem", "branch")},
+    "FSDP2": {"shard_parameters": True},
+    "FSDP2, recompute, microbatches": {
+        "shard_parameters": True,
+        "microbatches": 2,
+        "recompute": "blocks",
+        "recompute_modules": ("stem", "branch"),
+    },
+    "update in backward": {"update_in_backward": True},
+    "clipping": {"clip_norm": 0.01},
+    "ZeRO": {"shard_optimizer": True},
+}
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+@pytest.mark.parametrize("spread", [{"width": 2}, {"data": 2}, {"data": 2, "width": 2}], ids=str)
+def test_with_every_technique(name: str, spread: dict[str, int]) -> None:
+    strategy = ff.Strategy(**spread, **TECHNIQUES[name])  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = _trained(ff.Strategy(clip_norm=strategy.clip_norm))
+    for found in rank_group(strategy.ranks).run(_trained, strategy):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert torch.equal(expected["never.weight"], _net().never.weight), "not even its weight decays"
+
+
+def test_a_simulation_takes_them_as_they_are() -> None:
+    recipe = ff.Recipe(
+        model=Net,
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters),
+        data=lambda: [{"x": torch.zeros(3, 16, 16)}] * 2,  # type: ignore[arg-type,return-value]
+        batch_size=2,
+    )
+    numbers = sum(p.numel() for name, p in Net().named_parameters() if name.startswith(("stem", "head")))
+    for strategy in (ff.Strategy(width=2), ff.Strategy(data=2), ff.Strategy(data=2, shard_parameters=True)):
+        found = ff.simulate(recipe, strategy, "cpu")
+        assert found.bytes["optimizer state"] >= (8 * numbers if not strategy.shard_parameters else 4 * numbers)
 
 
 def test_they_are_named() -> None:

@@ -18,7 +18,7 @@ from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split ten
 from fullframe.spatial.spec import Spec, spec_of
 from fullframe.spatial.tensor import SpatialTensor, wrap
 
-_MOST_DIMS = 8
+MOST_DIMS = 8
 _LOOKED_AT = 12  # rows, or a little more, of each dim
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 
@@ -57,11 +57,11 @@ def even_spec(shape: tuple[int, ...], mesh: DeviceMesh) -> Spec:
 def _agree(full: Tensor, mesh: DeviceMesh) -> None:
     """All ranks of the replica raise when their tensors differ in shape, dtype or in the values looked at."""
     spatial = spatial_of(mesh)
-    facts = [full.dim(), *list(full.shape)[:_MOST_DIMS]]
-    facts += [0] * (_MOST_DIMS + 1 - len(facts)) + [zlib.crc32(str(full.dtype).encode())]
+    facts = [full.dim(), *list(full.shape)[:MOST_DIMS]]
+    facts += [0] * (MOST_DIMS + 1 - len(facts)) + [zlib.crc32(str(full.dtype).encode())]
     mine = torch.tensor(facts, device=mesh.device_type)
     if spatial.size > 1:
-        mine = torch.cat([mine, _fingerprint(full.detach()).to(mine.device)])
+        mine = torch.cat([mine, fingerprint(full.detach()).to(mine.device)])
     everyone = all_gather_no_grad(mine, spatial.replica, "shard").tolist()
     if all(other == everyone[0] for other in everyone):
         return
@@ -80,7 +80,7 @@ def _agree(full: Tensor, mesh: DeviceMesh) -> None:
     )
 
 
-def _fingerprint(full: Tensor) -> Tensor:
+def fingerprint(full: Tensor) -> Tensor:
     """A checksum (1,) of the bits of rows and columns all over `full`: NaN is equal to itself."""
     if full.is_complex():
         full = torch.view_as_real(full)
