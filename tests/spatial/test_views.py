@@ -155,6 +155,8 @@ def _all_compared(height: int, width: int, graph: bool) -> dict[str, Any]:
             found[name] = _compared(name, height, width, graph)
         except UnsupportedOp as refused:
             found[name] = str(refused)
+        except RuntimeError as error:
+            found[name] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -191,6 +193,8 @@ def _differences_of_results_written_to(height: int, width: int) -> dict[str, Any
             found[name] = max(differences(_added_to(case.op), split, whole, height, width).values())
         except UnsupportedOp as refused:
             found[name] = str(refused)
+        except RuntimeError as error:
+            found[name] = f"{type(error).__name__}: {error}"
     return found
 
 

@@ -22,7 +22,16 @@ from fullframe.spatial.gradients import entered
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.operands import aligned, shells_in
 from fullframe.spatial.redistribute import gather_axes, in_runs
-from fullframe.spatial.rules.registry import RULES, UNCHECKED, Merged, TooSmall, Unsupported, general, writes
+from fullframe.spatial.rules.registry import (
+    RULES,
+    UNCHECKED,
+    Merged,
+    TooSmall,
+    Unsupported,
+    general,
+    takes_any_order,
+    writes,
+)
 from fullframe.spatial.rules.unsupported import REASONS
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, described, local_of, shell_of, wrap
@@ -144,6 +153,10 @@ def _ruled(
     expected = None if facts is None or func in UNCHECKED else expected_of(facts, func, args, kwargs)
     if expected is not None and expected.error is not None:
         raise type(expected.error)(*expected.error.args)
+    if not takes_any_order(rule):
+        for operand in operands:
+            if type(operand) is SpatialTensor:
+                operand.spec.require_in_order()
     widens = expected is not None and expected.widens
     made = result = _run(_in_fp32(rule) if widens else rule, func, args, kwargs)
     if expected is not None:

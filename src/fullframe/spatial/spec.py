@@ -60,6 +60,12 @@ class Spec:
         if any(self.is_split(dim) for dim in dims):
             raise Unsupported(reason)
 
+    def require_in_order(self, dims: Collection[int] | None = None) -> None:
+        """Raises Merged where a mask has picked the rows of one of the dims, all if None: they lie in another order."""
+        for p in self.placements:
+            if p.order is not None and (dims is None or p.dim in dims):
+                raise Merged(self, p.dim)
+
     def require_filled(self) -> None:
         """Raises Merged where a mask has picked nothing on some rank; the dispatch then brings the dim to runs of rows.
 

@@ -14,7 +14,18 @@ from tests.spatial.values import HALF_KINDS, INTEGER_KINDS, floats, halves, inte
 SEVERAL = torch.tensor([0.0, 0.3, 0.99, 1.0], dtype=torch.float64)
 WAYS = ("linear", "lower", "higher", "midpoint", "nearest")
 
+
+def scaled(pred: Tensor, target: Tensor) -> Tensor:
+    """Predicted depth brought to the scale of the measured one by their medians over valid pixels."""
+    mask = target.detach() > 0.1
+    shift, scale = pred[mask].median(), (pred[mask] - pred[mask].median()).abs().mean()
+    return ((pred[mask] - shift) / scale - target[mask] / target[mask].median()).abs().mean()
+
+
 CASES: dict[str, Case] = {
+    "of what a mask picked": Case(scaled, ((2, 4), (2, 4))),
+    "where one rank has none": one(lambda x: [(y := x.sort(-1).values)[y > y.median()].median(),
+                                              y[y >= y.max()].median()]),
     "median": one(lambda x: [x.median(), *x.median(3), *x.median(2, True), *x.nanmedian(-1), x.relu().median()]),
     "nanmedian": one(lambda x: [x.nanmedian(), *x.nanmedian(2), *x.median(1), x.flatten().median(), *x[0].median(0)]),
     "kthvalue": one(lambda x: [*x.kthvalue(3), *x.kthvalue(7, 2, True), *torch.kthvalue(x, 1, dim=1)]),

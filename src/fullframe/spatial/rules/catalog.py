@@ -21,7 +21,6 @@ from fullframe.spatial.rules import (  # noqa: F401
     loss,
     masks,
     matmul,
-    median,
     moments,
     normalization,
     order,

@@ -28,6 +28,7 @@ def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
     given = [i for i in points if i is not None]
     if not isinstance(x, SpatialTensor):
         return looked_up(x, points)
+    x.spec.require_in_order([dim for dim, index in enumerate(points) if index is not None])
     indices = iter(torch.broadcast_tensors(*(_whole(i, x) for i in given)))
     points = [None if i is None else next(indices) for i in points]
     spec, at, shape = x.spec, landing(points), next(i.shape for i in points if i is not None)

@@ -9,6 +9,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 Rule = Callable[..., Any]
+
+# Modules whose rules see to it that rows which a mask picked lie in another order; for others they are put in order.
+_IN_ANY_ORDER = frozenset(
+    "composed embedding extremes gradient_hooks indexing joining loss masks matmul moments normalization pointwise "
+    "reduction reshape softmax".split()
+)
 R = TypeVar("R", bound=Rule)
 
 RULES: dict[Any, Rule] = {}
@@ -42,6 +48,12 @@ class TooSmall(Unsupported):
     def __init__(self, axes: Sequence[str], spec: Any = None):
         self.axes, self.spec = axes, spec
         super().__init__(f"the map has too few rows for the ranks of {' and '.join(axes)}")
+
+
+def takes_any_order(rule: Rule) -> bool:
+    """Whether a rule takes what a mask picked as it lies on the ranks."""
+    home, _, module = rule.__module__.rpartition(".")
+    return home == __package__ and module in _IN_ANY_ORDER
 
 
 def getter(name: str) -> Any:

@@ -84,31 +84,3 @@ def _neighbours(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """All rows but the first, and all but the last."""
     rows = x.shape[dim] - 1
     return torch.narrow(x, dim, 1, rows), torch.narrow(x, dim, 0, rows)
-
-
-@rule(torch.trapezoid, torch.trapz)
-def _trapezoid(func: Any, y: Tensor, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Tensor:
-    """The area below `y` at the places `x`, or at steps of `dx`."""
-    if x is not None:
-        later, earlier = _neighbours(y, dim)
-        return ((later + earlier) * _widths(y, x, dim)).sum(dim) / 2  # type: ignore[no-any-return]
-    ends = torch.select(y, dim, 0) + torch.select(y, dim, -1)
-    return (torch.sum(y, dim) - ends * 0.5) * dx  # type: ignore[no-any-return]
-
-
-@rule(torch.cumulative_trapezoid)
-def _cumulative_trapezoid(func: Any, y: Tensor, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Tensor:
-    """The running area below `y` at the places `x`, or at steps of `dx`."""
-    later, earlier = _neighbours(y, dim)
-    widths = dx if x is None else _widths(y, x, dim)
-    return (widths / 2 * (later + earlier)).cumsum(dim)  # type: ignore[no-any-return]
-
-
-def _widths(y: Tensor, x: Tensor, dim: int) -> Any:
-    """Differences of `x`, of the shape of `y` or (its size along `dim`), so that they broadcast against y's."""
-    if x.dim() == 1 and y.dim() > 1:
-        x = x.reshape([-1 if d == dim % y.dim() else 1 for d in range(y.dim())])
-    elif x.dim() < y.dim():
-        x = x.reshape((1,) * (y.dim() - x.dim()) + tuple(x.shape))
-    later, earlier = _neighbours(x, dim)
-    return later - earlier

@@ -200,6 +200,7 @@ def put_at(func: Any, x: Tensor, points: Sequence[Tensor | None], values: Tensor
         raise Unsupported("it writes at a mask, so what it writes depends on the values", "Use torch.where.")
     if not isinstance(x, SpatialTensor):
         return _put_into_whole(func, x, points, values, accumulate)
+    x.spec.require_in_order([d for d, i in enumerate(points) if i is not None])
     spec, own = x.spec, local_of(x)
     indices = iter(torch.broadcast_tensors(*(_whole(i, x) for i in given)))
     points = [None if i is None else next(indices) for i in points]
