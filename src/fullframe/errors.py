@@ -54,7 +54,7 @@ class UnsupportedOp(FullframeError, NotImplementedError):
 
 
 class GradientError(FullframeError, RuntimeError):
-    """A parameter got no gradient, so the ranks could not average; or one is asked for that cannot be given."""
+    """A gradient could not be averaged over the ranks, or one is asked for that cannot be given."""
 
 
 class StrategyError(FullframeError, ValueError):
