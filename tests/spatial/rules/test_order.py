@@ -96,6 +96,18 @@ def test_the_k_largest_send_their_candidates_alone(op: str) -> None:
         assert sent[1] <= 2 * 300 * 8 + heads, "the gradients of the values"
 
 
+def _by_gloo() -> list[int]:
+    """Bytes of a sort by messages that no mailbox takes, of dtypes that gloo's reductions do not know."""
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1)) * 9
+    kinds = (torch.int16, torch.bool, torch.uint8, torch.bfloat16)
+    return [bytes_sent(lambda x: x.sort(-1).values, x.to(kind))[0] for kind in kinds]
+
+
+def test_all_dtypes_are_sent() -> None:
+    for sent in rank_group(2).run(_by_gloo):
+        assert all(0 < one < 4000 for one in sent)
+
+
 def test_where_equal_values_decide_each_rank_sends_a_part_of_its_part() -> None:
     for sent in rank_group(2).run(_sent, "columns", True):
         assert sent[0] <= (2 * 10_000 // 2) * 8 + 2 * 301 * 16 + 2 * 300 * 16 + 12 * 256

@@ -46,7 +46,8 @@ HALVES: dict[str, Op] = {
     "running": lambda x: [x.sign().cumprod(3), *x.cummax(3), *x.cummin(2), (x / 100).logcumsumexp(2)],
 }  # fmt: skip
 INTEGERS: dict[str, Op] = {
-    "running": lambda x: [x.cumprod(3), *x.cummax(3), *x.cummin(2), x.diff(prepend=x), (x + 0).cumsum_(3)]
+    "running": lambda x: [x.cumprod(3), *x.cummax(3), *x.cummin(2), x.diff(prepend=x), (x + 0).cumsum_(3),
+                          torch.trapezoid(x, x * 3), torch.cumulative_trapezoid(x, x * 3, dim=2)]
     if x.dtype != torch.bool else [x.cumprod(2), x.diff(append=x), *x.cummax(3)],
 }  # fmt: skip
 

@@ -41,9 +41,10 @@ def _histc(func: Any, x: SpatialTensor, bins: int = 100, min: Any = 0, max: Any 
 
 @rule(torch.histogram, Tensor.histogram)
 def _histogram(func: Any, x: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
-    """Counts of all ranks, or sums of weights or their density, and the edges; refuses split edges."""
-    if not isinstance(x, SpatialTensor) or isinstance(bins, SpatialTensor):
-        raise Unsupported("the edges are split, or the values are whole")
+    """Counts of all ranks, or sums of weights or their density, and the edges; refuses whole values."""
+    if not isinstance(x, SpatialTensor):
+        raise Unsupported("the values are whole, the edges or weights are split")
+    bins = bins.full() if isinstance(bins, SpatialTensor) else bins
     if weight is not None:
         if weight.shape != x.shape:
             raise RuntimeError(f"histogram: weights of shape {tuple(weight.shape)} for values of {tuple(x.shape)}")
@@ -67,8 +68,8 @@ def _bincount(func: Any, x: Any, weights: Any = None, minlength: int = 0) -> Ten
     spec, group = given.spec, _everyone(given.spec)
     x = aligned(x, spec)
     weights = None if weights is None else aligned(weights, spec)
-    func(x[:0], None if weights is None else weights[:0], minlength)  # refuses dims, dtypes and lengths as torch does
     if has_values(x):
+        func(x[:0], None if weights is None else weights[:0], minlength)  # refuses dims, dtypes, lengths as torch does
         ends = torch.stack([-x.min().long(), x.max().long()]) if len(x) else x.new_tensor([0, -1], dtype=torch.int64)
         negative, largest = all_gather_no_grad(ends, group).amax(0).tolist()
         if negative > 0:

@@ -26,8 +26,7 @@ _HEAP = 64  # torch's CPU kernel orders its result where k is no more than the s
 def _sort(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
     """Values, and their numbers in the whole tensor, split as they were; whole rows are sorted."""
     spec = x.spec
-    names = ("dim", "descending") if "stable" not in kwargs else ("stable", "dim", "descending")
-    options = {"dim": -1, **dict(zip(names, args, strict=False)), **kwargs}
+    options = {"dim": -1, **dict(zip(("dim", "descending"), args, strict=False)), **kwargs}
     dim = options.pop("dim")
     if not spec.is_split(dim):
         found = func(local_of(x), dim=dim, **options)

@@ -72,12 +72,12 @@ def _middle(local: Tensor, spec: Spec, without_nan: bool) -> Tensor:
     group, count = _everyone(spec), torch.Size(spec.shape).numel()
     missing = all_sum_no_grad(local.isnan().sum(), group)
     order = (count - missing - 1).clamp_min(0) // 2 if without_nan else torch.full_like(missing, (count - 1) // 2)
-    value = _nth(local.flatten(), order, group)
+    value = _nth(local.flatten(), order[None], group)[0]
     return value if without_nan or not value.is_floating_point() else value.where(missing == 0, torch.nan)
 
 
 def _nth(values: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The element of number `order`, from 0, of all ranks' (n,) values in rising order; NaN is the largest."""
+    """The element (1,) of number `order` (1,) in the rising order of all ranks' (n,) values; NaN comes last."""
     keys = _keys(values)
     prefix = torch.zeros_like(order)
     for shift in range(64 - _DIGIT, -1, -_DIGIT):

@@ -162,8 +162,10 @@ def _gumbel_softmax(
     """The softmax of `x` and noise, or one-hot with its gradient."""
     if eps != 1e-10:
         warnings.warn("`eps` parameter is deprecated and has no effect.", stacklevel=2)
-    noise = -torch.empty_like(local_of(x), requires_grad=False).exponential_(generator=shard_generator(x)).log()
-    soft: Any = torch.softmax((x + wrap(noise, x.spec)) / tau, dim)
+    noise, own = torch.empty_like(local_of(x), requires_grad=False), shard_generator(x)
+    if has_values(noise):  # torch has no such draw of fake tensors
+        noise.exponential_(generator=own)
+    soft: Any = torch.softmax((x + wrap(-noise.log(), x.spec)) / tau, dim)
     if not hard:
         return soft  # type: ignore[no-any-return]
     best: Any = soft.detach().max(dim, keepdim=True).indices

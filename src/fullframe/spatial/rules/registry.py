@@ -11,9 +11,10 @@ from torch import Tensor
 Rule = Callable[..., Any]
 
 # Modules whose rules see to it that rows which a mask picked lie in another order; for others they are put in order.
-_IN_ANY_ORDER = frozenset(
-    "composed embedding extremes gradient_hooks indexing joining loss masks matmul moments normalization pointwise "
-    "reduction reshape softmax".split()
+_IN_ANY_ORDER = {
+    "composed", "embedding", "extremes", "gradient_hooks", "indexing", "joining", "loss", "masks", "matmul", "moments",
+    "normalization", "pointwise", "reduction", "reshape", "softmax",
+}  # fmt: skip
 )
 R = TypeVar("R", bound=Rule)
 

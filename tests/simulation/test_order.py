@@ -1,0 +1,71 @@
+"""What orders, counts or draws by values can be simulated, without values; or is refused by name."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import fullframe as ff
+from tests.spatial.cases import Op
+
+OPS: dict[str, Op] = {
+    "topk": lambda x: x.topk(3).values,
+    "topk of tokens": lambda x: x.flatten(2).topk(9, sorted=False).values,
+    "sort": lambda x: x.sort(2).values,
+    "median": lambda x: x.median() + x.nanmedian(),
+    "median along a dim": lambda x: x.median(3).values,
+    "mode": lambda x: x.mode().values,
+    "quantile": lambda x: x.quantile(0.3, 3),
+    "histc": lambda x: x + x.detach().histc(5)[0],
+    "bincount": lambda x: x + x.detach().long().flatten().bincount(minlength=9)[0],
+    "running products": lambda x: x.cumprod(3) + x.cummax(2).values + x.logcumsumexp(3),
+    "areas": lambda x: torch.trapezoid(x),
+    "draws": lambda x: torch.normal(x, x.abs()) + torch.poisson(x.abs()),
+    "numbers by weights": lambda x: x + x.abs().flatten(1).multinomial(3).sum(),
+    "slopes": lambda x: F.rrelu(x, training=True) + F.gumbel_softmax(x, hard=True, dim=2),
+}
+REFUSED: dict[str, Op] = {
+    "unique": lambda x: x.detach().unique().sum() + x,
+    "unique_consecutive": lambda x: x.detach().unique_consecutive().sum() + x,
+    "minlength": lambda x: x.detach().long().flatten().bincount().sum() + x,
+}
+
+
+class _Ordered(nn.Module):
+    def __init__(self, op: Op) -> None:
+        super().__init__()
+        self.first, self.op = nn.Conv2d(3, 4, 3, padding=1), op
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.op(self.first(image))  # type: ignore[no-any-return]
+
+
+class _Images(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"image": torch.zeros(3, 20, 36)}
+
+
+def _simulated(op: Op) -> int:
+    recipe = ff.Recipe(
+        model=lambda: _Ordered(op),
+        loss=lambda model, batch: model(batch["image"]).mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        data=_Images,
+        batch_size=2,
+    )
+    return ff.simulate(recipe, ff.Strategy(height=2, width=2), device="A100-80GB").peak_bytes
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_needs_no_value_can_be_simulated(name: str) -> None:
+    assert _simulated(OPS[name]) > 0
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_takes_its_shape_from_values_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ff.UnsupportedOp, match=name):
+        _simulated(REFUSED[name])
