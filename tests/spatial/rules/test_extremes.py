@@ -3,12 +3,16 @@
 import pytest
 import torch
 
+from tests.rank_group import rank_group
 from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
+from tests.spatial.sent import bytes_sent
 from tests.spatial.values import HALF_KINDS, INTEGER_KINDS, floats, halves, integers, on_all_meshes
 
 CASES: dict[str, Case] = {
     "max along a split dim": one(lambda x: [*x.max(3), *x.min(2, keepdim=True), *x.relu().max(3), x.argmin(2)]),
     "argmax of all": one(lambda x: [x.argmax(), x.flatten(1).argmax(1)]),
+    "of tokens": one(lambda x: [*x.flatten(2).max(2), *x.flatten(1).min(1, True), x.flatten(1).argmax(),
+                                *x.relu().flatten(2).min(2), x.flatten(2).transpose(1, 2).argmin(1, True)]),
     "amax, amin": one(lambda x: [x.amax((2, 3)), x.amin(-1, True), x.max(), x.relu().amax((1, 2, 3)), x.amax(1)]),
     "max over channels": one(lambda x: x.max(1).values + x.min(1).values),
 }  # fmt: skip
@@ -16,6 +20,8 @@ OVER_FLOATS: dict[str, Op] = {
     "amax": lambda x: [x.amax((2, 3)), x.amax(3, True), x.amax(), x.amin((1, 2)), x.amin((0, 3)), x.amin()],
     "max": lambda x: [x.max(), x.min(), x.flatten(2).max(), x.relu().max(), x.relu().min()],
     "max along a dim": lambda x: [*x.max(3), *x.min(2, keepdim=True), *x.relu().max(3), *x.relu().min(2)],
+    "max along tokens": lambda x: [*x.flatten(2).max(2), *x.flatten(1).min(1), *x.relu().flatten(2).min(2),
+                                   x.relu().flatten(1).argmin(), x.flatten(2).argmax(), x.flatten(2).argmin(2)],
     "aminmax": lambda x: [*x.aminmax(), *x.aminmax(dim=3), *x.aminmax(dim=2, keepdim=True)],
     "argmax": lambda x: [x.argmax(), x.argmin(), x.argmax(3), x.argmin(2, True), x.argmax(keepdim=True),
                          x.relu().argmax(), x.flatten(2).argmax(2), x.flatten(1).argmin()],
@@ -49,3 +55,16 @@ def test_short_floats_are_added_up_as_widely_as_in_torch(name: str, kind: str) -
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_give_torchs_numbers_and_dtypes(name: str, kind: str) -> None:
     assert not on_all_meshes(integers, __name__, name, kind)
+
+
+def _sent() -> list[tuple[int, int]]:
+    x = torch.randn(2, 3, 50, 60, generator=torch.Generator().manual_seed(1))
+    return [
+        bytes_sent(lambda x: x.flatten(2).max(2).values, x),
+        bytes_sent(lambda x: x.detach().flatten(1).argmax(), x),
+    ]
+
+
+def test_of_tokens_the_extremes_are_sent_alone() -> None:
+    for sent in rank_group(2).run(_sent):
+        assert all(forward < 1000 and backward < 1000 for forward, backward in sent)

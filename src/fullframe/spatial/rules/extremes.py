@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullframe.ranks.collectives import all_gather, all_gather_no_grad, all_sum
-from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.reduction import Dims, dims_of, reduced_axes, without
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.whole_rows import numbered
 
 
 class _Extreme(torch.autograd.Function):
@@ -72,23 +72,22 @@ def _max(func: Any, x: Any, other: Any = None, keepdim: bool = False, *, dim: in
         x.spec.require_filled()
         group = x.spec.spatial.group([p.axis for p in x.spec.placements])
         return _Extreme.apply(local_of(x), torch.max if largest else torch.min, None, group)  # type: ignore[no-untyped-call]
-    spec = x.spec
-    placements = [p for p in spec.placements if p.dim == dim % len(spec.shape)]
-    if not all(p.is_plain for p in placements):  # their rows are not in order on the ranks
-        return func(wrap(*gather_axes(local_of(x), spec, [p.axis for p in placements])), dim, keepdim)
     return _max_along(func, x, dim, keepdim)
 
 
 def _max_along(func: Any, x: SpatialTensor, dim: int, keepdim: bool) -> Any:
-    """Values and indices along a dim that is whole or split as it is."""
-    spec, result = x.spec, without(x.spec, dims_of(x.spec, dim), keepdim)
-    placement, local = spec.of(dim), local_of(x)
-    if placement is None:
+    """Values and indices along a dim."""
+    spec, local, dims = x.spec, local_of(x), dims_of(x.spec, dim)
+    result, axes = without(spec, dims, keepdim), reduced_axes(spec, dims)
+    if not axes:
         found = func(local, dim, keepdim)
         return type(found)([wrap(found.values, result), wrap(found.indices, result)])
-    found, axis = func(local, dim, True), spec.spatial.axis(placement.axis)
-    values = all_gather(found.values, axis.group)  # (ranks, ..., 1, ...)
-    indices = all_gather_no_grad(found.indices + placement.extents.ranges[axis.coordinate].start, axis.group)
+    found, group = func(local, dim, True), spec.spatial.group(axes)
+    values = all_gather(found.values, group)  # (ranks, ..., 1, ...)
+    indices = all_gather_no_grad(numbered(found.indices, spec, dim), group)
+    if not all(p.is_plain for p in spec.placements if p.dim in dims):  # the ranks' rows lie between each other
+        indices, order = indices.sort(0)
+        values = values.gather(0, order)
     best = func(values.detach(), 0, True).indices  # the first among equals, as in one process
     chosen = [t.gather(0, best).squeeze(0) for t in (values, indices)]
     return type(found)([wrap(t if keepdim else t.squeeze(dim), result) for t in chosen])
@@ -100,8 +99,7 @@ def _index(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = 
     best = torch.max if func in (torch.argmax, Tensor.argmax) else torch.min
     if dim is not None:
         return best(x.detach(), dim, keepdim).indices
-    in_order = all(p.is_plain for p in x.spec.placements)
-    found = _first(func, best, x.spec, local_of(x).detach()) if in_order else func(x.full())
+    found = _first(func, best, x.spec, local_of(x).detach())
     return found.reshape((1,) * x.dim()) if keepdim else found
 
 
@@ -111,7 +109,7 @@ def _first(func: Any, best: Any, spec: Spec, local: Tensor) -> Tensor:
     place = torch.unravel_index(func(local), local.shape)
     mine = torch.zeros_like(place[0])
     for dim, size in enumerate(spec.shape):
-        mine = mine * size + place[dim] + spec.held(dim).start
+        mine = mine * size + numbered(place[dim], spec, dim)
     values, numbers = all_gather_no_grad(local[place], group), all_gather_no_grad(mine, group)
     top = best(values, 0).values
     ties = (values == top) | (values.isnan() & top.isnan())
