@@ -8,7 +8,9 @@ from torch import Tensor
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
+from tests.spatial.cases import MESHES, Case, one, require_the_numbers_of_one_process
+from tests.spatial.corners import Case as Corner
+from tests.spatial.corners import Corners, noise, require_no_faults
 
 
 def windows_and_back(x: Tensor, size: int = 4) -> Tensor:
@@ -40,6 +42,24 @@ CASES: dict[str, Case] = {
     "repeat of split dims": one(lambda x: [x.repeat(1, 2, 3, 2), x.repeat(2, 1, 1, 1, 2), x.tile(2), x.tile(2, 1)]),
     "repeat_interleave": one(lambda x: [x.repeat_interleave(2, 3), x.repeat_interleave(3, 1)]),
 }  # fmt: skip
+
+
+CORNERS = Corners()
+for kind in (torch.int64, torch.int32, torch.complex128, torch.int8):
+    CORNERS[f"view of {kind}"] = Corner(lambda x, k=kind: _parts(x.view(k)), [noise(1, 2, 3, 12)], grad=False)
+    there_and_back = Corner(lambda x, k=kind: x.view(k).view(x.dtype) * 2, [noise(1, 2, 5, 14)], grad=False)
+    CORNERS[f"view of {kind} and back"] = there_and_back
+CORNERS.add("no samples", lambda x: x.flatten(1).unflatten(1, (3, 35)), [noise(0, 3, 5, 7)])
+
+
+def _parts(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_corners(mesh: tuple[int, int]) -> None:
+    require_no_faults(__name__, *mesh)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,14 +3,25 @@
 import pytest
 import torch.nn.functional as F
 
-from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
+from tests.spatial.cases import MESHES, Case, one, require_the_numbers_of_one_process
+from tests.spatial.corners import Corners, noise, require_no_faults
 
 CASES: dict[str, Case] = {
     "unfold": one(lambda x: F.unfold(x, 3, padding=1)),
     "unfold with stride": one(lambda x: F.unfold(x, (2, 3), (1, 2), (0, 1), (2, 1))),
     "fold of unfold": one(lambda x: F.fold(F.unfold(x, 3, padding=1, stride=2).sin(), x.shape[2:], 3, 1, 1, 2)),
+    "unfold and fold of one image": one(
+        lambda x: F.fold(F.unfold(x[0], 3, padding=1, stride=2).sin(), x.shape[2:], 3, 1, 1, 2)),
     "Tensor.unfold": one(lambda x: x.unfold(3, 5, 2).sin().sum(-1)),
 }  # fmt: skip
+CORNERS = Corners()
+CORNERS.add("no images", lambda x: F.unfold(x, (2, 3), 1, (1, 2), (1, 2)), [noise(0, 1, 5, 6)])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_corners(mesh: tuple[int, int]) -> None:
+    require_no_faults(__name__, *mesh)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 Rule = Callable[..., Any]
+R = TypeVar("R", bound=Rule)
 
 # Modules whose rules see to it that rows which a mask picked lie in another order; for others they are put in order.
 _IN_ANY_ORDER = {
     "composed", "embedding", "extremes", "gradient_hooks", "indexing", "joining", "loss", "masks", "matmul", "moments",
     "normalization", "pointwise", "reduction", "reshape", "softmax",
 }  # fmt: skip
-)
-R = TypeVar("R", bound=Rule)
 
 RULES: dict[Any, Rule] = {}
 UNCHECKED: set[Any] = set()  # functions whose calls are not held to what torch does with the whole tensors

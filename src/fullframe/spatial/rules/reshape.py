@@ -22,7 +22,7 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, viewed, wrap
 def _at_multiples(local: Tensor, spec: Spec, shape: Sequence[int]) -> tuple[Tensor, Spec]:
     """The tensor with boundaries moved to where `shape` cuts a split dim (into windows, say), by one fetch."""
     for p in spec.placements:
-        rows = grain(p, spec.shape, shape)
+        rows = grain(p, [size or 1 for size in spec.shape], [size or 1 for size in shape])
         if rows != 1 and p.order is not None:
             raise Merged(spec, p.dim)
         if rows == 0:
@@ -58,7 +58,8 @@ def _reshaped(func: Any, x: SpatialTensor, shape: Sequence[int]) -> Tensor:
 
 def _reshaped_local(local: Tensor, spec: Spec, shape: Sequence[int]) -> tuple[Tensor, Spec]:
     local, spec = _at_multiples(local, spec, shape)
-    placements = reshaped(spec.placements, spec.shape, shape)
+    # A dim without rows says nothing of where the others go.
+    placements = reshaped(spec.placements, [size or 1 for size in spec.shape], [size or 1 for size in shape])
     if placements is None:
         raise Unsupported(f"the shape {tuple(shape)} would cut a split dim in pieces")
     result = spec.with_(shape, placements)
@@ -69,10 +70,28 @@ def _reshaped_local(local: Tensor, spec: Spec, shape: Sequence[int]) -> tuple[Te
 
 @rule(Tensor.view, Tensor.reshape, torch.reshape)
 def _view(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Another shape; refuses one that would cut a split dim in pieces, and a view of another dtype."""
-    if "dtype" in kwargs or (args and isinstance(args[0], torch.dtype)):
-        raise Unsupported("a view of another dtype is not split")
+    """Another shape, or the same memory as another dtype; refuses a shape that would cut a split dim in pieces."""
+    kind = kwargs.get("dtype", args[0] if args else None)
+    if isinstance(kind, torch.dtype):
+        return _viewed_as(x, kind)
     return _reshaped(func, x, _sizes(args) if args else kwargs["shape" if "shape" in kwargs else "size"])
+
+
+def _viewed_as(x: SpatialTensor, kind: torch.dtype) -> Tensor:
+    """The memory read as another dtype: in the last dim an element becomes several, or several become one."""
+    spec, local, last = x.spec, local_of(x), x.dim() - 1
+    if kind.itemsize == local.dtype.itemsize:
+        return wrap(local.view(kind), spec)
+    if kind.itemsize < local.dtype.itemsize:
+        times = local.dtype.itemsize // kind.itemsize
+        placement = spec.of(last)
+        extents = None if placement is None else Extents(tuple(b * times for b in placement.extents.bounds))
+        return wrap(local.view(kind), spec.resized(last, spec.shape[last] * times, extents))
+    group = kind.itemsize // local.dtype.itemsize
+    shape = (*spec.shape[:last], spec.shape[last] // group, group)
+    local, spec = _reshaped_local(local, spec, shape)
+    local = local if local.is_contiguous() else local.contiguous()
+    return wrap(local.view(kind).squeeze(-1), spec.with_(shape[:-1], spec.placements))
 
 
 @rule(Tensor.view_as, Tensor.reshape_as)

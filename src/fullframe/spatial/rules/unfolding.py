@@ -10,7 +10,7 @@ from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import local_shape
 from fullframe.geometry.window import Window
 from fullframe.spatial.operands import aligned
-from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
+from fullframe.spatial.rules.registry import TooSmall, rule
 from fullframe.spatial.rules.window_plan import WindowPlan, ints, plan_windows, region
 from fullframe.spatial.second_derivative import once_differentiable
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
@@ -20,10 +20,10 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 def _unfold(
     func: Any, input: SpatialTensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
 ) -> Tensor:
-    """Windows of (N, C, H, W) as columns (N, C * k * k, rows * columns); refuses images without a batch."""
+    """Windows of (N, C, H, W) as columns (N, C * k * k, rows * columns)."""
     spec = input.spec
-    if len(spec.shape) != 4:
-        raise Unsupported("only a batch of images (N, C, H, W) is unfolded split")
+    if len(spec.shape) == 3:
+        return func(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)  # type: ignore[no-any-return]
     options = [ints(value, 2) for value in (kernel_size, stride, dilation, padding)]
     windows = [Window(*row) for row in zip(*options, strict=True)]
     samples, channels, *sizes = spec.shape
@@ -52,8 +52,9 @@ def _fold(
     stride: Any = 1,
 ) -> Tensor:
     """The windows (N, C * k * k, rows * columns) added up into the image (N, C, H, W), which is cut evenly."""
-    if input.dim() != 3:
-        raise Unsupported("only a batch of windows (N, C * k * k, L) is folded split")
+    if input.dim() == 2:
+        image = func(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride)
+        return image.squeeze(0)  # type: ignore[no-any-return]
     options = [ints(value, 2) for value in (kernel_size, stride, dilation, padding)]
     windows = [Window(*row) for row in zip(*options, strict=True)]
     sizes = ints(output_size, 2)
