@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fullframe as ff
+from fullframe.spatial.tensor import wrap
 from tests.exactness import mesh
 from tests.rank_group import rank_group
 from tests.spatial.cases import MESHES, Case, Op, one, require_the_numbers_of_one_process
@@ -27,6 +29,7 @@ from tests.spatial.corners import (
     require_no_faults,
     spoiled,
 )
+from tests.spatial.fake import spatial
 from tests.spatial.sent import elements_sent
 
 
@@ -181,3 +184,13 @@ def test_integers_are_refused_as_by_torch() -> None:
 
 def test_a_place_outside_the_image_is_refused_on_all_ranks() -> None:
     assert rank_group(2).run(_refused, 1, 2) == ["RuntimeError"] * 2
+
+
+def test_a_simulation_takes_places_for_those_of_the_windows() -> None:
+    with spatial(2, 1):
+        real = ff.shard(torch.empty(1, 2, 13, 11), mesh(2, 1))
+        with FakeTensorMode():
+            x = wrap(torch.empty(real.local.shape, requires_grad=True), real.spec)
+            y = F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=x.shape[2:])
+            y.sum().backward()
+    assert y.shape == x.shape
