@@ -41,6 +41,8 @@ CASES: dict[str, Case] = {
     "take": small(lambda x: [x.take(torch.tensor([[0, 100], [-1, 7]])), torch.take(x, along(x, 0)[0, 0] * 70)]),
     "gather along a split dim": small(lambda x: x.gather(3, XS.expand(2, 4, 7, 5) % 11).sin()),
     "gather of fewer rows": small(lambda x: x.gather(2, YS[:, None].expand(1, 3, 5, 6) % 7)),
+    "gather of one row": small(
+        lambda x: [x.gather(1, (XS % 4).expand(2, 3, 1, 5)), x.gather(3, YS.expand(1, 4, 1, 5) % 11)]),
     "gather of fewer columns along channels": small(lambda x: x.gather(1, along(x, 1)[:, :, :5, :7])),
     "gather by an index cut so": small(lambda x: [x.gather(d, along(x, d)) for d in (1, 2, 3)]),
     "gather by an index cut otherwise": small(lambda x: x.gather(3, along(x, 3).flip(3)[..., :4]).sin()),

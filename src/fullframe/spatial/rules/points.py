@@ -87,18 +87,23 @@ def _put_together(found: Tensor, held: Tensor, spec: Spec, rest: Sequence[int]) 
 
 
 def _whole(index: Tensor, x: SpatialTensor) -> Tensor:
-    """A split index made whole, where that is less than to make `x` whole."""
+    """A split index made whole, where it is no more than a rank's part of `x`."""
     if not isinstance(index, SpatialTensor):
         return index
-    if index.numel() > max(x.numel(), FEW):
-        raise Unsupported("the index is split, and larger than what it reads from")
+    if index.numel() > most_besides(x.spec):
+        raise Unsupported("the index is split, and larger than a rank's part of what it reads from")
     return index.full()
+
+
+def most_besides(spec: Spec) -> int:
+    """How many numbers a rank may hold besides its part of a map: as many again, or few."""
+    return max(prod(spec.shape) // prod(spec.spatial.axis(p.axis).size for p in spec.placements), FEW)
 
 
 def _require_few(result: Spec, spec: Spec) -> None:
     """Raises Unsupported where a rank would hold more of the result than it holds of the map `spec`."""
-    sizes = [prod(s.shape) // prod(s.spatial.axis(p.axis).size for p in s.placements) for s in (result, spec)]
-    if len(result.placements) < len(spec.placements) and sizes[0] > max(sizes[1], FEW):
+    held = prod(result.shape) // prod(result.spatial.axis(p.axis).size for p in result.placements)
+    if len(result.placements) < len(spec.placements) and held > most_besides(spec):
         raise Unsupported(
             f"what it reads along a split dim, {tuple(result.shape)}, would be whole on every rank, and is larger than "
             "a rank's part of the map",

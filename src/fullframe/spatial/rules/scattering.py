@@ -12,7 +12,7 @@ from fullframe.geometry.placement import Placement
 from fullframe.ranks.collectives import all_sum
 from fullframe.spatial.operands import aligned, merged
 from fullframe.spatial.redistribute import gather_axes
-from fullframe.spatial.rules.points import FEW, at_own, has_values, require_all_inside, require_inside
+from fullframe.spatial.rules.points import at_own, has_values, most_besides, require_all_inside, require_inside
 from fullframe.spatial.rules.registry import Unsupported, rule, writes
 from fullframe.spatial.rules.tables import landing
 from fullframe.spatial.spec import Spec
@@ -85,10 +85,10 @@ def _cut(
     return local
 
 
-def _without_cuts(t: SpatialTensor, x: Tensor, axes: Sequence[str]) -> Tensor:
-    """What is written made whole along mesh axes, where it is no larger than what it is written to."""
-    if axes and t.numel() > max(x.numel(), FEW):
-        raise Unsupported("what is written at index tensors is split, and larger than what it is written to")
+def _without_cuts(t: SpatialTensor, x: SpatialTensor, axes: Sequence[str]) -> Tensor:
+    """What is written made whole along mesh axes, where it is no more than a rank's part of what it is written to."""
+    if axes and t.numel() > most_besides(x.spec):
+        raise Unsupported("what is written at index tensors is split, and larger than a rank's part of the map")
     return wrap(*gather_axes(local_of(t), t.spec, axes))
 
 
@@ -222,11 +222,11 @@ def put_at(func: Any, x: Tensor, points: Sequence[Tensor | None], values: Tensor
     return wrap(torch.ops.aten.index_put(own, places, values, accumulate), spec)
 
 
-def _whole(t: Tensor, x: Tensor) -> Tensor:
+def _whole(t: Tensor, x: SpatialTensor) -> Tensor:
     return _without_cuts(t, x, [p.axis for p in t.spec.placements]) if isinstance(t, SpatialTensor) else t
 
 
-def _as_target(values: Tensor, target: Spec, x: Tensor, at: range) -> Tensor:
+def _as_target(values: Tensor, target: Spec, x: SpatialTensor, at: range) -> Tensor:
     """This rank's part of values that broadcast to `target`, whole along the dims `at`, those of the positions."""
     while values.dim() > len(target.shape) and values.shape[0] == 1:
         values = values.squeeze(0)
