@@ -19,7 +19,7 @@ from fullframe.ranks import collectives
 from fullframe.spatial.selection import Selection
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, WORLDS, Case, Op, one, require_the_numbers_of_one_process
+from tests.spatial.cases import MESHES, WORLDS, Case, Op, require_the_numbers_of_one_process
 from tests.spatial.corners import Corners, noise, require_no_faults
 
 
@@ -60,6 +60,19 @@ def of_channels(x: Tensor, weight: Tensor, mask: Tensor) -> list[Tensor]:
         rows.t() @ rows, rows.softmax(1).sum(0), rows.logsumexp(0), rows.amax(0), rows.std(0), rows[:, 1],
         F.cross_entropy(rows, labels, weight.detach().abs(), ignore_index=1), F.layer_norm(rows, (4,), weight),
         F.batch_norm(rows, None, None, weight, training=True), F.normalize(rows), rows.reshape(-1), rows[:, None],
+    ]  # fmt: skip
+
+
+def patches(x: Tensor, mask: Tensor) -> list[Tensor]:
+    """Small images (elements, C, 6, 6), of which kernels want at least one."""
+    small = x.permute(0, 2, 3, 1)[mask[:, 0]][:, :, None, None] * torch.arange(36, dtype=x.dtype).view(6, 6).sin()
+    kernel = torch.arange(72, dtype=x.dtype).view(2, 4, 3, 3).sin()
+    return [
+        F.conv2d(small, kernel), F.conv_transpose2d(small, kernel.transpose(0, 1)), F.max_pool2d(small, 3, 2, 1),
+        F.adaptive_avg_pool2d(small, 2), F.interpolate(small, scale_factor=2, mode="bilinear"), F.unfold(small, 3),
+        F.pad(small, (1, 1, 1, 1), mode="reflect"), F.scaled_dot_product_attention(small, small, small),
+        F.normalize(small), F.pixel_unshuffle(small, 2), F.local_response_norm(small, 2), small.cumprod(1),
+        F.layer_norm(small, (6,)), small.amax(), small.softmax(0), small.std((0, 2)), small.norm(math.inf),
     ]  # fmt: skip
 
 
@@ -185,26 +198,28 @@ def places(x: Tensor) -> list[Tensor]:
     return found
 
 
+TWO = ((17, 50), (8, 11))
 CASES: dict[str, Case] = {
     **{
         f"{name}, {where}": Case(lambda *t, op=op, mask=mask: op(*t, mask(t[0])), split, whole)
         for where, mask in {"anywhere": above, "on one rank": corner, "everywhere": lambda x: above(x, -9)}.items()
-        for name, op, split, whole in (
-            ("losses", losses, ((2, 4), (2, 4)), ()),
-            ("of channels", lambda x, w, mask: of_channels(x, w, mask[:, 0]), ((2, 4),), ((4,),)),
-            ("in order", in_order, ((2, 4),), ()),
-            ("written", written, ((2, 4), (2, 4)), ((4,),)),
+        for name, op, split, whole, sizes in (
+            ("losses", losses, ((2, 4), (2, 4)), (), TWO),
+            ("of channels", lambda x, w, mask: of_channels(x, w, mask[:, 0]), ((2, 4),), ((4,),), TWO),
+            ("patches", patches, ((2, 4),), (), ((8, 11),)),
+            ("in order", in_order, ((2, 4),), (), TWO),
+            ("written", written, ((2, 4), (2, 4)), ((4,),), TWO),
         )
     },
-    "masks of what a mask picked": Case(nested, ((2, 4), (2, 4))),
-    "two masks": Case(two_masks, ((2, 4), (2, 4))),
-    "elsewhere": Case(elsewhere, whole=((3,),)),
-    "places": one(places),
-    "written at places": one(put_at_places),
-    **{f"what follows: {name}": one(followers(name)) for name in FOLLOWERS},
+    "masks of what a mask picked": Case(nested, ((2, 4), (2, 4)), sizes=TWO),
+    "two masks": Case(two_masks, ((2, 4), (2, 4)), sizes=TWO),
+    "elsewhere": Case(elsewhere, whole=((3,),), sizes=TWO),
+    "places": Case(places, sizes=TWO),
+    "written at places": Case(put_at_places, sizes=TWO),
+    **{f"what follows: {name}": Case(followers(name), sizes=TWO) for name in FOLLOWERS},
     "masked_scatter": Case(
         lambda x, y: [x.masked_scatter(above(x), y), x.masked_scatter(above(x)[0, 0], y[above(y, -9)]),
-                      (x * 1).masked_scatter_(above(x), y.flip(2))], ((2, 4), (2, 4))
+                      (x * 1).masked_scatter_(above(x), y.flip(2))], ((2, 4), (2, 4)), sizes=TWO
     ),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ from tests.spatial.corners import Corners, noise, require_no_faults
 CASES: dict[str, Case] = {
     "unfold": one(lambda x: F.unfold(x, 3, padding=1)),
     "unfold with stride": one(lambda x: F.unfold(x, (2, 3), (1, 2), (0, 1), (2, 1))),
+    "unfold with split samples": one(lambda x: F.unfold(x.transpose(0, 2), 2)),
     "fold of unfold": one(lambda x: F.fold(F.unfold(x, 3, padding=1, stride=2).sin(), x.shape[2:], 3, 1, 1, 2)),
     "unfold and fold of one image": one(
         lambda x: F.fold(F.unfold(x[0], 3, padding=1, stride=2).sin(), x.shape[2:], 3, 1, 1, 2)),

@@ -24,6 +24,7 @@ def _unfold(
     spec = input.spec
     if len(spec.shape) == 3:
         return func(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)  # type: ignore[no-any-return]
+    spec.require_whole("the channels are split", 1)
     options = [ints(value, 2) for value in (kernel_size, stride, dilation, padding)]
     windows = [Window(*row) for row in zip(*options, strict=True)]
     samples, channels, *sizes = spec.shape
@@ -37,7 +38,7 @@ def _unfold(
         Window(k, s, d, p).output_size(n)
         for k, s, d, p, n in zip(kernel, stride, dilation, inner, joined.shape[2:], strict=True)
     ]
-    local = func(joined, kernel, dilation, inner, stride).view(samples, deep, *made)
+    local = func(joined, kernel, dilation, inner, stride).view(len(joined), deep, *made)
     return wrap(local, plan.spec).flatten(2)
 
 
