@@ -42,6 +42,7 @@ class Architecture(NamedTuple):
     split: tuple[str, ...]  # the inputs whose last two dims are the image's
     size: tuple[int, int] = AWKWARD
     tolerance: float = TOLERANCE
+    double_defaults: bool = False  # it mixes tensors of torch's default dtype with its own: run with float64 as default
 
 
 def distance_from_pattern(outputs: Iterable[Tensor]) -> Tensor:
@@ -100,6 +101,41 @@ def with_task(height: int, width: int) -> Inputs:
     return {"pixel_values": images(2, height, width), "task_inputs": torch.arange(14.0, dtype=torch.float64).view(2, 7)}
 
 
+def with_boxes(height: int, width: int) -> Inputs:
+    """Two objects in the first image, three in the second: classes, and boxes as shares of the image."""
+    generator = torch.Generator().manual_seed(5)
+    labels = []
+    for objects in (2, 3):
+        corner, size = torch.rand(2, objects, 2, generator=generator, dtype=torch.float64).mul(0.4).add(0.1)
+        labels.append({"class_labels": torch.arange(objects) % 3, "boxes": torch.cat([corner + size / 2, size], 1)})
+    return {"pixel_values": images(2, height, width), "labels": labels}  # type: ignore[dict-item]
+
+
+def boxes_and_masks(height: int, width: int) -> Inputs:
+    """As `with_boxes`, each object with its mask, split as the image is."""
+    given: Any = with_boxes(height, width)
+    for label, masks in zip(given["labels"], mask_lists(height, width), strict=True):
+        label["masks"] = masks
+    return given
+
+
+def with_masks(height: int, width: int) -> Inputs:
+    """A list of masks (objects, H, W) for each image, and their classes."""
+    masks = mask_lists(height, width)
+    classes = [torch.arange(len(image)) % 3 for image in masks]
+    return {"pixel_values": images(2, height, width), "mask_labels": masks, "class_labels": classes}  # type: ignore[dict-item]
+
+
+def mask_lists(height: int, width: int) -> list[Tensor]:
+    """Two objects in the first image, three in the second: overlapping discs, 0.0 or 1.0."""
+    y = torch.linspace(0, 1, height, dtype=torch.float64).view(-1, 1)
+    x = torch.linspace(0, 1, width, dtype=torch.float64)
+    circles = ([(0.3, 0.4, 0.2), (0.7, 0.6, 0.3)], [(0.5, 0.5, 0.4), (0.2, 0.8, 0.15), (0.9, 0.1, 0.3)])
+    return [
+        torch.stack([((y - a) ** 2 + (x - b) ** 2 < r**2).double() for a, b, r in of_image]) for of_image in circles
+    ]
+
+
 def volume(height: int, width: int) -> Inputs:
     generator = torch.Generator().manual_seed(3)
     return {"volume": torch.randn(2, 1, 5, height, width, generator=generator, dtype=torch.float64)}
@@ -132,6 +168,16 @@ def reader(
     name: str, build: Callable[[], nn.Module], loss: Callable[[Any, Inputs], Tensor], size: tuple[int, int] = AWKWARD
 ) -> Architecture:
     return Architecture(name, build, unlabelled, loss, PIXELS, size)
+
+
+def detector(name: str, build: Callable[[], nn.Module], size: tuple[int, int]) -> Architecture:
+    """Trained on the model's own loss: the predictions are matched with the objects."""
+    return Architecture(f"{name}, its loss", build, with_boxes, model_loss, PIXELS, size, double_defaults=True)
+
+
+def masker(name: str, build: Callable[[], nn.Module], size: tuple[int, int]) -> Architecture:
+    split = ("pixel_values", "mask_labels")
+    return Architecture(f"{name}, its loss", build, with_masks, model_loss, split, size, double_defaults=True)
 
 
 def own(
@@ -238,6 +284,28 @@ DETECTORS = (
     reader("EoMT", detectors.eomt, MASKS, (96, 96)),
 )
 
+TRAINED_DETECTORS = (
+    detector("DETR", detectors.detr, AWKWARD),
+    detector("Conditional DETR", lambda: detectors.detr("ConditionalDetr"), AWKWARD),
+    detector("Deformable DETR", detectors.deformable_detr, AWKWARD),
+    detector("DAB-DETR", detectors.dab_detr, AWKWARD)._replace(tolerance=FLOAT32_INSIDE),
+    detector("RT-DETR", detectors.rt_detr, (96, 160)),
+    detector("RT-DETRv2", lambda: detectors.rt_detr("RTDetrV2"), (96, 160)),
+    detector("D-FINE", lambda: detectors.rt_detr("DFine"), (96, 160)),
+    detector("YOLOS", lambda: hf.yolos(), hf.PATCHED),
+    Architecture(
+        "DETR segmentation, its loss",
+        lambda: detectors.detr(task="ForSegmentation"),
+        boxes_and_masks,
+        model_loss,
+        PIXELS,
+        double_defaults=True,
+    ),
+    masker("MaskFormer", detectors.maskformer, (60, 92)),
+    masker("Mask2Former", detectors.mask2former, (60, 92)),
+    masker("EoMT", detectors.eomt, (96, 96)),
+)
+
 OWN = (
     own_segmenter("UNet++", dense.NestedUNet),
     own_segmenter("Attention U-Net", dense.AttentionUNet),
@@ -285,6 +353,7 @@ GROUPS = {
     "Videos and image encoders (transformers)": ENCODERS,
     "Dense prediction (transformers)": (*FROM_ZOO[4:7], *DENSE_HEADS),
     "Detection and masks (transformers)": DETECTORS,
+    "Detection and masks, trained on their own losses (transformers)": TRAINED_DETECTORS,
     "Written by hand": (*FROM_ZOO[7:], *OWN),
 }
 ARCHITECTURES = {entry.name: entry for group in GROUPS.values() for entry in group}

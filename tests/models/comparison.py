@@ -16,12 +16,14 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.models.architectures import ARCHITECTURES, Architecture
 from tests.models.elsewhere import installed
@@ -63,6 +65,7 @@ class Trained(nn.Module):
         self.loss = entry.loss
 
     def forward(self, **inputs: Any) -> Tensor:
+        torch.manual_seed(1)  # some losses draw points
         return self.loss(self.model, inputs)
 
 
@@ -79,10 +82,21 @@ def varied(model: nn.Module) -> None:
 def one_process(entry: Architecture) -> dict[str, Any]:
     """Loss, gradients and buffers of one step in this process."""
     torch.manual_seed(0)
-    model = Trained(entry)
-    loss = model(**entry.inputs(*entry.size))
-    loss.backward()
+    with default_dtype(entry):
+        model = Trained(entry)
+        loss = model(**entry.inputs(*entry.size))
+        loss.backward()
     return answers(model, loss)
+
+
+@contextmanager
+def default_dtype(entry: Architecture) -> Iterator[None]:
+    """What torch makes without a dtype is float64 for models that mix such tensors with their own."""
+    torch.set_default_dtype(torch.float64 if entry.double_defaults else torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def answers(model: nn.Module, loss: Tensor) -> dict[str, Any]:
@@ -113,10 +127,15 @@ def layers_output(model: nn.Module) -> Counter[str]:
 
 def split_step(name: str, height: int, width: int, unsupported: str, path: str) -> dict[str, Any]:
     """On a rank: one split step; the findings, or the refusal."""
+    entry = entries()[name]
+    with default_dtype(entry):
+        return _split_step(entry, height, width, unsupported, path)
+
+
+def _split_step(entry: Architecture, height: int, width: int, unsupported: str, path: str) -> dict[str, Any]:
     import fullframe as ff
     from fullframe.spatial import operands
 
-    entry = entries()[name]
     mesh = mesh_of(height, width)
     operands._said.clear()  # an earlier model may have said the same
     expected = torch.load(path)
@@ -130,7 +149,8 @@ def split_step(name: str, height: int, width: int, unsupported: str, path: str) 
         find_unused_parameters=len(expected["gradient"]) < expected["trained"],
     )
     inputs = {
-        key: ff.shard(value, mesh) if key in entry.split else value for key, value in entry.inputs(*entry.size).items()
+        key: tree_map(lambda part: ff.shard(part, mesh), value) if key in entry.split else value
+        for key, value in entry.inputs(*entry.size).items()
     }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

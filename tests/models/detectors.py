@@ -25,6 +25,17 @@ def detr(family: str = "Detr", task: str = "ForObjectDetection", **options: Any)
     return built(family, task, **layers, **heads, d_model=32, backbone_config=backbone, **options)
 
 
+def deformable_detr(*, two_stage: bool = True) -> nn.Module:
+    """Proposals of the encoder are chosen by `topk` and refined by each decoder layer."""
+    return detr("DeformableDetr", num_feature_levels=4, two_stage=two_stage, with_box_refine=two_stage)
+
+
+def dab_detr() -> nn.Module:
+    layers = {"encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 8, "decoder_attention_heads": 8, "num_queries": 6, "num_labels": 3}
+    return built("DabDetr", "ForObjectDetection", **layers, **heads, hidden_size=32, backbone_config=resnet_config())
+
+
 def rt_detr(family: str = "RTDetr") -> nn.Module:
     stages = {"embedding_size": 8, "hidden_sizes": WIDTHS, "depths": ONE_EACH, "out_features": STAGES[1:]}
     if family == "DFine":
