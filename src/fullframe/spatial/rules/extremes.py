@@ -82,6 +82,7 @@ def _max_along(func: Any, x: SpatialTensor, dim: int, keepdim: bool) -> Any:
     if not axes:
         found = func(local, dim, keepdim)
         return type(found)([wrap(found.values, result), wrap(found.indices, result)])
+    spec.require_filled()
     found, group = func(local, dim, True), spec.spatial.group(axes)
     values = all_gather(found.values, group)  # (ranks, ..., 1, ...)
     indices = all_gather_no_grad(numbered(found.indices, spec, dim), group)
@@ -105,6 +106,7 @@ def _index(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = 
 
 def _first(func: Any, best: Any, spec: Spec, local: Tensor) -> Tensor:
     """The number of the best element in the whole tensor's order; the first among equals."""
+    spec.require_filled()
     group = spec.spatial.group([p.axis for p in spec.placements])
     place = torch.unravel_index(func(local), local.shape)
     mine = torch.zeros_like(place[0])
