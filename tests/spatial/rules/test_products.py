@@ -23,6 +23,8 @@ CASES: dict[str, Case] = {
     "addmv": Case(lambda x, b, v: torch.addmv(b, x[0, 0], v, beta=2), whole=((7,), (11,)), sizes=ONE),
     "addbmm": Case(lambda x, b, v: torch.addbmm(b, x[0], v, alpha=2), whole=((7, 5), (4, 11, 5)), sizes=ONE),
     "multi_dot": small(lambda x: torch.linalg.multi_dot([x[0, 0], x[0, 1].T, x[0, 2]])),
+    "multi_dot of five and a vector": small(
+        lambda x: torch.linalg.multi_dot([x[0, 0], x[0, 1].T, x[0, 2], x[1, 0].T, x[1, 1], x[1, 2, 0]])),
     "kron": Case(lambda x, w: torch.kron(x, w), whole=((2, 3),), sizes=ONE),
     "kron from the left": Case(lambda x, w: torch.kron(w, x), whole=((2, 3),), sizes=ONE),
     "block_diag": Case(lambda x, w: torch.block_diag(x[0, 0], w, x[0, 1, 0]), whole=((2, 3),), sizes=ONE),

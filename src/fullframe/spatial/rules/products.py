@@ -2,7 +2,7 @@
 
 import string
 from collections.abc import Sequence
-from functools import reduce
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,9 +74,42 @@ def _summed(a: Tensor, b: Tensor) -> Tensor:
 
 @rule(torch.linalg.multi_dot, torch.chain_matmul)
 def _chain(func: Any, *matrices: Any) -> Tensor:
-    """The matrices multiplied from left to right."""
-    given: Sequence[Tensor] = matrices if isinstance(matrices[0], Tensor) else matrices[0]
-    return reduce(torch.matmul, given)
+    """The matrices multiplied in torch's order, that of the fewest multiplications: where it is NaN hangs on it."""
+    given: list[Tensor] = list(matrices if isinstance(matrices[0], Tensor) else matrices[0])
+    row, column = given[0].dim() == 1, given[-1].dim() == 1
+    given[0] = given[0].unsqueeze(0) if row else given[0]
+    given[-1] = given[-1].unsqueeze(1) if column else given[-1]
+    sizes = (*(t.shape[0] for t in given), given[-1].shape[1])
+    a, b, c, d = sizes if len(given) == 3 else (0, 0, 0, 0)
+    if a * c * (b + d) == b * d * (a + c) and len(given) == 3:  # torch begins on the left, but in longer chains
+        product = (given[0] @ given[1]) @ given[2]
+    else:
+        product = _multiplied(given, sizes)
+    product = product.squeeze(1) if column else product
+    return product.squeeze(0) if row else product
+
+
+def _multiplied(matrices: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
+    count = len(matrices)
+    if count == 1:
+        return matrices[0]
+    at = _last_product(sizes)[1]
+    return _multiplied(matrices[:at], sizes[: at + 1]) @ _multiplied(matrices[at:], sizes[at:])
+
+
+@lru_cache
+def _last_product(sizes: tuple[int, ...]) -> tuple[int, int]:
+    """The multiplications of a chain of matrices, and how many stand on the left of the last product."""
+    count = len(sizes) - 1
+    if count == 1:
+        return 0, 0
+    return min(
+        (_cost(sizes[: at + 1]) + _cost(sizes[at:]) + sizes[0] * sizes[at] * sizes[-1], at) for at in range(1, count)
+    )
+
+
+def _cost(sizes: tuple[int, ...]) -> int:
+    return _last_product(sizes)[0]
 
 
 @rule(torch.kron, Tensor.kron)
