@@ -1,11 +1,11 @@
 """Linear, matmul, einsum: one contraction with named dims.
 
 Where a contracted dim is split, each rank contributes a partial sum. Where one mesh axis splits different dims of two
-operands, the second is gathered: queries stay split, keys and values come whole.
+operands, the second is gathered: queries stay split, keys and values come whole, and again in backward.
 """
 
 import string
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,45 +15,74 @@ from fullframe.geometry.placement import Placement
 from fullframe.ranks.collectives import all_sum
 from fullframe.ranks.mesh import axes_in
 from fullframe.spatial.operands import aligned, alike
-from fullframe.spatial.redistribute import gather_axes
+from fullframe.spatial.refetch import Loan, borrow, fetching_again
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+
+Cuts = dict[str, tuple[str, Placement]]  # mesh axis -> the letter of the dim that it cuts, and how
+
+
+class Shared(NamedTuple):
+    """Local operands of one op, `cuts` that they share, what was gathered for it."""
+
+    locals: list[Tensor]
+    cuts: Cuts
+    loans: list[Loan]
+    spec: Spec  # of one of the operands
+
+
+def shared(operands: list[Tensor], terms: list[str]) -> Shared:
+    """Operands, whose dims are named by the letters of `terms`, with each mesh axis cutting one letter at most.
+
+    The first operand that is cut over an axis decides; another that is cut otherwise is gathered along it. A letter
+    has one size, or 1 where it broadcasts.
+    """
+    cuts: Cuts = {}
+    ready: list[Tensor] = []
+    loans: list[Loan] = []
+    for operand, term in zip(operands, terms, strict=True):
+        taken = {letter for letter, _ in cuts.values()}  # two operands do not share out the factors of one dim
+        axes = {name for axis in cuts for name in axes_in(axis)}
+        clashing = [
+            p.axis for p in _placements(operand)
+            if (not _same(*cuts[p.axis], term[p.dim], p) if p.axis in cuts
+                else term[p.dim] in taken or not axes.isdisjoint(axes_in(p.axis)))
+        ]  # fmt: skip
+        if clashing:
+            assert isinstance(operand, SpatialTensor)
+            loan, whole = borrow(local_of(operand), operand.spec, clashing)
+            loans.append(loan)
+            operand = wrap(loan.whole, whole)
+        for p in _placements(operand):
+            cuts.setdefault(p.axis, (term[p.dim], p))
+        ready.append(operand)
+    spec = next(o.spec for o in operands if isinstance(o, SpatialTensor))
+    locals_ = [aligned(o, _cut_like(o, term, cuts, spec)) for o, term in zip(ready, terms, strict=True)]
+    return Shared(locals_, cuts, loans, spec)
+
+
+def result_spec(spec: Spec, result: str, sizes: dict[str, int], cuts: Cuts) -> Spec:
+    """The spec of a result whose dims are named by the letters of `result`."""
+    kept = tuple(p.at(result.index(letter)) for letter, p in cuts.values() if letter in result)
+    return spec.with_([sizes[letter] for letter in result], kept)
 
 
 def contract(operands: list[Tensor], terms: list[str], result: str, call: Any) -> Tensor:
     """`call` on the local operands, whose dims are named by the letters of `terms`, the result's by `result`.
 
-    A letter has one size, or 1 where it broadcasts. The exchange and the sums over ranks follow from the letters.
+    The exchange and the sums over ranks follow from the letters. What was gathered is not kept for backward.
     """
     sizes: dict[str, int] = {}
     for operand, term in zip(operands, terms, strict=True):
         for letter, size in zip(term, operand.shape, strict=True):
             sizes[letter] = size if size != 1 else sizes.get(letter, 1)  # a dim of no rows is none that broadcasts
-    chosen: dict[str, tuple[str, Placement]] = {}  # mesh axis -> letter and its placement
-    ready: list[Tensor] = []
-    for operand, term in zip(operands, terms, strict=True):
-        taken = {letter for letter, _ in chosen.values()}  # two operands do not share out the factors of one dim
-        axes = {name for axis in chosen for name in axes_in(axis)}
-        clashing = [
-            p.axis for p in _placements(operand)
-            if (not _same(*chosen[p.axis], term[p.dim], p) if p.axis in chosen
-                else term[p.dim] in taken or not axes.isdisjoint(axes_in(p.axis)))
-        ]  # fmt: skip
-        if clashing:
-            assert isinstance(operand, SpatialTensor)
-            operand = wrap(*gather_axes(local_of(operand), operand.spec, clashing))
-        for p in _placements(operand):
-            chosen.setdefault(p.axis, (term[p.dim], p))
-        ready.append(operand)
-    spec = next(o.spec for o in operands if isinstance(o, SpatialTensor))
-    locals_ = [aligned(o, _cut_like(o, term, chosen, spec)) for o, term in zip(ready, terms, strict=True)]
-    out = call(*locals_)
-    summed = [axis for axis, (letter, _) in chosen.items() if letter not in result]
+    locals_, cuts, loans, spec = shared(operands, terms)
+    out: Tensor = fetching_again(loans, lambda: call(*locals_))
+    summed = [axis for axis, (letter, _) in cuts.items() if letter not in result]
     if summed:
         out = all_sum(out, spec.spatial.group(summed))
-    kept = tuple(p.at(result.index(letter)) for letter, p in chosen.values() if letter in result)
-    return wrap(out, spec.with_([sizes[letter] for letter in result], kept))
+    return wrap(out, result_spec(spec, result, sizes, cuts))
 
 
 def _placements(operand: Tensor) -> tuple[Placement, ...]:
@@ -64,11 +93,11 @@ def _same(chosen: str, placement: Placement, letter: str, p: Placement) -> bool:
     return chosen == letter and alike(placement.at(p.dim), p)
 
 
-def _cut_like(operand: Tensor, term: str, chosen: dict[str, tuple[str, Placement]], spec: Spec) -> Spec:
+def _cut_like(operand: Tensor, term: str, cuts: Cuts, spec: Spec) -> Spec:
     """The spec an operand must have: cut in every dim whose letter is cut somewhere."""
     placements = tuple(
         p.at(term.index(letter))
-        for letter, p in chosen.values()
+        for letter, p in cuts.values()
         if letter in term and operand.shape[term.index(letter)] != 1
     )
     return spec.with_(tuple(operand.shape), placements)
