@@ -38,6 +38,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     scattering,
     softmax,
     tables,
+    transformers,
     transposed_convolution,
     unfolding,
     unpooling,
