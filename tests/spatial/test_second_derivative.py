@@ -1,51 +1,296 @@
-"""A backward pass that cannot be differentiated again says so."""
+"""Gradients of gradients are one process's: of every rule's cases, of penalties, inner steps and Hessian products.
 
+Third ones are not promised; torch's own, through its batch, instance and layer norm, are not those of the formula.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
-from fullframe.errors import GradientError
-from fullframe.spatial.second_derivative import once_differentiable
+import fullframe as ff
+from fullframe.spatial.second_derivative import gradients_of
+from fullframe.techniques.recompute import recompute
+from tests.exactness import mesh, relative
+from tests.rank_group import rank_group
+from tests.spatial.cases import MESHES, Case, all_cases, one
+
+TOLERANCE = 1e-10
+WITHOUT = {
+    "attention: multi-head attention": "torch's own kernel has no second derivative",
+    "moments: vector norm of order 0": "the sine of thousands: one digit of the input is six of the result",
+    "reduction: prod, nansum, nanmean": "products of billions; small ones are below",
+}
+MORE: dict[str, Case] = {
+    "prod": one(lambda x: [(x * 0.1 + 1).prod(3), (x * 0.1).cos().prod()]),
+    "prod around a zero": one(lambda x: [(x * 0.1 + 1 - (x * 0.1 + 1)[..., :1]).prod(3)]),
+    "conv over joined rows": Case(lambda x, w: F.conv2d(x, w, None, 2, 4, 2, 2), whole=((6, 2, 5, 5),)),
+    "conv1d": Case(lambda x, w: F.conv1d(x.mean(2), w, padding=2), whole=((2, 4, 5),)),
+    "batch_norm, evaluation": Case(
+        lambda x, w, b: F.batch_norm(x, torch.ones(4).double(), torch.ones(4).double() * 2, w, b), whole=((4,), (4,))
+    ),
+    "batch_norm of small numbers": one(lambda x: F.batch_norm(x * 1e-4 + 5, None, None, training=True)),
+    "group_norm, one group": Case(lambda x, w, b: F.group_norm(x, 1, w, b), whole=((4,), (4,))),
+    "instance_norm": Case(lambda x, w, b: F.instance_norm(x, None, None, w, b), whole=((4,), (4,))),
+    "rms_norm over the image": Case(
+        lambda x, w: F.rms_norm(x, tuple(w.shape), w), whole=((11, 37),), sizes=((11, 37),)
+    ),
+    "max_pool1d": one(lambda x: F.max_pool1d(x.mean(2), 3, 2, 1)),
+    "std and var": one(lambda x: [x.std((2, 3)), x.var(3), x.std(), torch.logsumexp(x, 3)]),
+    "bicubic": one(lambda x: F.interpolate(x, size=(9, 23), mode="bicubic", align_corners=True)),
+}
 
 
-class _Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, unused: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**2
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradient, None
+def _measured(t: Tensor) -> Tensor:
+    """A number that depends on every element, and in no linear way."""
+    t = (t * t.conj()).real if t.is_complex() else t
+    return (t.sin() * torch.linspace(-1, 1, t.numel(), dtype=torch.float64).cos().view(t.shape)).sum()
 
 
-def square(x: Tensor) -> Tensor:
-    return _Square.apply(x, torch.zeros(1))
+def _whole(value: Any) -> Tensor:
+    value = value.full() if isinstance(value, ff.SpatialTensor) else value
+    return value.detach().clone()  # type: ignore[no-any-return]
 
 
-def test_the_first_derivative_is_there() -> None:
-    x = torch.tensor(3.0, requires_grad=True)
-    for create_graph in (False, True):
-        (gradient,) = torch.autograd.grad(square(x), x, create_graph=create_graph)
-        assert gradient.item() == 6 and gradient.requires_grad == create_graph
+def _both(case: Case, on: DeviceMesh | None) -> list[Tensor]:
+    """First and second derivatives by all operands."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn((*lead, *case.sizes[-1]), generator=generator, dtype=torch.float64) for lead in case.split]
+    leaves = [_on(on, t).requires_grad_() for t in drawn]
+    leaves += [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in case.whole]
+    outputs = [t for t in tree_leaves(case.op(*leaves)) if isinstance(t, Tensor) and t.requires_grad]
+    if not outputs:
+        return []
+    value: Any = sum(map(_measured, outputs))
+    first = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
+    penalty: Any = value + 0.1 * sum(_measured(g) for g in first if g is not None)  # type: ignore[operator]
+    second = torch.autograd.grad(penalty, leaves, allow_unused=True)
+    return [torch.zeros(0) if g is None else _whole(g) for g in (*first, *second)]
 
 
-@pytest.mark.parametrize("seed", [True, False], ids=["of what was saved", "of the seed"])
-def test_the_second_is_refused_by_name(seed: bool) -> None:
-    x = torch.tensor(3.0, requires_grad=True)
-    v = torch.tensor(1.0, requires_grad=not seed)
-    (gradient,) = torch.autograd.grad(square(x), x, v, create_graph=True)
-    with pytest.raises(GradientError, match=r"a second derivative is asked for.* through Square"):
-        gradient.backward()
+def _swept(height: int, width: int) -> dict[str, float]:
+    found = {}
+    for name, case in {**all_cases(), **MORE}.items():
+        if name not in WITHOUT:
+            here, there = _both(case, None), _both(case, mesh(height, width))
+            found[name] = max([float(len(here) != len(there)), *map(relative, here, there)])
+    return found
 
 
-def test_a_gradient_that_depends_on_nothing_more_is_plain() -> None:
-    x = torch.tensor(3.0, requires_grad=True)
-    y = square(x)
-    with torch.no_grad():
-        (gradient,) = torch.autograd.grad(y, x)
-    assert not gradient.requires_grad
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("height", "width"), [(2, 2), (1, 3)])  # the smaller ones' borders are among theirs
+def test_every_rule_s_second_derivative(height: int, width: int) -> None:
+    for found in rank_group(height * width).run(_swept, height, width, timeout_seconds=900):
+        assert len(found) > 200
+        assert not {name: error for name, error in found.items() if not error <= TOLERANCE}
+
+
+def _drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _image() -> Tensor:
+    return _drawn(2, 3, 9, 13)
+
+
+def _on(on: DeviceMesh | None, image: Tensor) -> Tensor:
+    return image.clone() if on is None else ff.shard(image, on)
+
+
+class Critic(nn.Module):
+    """Something of everything: strided, grouped and transposed convolutions, norms, pooling, resizing, a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.batch = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.down, self.group = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), nn.GroupNorm(2, 6)
+        self.up = nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1)
+        self.gate, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.leaky_relu(self.batch(self.stem(x)), 0.2), 3, 1, 1)
+        x = F.interpolate(self.up(F.silu(self.group(self.down(x)))), scale_factor=2, mode="bilinear")
+        x = x * torch.sigmoid(self.gate(x.mean((2, 3)))).view(-1, 4, 1, 1)
+        return self.head(x.sin().mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def _critic(on: DeviceMesh | None) -> tuple[Any, Critic]:
+    torch.manual_seed(0)
+    net = Critic().double()
+    return (net if on is None else ff.parallelize(net, on)), net
+
+
+def _gradients(net: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+def _wasserstein(on: DeviceMesh | None) -> list[Tensor]:
+    """WGAN-GP: the norm of each image's gradient should be 1."""
+    model, net = _critic(on)
+    x = _on(on, _image()).requires_grad_()
+    out = model(x)
+    (g,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
+    ((g.flatten(1).norm(2, 1) - 1).square().mean() * 10 + out.mean()).backward()
+    return [_whole(g), _whole(x.grad), *_gradients(net)]
+
+
+def _whole_leaf(on: DeviceMesh | None) -> list[Tensor]:
+    """R1, of a tensor that is split on its way, in evaluation."""
+    model, net = _critic(on)
+    model.eval()
+    t = _image().requires_grad_()
+    out = model(_on(on, t))
+    (g,) = torch.autograd.grad(out.sum(), t, create_graph=True)
+    (g.square().sum() * 3 + out.mean()).backward()
+    return [_whole(g), _whole(t.grad), *_gradients(net)]
+
+
+def _of_parameters(on: DeviceMesh | None) -> list[Tensor]:
+    """A penalty on the gradient of a model's parameters."""
+    model, net = _critic(on)
+    x = _on(on, _image()).requires_grad_()
+    out = model(x).square().mean()
+    found = torch.autograd.grad(out, list(net.parameters()), create_graph=True)
+    (sum(g.square().sum() for g in found) * 3 + out).backward()
+    return [*map(_whole, found), _whole(x.grad), *_gradients(net)]
+
+
+def _hessian_product(on: DeviceMesh | None) -> list[Tensor]:
+    model, net = _critic(on)
+    parameters = list(net.parameters())
+    found = torch.autograd.grad(model(_on(on, _image())).square().mean(), parameters, create_graph=True)
+    product: Any = sum((g * _drawn(*g.shape)).sum() for g in found)
+    return [_whole(g) for g in torch.autograd.grad(product, parameters)]
+
+
+def _inner_steps(on: DeviceMesh | None) -> list[Tensor]:
+    """Through two steps down an energy."""
+    model, net = _critic(on)
+    x = _on(on, _image()).requires_grad_()
+    z = x
+    for _ in range(2):
+        (g,) = torch.autograd.grad(model(z).square().sum(), z, create_graph=True)
+        z = z - 0.1 * g
+    model(z).mean().backward()
+    return [_whole(x.grad), *_gradients(net)]
+
+
+def _fast_weights(on: DeviceMesh | None) -> list[Tensor]:
+    """MAML: through a step of the parameters, which belong to no parallel model."""
+    torch.manual_seed(0)
+    net = Critic().double().eval()
+    x, parameters = _on(on, _image()), dict(net.named_parameters())
+    loss = torch.func.functional_call(net, parameters, (x,)).square().mean()
+    found = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
+    fast = {name: p - 0.1 * g for (name, p), g in zip(parameters.items(), found, strict=True)}
+    torch.func.functional_call(net, fast, (x.flip(1),)).square().mean().backward()
+    return _gradients(net)
+
+
+def _seeds(on: DeviceMesh | None) -> list[Tensor]:
+    """A map's gradients by seeds, whole and split, that are differentiated by."""
+    found = []
+    for seed in (_image().requires_grad_(), _on(on, _image()).requires_grad_()):
+        x, w = _on(on, _image()).requires_grad_(), _drawn(3, 3, 3, 3).requires_grad_()
+        y = F.conv2d(x, w, padding=1).sin()
+        g, of_weight = torch.autograd.grad(y, [x, w], seed, create_graph=True)
+        (g.square().mean() + of_weight.sin().sum()).backward()
+        found += [g, of_weight, seed.grad, w.grad, x.grad]
+    return list(map(_whole, found))
+
+
+def _backward_twice(on: DeviceMesh | None) -> list[Tensor]:
+    """`backward(create_graph=True)`: the gradients of leaves, and of a map that keeps its own."""
+    x, w = _on(on, _image()).requires_grad_(), _drawn(4, 3, 3, 3).requires_grad_()
+    h = F.conv2d(x, w, padding=1)
+    h.retain_grad()
+    F.instance_norm(h).sin().mean((2, 3)).square().sum().backward(create_graph=True)
+    assert x.grad is not None and w.grad is not None and h.grad is not None
+    penalty = h.grad.square().sum() + w.grad.square().sum() + x.grad.sin().sum()
+    found = [_whole(t.grad) for t in (h, w, x)]
+    x.grad = w.grad = None
+    penalty.backward()
+    return [*found, _whole(w.grad), _whole(x.grad)]
+
+
+def _hooks(on: DeviceMesh | None) -> list[Tensor]:
+    x, w, kept = _on(on, _image()).requires_grad_(), _drawn(4, 3, 3, 3).requires_grad_(), []
+    h = F.conv2d(x, w, padding=1)
+
+    def hook(g: Tensor) -> Tensor:
+        kept.append(g)
+        return g * g.square().sum()
+
+    h.register_hook(hook)
+    (g,) = torch.autograd.grad(h.sin().square().sum(), x, create_graph=True)
+    (g.sin().sum() + kept[0].cos().sum()).backward()
+    return [_whole(g), _whole(w.grad), _whole(x.grad)]
+
+
+def _mixed(on: DeviceMesh | None) -> list[Tensor]:
+    """Of two split tensors, one of which is not split over the width; a parameter of no model."""
+    x, scale = _on(on, _image()).requires_grad_(), nn.Parameter(_drawn(3, 1, 1))
+    rows = _on(on, _image()).detach().mean(3).requires_grad_()
+    out = (F.softmax(x * scale, 3) * rows.unsqueeze(3)).amax(2).square().sum()
+    found = torch.autograd.grad(out, [x, rows, scale], create_graph=True)
+    sum(g.sin().sum() for g in found).backward()  # type: ignore[union-attr]
+    return list(map(_whole, (*found, x.grad, rows.grad, scale.grad)))
+
+
+def _recomputed(on: DeviceMesh | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Conv2d(4, 4, 3, 2, bias=False), nn.BatchNorm2d(4), nn.SiLU(), nn.MaxPool2d(3, 1, 1))
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), block, nn.Conv2d(4, 2, 3)).double()
+    if on is not None:
+        recompute(net, ["1"])
+    x = _on(on, _image()).requires_grad_()
+    out = (net if on is None else ff.parallelize(net, on))(x).sin().sum()
+    (g,) = torch.autograd.grad(out, x, create_graph=True)
+    (g.square().sum() + out).backward()
+    return [_whole(g), _whole(x.grad), *_gradients(net)]
+
+
+CASES: list[Callable[[DeviceMesh | None], list[Tensor]]] = [
+    _wasserstein,
+    _whole_leaf,
+    _of_parameters,
+    _hessian_product,
+    _inner_steps,
+    _fast_weights,
+    _seeds,
+    _backward_twice,
+    _hooks,
+    _mixed,
+    _recomputed,
+]
+
+
+def _differences(height: int, width: int) -> dict[str, Any]:
+    """By case the largest difference from one process, not averaged over the ranks."""
+    found: dict[str, Any] = {}
+    for case in CASES:
+        expected, got = case(None), case(mesh(height, width))
+        same = len(expected) == len(got)
+        found[case.__name__] = max(map(relative, expected, got)) if same else f"{len(got)} for {len(expected)}"
+    return found
+
+
+@pytest.mark.parametrize(("height", "width"), MESHES)
+def test_penalties_are_those_of_one_process(height: int, width: int) -> None:
+    for found in rank_group(height * width).run(_differences, height, width):
+        assert {name: error for name, error in found.items() if error not in (0.0,) and not float(error) < 1e-9} == {}
+
+
+def test_only_needed_gradients_are_made_and_hooks_are_not_run() -> None:
+    x, w = torch.tensor(3.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    x.register_hook(lambda g: g * 100)
+    gradient, none = gradients_of(lambda x, w: x**3 * w, [x, w], torch.tensor(5.0), [True, False])
+    assert none is None and gradient is not None and gradient.item() == 3 * 3**2 * 2 * 5
+    (second,) = torch.autograd.grad(gradient, w)
+    assert second.item() == 3 * 3**2 * 5

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fullframe.errors import GradientError
 from fullframe.model.unused import Unused, give_zeros, has_hooks
 from fullframe.ranks.agreement import on_any_rank_each
 from fullframe.ranks.mesh import Spatial
@@ -117,6 +118,11 @@ class Averaging:
 
     def arrives(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
         """In backward, before the gradient is added to the parameter's; what to add instead, if anything else."""
+        if torch.is_grad_enabled():
+            raise GradientError(
+                "backward(create_graph=True) reaches a model's parameters, whose gradients are averaged over the "
+                "ranks by messages that cannot be differentiated; use torch.autograd.grad(..., create_graph=True)"
+            )
         self.begin().arrived.add(parameter)
         if not has_hooks(parameter):
             return None

@@ -1,6 +1,6 @@
-"""Backward passes that cannot be differentiated again, and say so by name."""
+"""Gradients with `create_graph=True`: those that can be differentiated again, and those that say that they cannot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -10,6 +10,20 @@ from torch import Tensor
 from fullframe.errors import GradientError
 
 Backward = Callable[..., Any]
+
+
+def gradients_of(
+    forward: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of those `inputs` that are `needed`, differentiable as often as `forward` is, which runs again.
+
+    `forward(*inputs)` is made of torch's functions and differentiable messages. `gradient` is that of its result.
+    """
+    aliases = [t.view_as(t) for t in inputs]  # hooks of the tensors are not for these
+    made = forward(*aliases)
+    wanted = [alias for alias, wants in zip(aliases, needed, strict=True) if wants]
+    found: Any = iter(torch.autograd.grad(made, wanted, gradient, create_graph=True))
+    return [next(found) if wants else None for wants in needed]
 
 
 def once_differentiable(backward: Backward) -> Backward:

@@ -17,6 +17,7 @@ from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Halo, Ranges, assembled, part_of
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.window_plan import WindowPlan, embedded, ints, plan_windows, region, return_gradient
+from fullframe.spatial.second_derivative import gradients_of
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
@@ -192,12 +193,12 @@ class _HaloConvolution(torch.autograd.Function):
 
 def _differentiable_backward(plan: _Plan, local: Tensor, grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:
     """Gradients that can be differentiated again: those of one convolution of own and borrowed rows joined."""
+
+    def joined(local: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return plan.convolve(region(local, plan.window), weight, bias, plan.padding)
+
     bias = weight.new_zeros(weight.shape[0], requires_grad=True)
-    inputs = [local.view_as(local), weight.view_as(weight), bias]  # aliases: hooks of the tensors are not for these
-    out = plan.convolve(region(inputs[0], plan.window), inputs[1], bias, plan.padding)
-    wanted = [tensor for tensor, needed in zip(inputs, mask, strict=True) if needed]
-    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-    return [next(found) if needed else None for needed in mask]
+    return gradients_of(joined, [local, weight, bias], grad, mask)
 
 
 def _joined_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fullframe.errors import UnsupportedOp
-from fullframe.spatial.gradients import is_seen, see_leaf, seen, unseen
+from fullframe.spatial.gradients import enter, is_seen, see_leaf, seen, unseen
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.rules.registry import getter, rule, setters
 from fullframe.spatial.spec import Spec
@@ -179,6 +179,8 @@ def _seed(output: Any, seed: Any) -> tuple[Any, Any]:
         return local_of(output), None
     if tuple(seed.shape) != spec.shape:
         raise RuntimeError(f"Mismatch in shape: a gradient has {tuple(seed.shape)}, its tensor {spec.shape}")
+    if torch.is_grad_enabled() and not isinstance(seed, SpatialTensor):
+        seed = enter(seed, spec.spatial)  # a whole seed may be differentiated by, with create_graph
     return local_of(output), unseen(aligned(seed, spec), spec)
 
 

@@ -4,6 +4,7 @@ One function serves the first three: channels are normalised in groups of `m` (b
 contributes its count, means and variances, and backward keeps only the input and the statistics.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fullframe.ranks.collectives import all_gather_no_grad, all_sum_no_grad
+from fullframe.ranks.collectives import all_gather_no_grad, all_sum, all_sum_no_grad
 from fullframe.ranks.exchange import joined
 from fullframe.spatial.halo import memory_format_of
 from fullframe.spatial.operands import say_gathered
 from fullframe.spatial.rules.reduction import count
 from fullframe.spatial.rules.registry import Unsupported, rule
-from fullframe.spatial.second_derivative import once_differentiable
+from fullframe.spatial.second_derivative import gradients_of
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
 
@@ -69,10 +70,13 @@ class _Normalize(torch.autograd.Function):
         return out.contiguous(memory_format=memory_format_of(x))  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight, mean, var, elements = ctx.saved_tensors
         shape = x.shape
+        if torch.is_grad_enabled():  # create_graph
+            again = partial(_normalized, elements=elements, apart=ctx.apart, m=ctx.m, eps=ctx.eps, group=ctx.group)
+            bias = torch.zeros_like(weight, requires_grad=True)
+            return *gradients_of(again, [x, weight, bias], grad, ctx.needs_input_grad[:3]), *(None,) * 5
         if ctx.apart:
             x, grad = _flat(x), _flat(grad)
         of_weight, of_bias = torch.zeros_like(weight), torch.zeros_like(weight)
@@ -90,6 +94,25 @@ class _Normalize(torch.autograd.Function):
         wide = torch.addcmul((inverse * by_mean - mean * slope).view(view), x, slope.view(view))
         of_x = wide.addcmul_(grad, (weight * inverse).view(view)).to(x.dtype)
         return of_x.view(shape), of_weight, of_bias, None, None, None, None, None
+
+
+def _normalized(
+    x: Tensor, weight: Tensor, bias: Tensor, elements: Tensor, apart: bool, m: int, eps: float, group: Any
+) -> Tensor:
+    """What `_Normalize` makes of x (N, C, ...), of differentiable pieces; it keeps several copies of x for backward."""
+    flat = (_flat(x) if apart else x).to(weight.dtype)
+    dims = [d for d in range(flat.dim()) if d != 1]
+
+    def of_channels(values: Tensor) -> Tensor:
+        return values.view(-1, *(1,) * (flat.dim() - 2))
+
+    def mean(values: Tensor) -> Tensor:
+        sums = values.sum(dims).view(-1, m).sum(1)
+        return of_channels((all_sum(sums, group) / elements).repeat_interleave(m))
+
+    distance = flat - mean(flat)
+    slope = of_channels(weight) * torch.rsqrt(mean(distance.square()) + eps)
+    return (distance * slope + of_channels(bias)).to(x.dtype).view(x.shape)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.window import AdaptiveWindow, Window
+from fullframe.ranks.adjoint import linear
 from fullframe.ranks.exchange import joined
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Halo, memory_format_of
@@ -17,7 +19,6 @@ from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.rules.resampling import in_format, resampled
 from fullframe.spatial.rules.taps import taps_of
 from fullframe.spatial.rules.window_plan import WindowPlan, ints, nonempty, plan_windows, region, region_gradient
-from fullframe.spatial.second_derivative import once_differentiable
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
@@ -108,18 +109,29 @@ class _MaxPool(torch.autograd.Function):
         return out, indices
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
         (indices,) = ctx.saved_tensors
-        pool = getattr(torch.ops.aten, f"max_pool{len(ctx.options[0])}d_with_indices_backward")
-        like = torch.empty(
-            ctx.joined, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format_of(gradient)
-        )
         if ctx.image is not None:
             sizes, corner = ctx.image
             indices = _renumbered(indices, sizes, ctx.joined[-len(sizes) :], [-start for start in corner])
-        of_joined = pool(gradient, like, *ctx.options, indices)
-        return region_gradient(of_joined, ctx.plan, ctx.shape), None, None, None
+        where = {"indices": indices, "plan": ctx.plan, "options": ctx.options}
+        spread = partial(_spread, shape=ctx.shape, joined=ctx.joined, **where)
+        return linear(gradient, spread, partial(_picked, **where)), None, None, None
+
+
+def _spread(
+    gradient: Tensor, indices: Tensor, plan: WindowPlan, options: Any, shape: torch.Size, joined: torch.Size
+) -> Tensor:
+    """The local part's gradient: each output's goes to the row that won."""
+    pool = getattr(torch.ops.aten, f"max_pool{len(options[0])}d_with_indices_backward")
+    like = torch.empty(joined, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format_of(gradient))
+    return region_gradient(pool(gradient, like, *options, indices), plan, shape)
+
+
+def _picked(local: Tensor, indices: Tensor, plan: WindowPlan, options: Any) -> Tensor:
+    """The adjoint of `_spread`: of own and borrowed rows those that won."""
+    count = len(options[0])
+    return region(local, plan).flatten(-count).gather(-1, indices.flatten(-count)).view(indices.shape)
 
 
 def _renumbered(indices: Tensor, sizes: Sequence[int], new_sizes: Sequence[int], shift: Sequence[int]) -> Tensor:

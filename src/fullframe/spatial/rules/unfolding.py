@@ -1,19 +1,21 @@
 """Unfold and fold: windows laid side by side as channels, and their adjoint."""
 
+from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import local_shape
 from fullframe.geometry.window import Window
+from fullframe.ranks.adjoint import linear
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.rules.registry import TooSmall, rule
-from fullframe.spatial.rules.window_plan import WindowPlan, ints, plan_windows, region
-from fullframe.spatial.second_derivative import once_differentiable
+from fullframe.spatial.rules.window_plan import WindowPlan, ints, plan_windows, region, region_gradient
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+
+Ints = tuple[int, ...]
 
 
 @rule(F.unfold)
@@ -56,47 +58,43 @@ def _fold(
     if input.dim() == 2:
         image = func(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride)
         return image.squeeze(0)  # type: ignore[no-any-return]
-    options = [ints(value, 2) for value in (kernel_size, stride, dilation, padding)]
-    windows = [Window(*row) for row in zip(*options, strict=True)]
+    given = [ints(value, 2) for value in (kernel_size, stride, dilation, padding)]
+    windows = [Window(*row) for row in zip(*given, strict=True)]
     sizes = ints(output_size, 2)
     samples, deep, _ = input.spec.shape
     rows, columns = (w.output_size(n) for w, n in zip(windows, sizes, strict=True))
     cells = input.reshape(samples, deep, rows, columns)
     if not isinstance(cells, SpatialTensor):
-        return func(cells.flatten(2), sizes, *(options[n] for n in (0, 2, 3, 1)))  # type: ignore[no-any-return]
+        return func(cells.flatten(2), sizes, *(given[n] for n in (0, 2, 3, 1)))  # type: ignore[no-any-return]
     spec = cells.spec
     image = tuple(p if p.dim < 2 else p.recut(Extents.even(sizes[p.dim - 2], p.extents.parts)) for p in spec.placements)
     small = [p.axis for p in image if p.extents.has_empty]
-    channels = deep // (options[0][0] * options[0][1])
+    channels = deep // (given[0][0] * given[0][1])
     goal = spec.with_((samples, channels, *sizes), image)
     if small:
         raise TooSmall(small)
     plan = plan_windows(goal, (2, 3), windows, (rows, columns), spec.shape)
-    kernel, stride, dilation, padding = options
+    kernel, stride, dilation, padding = given
     inner = [0 if goal.is_split(dim) else p for dim, p in zip((2, 3), padding, strict=True)]
     local = aligned(cells, plan.spec)
     held = local_shape(goal.shape, goal.placements, [goal.spatial.axis(p.axis).coordinate for p in goal.placements])
-    return wrap(_Fold.apply(local, plan, held, (kernel, dilation, inner, stride)), goal)  # type: ignore[no-untyped-call]
+    options = kernel, dilation, inner, stride
+    fold = partial(_folded, plan=plan, held=tuple(held), options=options)
+    unfold = partial(_unfolded, plan=plan, shape=tuple(local.shape), options=options)
+    return wrap(linear(local, fold, unfold), goal)
 
 
-class _Fold(torch.autograd.Function):
-    """The adjoint of taking a region and unfolding it: what falls into a neighbour's rows is sent there and added."""
+def _folded(cells: Tensor, plan: WindowPlan, held: Ints, options: Any) -> Tensor:
+    """The adjoint of `_unfolded`: what falls into a neighbour's rows is sent there and added."""
+    joined = list(held)
+    for cut, need in zip(plan.cuts, plan.needs, strict=True):
+        joined[cut.dim] = len(need)
+    return region_gradient(F.fold(cells.flatten(2), tuple(joined[2:]), *options), plan, held)
 
-    @staticmethod
-    def forward(ctx: Any, cells: Tensor, plan: WindowPlan, held: tuple[int, ...], options: Any) -> Tensor:
-        ctx.plan, ctx.options, ctx.shape = plan, options, cells.shape
-        with torch.enable_grad():
-            image = cells.new_zeros(held).requires_grad_()
-            joined = region(image, plan)
-            folded = F.fold(cells.detach().flatten(2), tuple(joined.shape[2:]), *options)
-            (result,) = torch.autograd.grad(joined, image, folded)
-        return result
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        windows = F.unfold(region(gradient, ctx.plan), *ctx.options)
-        return windows.view(ctx.shape), None, None, None
+def _unfolded(image: Tensor, plan: WindowPlan, shape: Ints, options: Any) -> Tensor:
+    """The windows of own and borrowed rows, (N, C * k * k, rows, columns)."""
+    return F.unfold(region(image, plan), *options).view(shape)
 
 
 @rule(Tensor.unfold)
