@@ -22,8 +22,8 @@ FEW = 2**16  # numbers that any rank may hold besides its part of a map
 def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
     """`x[points]`, one index tensor or None a dim, at least one; none of them a mask.
 
-    What is read along split dims is whole on all ranks. Refused where that is more than a rank's part of `x`, and
-    where the index is split and larger than `x`.
+    What is read along split dims is whole on all ranks. Refused where that, or an index that is split, is
+    more than a rank's part of `x`.
     """
     given = [i for i in points if i is not None]
     if not isinstance(x, SpatialTensor):
