@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.spatial.redistribute import gather_axes, sliced
+from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.refetch import fetching_again
 from fullframe.spatial.rules.convolution import autocast_inputs
-from fullframe.spatial.rules.matmul import Shared, result_spec, shared
+from fullframe.spatial.rules.matmul import Shared, result_spec, shared, whole_in
 from fullframe.spatial.rules.partial_attention import How, partial_attention
 from fullframe.spatial.rules.registry import rule
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, wrap
 
 
 @rule(F.scaled_dot_product_attention)
@@ -40,8 +40,8 @@ def _attention(
     query, key, value = autocast_inputs(query, key, value)
     grouped = enable_gqa and not query.shape[-3] == key.shape[-3] == value.shape[-3]
     whole = (-1, -3) if grouped else (-1,)
-    query, key, value = (_whole_in(t, *whole) for t in (query, key, value))
-    attn_mask = _whole_in(attn_mask, -3) if grouped and attn_mask is not None else attn_mask
+    query, key, value = (whole_in(t, *whole) for t in (query, key, value))
+    attn_mask = whole_in(attn_mask, -3) if grouped and attn_mask is not None else attn_mask
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     operands = [t for t in (query, key, value, attn_mask) if t is not None]
     if not any(isinstance(t, SpatialTensor) for t in operands):
@@ -65,14 +65,6 @@ def _attention(
     out = fetching_again(parts.loans, attend)
     sizes = dict(zip(letters, batch, strict=True)) | {"L": query.shape[-2], "F": value.shape[-1]}
     return wrap(out, result_spec(parts.spec, letters + "LF", sizes, cuts))
-
-
-def _whole_in(t: Tensor, *dims: int) -> Tensor:
-    """`t` made whole along the mesh axes that cut one of the dims."""
-    if not isinstance(t, SpatialTensor):
-        return t
-    axes = [p.axis for p in t.spec.placements if p.dim - t.dim() in dims]
-    return wrap(*gather_axes(local_of(t), t.spec, axes)) if axes else t
 
 
 def _causal(parts: Shared, queries: int, keys: int) -> Tensor:

@@ -31,6 +31,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     products,
     quantiles,
     random,
+    recurrent,
     reduction,
     resampling,
     reshape,

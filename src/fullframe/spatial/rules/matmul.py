@@ -15,6 +15,7 @@ from fullframe.geometry.placement import Placement
 from fullframe.ranks.collectives import all_sum
 from fullframe.ranks.mesh import axes_in
 from fullframe.spatial.operands import aligned, alike
+from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.refetch import Loan, borrow, fetching_again
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.spec import Spec
@@ -60,6 +61,14 @@ def shared(operands: list[Tensor], terms: list[str]) -> Shared:
     spec = next(o.spec for o in operands if isinstance(o, SpatialTensor))
     locals_ = [aligned(o, _cut_like(o, term, cuts, spec)) for o, term in zip(ready, terms, strict=True)]
     return Shared(locals_, cuts, loans, spec)
+
+
+def whole_in(t: Tensor, *dims: int) -> Tensor:
+    """`t` made whole along the mesh axes that cut one of the dims, which count from the end: -1, -2."""
+    if not isinstance(t, SpatialTensor):
+        return t
+    axes = [p.axis for p in t.spec.placements if p.dim - t.dim() in dims]
+    return wrap(*gather_axes(local_of(t), t.spec, axes)) if axes else t
 
 
 def result_spec(spec: Spec, result: str, sizes: dict[str, int], cuts: Cuts) -> Spec:

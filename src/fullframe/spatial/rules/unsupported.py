@@ -45,7 +45,7 @@ _REFUSED: dict[str, str] = {
     """,
     "it changes the shape in place": "squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_ t_ moveaxis_",
     "it is recurrent over a sequence": """
-        gru gru_cell lstm lstm_cell rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell ctc_loss miopen_rnn conv_tbc
+        ctc_loss miopen_rnn conv_tbc
     """,
     "it is for quantized, sparse, nested or vendor tensors": """
         q_* quantize* quantized_* fbgemm_* miopen_* int_repr dequantize choose_qparams_optimized fake_quantize_*

@@ -1,0 +1,56 @@
+"""Recurrent cells and layers: tokens or pixels are the batch, each rank runs its own; time and channels are whole."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullframe.spatial.rules.matmul import Shared, result_spec, shared, whole_in
+from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.tensor import wrap
+
+
+@rule(torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
+def _cell(func: Any, input: Tensor, hx: Any, *weights: Any, **named: Any) -> Any:
+    """Input (B, C) and states (B, K), the batch split anyhow; split channels are gathered."""
+    pair = func is torch.lstm_cell
+    given = [whole_in(t, -1) for t in (input, *(hx if pair else [hx]))]
+    parts = shared(given, ["bi", "bk", "bk"][: len(given)])
+    here, *states = parts.locals
+    result = func(here, states if pair else states[0], *weights, **named)
+    sizes = {"b": input.shape[0], "k": given[1].shape[-1]}
+    spec = result_spec(parts.spec, "bk", sizes, parts.cuts)
+    return tuple(wrap(t, spec) for t in result) if pair else wrap(result, spec)
+
+
+@rule(torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu)
+def _layers(func: Any, input: Tensor, hx: Any, *options: Any) -> Any:
+    """Input (T, B, C), or (B, T, C) where the batch is first; refuses packed sequences and dropout between layers.
+
+    Split time and channels are gathered.
+    """
+    if isinstance(hx, Tensor) == (func is torch.lstm) or isinstance(options[0], Tensor):
+        raise Unsupported("packed sequences are not split")
+    _, _, layers, dropout, train, _, batch_first = options
+    if dropout and train and layers > 1:
+        raise Unsupported(f"dropout {dropout} between recurrent layers is not split", "Set it to 0.")
+    time = -2 if batch_first else -3
+    states = hx if func is torch.lstm else [hx]
+    given = [whole_in(input, -1, time), *(whole_in(t, -1, -3) for t in states)]
+    parts = shared(given, ["bti" if batch_first else "tbi", "lbk", "lbh"][: len(given)])
+    here, *begun = parts.locals
+    result = func(
+        here, begun if func is torch.lstm else begun[0], weights, biases, layers, dropout, train, both, batch_first
+    )
+    return _wrapped(result, parts, "btk" if batch_first else "tbk", input)
+
+
+def _wrapped(results: Sequence[Tensor], parts: Shared, term: str, input: Tensor) -> Any:
+    """Outputs and last states as they lie over the ranks."""
+    wrapped = []
+    for number, t in enumerate(results):
+        letters = "lbk" if number else term
+        sizes = dict(zip(letters, t.shape, strict=True)) | {"b": input.shape[term.index("b")]}
+        wrapped.append(wrap(t, result_spec(parts.spec, letters, sizes, parts.cuts)))
+    return tuple(wrapped)
