@@ -444,6 +444,9 @@ def _refused(what: str) -> None:
     x = ff.shard(_image(), on).requires_grad_()
     if what == "gradients of parameters with a graph":
         _net(on)[0](x).mean().backward(create_graph=True)
+    elif what == "a graph of sharded parameters":
+        model, _ = _net(on, shard_parameters=True, find_unused_parameters=True)
+        torch.autograd.grad(model(x).mean(), x, create_graph=True)
     elif what == "no seed":
         x.sin().backward()
     elif what == "seed of another shape":
@@ -456,6 +459,7 @@ def _refused(what: str) -> None:
 
 
 REFUSED = {
+    "a graph of sharded parameters": ("GradientError", "do without shard_parameters"),
     "gradients of parameters with a graph": ("GradientError", "cannot be differentiated; use torch.autograd.grad"),
     "no seed": ("RuntimeError", "grad can be implicitly created only for scalar outputs"),
     "seed of another shape": ("RuntimeError", "Mismatch in shape"),

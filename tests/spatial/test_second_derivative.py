@@ -4,6 +4,7 @@ Third ones are not promised; torch's own, through its batch, instance and layer 
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 import fullframe as ff
+from fullframe.spatial.rules.normalization import OverReplicas
 from fullframe.spatial.second_derivative import gradients_of
 from fullframe.techniques.recompute import recompute
 from tests.exactness import mesh, relative
@@ -285,6 +287,29 @@ def _differences(height: int, width: int) -> dict[str, Any]:
 def test_penalties_are_those_of_one_process(height: int, width: int) -> None:
     for found in rank_group(height * width).run(_differences, height, width):
         assert {name: error for name, error in found.items() if error not in (0.0,) and not float(error) < 1e-9} == {}
+
+
+def _of_replicas() -> list[float]:
+    """A penalty with batch norm over two replicas of two ranks, each with an image of its own."""
+    on, images = mesh(1, 2), [_drawn(2, 3, 9, 13, seed=seed) for seed in (1, 2)]
+    mine = on.get_local_rank("data")
+    found = []
+    for x in (torch.cat(images).requires_grad_(), ff.shard(images[mine], on).requires_grad_()):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 2, 3))
+        model = ff.parallelize(net.double(), on) if found else net.double()
+        with OverReplicas(2) if found else nullcontext():
+            out = model(x).sin().sum()
+        (g,) = torch.autograd.grad(out, x, create_graph=True)
+        (g.square().sum() * 0.1 + out).backward()
+        found.append([_whole(g), _whole(x.grad), *_gradients(net)])
+    here = [t.chunk(2)[mine] for t in found[0][:2]] + [t / 2 for t in found[0][2:]]  # DDP takes the replicas' mean
+    return list(map(relative, here, found[1]))
+
+
+def test_batch_norm_over_replicas() -> None:
+    for errors in rank_group(4).run(_of_replicas):
+        assert max(errors) < TOLERANCE
 
 
 def test_only_needed_gradients_are_made_and_hooks_are_not_run() -> None:

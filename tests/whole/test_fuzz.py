@@ -9,6 +9,7 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +26,7 @@ TOLERANCE = 1e-9  # relative, of outputs and gradients; programs divide and take
 FLOOR = 1e-4  # what is smaller all over is zero but for the rounding of longer programs (a mean taken off a constant)
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 3)]
 BATCH = 30
+PENALISED = 0.15  # of the programs in float64
 
 Step = tuple[str, Callable[[Tensor], Tensor]]
 
@@ -287,6 +289,7 @@ class Program(NamedTuple):
     steps: list[Step]
     refused: bool  # by plain torch, in the last step
     autocast: bool
+    penalised: bool  # its gradient is a result too, so that it is differentiated again
 
 
 def _program(seed: int) -> Program:
@@ -308,7 +311,32 @@ def _program(seed: int) -> Program:
     refused = misuse and value.dim() == 4
     if refused:
         steps.append(_misuse(r, value))
-    return Program(x, steps, refused, autocast)
+    program = Program(x, steps, refused, autocast, False)
+    if x.dtype == torch.float64 and not (refused or holes) and r.random() < PENALISED:
+        return program._replace(penalised=_is_twice_differentiable(program))
+    return program
+
+
+def _is_twice_differentiable(program: Program) -> bool:
+    """Whether plain torch differentiates the program's gradient, and gives numbers."""
+    x = program.x.clone().requires_grad_()
+    try:
+        found = torch.stack([t.sin().sum() for t in _run(program._replace(penalised=True), x)])
+        (second,) = torch.autograd.grad(found.sum(), x)
+    except RuntimeError:
+        return False
+    return bool(second.isfinite().all())
+
+
+def _run(program: Program, x: Tensor) -> Any:
+    given = x
+    with torch.autocast("cpu", torch.bfloat16, enabled=program.autocast):
+        for _, step in program.steps:
+            x = step(x)
+    if not program.penalised:
+        return x
+    (gradient,) = torch.autograd.grad(x.sin().sum(), given, create_graph=True)
+    return [x, gradient]
 
 
 def _tried(step: Step, value: Tensor, autocast: bool) -> Tensor | None:
@@ -326,14 +354,8 @@ def _tried(step: Step, value: Tensor, autocast: bool) -> Tensor | None:
 def _outcome(seed: int, height: int, width: int) -> Outcome:
     program = _program(seed)
     kind = f"{tuple(program.x.shape)} {program.x.dtype}{' autocast' * program.autocast}"
-    text = " -> ".join([kind, *(name for name, _ in program.steps)])
-
-    def run(x: Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled=program.autocast):
-            for _, step in program.steps:
-                x = step(x)
-        return x
-
+    text = " -> ".join([kind, *(name for name, _ in program.steps), *["gradient"] * program.penalised])
+    run = partial(_run, program)
     if program.refused:
         return _refusal(run, program.x, seed, text, height, width)
     compare = differences if program.x.dtype == torch.float64 else loose_differences

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from fullframe.errors import MeshError, StrategyError
+from fullframe.errors import GradientError, MeshError, StrategyError
 from fullframe.model.averaging import Averaging
 from fullframe.model.buffers import share_buffers
 from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
@@ -161,6 +161,11 @@ class ParallelModel(nn.Module):
         def reached(gradient: Tensor) -> None:
             if averaging is not None:
                 averaging.reached()
+            elif torch.is_grad_enabled():
+                raise GradientError(
+                    "gradients of gradients (create_graph=True) are asked for with shard_parameters=True, where "
+                    "parameters are gone after the first backward; do without shard_parameters"
+                )
             elif not self._queued and self._syncing:
                 self._queued = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
