@@ -36,11 +36,12 @@ def once_differentiable(backward: Backward) -> Backward:
 
     @wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
-        with torch.no_grad():
-            results = backward(ctx, *gradients)
         if not torch.is_grad_enabled():
-            return results
-        sources = [t for t in (*gradients, *ctx.saved_tensors) if isinstance(t, Tensor) and t.requires_grad]
+            return backward(ctx, *gradients)
+        context = _ReadOnce(ctx, ctx.saved_tensors)
+        with torch.no_grad():
+            results = backward(context, *gradients)
+        sources = [t for t in (*gradients, *context.saved_tensors) if isinstance(t, Tensor) and t.requires_grad]
         if not sources:
             return results
         several = results if isinstance(results, tuple) else (results,)
@@ -48,6 +49,16 @@ def once_differentiable(backward: Backward) -> Backward:
         return tuple(guarded) if isinstance(results, tuple) else guarded[0]
 
     return once
+
+
+class _ReadOnce:
+    """A function's context whose saved tensors were read, as some may be read only once a pass."""
+
+    def __init__(self, context: Any, saved_tensors: tuple[Any, ...]):
+        self._context, self.saved_tensors = context, saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
 
 
 class _Once(torch.autograd.Function):
