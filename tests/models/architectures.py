@@ -15,6 +15,8 @@ from tests.models import dense_networks as dense
 from tests.models import detectors
 from tests.models import from_transformers as hf
 from tests.models import matching_networks as matching
+from tests.models import perception_inputs as given
+from tests.models import perception_networks as perception
 from tests.models.zoo import (
     ZOO,
     Inputs,
@@ -176,8 +178,8 @@ def detector(name: str, build: Callable[[], nn.Module], size: tuple[int, int]) -
 
 
 def masker(name: str, build: Callable[[], nn.Module], size: tuple[int, int]) -> Architecture:
-    split = ("pixel_values", "mask_labels")
-    return Architecture(f"{name}, its loss", build, with_masks, model_loss, split, size, double_defaults=True)
+    """As `detector`; the lists of masks stay whole, as the loss copies them into a whole tensor of its own."""
+    return Architecture(f"{name}, its loss", build, with_masks, model_loss, PIXELS, size, double_defaults=True)
 
 
 def own(
@@ -291,7 +293,6 @@ TRAINED_DETECTORS = (
     detector("DAB-DETR", detectors.dab_detr, AWKWARD)._replace(tolerance=FLOAT32_INSIDE),
     detector("RT-DETR", detectors.rt_detr, (96, 160)),
     detector("RT-DETRv2", lambda: detectors.rt_detr("RTDetrV2"), (96, 160)),
-    detector("D-FINE", lambda: detectors.rt_detr("DFine"), (96, 160)),
     detector("YOLOS", lambda: hf.yolos(), hf.PATCHED),
     Architecture(
         "DETR segmentation, its loss",
@@ -326,6 +327,58 @@ OWN = (
     own("RAFT", matching.RAFT, two_images, size=(104, 152)),
 )
 
+Own = Callable[[Any, Inputs], Tensor]
+
+
+def perceiving(
+    name: str,
+    build: Callable[[], nn.Module],
+    inputs: Callable[[int, int], Inputs],
+    loss: Own,
+    split: tuple[str, ...],
+    size: tuple[int, int] = AWKWARD,
+) -> Architecture:
+    return Architecture(name, build, inputs, loss, split, size)
+
+
+LABELS = ("image", "labels")
+DEPTHS = ("pixel_values", "depth")
+PERCEPTION = (
+    own_segmenter("SegNet (max unpooling)", perception.SegNet),
+    perceiving("PointPillars with a drawn map", perception.PointPillars, given.pillars, on_result, ("image",)),
+    perceiving("ConvLSTM", perception.ConvLSTM, given.frames, on_result, ("image",)),
+    perceiving(
+        "CenterNet, loss and decoding", perception.CenterNet, given.centers, perception.center_loss, ("image", "heat")
+    ),
+    perceiving("FCOS, its loss", perception.FCOS, given.assigned, perception.fcos_loss, ("image", "classes", "sides")),
+    perceiving("YOLO head with anchors, its loss", perception.YOLO, given.objects, perception.yolo_loss, ("image",)),
+    perceiving(
+        "Monodepth2, its loss",
+        perception.DepthByReprojection,
+        two_images,
+        perception.reprojection_loss,
+        ("left", "right"),
+    ),
+    perceiving("U-Net by PointRend's loss", ZOO["unet"].build, segmented(5), perception.pointed, LABELS),
+    perceiving("U-Net by its hardest pixels", ZOO["unet"].build, segmented(5), perception.hardest_pixels, LABELS),
+    perceiving("U-Net by Lovász' loss", ZOO["unet"].build, segmented(5), perception.lovasz, LABELS),
+    perceiving(
+        "Depth Anything, losses at known depths",
+        hf.depth_anything,
+        given.with_depth,
+        perception.scale_invariant,
+        DEPTHS,
+        (98, 98),
+    ),
+    perceiving("DPT, losses at known depths", hf.dpt, given.with_depth, perception.scale_invariant, DEPTHS, (112, 112)),
+    perceiving(
+        "GLPN, losses at known depths", hf.glpn, given.with_depth, perception.scale_invariant, DEPTHS, (96, 160)
+    ),
+    perceiving(
+        "ZoeDepth, losses at known depths", hf.zoedepth, given.with_depth, perception.scale_invariant, DEPTHS, (96, 96)
+    ),
+)
+
 ZOO_TITLES = {
     "resnet_basic": "ResNet (basic)",
     "resnet_bottleneck": "ResNet (bottleneck)",
@@ -355,5 +408,6 @@ GROUPS = {
     "Detection and masks (transformers)": DETECTORS,
     "Detection and masks, trained on their own losses (transformers)": TRAINED_DETECTORS,
     "Written by hand": (*FROM_ZOO[7:], *OWN),
+    "Written by hand or trained on losses written by hand: perception": PERCEPTION,
 }
 ARCHITECTURES = {entry.name: entry for group in GROUPS.values() for entry in group}
