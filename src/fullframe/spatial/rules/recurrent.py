@@ -40,9 +40,7 @@ def _layers(func: Any, input: Tensor, hx: Any, *options: Any) -> Any:
     given = [whole_in(input, -1, time), *(whole_in(t, -1, -3) for t in states)]
     parts = shared(given, ["bti" if batch_first else "tbi", "lbk", "lbh"][: len(given)])
     here, *begun = parts.locals
-    result = func(
-        here, begun if func is torch.lstm else begun[0], weights, biases, layers, dropout, train, both, batch_first
-    )
+    result = func(here, begun if func is torch.lstm else begun[0], *options)
     return _wrapped(result, parts, "btk" if batch_first else "tbk", input)
 
 
