@@ -2,7 +2,7 @@
 
 So whatever torch refuses is refused on all ranks alike with torch's own exception, and a rule's result is held to
 torch's shape and dtype, and to whether it shares memory with an operand. Remembered by function and arguments. Under
-autocast fake tensors take the place of meta tensors, as autocast looks at the device.
+autocast fake tensors take the place of meta tensors, as autocast looks at the device, and so does attention.
 """
 
 import logging
@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -47,6 +48,7 @@ class _Unknown(Exception):
     """An argument that cannot be described by what all ranks know."""
 
 
+_LAID_OUT_BY_KERNEL = frozenset((F.scaled_dot_product_attention,))  # whose strides on meta are not the device's
 _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 _known: dict[Any, Expected | None] = {}
 _policy = [0]  # of autocast: how many there were before
@@ -124,10 +126,12 @@ def _run(
 ) -> Expected | None:
     made: list[Tensor] = []
     device = "meta" if cast is None else cast[0]
+    if func in _LAID_OUT_BY_KERNEL:
+        device = next((t.device.type for t in tree_leaves(args) if isinstance(t, Tensor)), device)
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _fake_log.disabled = True  # it reports what torch refuses as a fault of its own
-        with FakeTensorMode() if cast else nullcontext():
+        with nullcontext() if device == "meta" else FakeTensorMode():
             args, kwargs = (_without_values(tree, device, made) for tree in (args, kwargs))
             try:
                 result = func(*args, **kwargs)

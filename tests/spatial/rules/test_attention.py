@@ -68,6 +68,25 @@ def options(x: Tensor) -> list[Tensor]:
     ]
 
 
+def neighbours(x: Tensor) -> list[Tensor]:
+    """Each pixel attends to the 3 x 3 around it, its keys and values cut out by `F.unfold` and by `Tensor.unfold`."""
+    n, c, h, w = x.shape
+    k, v = (F.unfold(t, 3, padding=1).view(n, c, 9, h, w) for t in (x.sin(), x.cos()))
+    scores = torch.einsum("nchw,nckhw->nkhw", x, k).softmax(1)
+    padded = F.pad(x, (1, 1, 1, 1))
+    views = padded.unfold(2, 3, 1).unfold(3, 3, 1)  # (N, C, H, W, 3, 3)
+    weights = (x[..., None, None] * views).sum(1, keepdim=True).flatten(-2).softmax(-1)
+    return [torch.einsum("nkhw,nckhw->nchw", scores, v), (weights * views.flatten(-2)).sum(-1)]
+
+
+def windows(x: Tensor) -> Tensor:
+    """Attention within windows of 3 x 4 pixels."""
+    n, c, h, w = x.shape
+    t = x.view(n, c, h // 3, 3, w // 4, 4).permute(0, 2, 4, 3, 5, 1).reshape(-1, 12, c)
+    out = F.scaled_dot_product_attention(t, t.sin(), t).view(n, h // 3, w // 4, 3, 4, c)
+    return out.permute(0, 5, 1, 3, 2, 4).reshape(n, c, h, w)
+
+
 def objects(x: Tensor, queries: Tensor, seen: Tensor) -> list[Tensor]:
     """Whole queries attend to split memory."""
     k, count = tokens(x), x.shape[2] * x.shape[3]
@@ -118,6 +137,8 @@ CASES: dict[str, Case] = {
     ),
     "class token": Case(class_token, whole=((1, 1, 4),)),
     "multi-head attention": Case(multi_head, whole=((12, 4), (12,), (4, 4))),
+    "neighbours": Case(neighbours, sizes=ODD),
+    "windows": Case(windows, sizes=((9, 16), (12, 12))),
     "masks": Case(masks, sizes=ODD),
     "options": Case(options, sizes=ODD),
     "objects": Case(objects, whole=((2, 2, 5, 2), (1,)), sizes=ODD),
