@@ -196,8 +196,13 @@ def _fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis
 
 
 def joined(tensors: list[Tensor], dim: int) -> Tensor:
-    """`torch.cat`, whatever autocast is on: the CPU's would refuse tensors of the other 16-bit dtype."""
+    """`torch.cat`, whatever autocast is on: the CPU's would refuse tensors of the other 16-bit dtype.
+
+    An empty part stays in the graph: torch drops one that has a single dim, and then the ranks' backward passes differ.
+    """
     with torch._C._DisableAutocast():
+        if tensors[0].dim() == 1 and torch.is_grad_enabled():
+            return torch.cat([tensor[:, None] for tensor in tensors]).squeeze(1)
         return torch.cat(tensors, dim)
 
 

@@ -108,7 +108,7 @@ def _cat_split(tensors: Sequence[Tensor], dim: int) -> Tensor:
         rows = range(start, start + size)
         wanted = tuple(range(o.start - start, o.stop - start) for o in (overlap(r, rows) for r in extents.ranges))
         parts.append(_rows(t, dim, wanted, axis, others))
-    return wrap(torch.cat(parts, dim), spec.resized(dim, sum(sizes), extents))
+    return wrap(joined(parts, dim), spec.resized(dim, sum(sizes), extents))
 
 
 def _rows(t: Tensor, dim: int, wanted: tuple[range, ...], axis: Any, others: Spec) -> Tensor:
