@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
+from fullframe.spatial.refetch import borrow, fetching_again
 from tests.exactness import mesh, relative
 from tests.rank_group import rank_group
 from tests.spatial.corners import noise
@@ -119,3 +120,26 @@ def _unequal_kernels() -> float:
 
 def test_ranks_may_take_different_kernels() -> None:
     assert max(rank_group(2).run(_unequal_kernels)) < 1e-12
+
+
+def test_without_loans_the_op_runs_as_it_is() -> None:
+    x = torch.ones(2)
+    assert fetching_again([], lambda: x) is x
+
+
+def _borrowed() -> tuple[int, bool]:
+    """Bytes that a product with a borrowed tensor keeps on a rank, and whether the gradient is one process's."""
+    x = noise(1, 1, 6, 10).requires_grad_()
+    split = ff.shard(x, mesh(1, 2))
+    loan, spec = borrow(split.local, split.spec, ["width"])
+    weights = torch.arange(60.0, dtype=torch.float64).view(6, 10)
+    kept = kept_bytes(lambda _: fetching_again([loan], lambda: loan.whole.mT.exp() * loan.whole.mT), x)
+    out = fetching_again([loan], lambda: loan.whole.mT * loan.whole.mT)
+    (gradient,) = torch.autograd.grad((out * weights.T).sum(), x)
+    assert not spec.placements and loan.whole.shape == (1, 1, 6, 10)
+    return kept, torch.allclose(gradient, 2 * x * weights)
+
+
+def test_a_saved_view_of_a_loan_is_fetched_again() -> None:
+    for kept, right in rank_group(2).run(_borrowed):
+        assert kept == (30 + 60) * 8 and right  # this rank's part, and the exponentials
