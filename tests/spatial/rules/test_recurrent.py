@@ -62,6 +62,11 @@ def conv_gru(x: Tensor, gates: Tensor, candidate: Tensor) -> Tensor:
     return hidden
 
 
+def of_split_channels(run: Op, x: Tensor) -> list[Tensor]:
+    """Nothing but channels and time is split."""
+    return [*run(x[0, :, :3, :4])[1], *run(x[:, 0, :3, :4])[1]]
+
+
 CASES: dict[str, Case] = {
     "GRUCell": of_module(lambda: nn.GRUCell(4, 3, **DOUBLE), steps),
     "LSTMCell": of_module(lambda: nn.LSTMCell(4, 3, **DOUBLE), steps),
@@ -70,6 +75,7 @@ CASES: dict[str, Case] = {
     "a whole state": of_module(lambda: nn.GRUCell(4, 3, **DOUBLE), whole_state),
     "LSTM": of_module(lambda: nn.LSTM(4, 3, 2, bidirectional=True, **DOUBLE), over_time, 2),
     "LSTM with a projection": of_module(lambda: nn.LSTM(4, 3, proj_size=2, **DOUBLE), over_time, 2),
+    "split channels": of_module(lambda: nn.LSTM(4, 3, **DOUBLE), of_split_channels),
     "GRU": of_module(lambda: nn.GRU(4, 3, batch_first=True, **DOUBLE), batch_first, 2),
     "RNN": of_module(lambda: nn.RNN(4, 3, **DOUBLE), over_time, 2),
     "ConvLSTM": Case(conv_lstm, whole=((8, 6, 3, 3), (8,)), sizes=((7, 11),)),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fullframe.spatial.rules.matmul import Shared, result_spec, shared, whole_in
 from fullframe.spatial.rules.registry import Unsupported, rule
-from fullframe.spatial.tensor import wrap
+from fullframe.spatial.tensor import SpatialTensor, wrap
 
 
 @rule(torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
@@ -16,6 +16,8 @@ def _cell(func: Any, input: Tensor, hx: Any, *weights: Any, **named: Any) -> Any
     """Input (B, C) and states (B, K), the batch split anyhow; split channels are gathered."""
     pair = func is torch.lstm_cell
     given = [whole_in(t, -1) for t in (input, *(hx if pair else [hx]))]
+    if not any(isinstance(t, SpatialTensor) for t in given):  # they were made whole
+        return func(given[0], given[1:] if pair else given[1], *weights, **named)
     parts = shared(given, ["bi", "bk", "bk"][: len(given)])
     here, *states = parts.locals
     result = func(here, states if pair else states[0], *weights, **named)
@@ -38,6 +40,8 @@ def _layers(func: Any, input: Tensor, hx: Any, *options: Any) -> Any:
     time = -2 if batch_first else -3
     states = hx if func is torch.lstm else [hx]
     given = [whole_in(input, -1, time), *(whole_in(t, -1, -3) for t in states)]
+    if not any(isinstance(t, SpatialTensor) for t in given):
+        return func(given[0], given[1:] if func is torch.lstm else given[1], *options)
     parts = shared(given, ["bti" if batch_first else "tbi", "lbk", "lbh"][: len(given)])
     here, *begun = parts.locals
     result = func(here, begun if func is torch.lstm else begun[0], *options)
