@@ -1,6 +1,7 @@
 """grid_sample: a split grid, a split image, and places that are infinite."""
 
 import math
+import warnings
 from functools import partial
 from itertools import product
 from typing import Any
@@ -153,6 +154,78 @@ def _deformable(world: int) -> list[str]:
 
 def test_deformable_attention() -> None:
     assert not on_all_meshes(_deformable)
+
+
+def by_many(mode: str, padding: str, corners: bool, reach: float) -> Op:
+    """Each pixel of a map (N, 2, H, W) sampled from an image (N, C, H, W), at most `reach` of the image away."""
+
+    def op(x: Tensor, shift: Tensor) -> Tensor:
+        h, w = shift.shape[2:]
+        y, x_ = torch.meshgrid(*(torch.linspace(-1, 1, size, dtype=x.dtype) for size in (h, w)), indexing="ij")
+        grid = torch.stack([x_, y], -1) + reach * shift.tanh().permute(0, 2, 3, 1)
+        return F.grid_sample(x, grid, mode=mode, padding_mode=padding, align_corners=corners)
+
+    return op
+
+
+def _by_many(world: int) -> list[str]:
+    x, shift, none = noise(2, 3, 13, 51), noise(2, 2, 9, 33), noise(2, 2, 13, 51) * 0
+    cases: dict[str, Any] = {}
+    for mode, padding, corners in WAYS:
+        name = f"{mode} {padding} {corners}"
+        cases[f"{name} near"] = by_many(mode, padding, corners, 0.2), [x, shift], []
+        cases[f"{name} anywhere"] = by_many(mode, padding, corners, 3.0), [x, shift], []
+        cases[f"{name} on rows"] = by_many(mode, padding, corners, 1.0), [x, none], []
+    cases["few rows"] = by_many("bilinear", "zeros", False, 0.5), [noise(1, 2, 2, 3), noise(1, 2, 21, 17)], []
+    cases["all outside"] = lambda a, b: F.grid_sample(a, b.permute(0, 2, 3, 1) + 9), [x, shift], []
+    cases["a volume"] = (sample, [noise(1, 2, 4, 13, 11), noise(1, 3, 3, 12, 9)], [])
+    return found(cases, 1e-12, world)
+
+
+def test_at_many_positions_that_are_split() -> None:
+    assert not on_all_meshes(_by_many)
+
+
+def _borrowed(height: int, width: int) -> list[float]:
+    """Bytes sent over those of the image; nothing is said to be gathered."""
+    x = ff.shard(torch.randn(1, 16, 120, 120), mesh(height, width)).requires_grad_()
+    shift = ff.shard(torch.randn(1, 2, 120, 120), mesh(height, width))
+    op = by_many("bilinear", "border", False, 0.02)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [bytes_of_messages(lambda: op(x, shift).sum().backward()) / (x.numel() * 4)]
+
+
+def test_near_positions_borrow_few_rows() -> None:
+    for shape in ((1, 2), (2, 1), (2, 2)):
+        for shares in rank_group(shape[0] * shape[1]).run(_borrowed, *shape):
+            assert all(0 < share < 0.1 for share in shares), shares
+
+
+def _of_a_batch(world: int) -> list[str]:
+    """RAFT's lookup: each pixel has a map of its own, so that image and grid are split along the batch."""
+
+    def op(x: Tensor) -> Tensor:
+        n, _, h, w = x.shape
+        volume = (x.flatten(2).mT @ F.adaptive_avg_pool2d(x, (4, 5)).flatten(2)).reshape(n * h * w, 1, 4, 5)
+        grid = x[:, :2].permute(0, 2, 3, 1).reshape(n * h * w, 1, 1, 2)
+        return F.grid_sample(volume, grid, align_corners=True).view(n, h, w)
+
+    def by_places(x: Tensor, grid: Tensor) -> Tensor:
+        return F.grid_sample(x[..., :2], grid[: len(x)], align_corners=True)
+
+    places = noise(13, 4, 1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cases = {"a batch of maps": (op, [noise(2, 3, 7, 11)], []),
+                 "a whole grid": (lambda x, grid: by_places(x.movedim(2, 0), grid), [noise(2, 3, 13, 11)], [places]),
+                 "split channels": (lambda x, grid: by_places(x.movedim(2, 1), grid), [noise(13, 3, 13, 11)], [places]),
+                 }  # fmt: skip
+        return found(cases, 1e-12, world)
+
+
+def test_an_image_split_along_its_batch_or_channels() -> None:
+    assert not on_all_meshes(_of_a_batch)
 
 
 def _sent(height: int, width: int) -> list[float]:

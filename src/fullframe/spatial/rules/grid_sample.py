@@ -1,7 +1,8 @@
 """Sampling at positions of the user's choice: any rank may read any row.
 
-At few positions each rank adds up what it holds of the rows around each, and the sums are added; at many the image is
-gathered, the grid not.
+At few positions each rank adds up what it holds of the rows around each, and the sums are added. At many split ones
+each rank borrows the rows between the first and the last that its own positions read, which all ranks agree on first.
+At many whole ones, more than the image has pixels, the image is made whole; the grid never is.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,15 +13,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from fullframe.ranks.collectives import all_sum
+from fullframe.ranks.collectives import all_gather_no_grad, all_sum
 from fullframe.spatial.operands import aligned, say_gathered
-from fullframe.spatial.redistribute import sliced
-from fullframe.spatial.rules.points import at_own
+from fullframe.spatial.redistribute import gather_axes, refetched, sliced
+from fullframe.spatial.rules.points import at_own, has_values
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
+_EXACT = torch.float32, torch.float64  # shorter floats torch rounds in its own way
 _TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}  # rows along each dim that a position reads
 
 
@@ -39,9 +42,17 @@ def _grid_sample(
         found = _at_positions(input, grid.full() if isinstance(grid, SpatialTensor) else grid, where)
         spec = _of_result(grid, input.shape[1]) if isinstance(grid, SpatialTensor) else None
         return found if spec is None else wrap(sliced(found, spec), spec)
-    if isinstance(input, SpatialTensor):
-        say_gathered("grid_sample", "a grid may point anywhere in the image", input)
-        input = input.full()
+    if isinstance(input, SpatialTensor) and isinstance(grid, SpatialTensor) and _is_borrowed(input, grid):
+        return wrap(_at_own_positions(input, grid, where), _of_result(grid, input.shape[1]))
+    if isinstance(input, SpatialTensor) and any(p.dim >= 2 for p in input.spec.placements):
+        if isinstance(grid, SpatialTensor) or input.numel() > 4 * prod(grid.shape[:-1]) * input.shape[1]:
+            say_gathered("grid_sample", "a grid may point anywhere in the image", input)
+        input = input.full()  # little beside what is made of it, whole on each rank
+    if isinstance(input, SpatialTensor) and not isinstance(grid, SpatialTensor):
+        spec = input.spec.with_((*input.shape[:2], *grid.shape[1:-1]), input.spec.placements)
+        batch = tuple(p for p in spec.placements if p.dim == 0)
+        grid = sliced(grid, spec.with_(tuple(grid.shape), batch))
+        return wrap(func(local_of(input), grid, mode, padding_mode, align_corners), spec)
     if not isinstance(grid, SpatialTensor):
         return func(input, grid, mode, padding_mode, align_corners)  # type: ignore[no-any-return]
     spec = grid.spec
@@ -60,8 +71,8 @@ def _of_result(grid: SpatialTensor, channels: int) -> Spec:
 
 
 def _is_little(input: SpatialTensor, grid: Tensor, mode: str) -> bool:
-    """Whether all that is read at the positions is less than the image. Short floats torch rounds in its own way."""
-    if input.dtype not in (torch.float32, torch.float64) or grid.dtype != input.dtype:
+    """Whether all that is read at the positions is less than the image."""
+    if input.dtype not in _EXACT or grid.dtype != input.dtype:
         return False
     reads = prod(grid.shape[:-1]) * input.shape[1] * _TAPS[mode] ** (input.dim() - 2)
     sent = grid.numel() if isinstance(grid, SpatialTensor) else 0
@@ -129,7 +140,8 @@ def _at_positions(image: SpatialTensor, grid: Tensor, where: _Where) -> Tensor:
     places = grid.flatten(1, -2)  # (N, P, 2 or 3), the last dim's coordinate first
     taps = product(*(where.taps(places[..., len(sizes) - 1 - dim], size) for dim, size in enumerate(sizes)))
     rows, inside, weights = (
-        torch.stack(of_all, 1) for of_all in zip(*(_joint(tap, sizes) for tap in taps), strict=True)
+        torch.stack(of_all, 1)
+        for of_all in zip(*(_joint(tap, sizes, sizes, [0] * len(sizes)) for tap in taps), strict=True)
     )
     flat = image.flatten(2)
     assert isinstance(flat, SpatialTensor)
@@ -147,12 +159,92 @@ def _at_positions(image: SpatialTensor, grid: Tensor, where: _Where) -> Tensor:
     return total.view(*total.shape[:2], *grid.shape[1:-1])
 
 
-def _joint(tap: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of each dim as one number in the flat image; whether they are inside it; the product of their weights."""
+def _is_borrowed(input: SpatialTensor, grid: SpatialTensor) -> bool:
+    """Whether each rank can borrow the rows that its own positions read."""
+    plain = all(p.dim >= 2 and p.is_plain for p in input.spec.placements)
+    return plain and not grid.spec.is_split(0) and input.dtype in _EXACT and grid.dtype == input.dtype
+
+
+def _at_own_positions(image: SpatialTensor, grid: SpatialTensor, where: _Where) -> Tensor:
+    """This rank's part of the result: (N, C, ...) at its own positions, from rows that it owns or borrows.
+
+    What is read is not kept for backward: it is read again, for one of the rows around each position after the other.
+    """
+    own, sizes = local_of(grid), image.shape[2:]
+    piece, first = _borrowed(image, own.detach(), where)
+    shape, places = piece.shape[2:], own.flatten(1, -2)
+    flat = piece.flatten(2)
+    flat = torch.cat([flat, flat.new_zeros((*flat.shape[:2], 1))], 2) if not flat.shape[2] else flat
+    total = flat.new_zeros(())
+    for which in product(range(_TAPS[where.mode]), repeat=len(sizes)):
+        total = total + checkpoint(_one_tap, flat, places, which, sizes, shape, first, where,
+                                   use_reentrant=False, preserve_rng_state=False)  # fmt: skip
+    return total.view(*total.shape[:2], *own.shape[1:-1])
+
+
+def _one_tap(
+    flat: Tensor,
+    places: Tensor,
+    which: Sequence[int],
+    sizes: Sequence[int],
+    shape: Sequence[int],
+    first: Sequence[int],
+    where: _Where,
+) -> Tensor:
+    """(N, C, P): the row `which` of each dim around each position, by its weight; of the rows from `first` on."""
+    tap = [where.taps(places[..., -1 - dim], size)[n] for dim, (n, size) in enumerate(zip(which, sizes, strict=True))]
+    number, inside, weight = _joint(tap, sizes, shape, first)
+    found = flat.gather(2, number[:, None].expand(-1, flat.shape[1], -1))
+    outside, weight = ~inside[:, None], weight[:, None]
+    return (found * weight).masked_fill(outside, 0) if where.exactly else found.masked_fill(outside, 0) * weight
+
+
+def _borrowed(image: SpatialTensor, grid: Tensor, where: _Where) -> tuple[Tensor, list[int]]:
+    """The rows of a split image that this rank's part of a grid reads, and the first of them in each sampled dim."""
+    local, spec, first = local_of(image), image.spec, [0] * (image.dim() - 2)
+    spatial, cuts = spec.spatial, sorted(spec.placements, key=lambda p: p.axis)  # height before width
+    if not has_values(grid):  # a simulation: any row may be read
+        return gather_axes(local, spec, [p.axis for p in cuts])[0], first
+    mine = torch.tensor([_reach(grid[..., 1 - p.dim], spec.shape[p.dim], where) for p in cuts], device=grid.device)
+    everyone = all_gather_no_grad(mine, spatial.replica, "rows of a grid").tolist()
+    for number, p in enumerate(cuts):
+        reaches = [reach[number] for reach in everyone]
+        if p is not cuts[-1]:  # what the ranks of one row of the mesh want is borrowed by each: the next cut shares it
+            reaches = _of_mesh_rows(reaches, spatial.axis("width").size)
+        axis = spatial.axis(p.axis)
+        wanted = tuple(range(*reaches[spatial.replica_ranks.index(rank)]) for rank in axis.ranks)
+        local = refetched(local, spec, p, wanted)
+        first[p.dim - 2] = wanted[axis.coordinate].start
+    return local, first
+
+
+def _of_mesh_rows(reaches: list[list[int]], width: int) -> list[list[int]]:
+    """For each rank the rows from the first to the last that the ranks of its row of the mesh read."""
+    found = []
+    for number in range(len(reaches)):
+        row = [reach for reach in reaches[number // width * width :][:width] if reach[1] > reach[0]]
+        found.append([min(start for start, _ in row), max(stop for _, stop in row)] if row else [0, 0])
+    return found
+
+
+def _reach(place: Tensor, size: int, where: _Where) -> tuple[int, int]:
+    """The first row of an image that is read for coordinates of a grid, and the one behind the last; 0, 0 for none."""
+    rows = [row[(row >= 0) & (row <= size - 1)] for row, _ in where.taps(place, size)]
+    ends = [end for row in rows if row.numel() for end in row.aminmax()]
+    return (int(min(ends)), int(max(ends)) + 1) if ends else (0, 0)
+
+
+def _joint(
+    tap: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[int], shape: Sequence[int], first: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of each dim as one number in a flat piece of the image; whether they are inside; their joint weight.
+
+    The piece has a `shape` and begins at the rows `first`.
+    """
     number, inside, weight = torch.zeros_like(tap[0][0], dtype=torch.int64), None, None
-    for (row, share), size in zip(tap, sizes, strict=True):
+    for (row, share), size, held, start in zip(tap, sizes, shape, first, strict=True):
         here = (row >= 0) & (row <= size - 1)
-        number = number * size + torch.where(here, row.detach(), 0).long()
+        number = number * held + torch.where(here, row.detach() - start, 0).long()
         inside = here if inside is None else inside & here
         weight = share if weight is None else weight * share
     assert inside is not None and weight is not None
