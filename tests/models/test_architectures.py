@@ -28,11 +28,15 @@ WITHOUT_GATHER = (
     "EDSR (pixel shuffle)",
     "Token encoder (nn.TransformerEncoder)",
     "Stereo with convex upsampling",
+    "RAFT",  # all-pairs correlation, looked up by grid_sample
+    "Mask2Former, its loss",  # deformable and masked attention, matching, points chosen by topk
+    "Deformable DETR, its loss",  # two stages
+    "Lift-splat BEV, scatter",
+    "FCOS, its loss",  # boolean masks
+    "Monodepth2, its loss",  # grid_sample by depth and pose
 )
 WITH_GATHER = {
-    "RAFT": "grid_sample",  # all-pairs correlation; convex upsampling stays split
-    "Mask2Former": "grid_sample",  # deformable attention; masked attention stays split
-    "Lift-splat BEV, scatter": "index_add",
+    "EoMT": "__setitem__",  # a split mask is written into a whole one
 }
 
 
@@ -60,6 +64,8 @@ def test_the_architectures_know_nothing_of_splitting() -> None:
         "dense_networks",
         "matching_networks",
         "elsewhere",
+        "perception_inputs",
+        "perception_networks",
     ):
         assert "fullframe" not in (folder / f"{source}.py").read_text(), source
 

@@ -213,7 +213,6 @@ ZOO = {
             surrounded,
             occupancy_loss,
             ("images",),
-            unsupported="gather",
         ),
         Entry("unrolled_stereo", UnrolledStereo, stereo, sequence_loss, ("left", "right", "disparity", "valid")),
     )
