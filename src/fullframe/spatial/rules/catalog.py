@@ -43,5 +43,6 @@ from fullframe.spatial.rules import (  # noqa: F401
     transposed_convolution,
     unfolding,
     unpooling,
+    values,
     whole_dim,
 )

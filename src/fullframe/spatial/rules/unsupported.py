@@ -33,8 +33,8 @@ _REFUSED: dict[str, str] = {
         nonzero_static
     """,
     "it makes a Python value of the tensor": """
-        item tolist numpy is_nonzero __bool__ __nonzero__ __int__ __long__ __float__ __complex__ __index__
-        __contains__ __array__ __array_wrap__ __format__ __repr__ __dlpack__ __dlpack_device__ sym_float sym_int
+        item is_nonzero __bool__ __nonzero__ __int__ __long__ __float__ __complex__ __index__
+        __contains__ __array_wrap__ __format__ __repr__ __dlpack__ __dlpack_device__ sym_float sym_int
         _sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum __cuda_array_interface__
     """,
     "it reaches for the storage, which holds one part": """

@@ -1,0 +1,25 @@
+"""Numbers of a split tensor as Python's lists or numpy's arrays: of small ones, that a matching or a log asks for."""
+
+from typing import Any
+
+from torch import Tensor
+
+from fullframe.spatial.rules.points import FEW, has_values
+from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.tensor import SpatialTensor, local_of
+
+
+@rule(Tensor.tolist, Tensor.numpy, Tensor.__array__)
+def _values(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
+    """The whole of at most 65,536 numbers on every rank; an array is read-only, as it shares no memory with `x`.
+
+    Refused for larger tensors, and in a simulation, which has no values.
+    """
+    if x.numel() > FEW:
+        raise Unsupported(f"it makes a Python value of {x.numel():,} split numbers", "Take x.full() if that is meant.")
+    if not has_values(local_of(x)):
+        raise Unsupported("it asks for values, which a simulation does not have")
+    result = func(x.full(), *args, **kwargs)
+    if not isinstance(result, list):
+        result.flags.writeable = False
+    return result

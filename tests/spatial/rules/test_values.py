@@ -1,0 +1,63 @@
+"""Lists and numpy arrays of small split tensors."""
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fullframe as ff
+from fullframe.spatial.tensor import wrap
+from tests.exactness import mesh
+from tests.rank_group import rank_group
+
+
+def _given(height: int, width: int) -> int:
+    on = mesh(height, width)
+    for whole in (torch.arange(60.0).view(1, 1, 5, 12), torch.arange(21).view(1, 3, 7), torch.zeros(1, 0, 7, 9)):
+        x = ff.shard(whole, on)
+        assert x.tolist() == whole.tolist()
+        assert x.cpu().numpy().dtype == whole.numpy().dtype
+        assert np.array_equal(x.numpy(), whole.numpy())
+        assert np.array_equal(np.asarray(x), whole.numpy())
+        assert np.asarray(x, dtype=np.float32).dtype == np.float32
+        assert np.array_equal(x[..., 1:].mT.numpy(), whole[..., 1:].mT.numpy())
+    x = ff.shard(torch.arange(60.0).view(1, 1, 5, 12), on).requires_grad_()
+    assert x.tolist() == torch.arange(60.0).view(1, 1, 5, 12).tolist()
+    for call in (x.numpy, lambda: np.asarray(x)):
+        with pytest.raises(RuntimeError, match="requires grad"):
+            call()
+    return 1
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2), (1, 3)], ids=str)
+def test_small_tensors_are_given_whole(shape: tuple[int, int]) -> None:
+    ranks = shape[0] * shape[1]
+    assert rank_group(ranks).run(_given, *shape) == [1] * ranks
+
+
+def _refused() -> int:
+    x = ff.shard(torch.zeros(1, 2, 200, 300), mesh(1, 2))
+    for call in (x.tolist, x.numpy, lambda: np.asarray(x)):
+        with pytest.raises(ff.UnsupportedOp, match="120,000 split numbers"):
+            call()
+    small = x[..., :4].numpy()
+    with pytest.raises(ValueError, match="read-only"):
+        small[0] = 1
+    return 1
+
+
+def test_large_ones_are_refused_and_none_can_be_written_to() -> None:
+    assert rank_group(2).run(_refused) == [1, 1]
+
+
+def _simulated() -> int:
+    split = ff.shard(torch.zeros(1, 1, 4, 8), mesh(1, 2))
+    with FakeTensorMode():
+        x = wrap(torch.zeros(1, 1, 4, 4), split.spec)
+        with pytest.raises(ff.UnsupportedOp, match="simulation"):
+            x.tolist()
+    return 1
+
+
+def test_a_simulation_says_that_it_has_no_values() -> None:
+    assert rank_group(2).run(_simulated) == [1, 1]
