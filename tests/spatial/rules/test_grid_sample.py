@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fullframe as ff
+from fullframe.spatial.tensor import local_of, wrap
 from tests.exactness import mesh
 from tests.rank_group import rank_group
 from tests.spatial.cases import MESHES, Case, Op, one, require_the_numbers_of_one_process
 from tests.spatial.corners import Corners, autocast, last, noise, require_no_faults, spoiled
+from tests.spatial.fake import spatial
 from tests.spatial.traffic import bytes_of_messages
 from tests.spatial.values import found, on_all_meshes
 
@@ -188,18 +191,29 @@ def test_at_many_positions_that_are_split() -> None:
 
 def _borrowed(height: int, width: int) -> list[float]:
     """Bytes sent over those of the image; nothing is said to be gathered."""
-    x = ff.shard(torch.randn(1, 16, 120, 120), mesh(height, width)).requires_grad_()
-    shift = ff.shard(torch.randn(1, 2, 120, 120), mesh(height, width))
+    x = ff.shard(noise(1, 16, 120, 120).detach(), mesh(height, width)).requires_grad_()
+    shift = ff.shard(noise(1, 2, 120, 120).detach(), mesh(height, width))
     op = by_many("bilinear", "border", False, 0.02)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return [bytes_of_messages(lambda: op(x, shift).sum().backward()) / (x.numel() * 4)]
+        return [bytes_of_messages(lambda: op(x, shift).sum().backward()) / (x.numel() * x.local.element_size())]
 
 
 def test_near_positions_borrow_few_rows() -> None:
     for shape in ((1, 2), (2, 1), (2, 2)):
         for shares in rank_group(shape[0] * shape[1]).run(_borrowed, *shape):
             assert all(0 < share < 0.1 for share in shares), shares
+
+
+def test_a_simulation_takes_any_row_to_be_read() -> None:
+    with spatial(2, 2):
+        x, shift = (ff.shard(torch.empty(1, n, 20, 21), mesh(2, 2)) for n in (3, 2))
+        with FakeTensorMode():
+            image, where = (wrap(torch.empty(t.local.shape, requires_grad=True), t.spec) for t in (x, shift))
+            y = sample(image, where, align_corners=False)
+            y.sum().backward()
+    assert y.shape == x.shape
+    assert local_of(y).shape == x.local.shape
 
 
 def _of_a_batch(world: int) -> list[str]:
