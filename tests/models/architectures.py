@@ -1,7 +1,7 @@
 """The architectures of `docs/models.md`: how a user builds each, one batch, a loss.
 
-A model that has a loss of its own (classification, segmentation) is trained on it. The others, detection among them
-(its matching loss is a head's affair), on the mean squared distance of their outputs from a fixed uneven pattern.
+A model that has a loss of its own for classification or segmentation is trained on it; detectors and mask models both
+on theirs and, as the others, on the mean squared distance of their outputs from a fixed uneven pattern.
 """
 
 from collections.abc import Callable, Iterable
@@ -103,41 +103,6 @@ def with_task(height: int, width: int) -> Inputs:
     return {"pixel_values": images(2, height, width), "task_inputs": torch.arange(14.0, dtype=torch.float64).view(2, 7)}
 
 
-def with_boxes(height: int, width: int) -> Inputs:
-    """Two objects in the first image, three in the second: classes, and boxes as shares of the image."""
-    generator = torch.Generator().manual_seed(5)
-    labels = []
-    for objects in (2, 3):
-        corner, size = torch.rand(2, objects, 2, generator=generator, dtype=torch.float64).mul(0.4).add(0.1)
-        labels.append({"class_labels": torch.arange(objects) % 3, "boxes": torch.cat([corner + size / 2, size], 1)})
-    return {"pixel_values": images(2, height, width), "labels": labels}  # type: ignore[dict-item]
-
-
-def boxes_and_masks(height: int, width: int) -> Inputs:
-    """As `with_boxes`, each object with its mask, split as the image is."""
-    given: Any = with_boxes(height, width)
-    for label, masks in zip(given["labels"], mask_lists(height, width), strict=True):
-        label["masks"] = masks
-    return given
-
-
-def with_masks(height: int, width: int) -> Inputs:
-    """A list of masks (objects, H, W) for each image, and their classes."""
-    masks = mask_lists(height, width)
-    classes = [torch.arange(len(image)) % 3 for image in masks]
-    return {"pixel_values": images(2, height, width), "mask_labels": masks, "class_labels": classes}  # type: ignore[dict-item]
-
-
-def mask_lists(height: int, width: int) -> list[Tensor]:
-    """Two objects in the first image, three in the second: overlapping discs, 0.0 or 1.0."""
-    y = torch.linspace(0, 1, height, dtype=torch.float64).view(-1, 1)
-    x = torch.linspace(0, 1, width, dtype=torch.float64)
-    circles = ([(0.3, 0.4, 0.2), (0.7, 0.6, 0.3)], [(0.5, 0.5, 0.4), (0.2, 0.8, 0.15), (0.9, 0.1, 0.3)])
-    return [
-        torch.stack([((y - a) ** 2 + (x - b) ** 2 < r**2).double() for a, b, r in of_image]) for of_image in circles
-    ]
-
-
 def volume(height: int, width: int) -> Inputs:
     generator = torch.Generator().manual_seed(3)
     return {"volume": torch.randn(2, 1, 5, height, width, generator=generator, dtype=torch.float64)}
@@ -174,12 +139,12 @@ def reader(
 
 def detector(name: str, build: Callable[[], nn.Module], size: tuple[int, int]) -> Architecture:
     """Trained on the model's own loss: the predictions are matched with the objects."""
-    return Architecture(f"{name}, its loss", build, with_boxes, model_loss, PIXELS, size, double_defaults=True)
+    return Architecture(f"{name}, its loss", build, given.with_boxes, model_loss, PIXELS, size, double_defaults=True)
 
 
 def masker(name: str, build: Callable[[], nn.Module], size: tuple[int, int]) -> Architecture:
     """As `detector`; the lists of masks stay whole, as the loss copies them into a whole tensor of its own."""
-    return Architecture(f"{name}, its loss", build, with_masks, model_loss, PIXELS, size, double_defaults=True)
+    return Architecture(f"{name}, its loss", build, given.with_masks, model_loss, PIXELS, size, double_defaults=True)
 
 
 def own(
@@ -297,7 +262,7 @@ TRAINED_DETECTORS = (
     Architecture(
         "DETR segmentation, its loss",
         lambda: detectors.detr(task="ForSegmentation"),
-        boxes_and_masks,
+        given.boxes_and_masks,
         model_loss,
         PIXELS,
         double_defaults=True,

@@ -1,4 +1,6 @@
-"""One batch for each of `perception_networks`: random objects, points, frames and depths, the same at every call."""
+"""Batches for `perception_networks` and detectors: random objects, points, frames, depths, the same at every call."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,3 +57,38 @@ def with_depth(height: int, width: int) -> Inputs:
     depth = torch.rand(2, height, width, generator=_generator(15), dtype=torch.float64) * 5 + 0.6
     unknown = torch.rand(2, height, width, generator=_generator(16)) < 0.3
     return {"pixel_values": images(2, height, width), "depth": depth.masked_fill(unknown, 0.0)}
+
+
+def with_boxes(height: int, width: int) -> Inputs:
+    """Two objects in the first image, three in the second: classes, and boxes as shares of the image."""
+    generator = torch.Generator().manual_seed(5)
+    labels = []
+    for objects in (2, 3):
+        corner, size = torch.rand(2, objects, 2, generator=generator, dtype=torch.float64).mul(0.4).add(0.1)
+        labels.append({"class_labels": torch.arange(objects) % 3, "boxes": torch.cat([corner + size / 2, size], 1)})
+    return {"pixel_values": images(2, height, width), "labels": labels}  # type: ignore[dict-item]
+
+
+def boxes_and_masks(height: int, width: int) -> Inputs:
+    """As `with_boxes`, each object with its mask, split as the image is."""
+    given: Any = with_boxes(height, width)
+    for label, masks in zip(given["labels"], mask_lists(height, width), strict=True):
+        label["masks"] = masks
+    return given
+
+
+def with_masks(height: int, width: int) -> Inputs:
+    """A list of masks (objects, H, W) for each image, and their classes."""
+    masks = mask_lists(height, width)
+    classes = [torch.arange(len(image)) % 3 for image in masks]
+    return {"pixel_values": images(2, height, width), "mask_labels": masks, "class_labels": classes}  # type: ignore[dict-item]
+
+
+def mask_lists(height: int, width: int) -> list[Tensor]:
+    """Two objects in the first image, three in the second: overlapping discs, 0.0 or 1.0."""
+    y = torch.linspace(0, 1, height, dtype=torch.float64).view(-1, 1)
+    x = torch.linspace(0, 1, width, dtype=torch.float64)
+    circles = ([(0.3, 0.4, 0.2), (0.7, 0.6, 0.3)], [(0.5, 0.5, 0.4), (0.2, 0.8, 0.15), (0.9, 0.1, 0.3)])
+    return [
+        torch.stack([((y - a) ** 2 + (x - b) ** 2 < r**2).double() for a, b, r in of_image]) for of_image in circles
+    ]

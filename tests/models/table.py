@@ -44,8 +44,9 @@ users write them. Sizes are height x width of the image; a mesh is height x widt
 - **refused**: `UnsupportedOp`, on all ranks, also with `unsupported="gather"`.
 - **wrong**: other numbers, or an error that is not a refusal. There should be none.
 
-Losses: a model's own for classification and segmentation; elsewhere (detection, masks, depth) the mean squared
-distance of its outputs from a fixed uneven pattern, as matching losses belong to a head that is whole anyway.
+Losses: a model's own for classification and segmentation, and where the row says so (detection and masks with their
+matching); losses written by hand where the row says so; elsewhere the mean squared distance of its outputs from a fixed
+uneven pattern.
 
 Weights are drawn at random everywhere, because the zeros that some families start from would hide a wrong gradient.
 """
@@ -55,7 +56,9 @@ REMARKS = """## Remarks
 - DINOv2, and Depth Anything on it, interpolate their position embeddings in float32 when the image has another size
   than the embeddings. Gradients of these embeddings are then equal to float32's precision only. The rows without a
   remark use images that need no interpolation.
-- DAB-DETR is missing: it builds its position encoding in float32, so it cannot run in float64 even in one process.
+- DAB-DETR takes the softmax of its attention in float32. D-FINE is missing among those trained on their own losses: its
+  loss makes float32 tensors of float64 ones, so it cannot run in float64 even in one process.
+- In losses that copy lists of masks into a whole tensor (MaskFormer, Mask2Former, EoMT) the masks stay whole.
 - SuperPoint is compared up to its encoder: its keypoints are a list chosen by a threshold, which no
   gradient reaches."""
 
