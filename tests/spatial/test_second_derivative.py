@@ -25,6 +25,11 @@ from tests.spatial.cases import MESHES, Case, all_cases, one
 TOLERANCE = 1e-10
 WITHOUT = {
     "attention: multi-head attention": "torch's own kernel has no second derivative",
+    **{
+        f"attention: {name}": "keys of several ranks for whole queries: refused by name"
+        for name in ("masks", "objects", "all dropped", "a bias with a gradient")
+    },
+    "masks: what follows: along": "one row over several ranks: torch drops the graph of those without, DivergenceError",
     "moments: vector norm of order 0": "the sine of thousands: one digit of the input is six of the result",
     "reduction: prod, nansum, nanmean": "products of billions; small ones are below",
 }
@@ -80,7 +85,11 @@ def _swept(height: int, width: int) -> dict[str, float]:
     found = {}
     for name, case in {**all_cases(), **MORE}.items():
         if name not in WITHOUT:
-            here, there = _both(case, None), _both(case, mesh(height, width))
+            try:
+                here = _both(case, None)
+            except (RuntimeError, NotImplementedError):
+                continue  # plain torch has none
+            there = _both(case, mesh(height, width))
             found[name] = max([float(len(here) != len(there)), *map(relative, here, there)])
     return found
 
@@ -89,7 +98,7 @@ def _swept(height: int, width: int) -> dict[str, float]:
 @pytest.mark.parametrize(("height", "width"), [(2, 2), (1, 3)])  # the smaller ones' borders are among theirs
 def test_every_rule_s_second_derivative(height: int, width: int) -> None:
     for found in rank_group(height * width).run(_swept, height, width, timeout_seconds=900):
-        assert len(found) > 200
+        assert len(found) > 450
         assert not {name: error for name, error in found.items() if not error <= TOLERANCE}
 
 

@@ -198,9 +198,29 @@ def _differences_of_results_written_to(height: int, width: int) -> dict[str, Any
     return found
 
 
+# Families of which some results are not written to, and what they say.
+NOT_WRITABLE = {"diagonals": "a write to a view by", "attention": "has been modified by an inplace operation"}
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_what_an_op_gives_can_be_written_to() -> None:
     for found in rank_group(2).run(_differences_of_results_written_to, 1, 2, timeout_seconds=250):
         assert len(found) > 130
-        wrong = {name: e for name, e in found.items() if isinstance(e, str) or not e <= 1e-9}
+        refused = {
+            name for name, e in found.items() if isinstance(e, str) and NOT_WRITABLE.get(name.split(":")[0], " ") in e
+        }
+        wrong = {name: e for name, e in found.items() if name not in refused and (isinstance(e, str) or not e <= 1e-9)}
         assert not wrong, wrong
+
+
+def _read_by_contiguous() -> list[bool]:
+    x = ff.shard(torch.ones(1, 2, 6, 8, dtype=torch.float64), mesh(1, 2)).requires_grad_()
+    parts = [x.flatten()[3:], x[0, 0, 0, 1:], x[0, 0, 0, :1]]  # copies, a whole one among them
+    before = x.local._version
+    for part in parts:
+        assert part.contiguous() is part and part.to(torch.float64) is part
+    return [x.local._version == before]
+
+
+def test_what_returns_its_operand_does_not_write_to_it() -> None:
+    assert rank_group(2).run(_read_by_contiguous) == [[True]] * 2

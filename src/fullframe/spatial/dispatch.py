@@ -158,16 +158,23 @@ def _ruled(
             if type(operand) is SpatialTensor:
                 operand.spec.require_in_order()
     widens = expected is not None and expected.widens
+    first: Any = args[0] if args else None
+    is_view = type(first) is SpatialTensor and first._view is not None
+    before = version_of(local_of(first)) if is_view else 0
     made = result = _run(_in_fp32(rule) if widens else rule, func, args, kwargs)
     if expected is not None:
         result = _as_torch_has_it(result, expected, operands, Call(func, args, kwargs))
     written = writes(func, kwargs)
-    first = args[0] if args else None
-    if type(first) is SpatialTensor and first._view is not None and (result is first or written):
+    if is_view and (written or (result is first and _changed(first, before))):
         settle(first)
     if call is not None and not (widens or written):
         call.approve(made, result)
     return result
+
+
+def _changed(view: SpatialTensor, before: int) -> bool:
+    """Whether it was written to since its version was `before`; inference tensors, which count none, may have been."""
+    return before < 0 or version_of(view._local) != before
 
 
 def _run(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -307,6 +314,7 @@ def _with_whole_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """A call on whole tensors that are views of split ones: torch's own, and what it writes reaches the split ones."""
     views = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is SpatialTensor and not leaf.spec.placements]
     locals_, options = tree_map_only(SpatialTensor, plain, (args, kwargs))
+    before = version_of(args[0]._local) if args and type(args[0]) is SpatialTensor else -1
     result = func(*locals_, **options)
     memories = [(view, view._local) for view in views]
     written = writes(func, kwargs) or kwargs.get("out") is not None
@@ -319,7 +327,7 @@ def _with_whole_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             continue
         if leaf is base._local:
             leaves[n] = base
-            written = written or base is args[0]
+            written = written or (base is args[0] and _changed(base, before))
         else:
             leaves[n] = derived(base, leaf, func, args, kwargs, n)
     if written:

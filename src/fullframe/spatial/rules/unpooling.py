@@ -107,14 +107,14 @@ def _put(values: Tensor, slots: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros of `shape` with the values at their slots, the last one where there are several."""
     total = math.prod(shape)
     image = values.new_zeros(total + 1).scatter_(0, slots.flatten(), values.flatten())
-    return image[:total].view(shape)
+    return torch.ops.aten._unsafe_view(image[:total], shape)  # type: ignore[no-any-return]  # no view to autograd
 
 
 def _added(values: Tensor, slots: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros of `shape` with the values added at their slots."""
     total = math.prod(shape)
     image = values.new_zeros(total + 1).scatter_add_(0, slots.flatten(), values.flatten())
-    return image[:total].view(shape)
+    return torch.ops.aten._unsafe_view(image[:total], shape)  # type: ignore[no-any-return]  # no view to autograd
 
 
 def _taken(image: Tensor, slots: Tensor, shape: Sequence[int]) -> Tensor:
