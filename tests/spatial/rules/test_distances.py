@@ -21,7 +21,7 @@ CASES: dict[str, Case] = {
        for n in (1, 2, 3)},
     "local_response_norm of split channels, 5 dims": small(
         lambda x: F.local_response_norm(x.permute(1, 3, 0, 2)[..., None], 4, 0.1)),
-    "normalize columns": small(lambda x: F.normalize(x, dim=3)),
+    "normalize": one(lambda x: [F.normalize(x), F.normalize(x, dim=3)]),
     "pairwise_distance": small(lambda x: F.pairwise_distance(x, x.cos(), 3.0)),
     "cdist": small(lambda x: torch.cdist(x, x.cos())),
     "cdist of 1": small(lambda x: torch.cdist(x, x[:1].cos(), 1.0)),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
 from tests.spatial.values import HALF_KINDS, floats, halves, inf, on_all_meshes
@@ -29,7 +30,8 @@ OVER_FLOATS: dict[str, Op] = {
 HALVES: dict[str, Op] = {
     "spread": lambda x: [x.var((2, 3)), x.std(3), *torch.var_mean(x, 2), *torch.std_mean(x)],
     "norms": lambda x: [x.norm(), x.norm(3, 3), x.norm(1, 2), x.norm(inf), x.norm(0), x.dist(x * 0.5),
-                        torch.linalg.vector_norm(x, 2, (2, 3), dtype=torch.float32)],
+                        torch.linalg.vector_norm(x, 2, (2, 3), dtype=torch.float32), F.normalize(x, dim=3),
+                        F.pairwise_distance(x, x * 0.5)],
 }  # fmt: skip
 
 

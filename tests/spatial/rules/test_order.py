@@ -24,6 +24,9 @@ CASES: dict[str, Case] = {
                                      *x[:, :, 3:].topk(2, 2), *x[..., :1].sort(), *x[..., 3:].flatten(2).topk(5)]),
 }  # fmt: skip
 OVER_FLOATS: dict[str, Op] = {
+    "along whole dims": lambda x: [*x.sort(1), *torch.sort(x, dim=1, stable=True), *x.sort(1, True), x.argsort(1),
+                                   *x.sort(descending=True, dim=0, stable=True), *x.topk(2, 1),
+                                   torch.argsort(x, stable=True, dim=1), x.msort()],
     "sort": lambda x: [*x.sort(), *x.sort(2, True), *x.sort(dim=3, stable=True), x.argsort(3), x.msort(),
                        *x.flatten(2).sort(), *x.flatten().sort(descending=True)],
     "topk": lambda x: [*x.topk(1), *x.topk(3), *x.topk(4, 2, False), *x.topk(7), *x.topk(5, sorted=False),

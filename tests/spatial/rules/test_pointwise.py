@@ -5,6 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fullframe as ff
+from tests.exactness import mesh
+from tests.rank_group import rank_group
 from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
 
 
@@ -30,6 +33,17 @@ CASES: dict[str, Case] = {
     "special functions": one(lambda x: [torch.special.entr(x.abs()), torch.polygamma(1, x.abs() + 1), torch.gcd(
         (x * 9).long(), torch.tensor(6)), torch.special.xlog1py(x, x.abs())]),
 }  # fmt: skip
+
+
+def _refused() -> int:
+    split = ff.shard(torch.ones(1, 1, 3, 4), mesh(1, 2))
+    with pytest.raises(ff.UnsupportedOp):
+        F.prelu(torch.ones(1, 4), split.view(3, 4)[0])
+    return 1
+
+
+def test_a_split_weight_of_a_whole_operand_is_refused_by_name() -> None:
+    assert rank_group(2).run(_refused) == [1, 1]
 
 
 @pytest.mark.parametrize("name", CASES)

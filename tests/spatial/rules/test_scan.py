@@ -28,6 +28,8 @@ CASES: dict[str, Case] = {
     "diff": small(lambda x: [x.diff(prepend=x[..., :1]), x.diff(2, 2, x[:, :, 3:5], x * 2),
                              x.diff(dim=3, append=x.sin()), x.diff(0, prepend=x),
                              x.diff(prepend=torch.zeros(2, 4, 7, 2, dtype=torch.float64))]),
+    "diff, dist": one(lambda x: [x.diff(), x.diff(n=2, dim=2), x.dist(x.sin()), x.diff(dim=1)]),
+    "more differences than rows": one(lambda x: x.diff(9, 1)),
     "areas": small(lambda x: [torch.trapezoid(x), torch.trapezoid(x, dx=0.3, dim=2), torch.trapz(x, dim=1),
                               torch.cumulative_trapezoid(x), torch.cumulative_trapezoid(x, dx=2, dim=2),
                               torch.trapezoid(x, x.sin()), torch.cumulative_trapezoid(x, x.sin(), dim=-2),
@@ -36,6 +38,7 @@ CASES: dict[str, Case] = {
                                       whole=((11,),), sizes=((7, 11),)),
 }  # fmt: skip
 OVER_FLOATS: dict[str, Op] = {
+    "along whole dims": lambda x: [x.cumprod(1), x.logcumsumexp(1)],
     "cumsum": lambda x: [x.cumsum(3), x.cumsum(2), x.cumsum(1), x.cumsum(3, dtype=torch.float32)],
     "running products": lambda x: [x.cumprod(3), x.cumprod(2), x.cumprod(1), x.flatten(2).cumprod(2)],
     "running extremes": lambda x: [t for d in (1, 2, 3) for t in (*x.cummax(d), *x.cummin(d), *x.relu().cummax(d))],

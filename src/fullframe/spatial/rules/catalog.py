@@ -44,5 +44,4 @@ from fullframe.spatial.rules import (  # noqa: F401
     unfolding,
     unpooling,
     values,
-    whole_dim,
 )

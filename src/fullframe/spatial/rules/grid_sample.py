@@ -162,7 +162,8 @@ def _at_positions(image: SpatialTensor, grid: Tensor, where: _Where) -> Tensor:
 def _is_borrowed(input: SpatialTensor, grid: SpatialTensor) -> bool:
     """Whether each rank can borrow the rows that its own positions read."""
     plain = all(p.dim >= 2 and p.is_plain for p in input.spec.placements)
-    return plain and not grid.spec.is_split(0) and input.dtype in _EXACT and grid.dtype == input.dtype
+    cut = grid.spec.is_split(0) or grid.spec.is_split(-1)
+    return plain and not cut and input.dtype in _EXACT and grid.dtype == input.dtype
 
 
 def _at_own_positions(image: SpatialTensor, grid: SpatialTensor, where: _Where) -> Tensor:

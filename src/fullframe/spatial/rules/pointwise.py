@@ -228,3 +228,14 @@ def _of_itself(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor
 def _new(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
     """A tensor of a given size is whole."""
     return func(local_of(x), *args, **kwargs)  # type: ignore[no-any-return]
+
+
+@rule(F.prelu, torch.prelu, Tensor.prelu)
+def _prelu(func: Any, x: Tensor, weight: Tensor) -> Tensor:
+    """The weight is one number or one a channel; refuses a split weight."""
+    if isinstance(weight, SpatialTensor) or not isinstance(x, SpatialTensor):
+        raise Unsupported("the weight is split")
+    if weight.numel() > 1:
+        channels = x.spec.held(1)
+        weight = weight.narrow(0, channels.start, len(channels))
+    return wrap(func(local_of(x), weight), x.spec)
