@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 
 from fullframe.errors import MeshError
@@ -99,3 +100,8 @@ def say_gathered(name: str, reason: str, shell: SpatialTensor) -> None:
     _said.add((name, where))
     if torch.distributed.get_rank() == 0:
         warnings.warn(f"{name} ({where or 'outside a module'}) runs on the gathered {shell!r}: {reason}", stacklevel=5)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there are numbers to look at: not so in a simulation, whose ranks take the usual way."""
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fullframe.geometry.extents import Extents
@@ -45,6 +46,11 @@ class Spec:
     def rows(self, placement: Placement) -> range:
         """The global rows that this rank holds of what the placement cuts."""
         return placement.extents.ranges[self.spatial.axis(placement.axis).coordinate]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks over which it is split."""
+        return self.spatial.group([p.axis for p in self.placements])
 
     def require_plain(self, dims: Iterable[int]) -> None:
         """Raises Merged where one of the dims is merged from several factors."""

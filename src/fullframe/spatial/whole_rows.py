@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, local_factors
@@ -110,11 +109,6 @@ def sizes_held(spec: Spec, dim: int) -> list[int]:
         if axis.name in here:
             sizes = [size * held for size in sizes for held in here[axis.name].sizes]
     return sizes
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Whether there are numbers to look at: not so in a simulation, whose ranks take the usual way."""
-    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 def _local_shape(spec: Spec) -> list[int]:

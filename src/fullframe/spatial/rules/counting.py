@@ -7,18 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullframe.ranks.collectives import all_gather_no_grad, all_sum
-from fullframe.spatial.operands import aligned
+from fullframe.spatial.operands import aligned, has_values
 from fullframe.spatial.redistribute import in_runs, sliced
 from fullframe.spatial.rules.registry import Unsupported, rule
-from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
-from fullframe.spatial.whole_rows import has_values
 
 _BY_VALUE = "the shape of its result depends on the values, which a simulation has not"
-
-
-def _everyone(spec: Spec) -> dist.ProcessGroup:
-    return spec.spatial.group([p.axis for p in spec.placements])
 
 
 def _range(x: SpatialTensor) -> tuple[float, float]:
@@ -36,7 +30,7 @@ def _histc(func: Any, x: SpatialTensor, bins: int = 100, min: Any = 0, max: Any 
         min, max = _range(x)
         if min == max:
             min, max = min - 1, max + 1  # as torch does
-    return all_sum(func(local_of(x), bins, min, max), _everyone(x.spec))
+    return all_sum(func(local_of(x), bins, min, max), x.spec.group)
 
 
 @rule(torch.histogram, Tensor.histogram)
@@ -53,7 +47,7 @@ def _histogram(func: Any, x: Any, bins: Any, *, range: Any = None, weight: Any =
     if not isinstance(bins, Tensor):
         options["range"] = _range(x) if range is None else range
     found = func(local_of(x), bins, weight=weight, **options)
-    counts = all_sum(found.hist, _everyone(x.spec))
+    counts = all_sum(found.hist, x.spec.group)
     if density:
         counts = counts / counts.sum() / found.bin_edges.diff()
     return type(found)([counts, found.bin_edges])
@@ -65,7 +59,7 @@ def _bincount(func: Any, x: Any, weights: Any = None, minlength: int = 0) -> Ten
     given = next(t for t in (x, weights) if isinstance(t, SpatialTensor))
     if weights is not None and weights.shape != x.shape:
         func(torch.zeros(1, dtype=torch.int64), torch.zeros(2), minlength)  # torch refuses it
-    spec, group = given.spec, _everyone(given.spec)
+    spec, group = given.spec, given.spec.group
     x = aligned(x, spec)
     weights = None if weights is None else aligned(weights, spec)
     if has_values(x):
@@ -97,7 +91,7 @@ def _unique(
     if not has_values(local):
         raise Unsupported(_BY_VALUE)
     mine, inverse, counts = torch.unique(local, return_inverse=True, return_counts=True)
-    values, lengths = _all_of(mine, _everyone(spec))
+    values, lengths = _all_of(mine, spec.group)
     if values.isnan().any():  # which differ from each other; whose number is which is torch's choice
         values, inverse, counts = torch.unique(x.full().detach(), return_inverse=True, return_counts=True)
         inverse = sliced(inverse, spec)
@@ -105,9 +99,7 @@ def _unique(
         values, place = torch.unique(values, return_inverse=True)
         first = sum(lengths[: spec.spatial.coordinate_along([p.axis for p in spec.placements])])
         inverse = place[first : first + len(mine)][inverse]
-        counts = values.new_zeros(len(values), dtype=torch.int64).index_add_(
-            0, place, _all_of(counts, _everyone(spec))[0]
-        )
+        counts = values.new_zeros(len(values), dtype=torch.int64).index_add_(0, place, _all_of(counts, spec.group)[0])
     values = _without_gradient(torch.unique, values, x)
     found = [values, wrap(inverse, spec) if return_inverse else None, counts if return_counts else None]
     kept = [part for part in found if part is not None]
@@ -127,7 +119,7 @@ def _unique_consecutive(
     local, spec = in_runs(local_of(flat), flat.spec, 0)
     if not spec.placements:
         return func(x.full(), return_inverse, return_counts)
-    group, (placement,) = _everyone(spec), spec.placements
+    group, (placement,) = spec.group, spec.placements
     part, start = spec.spatial.axis(placement.axis).coordinate, spec.rows(placement).start
     before = all_gather_no_grad(local[-1:], group)[part - 1]  # each rank has one at least
     starts = torch.cat([local[:1] != before if part else local[:1] == local[:1], local[1:] != local[:-1]])

@@ -70,7 +70,7 @@ def _max(func: Any, x: Any, other: Any = None, keepdim: bool = False, *, dim: in
     dim = other if dim is None else dim
     if dim is None:
         x.spec.require_filled()
-        group = x.spec.spatial.group([p.axis for p in x.spec.placements])
+        group = x.spec.group
         return _Extreme.apply(local_of(x), torch.max if largest else torch.min, None, group)  # type: ignore[no-untyped-call]
     return _max_along(func, x, dim, keepdim)
 
@@ -107,7 +107,7 @@ def _index(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool = 
 def _first(func: Any, best: Any, spec: Spec, local: Tensor) -> Tensor:
     """The number of the best element in the whole tensor's order; the first among equals."""
     spec.require_filled()
-    group = spec.spatial.group([p.axis for p in spec.placements])
+    group = spec.group
     place = torch.unravel_index(func(local), local.shape)
     mine = torch.zeros_like(place[0])
     for dim, size in enumerate(spec.shape):

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fullframe.ranks.collectives import all_gather_no_grad, all_sum
-from fullframe.spatial.operands import aligned, say_gathered
+from fullframe.spatial.operands import aligned, has_values, say_gathered
 from fullframe.spatial.redistribute import gather_axes, refetched, sliced
-from fullframe.spatial.rules.points import at_own, has_values
+from fullframe.spatial.rules.points import at_own
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
@@ -155,7 +155,7 @@ def _at_positions(image: SpatialTensor, grid: Tensor, where: _Where) -> Tensor:
         total = (found * weights).masked_fill(outside, 0).sum(2)
     else:
         total = (found.masked_fill(outside, 0) * weights).sum(2)
-    total = all_sum(total, flat.spec.spatial.group([p.axis for p in flat.spec.placements]))
+    total = all_sum(total, flat.spec.group)
     return total.view(*total.shape[:2], *grid.shape[1:-1])
 
 

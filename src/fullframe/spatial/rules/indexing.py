@@ -9,9 +9,10 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice
 from fullframe.spatial.fallback import settle
+from fullframe.spatial.operands import has_values
 from fullframe.spatial.redistribute import refetched
 from fullframe.spatial.rules.masks import is_mask, masked, write
-from fullframe.spatial.rules.points import has_values, read_at
+from fullframe.spatial.rules.points import read_at
 from fullframe.spatial.rules.reduction import without
 from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
 from fullframe.spatial.rules.scattering import put_at

@@ -77,7 +77,7 @@ def _results(call: Callable[[], Any], batch: Spec, device: torch.device) -> Any:
         error = failed
     first = found if isinstance(found, Tensor) else found[0] if found is not None else None
     if not isinstance(first, FakeTensor):
-        group = batch.spatial.group([p.axis for p in batch.placements])
+        group = batch.group
         if int(all_sum_no_grad(torch.tensor(int(error is not None), device=device), group)):
             raise error or torch.linalg.LinAlgError("a matrix of another rank has no such result, see its error")
 

@@ -115,7 +115,7 @@ def _classification_loss(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     counted = _counted(labels, weight, options.get("ignore_index", -100), each)
     # Both in one message, of a precision that counts the pixels of any image.
     both = torch.stack([each.sum(dtype=torch.float64), counted])
-    both = all_sum(both, spec.spatial.group([p.axis for p in spec.placements]))
+    both = all_sum(both, spec.group)
     return (both[0] / both[1]).to(each.dtype)
 
 

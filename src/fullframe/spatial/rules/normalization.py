@@ -145,7 +145,7 @@ def _check_buffers(*buffers: Tensor | None) -> None:
 
 
 def _group(spec: Spec) -> dist.ProcessGroup:
-    return spec.spatial.group([p.axis for p in spec.placements])
+    return spec.group
 
 
 def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:

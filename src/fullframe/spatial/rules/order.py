@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.exchange import joined
+from fullframe.spatial.operands import has_values
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
-from fullframe.spatial.whole_rows import everywhere, has_values, numbered, picked, sent_home, sizes_held, whole_rows
+from fullframe.spatial.whole_rows import everywhere, numbered, picked, sent_home, sizes_held, whole_rows
 
 _HEAP = 64  # torch's CPU kernel orders its result where k is no more than the size over this, asked or not
 

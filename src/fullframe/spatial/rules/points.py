@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fullframe.ranks.collectives import all_owned, all_sum_no_grad
-from fullframe.spatial.operands import aligned, united
+from fullframe.spatial.operands import aligned, has_values, united
 from fullframe.spatial.redistribute import gather_axes, sliced
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.tables import landing, looked_up
@@ -109,11 +108,6 @@ def _require_few(result: Spec, spec: Spec) -> None:
             "a rank's part of the map",
             "Read at fewer positions.",
         )
-
-
-def has_values(index: Tensor) -> bool:
-    """Whether the numbers of an index can be looked at: not in a simulation."""
-    return not isinstance(index, FakeTensor) and index.device.type != "meta"
 
 
 def require_inside(call: Any, spec: Spec, indices: dict[int, Tensor], negative: bool) -> None:

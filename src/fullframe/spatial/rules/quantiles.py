@@ -12,11 +12,12 @@ from torch import Tensor
 
 from fullframe.ranks.adjoint import linear
 from fullframe.ranks.collectives import all_sum_no_grad
+from fullframe.spatial.operands import has_values
 from fullframe.spatial.rules.reduction import without
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
-from fullframe.spatial.whole_rows import everywhere, has_values, picked, whole_rows
+from fullframe.spatial.whole_rows import everywhere, picked, whole_rows
 
 _DIGIT = 8  # bits
 _SIGN = -(2**63)
@@ -44,7 +45,7 @@ def _median(func: Any, x: SpatialTensor, dim: int | None = None, keepdim: bool =
     value = _middle(local.detach(), x.spec, func in (torch.nanmedian, Tensor.nanmedian))
     if not (local.requires_grad and torch.is_grad_enabled()):
         return value
-    add = partial(all_sum_no_grad, group=_everyone(x.spec))
+    add = partial(all_sum_no_grad, group=x.spec.group)
     hits = (local == value) | (local.isnan() & value.isnan())  # which share the gradient
     mine = local.where(hits, 0).sum() / add(hits.sum())
     return linear(mine, lambda _: value.clone(), add, add)
@@ -63,13 +64,9 @@ def _found(func: Any, x: SpatialTensor, dim: int, keepdim: bool) -> Any:
     return type(found)([wrap(part if keepdim else part.squeeze(dim), result) for part in (values, numbers)])
 
 
-def _everyone(spec: Spec) -> dist.ProcessGroup:
-    return spec.spatial.group([p.axis for p in spec.placements])
-
-
 def _middle(local: Tensor, spec: Spec, without_nan: bool) -> Tensor:
     """The lower median of all elements on all ranks; NaN where there is one, or where there are no others."""
-    group, count = _everyone(spec), torch.Size(spec.shape).numel()
+    group, count = spec.group, torch.Size(spec.shape).numel()
     missing = all_sum_no_grad(local.isnan().sum(), group)
     order = (count - missing - 1).clamp_min(0) // 2 if without_nan else torch.full_like(missing, (count - 1) // 2)
     value = _nth(local.flatten(), order[None], group)[0]

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fullframe.ranks.collectives import all_sum_no_grad
-from fullframe.spatial.operands import aligned, merged
+from fullframe.spatial.operands import aligned, has_values, merged
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
-from fullframe.spatial.whole_rows import has_values, held_numbers
+from fullframe.spatial.whole_rows import held_numbers
 
 
 def shard_generator(x: SpatialTensor, generator: torch.Generator | None = None) -> torch.Generator:

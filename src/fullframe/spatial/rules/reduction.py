@@ -135,7 +135,7 @@ def _prod_beside_zeros(func: Any, local: Tensor, spec: Spec, over: tuple[Any, ..
     a zero anywhere: a row is put beside the local part, of zeros where any rank has one, else of ones.
     """
     row = spec.placements[0].dim
-    zeros = all_sum_no_grad((local.detach() == 0).any().int(), spec.spatial.group([p.axis for p in spec.placements]))
+    zeros = all_sum_no_grad((local.detach() == 0).any().int(), spec.group)
     beside = torch.ones_like(local.narrow(row, 0, 1), requires_grad=False).masked_fill(zeros > 0, 0)
     made = func(joined([local, beside], row), *over, dtype=dtype)
     kept = row - (over[0] % local.dim() < row and not over[1])

@@ -62,7 +62,7 @@ def _cumprod(func: Any, x: SpatialTensor, dim: int, *, dtype: Any = None) -> Ten
     count = len(rows)
     if rows.requires_grad:
         zeros = (rows.detach() == 0).any().int()
-        zeros = all_sum_no_grad(zeros, spec.spatial.group([p.axis for p in spec.placements]))
+        zeros = all_sum_no_grad(zeros, spec.group)
         below = torch.ones_like(rows[0:1] if count else rows.sum(0, keepdim=True), requires_grad=False)
         rows = joined([rows, below.masked_fill(zeros > 0, 0)], 0)
     return wrap(sent_home(func(rows, -1, dtype=dtype)[:count], spec, dim), spec)

@@ -10,9 +10,9 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.ranks.collectives import all_sum
-from fullframe.spatial.operands import aligned, merged
+from fullframe.spatial.operands import aligned, has_values, merged
 from fullframe.spatial.redistribute import gather_axes
-from fullframe.spatial.rules.points import at_own, has_values, most_besides, require_all_inside, require_inside
+from fullframe.spatial.rules.points import at_own, most_besides, require_all_inside, require_inside
 from fullframe.spatial.rules.registry import Unsupported, rule, writes
 from fullframe.spatial.rules.tables import landing
 from fullframe.spatial.spec import Spec
@@ -114,7 +114,7 @@ def _scattered_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, src: An
 
 def _added(func: Any, x: Tensor, mine: Tensor, spec: Spec, kwargs: dict[str, Any]) -> Tensor:
     """A whole `x` and what the ranks add to it, on all of them."""
-    total = all_sum(mine, spec.spatial.group([p.axis for p in spec.placements]))
+    total = all_sum(mine, spec.group)
     return x.add_(total) if writes(func, kwargs) else x + total
 
 

@@ -63,5 +63,5 @@ def _isin(func: Any, elements: Any, test_elements: Any, *, assume_unique: bool =
         raise Unsupported("the set of elements to look for is split, as the elements are")
     spec = test_elements.spec
     hits = func(elements, local_of(test_elements)).int()
-    hits = all_sum_no_grad(hits, spec.spatial.group([p.axis for p in spec.placements]))
+    hits = all_sum_no_grad(hits, spec.group)
     return hits == 0 if invert else hits > 0

@@ -80,7 +80,7 @@ def _all_in_reach(
         start = torch.arange(cut.own.start, cut.own.stop, device=places.device) * window.stride - window.padding
         start = start.view(-1, *(1,) * (places.dim() - cut.dim - 1))
         far = far | ((row < start) | (row >= start + window.kernel)).any()
-    group = spec.spatial.group([p.axis for p in spec.placements])
+    group = spec.group
     strays, strangers = all_sum_no_grad(torch.stack([outside, far]).long(), group).tolist()
     if strays:
         volume = "x".join(map(str, sizes))

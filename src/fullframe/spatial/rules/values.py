@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fullframe.spatial.rules.points import FEW, has_values
+from fullframe.spatial.operands import has_values
+from fullframe.spatial.rules.points import FEW
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.tensor import SpatialTensor, local_of
 
