@@ -115,12 +115,12 @@ def test_what_has_no_rule_is_refused_or_gathered(tmp_path: Path) -> None:
     path = written(tmp_path, "Spectral()", SPECTRAL)
     verdict = verified(path)
     assert not verdict.exact and verdict.exit_code == 2 and verdict.refused is not None
-    assert (verdict.refused.function, verdict.refused.module) == ("torch.fft.fft2", "middle (Spectral)")
+    assert (verdict.refused.function, verdict.refused.module) == ("torch.linalg.pinv", "middle (Spectral)")
     assert verdict.loss is None and verdict.parameters == ()
 
     verdict = verified(path, unsupported="gather")
     assert verdict.exact and largest(verdict) < 1e-12, verdict
-    assert any("torch.fft.fft2 (middle (Spectral)) runs on the gathered" in note for note in verdict.notes)
+    assert any("torch.linalg.pinv (middle (Spectral)) runs on the gathered" in note for note in verdict.notes)
 
 
 def test_parameters_without_a_gradient_are_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import fullframe as ff
 from fullframe.ranks import collectives, exchange
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, all_cases
+from tests.spatial.cases import SIZES, Case, all_cases
 
 SIZE = (17, 50)
 
@@ -54,7 +54,8 @@ def order_of(case: Case, height: int, width: int) -> list[Any]:
     def drawn(shape: tuple[int, ...]) -> Tensor:
         return torch.rand(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    split = [ff.shard(drawn((*lead, *SIZE)), mesh(height, width)) for lead in case.split]
+    size = SIZE if case.sizes == SIZES else case.sizes[-1]
+    split = [ff.shard(drawn((*lead, *size)), mesh(height, width)) for lead in case.split]
     whole = [drawn(shape) for shape in case.whole]
 
     def noted(kind: str) -> Callable[[Tensor], Tensor]:

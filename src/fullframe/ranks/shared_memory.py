@@ -72,7 +72,7 @@ class Mailboxes:
         self._memory = memory
         self._flags = memoryview(memory).cast("q")
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._views: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}  # of slots, as tensors that lay there
+        self._views: dict[tuple[int, torch.dtype, torch.Size, bool], Tensor] = {}  # of slots, as tensors that lay there
         self._words = [(_CELLS + index * _CELL_BYTES) // 8 for index in range(len(ranks))]
         self._sent = [0] * len(ranks)
         self._expected = [0] * len(ranks)
@@ -141,7 +141,7 @@ class Mailboxes:
         return Place(rank, number, head, (base + slot * 64) // 8, 2 * turn + 1)
 
     def _contents(self, place: Place, like: Tensor) -> Tensor:
-        key = place.head, like.dtype, like.shape
+        key = place.head, like.dtype, like.shape, torch.is_inference_mode_enabled()  # whose views only it may write to
         found = self._views.get(key)
         if found is None:
             if len(self._views) > _MOST_VIEWS:

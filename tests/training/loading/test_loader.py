@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import fullframe as ff
-from fullframe.errors import CheckpointError, FullframeError, RecipeError, ShapeError
+from fullframe.errors import CheckpointError, FullframeError, RecipeError
 from fullframe.training.loading.loader import evaluation_batches
 from fullframe.training.session import assemble
 from tests.rank_group import RankFailure, rank_group
@@ -289,10 +289,6 @@ def uneven():
     return refused(batch_size=5)
 
 
-def narrow():
-    return refused(height=2, dataset=[{"image": torch.zeros(3, 1, 20)} for _ in range(4)])
-
-
 def test_all_ranks_refuse_alike():
     for kind, message in rank_group(2).run(drifting, 2):
         assert kind is RecipeError and "ranks [0, 1] of one replica read different samples" in message
@@ -301,8 +297,6 @@ def test_all_ranks_refuse_alike():
         assert (
             kind is RecipeError and "batch_size 5 (of the whole job) is no multiple of the 2 data replicas" in message
         )
-    for kind, message in rank_group(2).run(narrow):
-        assert kind is ShapeError and "height 1 over 2 ranks" in message
 
 
 def test_a_last_incomplete_batch_is_kept_unless_it_is_to_be_dropped():
