@@ -82,6 +82,8 @@ def _tell(values: Iterable[Any], told: list[Any]) -> bool:
             told += (value.spec, local.stride(), local.dtype, local.requires_grad)
         elif kind in PLAIN:
             told += (kind, value)
+        elif kind is tuple and PLAIN.issuperset(kinds := tuple(map(type, value))):
+            told += (kinds, value)
         elif kind is tuple or kind is list:
             told.append(kind)
             if not _tell(value, told):
