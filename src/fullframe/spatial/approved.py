@@ -83,7 +83,7 @@ def _tell(values: Iterable[Any], told: list[Any]) -> bool:
         elif kind in PLAIN:
             told += (kind, value)
         elif kind is tuple and PLAIN.issuperset(kinds := tuple(map(type, value))):
-            told += (kinds, value)
+            told += (kind, kinds, value)
         elif kind is tuple or kind is list:
             told.append(kind)
             if not _tell(value, told):
