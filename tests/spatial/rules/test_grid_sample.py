@@ -50,6 +50,11 @@ def sampling() -> None:
     CORNERS.add("channels last", op, [last(image), grid])
     CORNERS.add("autocast", autocast(op), [image.bfloat16(), grid.float()])
     CORNERS.add("a volume", op, [noise(1, 2, 4, 13, 11), noise(1, 3, 3, 12, 9)])
+    places = noise(1, 3, 3, 12, 9)
+    places[0, 0, 1, 3, 4] = places[0, 2, 2, 11, 1] = math.inf
+    for padding in ("zeros", "border", "reflection"):
+        op = partial(sample, padding_mode=padding, align_corners=True)
+        CORNERS.add(f"a volume {padding} inf", op, [noise(1, 2, 2, 13, 11), places])
 
 
 def swapped(op: Op) -> Op:

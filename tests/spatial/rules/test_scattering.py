@@ -178,6 +178,21 @@ def test_infinities_nan_duplicates_views_and_dtypes(name: str) -> None:
     assert not on_all_meshes(_spoiled, name)
 
 
+def _product(world: int) -> list[str]:
+    source = torch.linspace(0.5, 2, 210, dtype=torch.float64).view(2, 3, 5, 7)
+    source[0, 1, 2, 3] = source[1, 2, 4, 6] = float("nan")
+    index = ROWS.view(1, 1, 5, 1).expand(2, 3, 5, 7) % 5
+
+    def product(x: Tensor, source: Tensor) -> Tensor:
+        return x.scatter_reduce(2, index, source, "prod", include_self=False)
+
+    return found({"product": (product, [with_nan()], [source])}, 1e-12, world)
+
+
+def test_nan_of_one_rank_s_rows_is_not_in_the_gradient_of_others() -> None:
+    assert not on_all_meshes(_product)
+
+
 OUTSIDE: dict[str, Op] = {
     "scatter": lambda x: x.scatter(3, torch.full((1, 1, 1, 1), 11), 1.0),
     "index_add": lambda x: x.index_add(2, torch.tensor([-1]), torch.ones(1, 2, 1, 11)),

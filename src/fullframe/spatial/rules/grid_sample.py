@@ -43,7 +43,9 @@ def _grid_sample(
         spec = _of_result(grid, input.shape[1]) if isinstance(grid, SpatialTensor) else None
         return found if spec is None else wrap(sliced(found, spec), spec)
     if isinstance(input, SpatialTensor) and isinstance(grid, SpatialTensor) and _is_borrowed(input, grid):
-        return wrap(_at_own_positions(input, grid, where), _of_result(grid, input.shape[1]))
+        own = _at_own_positions(input, grid, where)
+        if own is not None:
+            return wrap(own, _of_result(grid, input.shape[1]))
     if isinstance(input, SpatialTensor) and any(p.dim >= 2 for p in input.spec.placements):
         if isinstance(grid, SpatialTensor) or input.numel() > 4 * prod(grid.shape[:-1]) * input.shape[1]:
             say_gathered("grid_sample", "a grid may point anywhere in the image", input)
@@ -166,13 +168,18 @@ def _is_borrowed(input: SpatialTensor, grid: SpatialTensor) -> bool:
     return plain and not cut and input.dtype in _EXACT and grid.dtype == input.dtype
 
 
-def _at_own_positions(image: SpatialTensor, grid: SpatialTensor, where: _Where) -> Tensor:
+def _at_own_positions(image: SpatialTensor, grid: SpatialTensor, where: _Where) -> Tensor | None:
     """This rank's part of the result: (N, C, ...) at its own positions, from rows that it owns or borrows.
+
+    None on all ranks where one's positions are not all finite: which rows these read is the kernel's own choice.
 
     What is read is not kept for backward: it is read again, for one of the rows around each position after the other.
     """
     own, sizes = local_of(grid), image.shape[2:]
-    piece, first = _borrowed(image, own.detach(), where)
+    borrowed = _borrowed(image, own.detach(), where)
+    if borrowed is None:
+        return None
+    piece, first = borrowed
     shape, places = piece.shape[2:], own.flatten(1, -2)
     flat = piece.flatten(2)
     flat = torch.cat([flat, flat.new_zeros((*flat.shape[:2], 1))], 2) if not flat.shape[2] else flat
@@ -200,14 +207,20 @@ def _one_tap(
     return (found * weight).masked_fill(outside, 0) if where.exactly else found.masked_fill(outside, 0) * weight
 
 
-def _borrowed(image: SpatialTensor, grid: Tensor, where: _Where) -> tuple[Tensor, list[int]]:
-    """The rows of a split image that this rank's part of a grid reads, and the first of them in each sampled dim."""
+def _borrowed(image: SpatialTensor, grid: Tensor, where: _Where) -> tuple[Tensor, list[int]] | None:
+    """The rows of a split image that this rank's part of a grid reads, and the first of them in each sampled dim.
+
+    None where any rank's part of the grid is not finite.
+    """
     local, spec, first = local_of(image), image.spec, [0] * (image.dim() - 2)
     spatial, cuts = spec.spatial, sorted(spec.placements, key=lambda p: p.axis)  # height before width
     if not has_values(grid):  # a simulation: any row may be read
         return gather_axes(local, spec, [p.axis for p in cuts])[0], first
-    mine = torch.tensor([_reach(grid[..., 1 - p.dim], spec.shape[p.dim], where) for p in cuts], device=grid.device)
+    reach = [_reach(grid[..., 1 - p.dim], spec.shape[p.dim], where) for p in cuts]
+    mine = torch.tensor([*reach, (int(grid.isfinite().all()), 0)], device=grid.device)
     everyone = all_gather_no_grad(mine, spatial.replica, "rows of a grid").tolist()
+    if not all(rank[-1][0] for rank in everyone):
+        return None
     for number, p in enumerate(cuts):
         reaches = [reach[number] for reach in everyone]
         if p is not cuts[-1]:  # what the ranks of one row of the mesh want is borrowed by each: the next cut shares it

@@ -50,7 +50,8 @@ def _scatter(
     _, points, held = at_own(own, spec, [rows if d == dim else None for d in range(x.dim())])
     size, place = own.shape[dim], points[dim]
     assert place is not None and held is not None
-    place = place.masked_fill(~held, size)  # what other ranks hold goes to a row that is thrown away
+    place = place.masked_fill(~held, size)  # what other ranks hold goes to a row that is thrown away, as a 1: no NaN
+    local = [t[tuple(map(slice, held.shape))].masked_fill(~held, 1) if isinstance(t, Tensor) else t for t in local]
     shape = (*own.shape[:dim], 1, *own.shape[dim + 1 :])
     result = func(torch.cat([own, own.new_zeros(shape)], dim), dim, place, *local, *args, **kwargs).narrow(dim, 0, size)
     if writes(func, kwargs):
