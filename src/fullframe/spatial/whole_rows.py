@@ -21,11 +21,11 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, local_factors
-from fullframe.geometry.route import Route, Transfer
 from fullframe.ranks.adjoint import linear
 from fullframe.ranks.collectives import all_sum_no_grad
-from fullframe.ranks.exchange import fetch, joined, post
+from fullframe.ranks.exchange import fetch
 from fullframe.ranks.mesh import Axis
+from fullframe.ranks.transposition import transposed
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.spec import Spec
 
@@ -44,7 +44,7 @@ def whole_rows(local: Tensor, spec: Spec, dim: int) -> Tensor:
     rows = local.movedim(dim, -1).flatten(0, -2) if local.dim() > 1 else local[None]
     for turn in _turns(spec, dim):
         parts = rows.unflatten(1, turn.factors)
-        rows = linear(parts, partial(_hand_out, turn=turn), partial(_hand_back, turn=turn)).flatten(1)
+        rows = transposed(parts, 2, turn.columns, 0, turn.rows, turn.axis).flatten(1)
     return rows
 
 
@@ -53,7 +53,7 @@ def sent_home(rows: Tensor, spec: Spec, dim: int) -> Tensor:
     for turn in reversed(list(_turns(spec, dim))):
         outer, _, inner = turn.factors
         parts = rows.unflatten(1, (outer, turn.columns.size, inner))
-        rows = linear(parts, partial(_hand_back, turn=turn), partial(_hand_out, turn=turn)).flatten(1)
+        rows = transposed(parts, 0, turn.rows, 2, turn.columns, turn.axis).flatten(1)
     shape = [size for d, size in enumerate(_local_shape(spec)) if d != dim % len(spec.shape)]
     return rows.unflatten(0, shape).movedim(-1, dim) if shape else rows[0]
 
@@ -129,34 +129,3 @@ def _turns(spec: Spec, dim: int) -> Iterator[_Turn]:
         axis, rows = spec.spatial.axis(p.axis), Extents.even(count, p.extents.parts)
         yield _Turn(axis, rows, p.extents, local_factors(p, left, spec.coordinates))
         left, count = left[1:], rows.sizes[axis.coordinate]
-
-
-def _hand_out(parts: Tensor, turn: _Turn) -> Tensor:
-    """(m, outer, columns, inner) of this rank's columns to those of its rows, with all columns."""
-    axis, mine = turn.axis, turn.rows.ranges[turn.axis.coordinate]
-    route = _route(turn)
-    shapes = [[len(mine), parts.shape[1], turn.columns.sizes[t.peer], parts.shape[3]] for t in route.receives]
-    blocks = [parts[t.rows.start : t.rows.stop] for t in route.sends]
-    got = post(axis, route, blocks, shapes, parts, turn.rows.size, "whole rows").wait()
-    got.insert(axis.coordinate, parts[mine.start : mine.stop])
-    return joined(got, 2)
-
-
-def _hand_back(parts: Tensor, turn: _Turn) -> Tensor:
-    """The adjoint and the inverse of `_hand_out`."""
-    axis, route = turn.axis, _route(turn).back
-    own = turn.columns.ranges
-    shapes = [[len(t.rows), parts.shape[1], len(own[axis.coordinate]), parts.shape[3]] for t in route.receives]
-    blocks = [parts[:, :, own[t.peer].start : own[t.peer].stop] for t in route.sends]
-    got = post(axis, route, blocks, shapes, parts, turn.rows.size, "parts of rows").wait()
-    got.insert(axis.coordinate, parts[:, :, own[axis.coordinate].start : own[axis.coordinate].stop])
-    return joined(got, 0)
-
-
-def _route(turn: _Turn) -> Route:
-    """To each rank its rows, from each rank our rows."""
-    peers = [peer for peer in range(turn.axis.size) if peer != turn.axis.coordinate]
-    mine = turn.rows.ranges[turn.axis.coordinate]
-    return Route(
-        tuple(Transfer(peer, turn.rows.ranges[peer]) for peer in peers), tuple(Transfer(peer, mine) for peer in peers)
-    )
