@@ -18,7 +18,7 @@ def draw_curves(metrics: Path, path: Path) -> None:
     """Loss of every step, and end-point error on the held-out columns and on the others."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     measured = [r for r in records if "end_point_error" in r]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), spec="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
     left.plot(steps, losses, color=_GREY, linewidth=1, label="each step")
     left.plot(steps, smoothed(losses), color=_BLUE, linewidth=2, label="smoothed")
@@ -41,7 +41,7 @@ def draw_depth(photo: Tensor, measured: Tensor, predicted: Tensor, held_out: sli
     unseen = known.clone()
     unseen[:, : held_out.start] = unseen[:, held_out.stop :] = False
     error = float((predicted - measured)[unseen].abs().mean())
-    figure, axes = plt.subplots(1, 3, figsize=(15, 3.75), spec="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(15, 3.75), layout="constrained")
     axes[0].imshow(photo.permute(1, 2, 0).numpy())
     axes[1].imshow(torch.where(known, measured, torch.nan).numpy(), **span)
     shown = axes[2].imshow(predicted.numpy(), **span)
