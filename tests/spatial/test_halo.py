@@ -1,12 +1,11 @@
-"""A part and its borrowed strips by global rows; memory formats."""
+"""A part and its borrowed strips by global rows."""
 
-import pytest
 import torch
 
 import fullframe as ff
 from fullframe.geometry.extents import Extents
 from fullframe.ranks.mesh import spatial_of
-from fullframe.spatial.halo import Cut, Halo, Piece, assembled, memory_format_of
+from fullframe.spatial.halo import Cut, Halo, Piece, put_together
 from tests.rank_group import rank_group
 from tests.spatial.fake import spatial
 
@@ -44,23 +43,7 @@ def test_pieces_are_assembled_and_what_nobody_holds_is_filled() -> None:
     with spatial(1, 2) as on:
         cuts = (Cut(1, COLUMNS, WANTED_COLUMNS, on.axis("width")),)
         pieces = [Piece(WHOLE[:, :3], (range(0, 3),)), Piece(WHOLE[:, 5:6], (range(5, 6),))]
-        joined = assembled(pieces, cuts, (range(2, 7),), [6, 5], fill=-1.0)
+        joined = put_together(pieces, cuts, (range(2, 7),), [6, 5], fill=-1.0)
         assert joined[0].tolist() == [2, -1, -1, 5, -1]
-        view = assembled(pieces, cuts, (range(1, 3),), [6, 2])
+        view = put_together(pieces, cuts, (range(1, 3),), [6, 2])
         assert view.data_ptr() == WHOLE[:, 1:].data_ptr()  # one piece covers it: no copy
-
-
-@pytest.mark.parametrize(
-    ("shape", "format"),
-    [
-        ((2, 3, 4, 5), torch.channels_last),
-        ((1, 3, 4, 5), torch.channels_last),
-        ((2, 3, 2, 4, 5), torch.channels_last_3d),
-    ],
-)
-def test_the_memory_format_of_a_map_and_of_a_part_of_it(shape: tuple[int, ...], format: torch.memory_format) -> None:
-    x = torch.zeros(shape)
-    assert memory_format_of(x) is torch.contiguous_format
-    last = x.contiguous(memory_format=format)
-    assert memory_format_of(last) is format and memory_format_of(last[..., 1:3]) is format
-    assert memory_format_of(torch.zeros(2, 1, 1, 1)) is memory_format_of(torch.relu(torch.zeros(2, 1, 1, 1)))

@@ -14,7 +14,8 @@ import pytest
 
 import fullframe as ff
 from fullframe.recipe import load_recipe
-from tests.rank_group import rank_group
+from fullframe.spatial.rules.convolution import JOINED_BYTES
+from tests.rank_group import JOINED_BYTES_ON_CPU, rank_group
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -119,7 +120,9 @@ def numbers(run_dir: Path) -> list[dict]:
 
 
 def calm(recipe: Path, strategy: ff.Strategy, run_dir: Path, steps: int, resume: bool = False) -> None:
-    ff.fit(load_recipe(recipe), strategy, run_dir, steps=steps, resume=resume)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(JOINED_BYTES, "cpu", JOINED_BYTES_ON_CPU)  # as the ranks of a launcher
+        ff.fit(load_recipe(recipe), strategy, run_dir, steps=steps, resume=resume)
 
 
 @pytest.mark.timeout(3600)  # with --kills 20

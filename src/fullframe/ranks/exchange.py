@@ -3,7 +3,8 @@
 Nothing else in the package sends activations; reductions over ranks are in `collectives`.
 """
 
-from functools import partial
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.route import Route, Transfer, Wanted, borrows, route
 from fullframe.ranks.adjoint import linear
 from fullframe.ranks.channel import gloo_tag
+from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import Axis
 from fullframe.ranks.shared_memory import Place, fits
 from fullframe.ranks.tags import Rows, line
@@ -75,8 +77,12 @@ class InFlight:
     def _post(self, sends: list[Message], receives: list[Message]) -> None:
         """Send and receive by NCCL, which compares no heads."""
         ranks, group = self._axis.ranks, self._axis.group
-        ops = [dist.P2POp(dist.isend, tensor.contiguous(), ranks[peer], group) for peer, tensor, _ in sends]
-        ops += [dist.P2POp(dist.irecv, tensor, ranks[peer], group) for peer, tensor, _ in receives]
+        packed = _packed([message.tensor for message in sends])
+        ops = [
+            dist.P2POp(dist.isend, tensor, ranks[message.peer], group)
+            for message, tensor in zip(sends, packed, strict=True)
+        ]
+        ops += [dist.P2POp(dist.irecv, self._contiguous(tensor), ranks[peer], group) for peer, tensor, _ in receives]
         self._works = dist.batch_isend_irecv(ops) if ops else []
 
     def _send(self, rank: int, tensor: Tensor, head: bytes) -> None:
@@ -111,10 +117,16 @@ class InFlight:
             self._channel.boxes.receive(due.expected, due.head, due.tensor)  # type: ignore[union-attr]
             return
         self._channel.carrier.receive(due.expected, due.head)  # type: ignore[union-attr]
-        buffer = due.tensor if due.tensor.device.type == "cpu" else torch.empty_like(due.tensor, device="cpu")
-        if buffer is not due.tensor:
-            self._staged.append((due.tensor, buffer))
+        buffer = self._contiguous(due.tensor, "cpu")
         self._works.append(dist.irecv(buffer, due.rank, self._axis.group, gloo_tag(due.number, False)))
+
+    def _contiguous(self, target: Tensor, device: str | None = None) -> Tensor:
+        """What a message for `target` is received into: itself, or a buffer that `wait` copies from."""
+        if target.is_contiguous() and device in (None, target.device.type):
+            return target
+        buffer = torch.empty(target.shape, dtype=target.dtype, device=device or target.device)
+        self._staged.append((target, buffer))
+        return buffer
 
     def wait(self) -> list[Tensor]:
         """Block until all messages are through."""
@@ -147,20 +159,62 @@ def post(
     `blocks` are what is sent, `shapes` those of what comes, in the dtype of `like`; `size` is the number of rows of the
     whole dim. Gradients go home by `plan.back`.
     """
-    sends = [_message(t, block, size) for t, block in zip(plan.sends, blocks, strict=True)]
-    receives = [_message(t, like.new_empty(shape), size) for t, shape in zip(plan.receives, shapes, strict=True)]
+    sends = [Message(t.peer, block, _rows(t, size)) for t, block in zip(plan.sends, blocks, strict=True)]
+    due = zip(plan.receives, shapes, strict=True)
+    return _posted(
+        axis, sends, [Message(t.peer, like.new_empty(shape), _rows(t, size)) for t, shape in due], like, kind
+    )
+
+
+def _packed(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """The tensors, contiguous; those of one shape copied by one call."""
+    if len(tensors) > 1 and len({tensor.shape for tensor in tensors}) == 1 and not tensors[0].is_contiguous():
+        return torch.stack(tensors).unbind()
+    return [tensor.contiguous() for tensor in tensors]
+
+
+def _rows(transfer: Transfer, size: int) -> Rows:
+    return Rows(transfer.rows.start, transfer.rows.stop, size)
+
+
+def _posted(axis: Axis, sends: list[Message], receives: list[Message], like: Tensor, kind: str) -> InFlight:
     if axis.channel.record is not None:  # a rank that neither sends nor receives takes part too
         axis.channel.record.note(axis.channel.head(kind, line(), like.new_empty((0,) * like.dim())))
     return InFlight(axis, sends, receives, kind)
 
 
-def _message(transfer: Transfer, tensor: Tensor, size: int) -> Message:
-    return Message(transfer.peer, tensor, Rows(transfer.rows.start, transfer.rows.stop, size))
+class Lot(NamedTuple):
+    """Rows to or from `peer`: `length` from row `start` of what this rank holds; `rows` says which of the whole dim."""
+
+    peer: int
+    start: int
+    length: int
+    rows: Rows
 
 
-def _shape(tensor: Tensor, dim: int, rows: range) -> list[int]:
-    """The shape of `tensor` with so many rows in `dim`."""
-    return [*tensor.shape[:dim], len(rows), *tensor.shape[dim + 1 :]]
+class Trip(NamedTuple):
+    """What one rank sends, keeps and receives when it owns one interval of a dim and wants another."""
+
+    sends: tuple[Lot, ...]  # counted in its own rows
+    receives: tuple[Lot, ...]  # counted in the wanted rows
+    kept: tuple[int, int, int]  # first own row, how many, first wanted row
+    before: int  # how many receives lie before what is kept
+    own: int  # rows
+    wanted: int
+
+
+@lru_cache(maxsize=65536)
+def trip(extents: Extents, wanted: Wanted, rank: int) -> Trip:
+    """The trip of `rank` when rank `r` owns `extents.ranges[r]` and wants `wanted[r]`."""
+    own, rows, plan = extents.ranges[rank], wanted[rank], route(extents, wanted, rank)
+
+    def lots(transfers: tuple[Transfer, ...], first: int) -> tuple[Lot, ...]:
+        return tuple(Lot(t.peer, t.rows.start - first, len(t.rows), _rows(t, extents.size)) for t in transfers)
+
+    here = overlap(own, rows)
+    kept = (here.start - own.start, len(here), here.start - rows.start) if here else (0, 0, 0)
+    before = sum(t.rows.start < here.start for t in plan.receives) if here else 0
+    return Trip(lots(plan.sends, own.start), lots(plan.receives, rows.start), kept, before, len(own), len(rows))
 
 
 def fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
@@ -171,28 +225,60 @@ def fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis)
     """
     if wanted == extents.ranges:
         return local
+    way = trip(extents, wanted, axis.coordinate)
     if not borrows(extents, wanted):
-        own, rows = extents.ranges[axis.coordinate], wanted[axis.coordinate]
-        return local.narrow(dim, rows.start - own.start if rows else 0, len(rows))
-    where: Any = {"dim": dim, "extents": extents, "wanted": wanted, "axis": axis}
-    return linear(local, partial(_fetch, **where), partial(_return, **where))
+        return local.narrow(dim, *way.kept[:2])
+
+    def there(local: Tensor) -> Tensor:
+        return assembled(local, borrowed(local, dim, way, axis), dim, way)
+
+    return linear(local, there, partial(brought_back, dim=dim, way=way, axis=axis))
 
 
-def _fetch(local: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
-    """`fetch` without a gradient: what is received and what is kept, joined in the order of rows."""
-    own, rows = extents.ranges[axis.coordinate], wanted[axis.coordinate]
-    plan = route(extents, wanted, axis.coordinate)
+def borrowed(local: Tensor, dim: int, way: Trip, axis: Axis) -> list[Tensor]:
+    """The rows that other ranks lend, one tensor a message, in the memory format of `local`; without a gradient."""
+    return _lots(local, dim, way.sends, way.receives, axis, "rows").wait()
 
-    def cut(piece: range) -> Tensor:
-        return local.narrow(dim, piece.start - own.start, len(piece))
 
-    shapes = [_shape(local, dim, t.rows) for t in plan.receives]
-    received = post(axis, plan, [cut(t.rows) for t in plan.sends], shapes, local, extents.size).wait()
-    pieces = [(t.rows.start, tensor) for t, tensor in zip(plan.receives, received, strict=True)]
-    kept = overlap(own, rows)
-    if kept or not pieces:
-        pieces.append((kept.start, cut(kept) if kept else local.narrow(dim, 0, 0)))
-    return joined([tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0])], dim)
+def _lots(
+    tensor: Tensor, dim: int, sends: tuple[Lot, ...], receives: tuple[Lot, ...], axis: Axis, kind: str
+) -> InFlight:
+    out = [Message(lot.peer, tensor.narrow(dim, lot.start, lot.length), lot.rows) for lot in sends]
+    due = [Message(lot.peer, _rows_like(tensor, dim, lot.length), lot.rows) for lot in receives]
+    return _posted(axis, out, due, tensor, kind)
+
+
+def _rows_like(tensor: Tensor, dim: int, rows: int) -> Tensor:
+    """An empty tensor like this one, with so many rows in `dim`."""
+    shape = list(tensor.shape)
+    shape[dim] = rows
+    if tensor.is_contiguous():
+        return tensor.new_empty(shape)
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=memory_format_of(tensor))
+
+
+def assembled(local: Tensor, strips: Sequence[Tensor], dim: int, way: Trip) -> Tensor:
+    """The wanted rows, joined in a new tensor from what is kept of `local` and the `strips` that were borrowed."""
+    start, count, _ = way.kept
+    if not count and strips:
+        return joined(list(strips), dim)
+    kept = local if count == local.shape[dim] else local.narrow(dim, start, count)
+    return joined([*strips[: way.before], kept, *strips[way.before :]], dim)
+
+
+def brought_back(gradient: Tensor, dim: int, way: Trip, axis: Axis, borrows: bool = True) -> Tensor:
+    """The adjoint of `fetch`: (..., wanted rows, ...) to (..., own rows, ...); what was borrowed goes home."""
+    flight = _lots(gradient, dim, way.receives, way.sends, axis, "gradient of rows") if borrows else None
+    start, count, first = way.kept
+    kept = gradient.narrow(dim, first, count)
+    if count == way.own:
+        result = kept.clone()
+    else:
+        result = _rows_like(gradient, dim, way.own).zero_()
+        result.narrow(dim, start, count).copy_(kept)
+    for lot, returned in zip(way.sends, flight.wait() if flight is not None else (), strict=True):
+        result.narrow(dim, lot.start, lot.length).add_(returned)
+    return result
 
 
 def joined(tensors: list[Tensor], dim: int) -> Tensor:
@@ -204,20 +290,3 @@ def joined(tensors: list[Tensor], dim: int) -> Tensor:
         if tensors[0].dim() == 1 and torch.is_grad_enabled():
             return torch.cat([tensor[:, None] for tensor in tensors]).squeeze(1)
         return torch.cat(tensors, dim)
-
-
-def _return(gradient: Tensor, dim: int, extents: Extents, wanted: Wanted, axis: Axis) -> Tensor:
-    """The adjoint of `_fetch`: (..., wanted rows, ...) to (..., own rows, ...); what was borrowed goes home."""
-    own, rows = extents.ranges[axis.coordinate], wanted[axis.coordinate]
-    plan = route(extents, wanted, axis.coordinate)
-    borrowed = [gradient.narrow(dim, t.rows.start - rows.start, len(t.rows)) for t in plan.receives]
-    shapes = [_shape(gradient, dim, t.rows) for t in plan.sends]
-    flight = post(axis, plan.back, borrowed, shapes, gradient, extents.size, "gradient of rows")
-    result = gradient.new_zeros(_shape(gradient, dim, own))
-    kept = overlap(own, rows)
-    if kept:
-        target = result.narrow(dim, kept.start - own.start, len(kept))
-        target.copy_(gradient.narrow(dim, kept.start - rows.start, len(kept)))
-    for transfer, returned in zip(plan.sends, flight.wait(), strict=True):
-        result.narrow(dim, transfer.rows.start - own.start, len(transfer.rows)).add_(returned)
-    return result

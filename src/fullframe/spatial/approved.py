@@ -80,6 +80,11 @@ def _tell(values: Iterable[Any], told: list[Any]) -> bool:
                 return False
             local = value._local
             told += (value.spec, local.stride(), local.dtype, local.requires_grad)
+        elif isinstance(value, Tensor):
+            trains = value.requires_grad
+            if trains and enters(value):
+                return False
+            told += (value.shape, value.stride(), value.dtype, trains)
         elif kind in PLAIN:
             told += (kind, value)
         elif kind is tuple and PLAIN.issuperset(kinds := tuple(map(type, value))):
@@ -89,10 +94,6 @@ def _tell(values: Iterable[Any], told: list[Any]) -> bool:
             if not _tell(value, told):
                 return False
             told.append(None)
-        elif isinstance(value, Tensor):
-            if value.requires_grad and enters(value):
-                return False
-            told += (value.shape, value.stride(), value.dtype, value.requires_grad)
         else:
             return False
     return True

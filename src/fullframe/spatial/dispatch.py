@@ -178,9 +178,15 @@ def _changed(view: SpatialTensor, before: int) -> bool:
 
 
 def _run(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule's result; an error that this rank alone may meet is told to the others."""
+    """The rule's result, or that of the call on a whole map where this one has fewer rows than ranks.
+
+    An error that this rank alone may meet is told to the others.
+    """
     try:
-        return _called(rule, func, args, kwargs)
+        try:
+            return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
+        except TooSmall as small:
+            return _called_whole(small, func, args, kwargs)
     except Unsupported:
         raise
     except Exception as error:
@@ -205,14 +211,6 @@ def _in_fp32(rule: Any) -> Any:
             return rule(func, *args, **kwargs)
 
     return wide_rule
-
-
-def _called(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule's result; where the map has fewer rows than ranks, that of the call on a whole map."""
-    try:
-        return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
-    except TooSmall as small:
-        return _called_whole(small, func, args, kwargs)
 
 
 def _called_whole(small: TooSmall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

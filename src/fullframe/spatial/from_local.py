@@ -12,9 +12,9 @@ from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements, local_shape
 from fullframe.ranks.collectives import all_gather_no_grad
+from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import Spatial, spatial_of
 from fullframe.spatial.gradients import seen
-from fullframe.spatial.halo import memory_format_of
 from fullframe.spatial.redistribute import gather_axes, resplit
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.shard import MOST_DIMS, even_spec, fingerprint, shard

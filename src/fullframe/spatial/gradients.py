@@ -92,7 +92,8 @@ def entered(shell: type[Tensor], func: Any, args: Any, kwargs: Any) -> tuple[Any
 
 def enters(whole: Tensor) -> bool:
     """Whether the gradient of a whole operand needs a hook that averages it; that of a model's parameter does not."""
-    return whole not in _parameters and torch.is_grad_enabled()
+    found = _parameters._of.get(id(whole))
+    return (found is None or found[0]() is not whole) and torch.is_grad_enabled()
 
 
 def _holds_entering(value: Any, shell: type[Tensor]) -> bool:

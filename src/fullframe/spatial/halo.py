@@ -14,6 +14,7 @@ Gradients go home in the other order, cut 1 first, as its strips hold gradients 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.route import Route, Wanted, borrows, route
-from fullframe.ranks.exchange import InFlight, post
+from fullframe.ranks.exchange import InFlight, Trip, assembled, borrowed, brought_back, post, trip
+from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import Axis
 
 Ranges = tuple[range, ...]  # global rows, one range a cut
@@ -37,25 +39,64 @@ class Cut:
     wanted: Wanted
     axis: Axis
 
-    @property
+    @cached_property
     def own(self) -> range:
         """The global rows that this rank owns."""
         return self.extents.ranges[self.axis.coordinate]
 
-    @property
+    @cached_property
     def rows(self) -> range:
         """The global rows that this rank wants, own ones among them."""
         return self.wanted[self.axis.coordinate]
 
-    @property
+    @cached_property
     def route(self) -> Route:
         """What this rank sends and receives."""
         return route(self.extents, self.wanted, self.axis.coordinate)
 
-    @property
+    @cached_property
+    def trip(self) -> Trip:
+        """The same, counted in rows of what it holds."""
+        return trip(self.extents, self.wanted, self.axis.coordinate)
+
+    @cached_property
     def borrows(self) -> bool:
         """Whether any rank wants a row of another, so that all take part in an exchange."""
         return borrows(self.extents, self.wanted)
+
+
+def borrow(local: Tensor, cuts: tuple[Cut, ...]) -> tuple[Tensor, list[Tensor]]:
+    """The wanted rows of each cut joined, and the strips that were borrowed for it, in the order of `Halo`."""
+    strips: list[Tensor] = []
+    for cut in cuts:
+        new = borrowed(local, cut.dim, cut.trip, cut.axis) if cut.borrows else []
+        local = _along(local, cut, new)
+        strips += new
+    return local, strips
+
+
+def joined_again(local: Tensor, cuts: tuple[Cut, ...], strips: Sequence[Tensor]) -> Tensor:
+    """What `borrow` returned with these strips."""
+    first = 0
+    for cut in cuts:
+        end = first + len(cut.trip.receives)
+        local, first = _along(local, cut, strips[first:end]), end
+    return local
+
+
+def _along(local: Tensor, cut: Cut, strips: Sequence[Tensor]) -> Tensor:
+    if strips:
+        return assembled(local, strips, cut.dim, cut.trip)
+    start, count, _ = cut.trip.kept
+    return local if count == local.shape[cut.dim] else local.narrow(cut.dim, start, count)
+
+
+def give_back(gradient: Tensor, cuts: tuple[Cut, ...]) -> Tensor:
+    """The gradient of the local part, from that of the wanted rows joined; that of borrowed ones goes home."""
+    for cut in reversed(cuts):
+        if cut.borrows or cut.trip.kept[1] != cut.trip.own:
+            gradient = brought_back(gradient, cut.dim, cut.trip, cut.axis, cut.borrows)
+    return gradient
 
 
 class Piece(NamedTuple):
@@ -123,7 +164,7 @@ class Halo:
 
     def region(self, ranges: Ranges, fill: float = 0.0) -> Tensor:
         """The rows `ranges`, copied together from what is held, `fill` elsewhere; a view if one piece covers them."""
-        return assembled(self.pieces, self.cuts, ranges, self.shape(ranges), fill)
+        return put_together(self.pieces, self.cuts, ranges, self.shape(ranges), fill)
 
     def start_return(self, gradients: list[Tensor]) -> "Return":
         """Send the strips' gradients home; `gradients` are those of `pieces`, the local one not needed yet."""
@@ -177,7 +218,7 @@ class Return:
                 part_of(self._gradients[index], piece.ranges, shared, self._halo.cuts).add_(part)
 
 
-def assembled(
+def put_together(
     pieces: Sequence[Piece], cuts: tuple[Cut, ...], ranges: Ranges, shape: list[int], fill: float = 0.0
 ) -> Tensor:
     """The rows `ranges` copied together from those `pieces` that hold them; a view if one piece covers all."""
@@ -201,23 +242,3 @@ def part_of(tensor: Tensor, held: Ranges, wanted: Ranges, cuts: tuple[Cut, ...])
         if have != want:
             tensor = tensor.narrow(cut.dim, want.start - have.start if want else 0, len(want))
     return tensor
-
-
-def memory_format_of(tensor: Tensor) -> torch.memory_format:
-    """The memory format that torch's kernels give to a result of `tensor`, by its strides; also of a cut-out view."""
-    if tensor.dim() in (4, 5) and _channels_last(tensor):
-        return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-    return torch.contiguous_format
-
-
-def _channels_last(tensor: Tensor) -> bool:
-    """Whether strides grow from channels over the image to samples; False where both formats have these strides."""
-    least = 0
-    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
-        size, stride = tensor.shape[dim], tensor.stride(dim)
-        if size == 0 or (dim == 1 and stride == 0) or (dim == 0 and least == tensor.stride(1)):
-            return False
-        if stride < least:
-            return bool(dim == 0 and size == 1)  # the stride of a single sample says nothing
-        least = stride * size
-    return True

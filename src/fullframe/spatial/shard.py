@@ -10,9 +10,9 @@ from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.ranks.collectives import all_gather_no_grad
+from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import spatial_of
 from fullframe.spatial.gradients import enter
-from fullframe.spatial.halo import memory_format_of
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.spec import Spec, spec_of

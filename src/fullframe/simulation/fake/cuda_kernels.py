@@ -3,14 +3,18 @@
 Replaces torch's choice of kernels for CPU tensors; the kernels chosen exist for fake tensors only.
 """
 
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.simulation.fake.replaced import replaced_kernels
+from fullframe.simulation.fake.replaced import replaced, replaced_kernels
+from fullframe.spatial.rules import convolution
+from fullframe.spatial.rules.convolution import JOINED_BYTES
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -18,10 +22,13 @@ _FLASH = 256  # most channels of a head
 _ALIGNMENT = 8  # of channels, in elements: what is less is padded
 
 
-def cuda_kernels(has_flash_attention: bool) -> AbstractContextManager[None]:
+@contextmanager
+def cuda_kernels(has_flash_attention: bool) -> Iterator[None]:
     """Inside, fake CPU tensors take CUDA's kernels; flash attention needs compute capability 8.0."""
     kernels = {"dropout": _dropout, "scaled_dot_product_attention": partial(_attention, has_flash_attention)}
-    return replaced_kernels("AutogradCPU", kernels)
+    joined: dict[str, int] = defaultdict(lambda: JOINED_BYTES["cuda"])
+    with replaced_kernels("AutogradCPU", kernels), replaced(convolution, "JOINED_BYTES", joined):
+        yield
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:

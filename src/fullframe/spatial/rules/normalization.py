@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from fullframe.ranks.collectives import all_gather_no_grad, all_sum, all_sum_no_grad
 from fullframe.ranks.exchange import joined
-from fullframe.spatial.halo import memory_format_of
+from fullframe.ranks.memory_format import memory_format_of
 from fullframe.spatial.operands import say_gathered
 from fullframe.spatial.rules.reduction import count
 from fullframe.spatial.rules.registry import Unsupported, rule

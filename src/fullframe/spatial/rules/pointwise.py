@@ -16,7 +16,7 @@ from fullframe.spatial.gradients import enters
 from fullframe.spatial.operands import aligned, merged
 from fullframe.spatial.rules.registry import IN_PLACE_OPERATORS, QUICK, RULES, Unsupported, getter, rule, writes
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, shell_of, wrap
 
 _UNARY = """
     abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil cos cosh
@@ -149,7 +149,7 @@ def _rides_along(whole: Tensor, spec: Spec) -> bool:
 def _result(result: Tensor, operand: SpatialTensor) -> Tensor:
     """The shell around `result`; `operand` itself where the function worked in place on it."""
     if result is not operand._local:
-        return wrap(result, operand.spec.elementwise)
+        return shell_of(result, operand.spec.elementwise, None)
     with torch._C.DisableTorchFunctionSubclass():
         if operand.requires_grad != result.requires_grad:  # keep the mirror by which lost gradients are found
             operand.requires_grad_(result.requires_grad)

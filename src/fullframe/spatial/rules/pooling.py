@@ -12,13 +12,22 @@ from torch import Tensor
 from fullframe.geometry.window import AdaptiveWindow, Window
 from fullframe.ranks.adjoint import linear
 from fullframe.ranks.exchange import joined
+from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import kept_with_mesh
-from fullframe.spatial.halo import Halo, memory_format_of
+from fullframe.spatial.halo import borrow
 from fullframe.spatial.redistribute import gather_axes, refetched
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.rules.resampling import in_format, resampled
 from fullframe.spatial.rules.taps import taps_of
-from fullframe.spatial.rules.window_plan import WindowPlan, ints, nonempty, plan_windows, region, region_gradient
+from fullframe.spatial.rules.window_plan import (
+    WindowPlan,
+    ints,
+    nonempty,
+    padded,
+    plan_windows,
+    region,
+    region_gradient,
+)
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
@@ -96,11 +105,11 @@ class _MaxPool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, plan: WindowPlan, options: Any, image: Any) -> tuple[Tensor, Tensor]:
-        joined = Halo(local, plan.cuts).wait().region(plan.needs, _lowest(local.dtype))
+        joined = padded(borrow(local, plan.cuts)[0], plan, _lowest(local.dtype))
         pool = getattr(torch.ops.aten, f"max_pool{len(options[0])}d_with_indices")
         out, indices = pool(joined, *options)
         _corrected(indices, joined.shape, plan, options[1], options[3])
-        ctx.plan, ctx.options, ctx.shape, ctx.joined, ctx.image = plan, options, local.shape, joined.shape, image
+        ctx.plan, ctx.options, ctx.joined, ctx.image = plan, options, joined.shape, image
         if image is not None:
             sizes, corner = image
             indices = _renumbered(indices, joined.shape[-len(sizes) :], sizes, corner)
@@ -115,17 +124,15 @@ class _MaxPool(torch.autograd.Function):
             sizes, corner = ctx.image
             indices = _renumbered(indices, sizes, ctx.joined[-len(sizes) :], [-start for start in corner])
         where = {"indices": indices, "plan": ctx.plan, "options": ctx.options}
-        spread = partial(_spread, shape=ctx.shape, joined=ctx.joined, **where)
+        spread = partial(_spread, joined=ctx.joined, **where)
         return linear(gradient, spread, partial(_picked, **where)), None, None, None
 
 
-def _spread(
-    gradient: Tensor, indices: Tensor, plan: WindowPlan, options: Any, shape: torch.Size, joined: torch.Size
-) -> Tensor:
+def _spread(gradient: Tensor, indices: Tensor, plan: WindowPlan, options: Any, joined: torch.Size) -> Tensor:
     """The local part's gradient: each output's goes to the row that won."""
     pool = getattr(torch.ops.aten, f"max_pool{len(options[0])}d_with_indices_backward")
     like = torch.empty(joined, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format_of(gradient))
-    return region_gradient(pool(gradient, like, *options, indices), plan, shape)
+    return region_gradient(pool(gradient, like, *options, indices), plan)
 
 
 def _picked(local: Tensor, indices: Tensor, plan: WindowPlan, options: Any) -> Tensor:

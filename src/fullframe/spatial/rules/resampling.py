@@ -13,7 +13,7 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.window import proportional_extents
 from fullframe.ranks.collectives import all_sum
-from fullframe.spatial.halo import memory_format_of
+from fullframe.ranks.memory_format import memory_format_of
 from fullframe.spatial.operands import say_gathered
 from fullframe.spatial.redistribute import refetched, sliced
 from fullframe.spatial.rules.registry import rule

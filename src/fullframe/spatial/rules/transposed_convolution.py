@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.window import TransposedWindow, Window
+from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import kept_with_mesh
-from fullframe.spatial.halo import Cut, memory_format_of
+from fullframe.spatial.halo import Cut
 from fullframe.spatial.rules.convolution import autocast_inputs
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.window_plan import WindowPlan, ints, plan_windows, region

@@ -89,7 +89,7 @@ def _folded(cells: Tensor, plan: WindowPlan, held: Ints, options: Any) -> Tensor
     joined = list(held)
     for cut, need in zip(plan.cuts, plan.needs, strict=True):
         joined[cut.dim] = len(need)
-    return region_gradient(F.fold(cells.flatten(2), tuple(joined[2:]), *options), plan, held)
+    return region_gradient(F.fold(cells.flatten(2), tuple(joined[2:]), *options), plan)
 
 
 def _unfolded(image: Tensor, plan: WindowPlan, shape: Ints, options: Any) -> Tensor:

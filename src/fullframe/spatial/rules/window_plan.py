@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import repeat
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import RowMap, TransposedWindow, Window
 from fullframe.ranks.adjoint import linear
-from fullframe.spatial.halo import Cut, Halo, Ranges, part_of
+from fullframe.spatial.halo import Cut, Ranges, borrow, give_back, part_of
 from fullframe.spatial.rules.registry import TooSmall
 from fullframe.spatial.spec import Spec
 
@@ -29,6 +28,15 @@ class WindowPlan:
     def borrows(self) -> bool:
         """Whether any rank along any cut borrows a row."""
         return any(cut.borrows for cut in self.cuts)
+
+    @cached_property
+    def outside(self) -> tuple[tuple[int, int], ...]:
+        """How many needed rows lie before and behind the image, one pair a cut."""
+        pairs = []
+        for cut, need in zip(self.cuts, self.needs, strict=True):
+            rows = cut.rows
+            pairs.append((rows.start - need.start, need.stop - rows.stop) if rows else (len(need), 0))
+        return tuple(pairs)
 
 
 def plan_windows(
@@ -86,35 +94,31 @@ def nonempty(natural: Extents) -> Extents | None:
 def region(local: Tensor, plan: WindowPlan, fill: float = 0.0) -> Tensor:
     """The rows this rank's outputs read, joined, `fill` outside the image; differentiable."""
     if plan.borrows:
-        back = partial(region_gradient, plan=plan, shape=local.shape)
-        return linear(local, partial(_joined, plan=plan, fill=fill), back, partial(_joined, plan=plan))
-    for cut, need in zip(plan.cuts, plan.needs, strict=True):
-        rows = cut.rows
-        if rows != cut.own:
-            local = local.narrow(cut.dim, rows.start - cut.own.start if rows else 0, len(rows))
-        before, after = (rows.start - need.start, need.stop - rows.stop) if rows else (len(need), 0)
-        if before or after:
-            behind = local.dim() - cut.dim - 1
-            local = F.pad(local, (0, 0) * behind + (before, after), value=fill)
-    return local
+        there = partial(_joined, plan=plan, fill=fill)
+        return linear(local, there, partial(region_gradient, plan=plan), partial(_joined, plan=plan))
+    return padded(borrow(local, plan.cuts)[0], plan, fill)
 
 
 def _joined(local: Tensor, plan: WindowPlan, fill: float = 0.0) -> Tensor:
-    """Own and borrowed rows joined."""
-    joined = Halo(local, plan.cuts).wait().region(plan.needs, fill)
+    joined = padded(borrow(local, plan.cuts)[0], plan, fill)
     return joined.clone() if joined._base is not None or joined is local else joined
 
 
-def region_gradient(gradient: Tensor, plan: WindowPlan, shape: Sequence[int]) -> Tensor:
-    """The gradient of a local part of this shape, from that of its `region`."""
-    halo = Halo.of(repeat(gradient.new_empty(1).expand(shape)), plan.cuts)
-    return return_gradient(halo, gradient, plan.needs, plan.cuts)
+def padded(rows: Tensor, plan: WindowPlan, fill: float = 0.0) -> Tensor:
+    """The wanted rows of each cut with `fill` for those that outputs read outside the image."""
+    for cut, (before, after) in zip(plan.cuts, plan.outside, strict=True):
+        if before or after:
+            behind = rows.dim() - cut.dim - 1
+            rows = F.pad(rows, (0, 0) * behind + (before, after), value=fill)
+    return rows
 
 
-def return_gradient(halo: Halo, gradient: Tensor, ranges: Ranges, cuts: tuple[Cut, ...]) -> Tensor:
-    """The local part's gradient, from the gradient of the joined `ranges`; the strips' go home."""
-    own, *strips = (embedded(gradient, ranges, piece.ranges, cuts) for piece in halo.pieces)
-    return halo.start_return([own, *strips]).add_to(own)
+def region_gradient(gradient: Tensor, plan: WindowPlan) -> Tensor:
+    """The gradient of a local part, from that of its `region`."""
+    for cut, (before, after) in zip(plan.cuts, plan.outside, strict=True):
+        if before or after:
+            gradient = gradient.narrow(cut.dim, before, gradient.shape[cut.dim] - before - after)
+    return give_back(gradient, plan.cuts)
 
 
 def embedded(gradient: Tensor, held: Ranges, wanted: Ranges, cuts: tuple[Cut, ...]) -> Tensor:
@@ -133,6 +137,10 @@ def embedded(gradient: Tensor, held: Ranges, wanted: Ranges, cuts: tuple[Cut, ..
 
 def ints(value: int | Sequence[int], count: int) -> tuple[int, ...]:
     """An option that torch takes as one number or one a dim, as one a dim."""
-    if type(value) is not tuple and not isinstance(value, Sequence):
+    if type(value) is int:
+        return (value,) * count
+    if type(value) is tuple and len(value) == count and all(type(each) is int for each in value):
+        return value
+    if not isinstance(value, Sequence):
         return (int(value),) * count  # numpy's integers too; what is made from it is kept
     return tuple(map(int, value)) if len(value) == count else tuple(map(int, value)) * count
