@@ -1,6 +1,7 @@
 """Sums and gathers over the ranks of a group, with and without a gradient."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,10 +9,11 @@ from torch import Tensor
 
 from fullframe.ranks.adjoint import linear
 from fullframe.ranks.channel import Channel, channel_of
-from fullframe.ranks.exchange import joined
 from fullframe.ranks.shared_memory import Mailboxes, fits
 from fullframe.ranks.tags import line
 from fullframe.ranks.waiting import waiting_for_ranks
+
+_gather_in_one: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
 
 def all_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -25,13 +27,16 @@ def all_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return linear(value, add, add)
 
 
-def all_sum_no_grad(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `value` over the ranks of `group`; outside autograd, in a new tensor."""
+def all_sum_no_grad(value: Tensor, group: dist.ProcessGroup, into_itself: bool = False) -> Tensor:
+    """The sum of `value` over the ranks of `group`; outside autograd, in a new tensor.
+
+    `into_itself` allows to write it over `value`, which then is contiguous and nobody else's.
+    """
     channel = channel_of(group)
     if channel.boxes is not None and value.device.type == "cpu" and value.numel() and fits(value):
         everyone = _through(channel.boxes, channel, value.detach().contiguous(), "sum", line())
         return everyone.sum(0, dtype=value.dtype)  # in rank order, so equal to the last bit on all ranks
-    total = value.detach().clone(memory_format=torch.contiguous_format)
+    total = value if into_itself else value.detach().clone(memory_format=torch.contiguous_format)
     if total.numel():
         channel.agree("sum", total)
         with waiting_for_ranks():
@@ -85,12 +90,11 @@ def all_gather_no_grad(
     if channel.boxes is not None and value.device.type == "cpu" and fits(value):
         return _through(channel.boxes, channel, value, kind, at or line())
     channel.agree(kind, value, at)
-    everyone = [torch.empty_like(value) for _ in channel.ranks]
-    # As bytes: gloo knows no int16, no complex numbers.
-    plain = [t.view(-1).view(torch.uint8) for t in (value, *everyone)]
+    everyone = value.new_empty((len(channel.ranks), *value.shape))
     with waiting_for_ranks():
-        dist.all_gather(plain[1:], plain[0], group=group)
-    return joined([each[None] for each in everyone], 0)
+        # As bytes: gloo knows no int16, no complex numbers.
+        _gather_in_one(everyone.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8), group)
+    return everyone
 
 
 def _through(boxes: Mailboxes, channel: Channel, value: Tensor, kind: str, at: str) -> Tensor:

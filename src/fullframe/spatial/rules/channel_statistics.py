@@ -146,7 +146,7 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, var = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
             again = partial(
-                _differentiable, elements=ctx.elements, apart=ctx.apart, m=ctx.m, eps=ctx.eps, group=ctx.group
+                differentiable_norm, elements=ctx.elements, apart=ctx.apart, m=ctx.m, eps=ctx.eps, group=ctx.group
             )
             bias = torch.zeros_like(weight, requires_grad=True)
             return *gradients_of(again, [x, weight, bias], grad, ctx.needs_input_grad[:3]), *(None,) * 5
@@ -163,7 +163,7 @@ class _Normalize(torch.autograd.Function):
         sums = joined([of_bias, of_weight], 0).view(2, -1)
         if m > 1:
             sums = (sums * weight).view(2, -1, m).sum(2)
-        sums = all_sum_no_grad(sums, ctx.group) if dist.get_world_size(ctx.group) > 1 else sums
+        sums = all_sum_no_grad(sums, ctx.group, into_itself=True) if dist.get_world_size(ctx.group) > 1 else sums
         alpha = -1.0
         if isinstance(ctx.elements, Tensor):
             sums = sums / ctx.elements
@@ -185,10 +185,10 @@ def _saved(mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor | None, Tensor
     return (None, None) if mean.device.type == "cpu" else (mean, torch.rsqrt(var + eps))
 
 
-def _differentiable(
+def differentiable_norm(
     x: Tensor, weight: Tensor, bias: Tensor, elements: Tensor | float, apart: bool, m: int, eps: float, group: Any
 ) -> Tensor:
-    """What `_Normalize` makes of x (N, C, ...), of differentiable pieces; it keeps several copies of x for backward."""
+    """Of x (N, C, ...) normalized, made of differentiable pieces, which keep several copies of x for backward."""
     flat = (by_sample(x) if apart else x).to(weight.dtype)
     dims = [d for d in range(flat.dim()) if d != 1]
 

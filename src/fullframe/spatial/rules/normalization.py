@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from fullframe.spatial.operands import say_gathered
 from fullframe.spatial.rules.channel_statistics import Holders, by_sample, holders, normalized, statistics
+from fullframe.spatial.rules.norm_kernels import has_kernels, normalized_by_kernels
 from fullframe.spatial.rules.reduction import count
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
@@ -71,6 +72,9 @@ def _over_ranks(x: Tensor, call: _BatchNorm, over: Holders) -> Tensor:
     """Batch norm of the local `x` (N, C, ...) with the statistics of all ranks `over`."""
     if x.numel() == x.shape[1] and dist.get_world_size(over.group) == over.copies:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+    if has_kernels(x, over):
+        running = call.running_mean, call.running_var
+        return normalized_by_kernels(x, call.weight, call.bias, running, over, call.momentum, call.eps)
     found = statistics(x, 1, over)
     if call.running_mean is not None or call.running_var is not None:
         elements = found.elements / over.copies
@@ -128,7 +132,12 @@ def _instance_norm(
     if not use_input_stats:
         return wrap(func(x, running_mean, running_var, weight, bias, False, momentum, eps), spec)
     samples = x.shape[0]
-    found = statistics(by_sample(x), 1, holders(spec, samples * x.shape[1]))
+    over = holders(spec, samples * x.shape[1])
+    if running_mean is None and running_var is None and has_kernels(x, over):
+        scale, shift = (t if t is None else t.repeat(samples) for t in (weight, bias))
+        made = normalized_by_kernels(by_sample(x), scale, shift, (None, None), over, momentum, eps)
+        return wrap(torch.ops.aten._unsafe_view(made, x.shape).contiguous(), spec)
+    found = statistics(by_sample(x), 1, over)
     elements = count(spec.shape, range(2, len(spec.shape)))
     if running_mean is not None or running_var is not None:
         mean, var = (t.view(samples, -1).mean(0) for t in (found.mean, found.var))
