@@ -13,7 +13,7 @@ from torch import Tensor
 from fullframe.ranks.collectives import all_gather_no_grad, all_sum_no_grad
 from fullframe.ranks.constants import constant
 from fullframe.ranks.exchange import joined
-from fullframe.spatial.halo import memory_format_of
+from fullframe.ranks.memory_format import memory_format_of
 from fullframe.spatial.rules.channel_statistics import Holders, differentiable_norm
 from fullframe.spatial.second_derivative import gradients_of
 
