@@ -1,12 +1,15 @@
 """Autocast, the loss scale of fp16, clipping, and the average of the parameters."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
 
 import fullframe as ff
 from fullframe.techniques.ema import ParameterAverage
-from fullframe.techniques.precision import LossScale, computing
+from fullframe.techniques.precision import Fp32Math, LossScale, computing
+from fullframe.techniques.recompute import recompute
 from tests.rank_group import rank_group
 from tests.training.test_step import Spike, network, whole_batch
 from tests.training.tiny import loss, mean_loss
@@ -43,13 +46,104 @@ def test_half_precision_is_that_of_one_process_to_its_rounding(precision, tolera
             assert max((f - w).norm() / w.norm() for f, w in zip(gradients, exact[1], strict=True)) > 1e-5
 
 
-def test_fp32_is_ieee_and_tf32_is_not():
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    for precision, expected in (("fp32", "ieee"), ("tf32", "tf32"), ("bf16", "tf32")):
+class Seen(torch.autograd.Function):
+    """Writes down torch's settings for fp32 numbers on GPUs, in forward and in backward."""
+
+    settings: ClassVar = []
+
+    @staticmethod
+    def note(when):
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32  # noqa: B018  would raise if mixed up
+        Seen.settings.append((when, *Fp32Math.now().kinds[:3]))
+
+    @staticmethod
+    def forward(ctx, x):
+        Seen.note("recompute" if torch._C._current_graph_task_id() != -1 else "forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Seen.note("backward")
+        return gradient
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3))
+
+    def forward(self, x):
+        return self.layers[1](Seen.apply(self.layers[0](x)))
+
+
+def watched(precision, **options):
+    model = nn.Sequential(Block(), Block())
+    strategy = ff.Strategy(precision=precision, recompute="blocks", recompute_modules=("0", "1"), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ff.TrainStep(model, lambda model, batch: model(batch).square().mean(), optimizer, strategy)
+
+
+@pytest.fixture
+def settings():
+    """Those of this process, which a test may change."""
+    before = Fp32Math.now()
+    Seen.settings.clear()
+    yield
+    before.set()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("options", [{}, {"update_in_backward": True}], ids=str)
+def test_fp32_numbers_are_multiplied_alike_in_forward_recompute_and_backward(settings, precision, options):
+    if precision == "fp16":
+        options = {}  # a scaled loss cannot be updated from in backward
+    kind = "ieee" if precision == "fp32" else "tf32"
+    before = Fp32Math.now()
+    step = watched(precision, **options)
+    for run in (step, step.rehearse) if not options else (step,):
+        Seen.settings.clear()
+        run(torch.randn(1, 2, 12, 12))
+        assert set(Seen.settings) == {(when, kind, kind, kind) for when in ("forward", "recompute", "backward")}
+        assert Fp32Math.now() == before
+
+
+def test_recompute_outside_a_step_follows_its_forward(settings):
+    model = nn.Sequential(Block(), Block())
+    recompute(model, ["0", "1"])
+    with computing("fp32", "cpu"):
+        value = model(torch.randn(1, 2, 12, 12)).sum()
+    with computing("tf32", "cpu"):
+        value.backward()
+    assert set(Seen.settings) == {
+        (when, kind, kind, kind) for when, kind in (("forward", "ieee"), ("recompute", "ieee"), ("backward", "tf32"))
+    }
+
+
+def legacy():
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def new():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # after which allow_tf32 cannot be read
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+
+
+@pytest.mark.parametrize("of_the_user", [lambda: None, legacy, new])
+def test_what_the_user_has_set_holds_again_afterwards(settings, of_the_user):
+    of_the_user()
+    before = Fp32Math.now()
+    for precision, kind in (("fp32", "ieee"), ("tf32", "tf32"), ("bf16", "tf32")):
         with computing(precision, "cpu"):
-            assert matmul.fp32_precision == torch.backends.cudnn.conv.fp32_precision == expected
-    assert matmul.fp32_precision == before
+            inside = Fp32Math.now()
+            assert inside.kinds[:3] == (kind,) * 3
+            assert inside.kinds[3:] == (("ieee",) * 3 if precision == "fp32" else before.kinds[3:])
+            assert inside.cudnn is (kind == "tf32")
+            assert inside.matmul in (("highest",) if kind == "ieee" else ("high", "medium"))  # alike on a GPU
+        assert Fp32Math.now().kinds == before.kinds
+        if before.cudnn is not None:
+            assert Fp32Math.now() == before
 
 
 def spiked(model, batch):

@@ -6,29 +6,89 @@ number on all of them.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fullframe.strategy import Precision
 
+T = TypeVar("T")
+
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Fp32Math(NamedTuple):
+    """How this process multiplies fp32 numbers: torch's settings, which hold in all its threads."""
+
+    kinds: tuple[str, ...]  # "ieee", "tf32", "bf16" or "none" of each in `_settings()`
+    matmul: str | None  # `torch.get_float32_matmul_precision()`; None where it contradicts `kinds` and cannot be read
+    cudnn: bool | None  # `torch.backends.cudnn.allow_tf32`; None likewise
+
+    @classmethod
+    def now(cls) -> "Fp32Math":
+        """As it is set now."""
+        kinds = tuple(setting.fp32_precision for setting in _settings())
+        return cls(kinds, _read(torch.get_float32_matmul_precision), _read(lambda: torch.backends.cudnn.allow_tf32))
+
+    @classmethod
+    def of(cls, precision: Precision) -> "Fp32Math":
+        """IEEE fp32 everywhere for "fp32"; else TF32 on GPUs, and what is set on CPUs."""
+        if precision == "fp32":
+            return cls(("ieee",) * len(_settings()), "highest", False)
+        now = cls.now()
+        return cls(("tf32",) * 3 + now.kinds[3:], "medium" if now.matmul == "medium" else "high", True)
+
+    def set(self) -> None:
+        """From now on. The older switches follow, as torch refuses to tell what two of its settings contradict."""
+        if self.matmul is not None:
+            torch.set_float32_matmul_precision(self.matmul)
+        if self.cudnn is not None:
+            torch.backends.cudnn.allow_tf32 = self.cudnn
+        for setting, kind in zip(_settings(), self.kinds, strict=True):
+            if setting.fp32_precision != kind:
+                setting.fp32_precision = kind
+
+
+def _settings() -> tuple[Any, ...]:
+    gpu: Any = torch.backends.cudnn
+    cpu: Any = torch.backends.mkldnn
+    return torch.backends.cuda.matmul, gpu.conv, gpu.rnn, cpu.matmul, cpu.conv, cpu.rnn
+
+
+def _read(switch: Callable[[], T]) -> T | None:
+    try:
+        return switch()
+    except RuntimeError:
+        return None
+
+
+@contextmanager
+def fp32_math(wanted: Fp32Math) -> Iterator[None]:
+    """Inside, fp32 numbers are multiplied as `wanted`: in forward, backward and recompute, also on autograd's threads.
+
+    That of "fp32" is IEEE fp32, also where cuDNN would take TF32.
+    """
+    before = Fp32Math.now()
+    if before == wanted:
+        yield
+        return
+    wanted.set()
+    try:
+        yield
+    finally:
+        before.set()
 
 
 @contextmanager
 def computing(precision: Precision, device_type: str) -> Iterator[None]:
-    """Inside, forward passes compute in `precision`; "fp32" is IEEE fp32, also where cuDNN would take TF32."""
-    matmul: Any = torch.backends.cuda.matmul
-    cudnn: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before = matmul.fp32_precision, cudnn.fp32_precision
-    matmul.fp32_precision = cudnn.fp32_precision = "ieee" if precision == "fp32" else "tf32"
-    try:
-        with torch.autocast(device_type, _AUTOCAST.get(precision), enabled=precision in _AUTOCAST):
-            yield
-    finally:
-        matmul.fp32_precision, cudnn.fp32_precision = before
+    """Inside, forward passes compute in `precision`. Backward wants `fp32_math` around it, and no autocast."""
+    with (
+        fp32_math(Fp32Math.of(precision)),
+        torch.autocast(device_type, _AUTOCAST.get(precision), enabled=precision in _AUTOCAST),
+    ):
+        yield
 
 
 class LossScale:

@@ -2,7 +2,7 @@
 
 Non-reentrant `torch.utils.checkpoint` inside the block's own forward, so the hooks of FSDP and of users run once. The
 second pass starts from the random states and buffers of the first, and what it does to either is forgotten: batch norm
-counts a batch once, dropout draws the same.
+counts a batch once, dropout draws the same. It multiplies fp32 numbers as the first did, in TF32 or not.
 """
 
 import random
@@ -28,6 +28,7 @@ from fullframe.model.runs import part, runs_of_layers
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 from fullframe.strategy import Strategy
 from fullframe.techniques.budget import Costs, choose
+from fullframe.techniques.precision import Fp32Math, fp32_math
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which are never called
 
@@ -128,6 +129,7 @@ class _Before:
     def __init__(self, module: nn.Module):
         self.module = module
         self.random_states = random.getstate(), np.random.get_state()
+        self.math = Fp32Math.now()
         self.buffers: dict[tuple[nn.Module, str], Tensor] = {}  # as they were, of those that the pass has changed
 
     @contextmanager
@@ -153,8 +155,11 @@ class _Before:
         self._now = random.getstate(), np.random.get_state()
         _set_random_states(self.random_states)
         self._there = borrow_buffers(self.module, self.buffers)
+        self._math = fp32_math(self.math)
+        self._math.__enter__()
 
     def __exit__(self, *error: object) -> None:
+        self._math.__exit__(None, None, None)
         return_buffers(self._there)
         _set_random_states(self._now)
 

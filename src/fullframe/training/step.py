@@ -25,7 +25,7 @@ from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.strategy import Strategy
 from fullframe.techniques.budget import Costs
 from fullframe.techniques.ema import ParameterAverage
-from fullframe.techniques.precision import LossScale, computing
+from fullframe.techniques.precision import Fp32Math, LossScale, computing, fp32_math
 from fullframe.techniques.recompute import Recomputation
 from fullframe.techniques.update_in_backward import UpdateInBackward
 from fullframe.training.host import RealHost, StepHost
@@ -99,7 +99,8 @@ class TrainStep:
         started = time.perf_counter()
         self.begin()
         take = self._update_after_backward if self._in_backward is None else self._update_in_backward
-        loss_sum, count, grad_norm, skipped, hands = take(batch, hand)
+        with fp32_math(Fp32Math.of(self._strategy.precision)):  # backward as forward
+            loss_sum, count, grad_norm, skipped, hands = take(batch, hand)
         if skipped:
             self._buffers.restore()  # batch norm would keep what is not finite for ever
         elif self.average is not None:
@@ -171,7 +172,8 @@ class TrainStep:
 
     def rehearse(self, batch: Any) -> None:
         """Forward and backward as in a step, without an update; the gradients are thrown away."""
-        self._accumulate(batch)
+        with fp32_math(Fp32Math.of(self._strategy.precision)):
+            self._accumulate(batch)
         self._model.zero_grad(set_to_none=True)
 
     def forward(self, batch: Any) -> None:
