@@ -9,7 +9,7 @@ FullframeError
 ├── StrategyError     a strategy's field is unknown, out of range, or contradicts another
 ├── RecipeError       a recipe file cannot be read or lacks what it must give
 ├── DataError         a data set's file is missing, or is not as its format says
-├── DeviceError       a device has no such name, or its stored rates cannot be read
+├── DeviceError       a device cannot be used, has no such name, or its stored rates cannot be read
 ├── RunError          a run directory cannot be used as asked
 └── CheckpointError   a checkpoint is missing, unreadable or of another model
 """
@@ -70,7 +70,7 @@ class DataError(FullframeError):
 
 
 class DeviceError(FullframeError, ValueError):
-    """A device has no such name, or its stored rates cannot be read."""
+    """A device cannot be used, has no such name, or its stored rates cannot be read."""
 
 
 class RunError(FullframeError):

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property, lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import MeshError
+from fullframe.ranks import device
 from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_channel
+from fullframe.ranks.groups import groups_of
 
 AXES = ("data", "height", "width")
 BOTH = "height and width"  # the two as one axis, of which the replica's ranks are the coordinates
@@ -109,14 +112,16 @@ def axes_in(name: str) -> tuple[str, ...]:
     return AXES[1:] if name == BOTH else (name,)
 
 
-def init_mesh(height: int = 1, width: int = 1) -> DeviceMesh:
+def init_mesh(height: int = 1, width: int = 1, *, timeout_seconds: float = 600.0) -> DeviceMesh:
     """The mesh ("data", "height", "width") over all ranks; data = world / (height * width).
 
-    Under torchrun it starts the process group (nccl with GPUs, else gloo); without torchrun it is one process;
-    a group that is already there is used. Every rank of the job calls it. The same call gives the same mesh: each new
-    one would bring process groups, whose threads gloo wakes a hundred times a second for as long as the job lasts.
+    Under torchrun it starts the process group (nccl with GPUs, else gloo), in which a rank waits `timeout_seconds` for
+    the others before it gives up; without torchrun it is one process; a group that is already there is used. Every rank
+    of the job calls it. The same call gives the same mesh: each new one would bring process groups, whose threads gloo
+    wakes a hundred times a second for as long as the job lasts.
 
-    Raises MeshError when `height * width` does not divide the world.
+    Raises MeshError when `height * width` does not divide the world, or the ranks have not a GPU each or none at all;
+    DeviceError when there is a GPU that torch cannot use.
     """
     if height < 1 or width < 1:
         raise MeshError(f"a mesh needs height >= 1 and width >= 1, got height={height}, width={width}")
@@ -126,12 +131,11 @@ def init_mesh(height: int = 1, width: int = 1) -> DeviceMesh:
             f"height {height} x width {width} = {height * width} does not divide the {world} ranks of this job; "
             f"start a multiple of {height * width} ranks or choose a mesh whose product divides {world}"
         )
-    _start_process_group()
+    _start_process_group(timedelta(seconds=timeout_seconds))
     made = _made.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
     if (height, width) not in made:
-        device = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
         ranks = torch.arange(world).view(world // (height * width), height, width)
-        mesh = made[height, width] = DeviceMesh(device, ranks, mesh_dim_names=AXES)
+        mesh = made[height, width] = DeviceMesh(device.kind_of_job(), ranks, mesh_dim_names=AXES)
         # From torch 2.13 on it keeps the groups too, and their threads would outlive the job; it finds them by name.
         getattr(mesh, "_pg_registry", {}).clear()
         if height * width > 1:
@@ -174,28 +178,28 @@ def _groups_of(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
     known: Spatial | None = getattr(mesh, "_fullframe_spatial", None)
     if known is not None:
         yield known.replica
+        yield from (axis.group for axis in known.axes)
 
 
-def _start_process_group() -> None:
+def _start_process_group(timeout: timedelta) -> None:
     if dist.is_initialized():
         return
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, **_store_of_attempt())
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        store = _of_attempt(store)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store, rank, ranks = dist.HashStore(), 0, 1
+    device.take(store, rank, ranks)
+    dist.init_process_group(device.backends(), timeout=timeout, store=store, rank=rank, world_size=ranks)
 
 
-def _store_of_attempt() -> dict[str, Any]:
-    """Options for a fresh store when torchrun starts ranks again: its own still has the dead ranks' addresses."""
+def _of_attempt(store: dist.Store) -> dist.Store:
+    """A fresh store when torchrun starts ranks again: its own still has the dead ranks' addresses."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":  # nodes count their attempts apart
-        return {}
-    store, rank, ranks = next(dist.rendezvous("env://"))
-    return {"store": dist.PrefixStore(f"attempt-{attempt}", store), "rank": rank, "world_size": ranks}
+        return store
+    return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
 def spatial_of(mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], int] = drawn_seed) -> Spatial:
@@ -213,23 +217,14 @@ def spatial_of(mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], i
 
 
 def _spatial(mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], int]) -> Spatial:
-    replicas = mesh.mesh.flatten(1).tolist()
-    replica, mine = None, ()
-    if len(replicas) == 1:
-        replica, mine = dist.group.WORLD, tuple(replicas[0])
-    else:
-        for ranks in replicas:  # every rank makes every group, in one order
-            group = dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                replica, mine = group, tuple(ranks)
-    assert replica is not None
-    channel = channel_of(replica)
-    axes = tuple(_axis(mesh, name, channel) for name in AXES[1:])
-    return Spatial(mesh, axes, mine, channel, ref(replica), draw_seed)
+    groups = groups_of(mesh)
+    mine = tuple(next(ranks for ranks in mesh.mesh.flatten(1).tolist() if dist.get_rank() in ranks))
+    channel = channel_of(groups.replica)
+    axes = tuple(_axis(mesh, name, group, channel) for name, group in groups.axes.items())
+    return Spatial(mesh, axes, mine, channel, ref(groups.replica), draw_seed)
 
 
-def _axis(mesh: DeviceMesh, name: str, replica: Channel) -> Axis:
-    group = mesh.get_group(name)
+def _axis(mesh: DeviceMesh, name: str, group: dist.ProcessGroup, replica: Channel) -> Axis:
     channel = share_channel(group, replica)
     return Axis(name, len(channel.ranks), mesh.get_local_rank(name), channel.ranks, channel, ref(group))
 

@@ -1,0 +1,92 @@
+"""The process groups of a replica's ranks and of its axes.
+
+On GPUs a group is a communicator, whose messages queue up behind each other. So there the axes have their own, apart
+from the job's, in which gradients travel in large buckets; before those in the device's queue; and open before the
+first message, as NCCL wants all ranks of a group to take part in that. By gloo a group costs threads: the mesh's do.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullframe.ranks import device
+
+
+class Groups(NamedTuple):
+    """Process groups of this rank; one may stand for several."""
+
+    replica: dist.ProcessGroup
+    axes: dict[str, dist.ProcessGroup]  # the spatial axes, by name
+
+    @property
+    def distinct(self) -> list[dist.ProcessGroup]:
+        """Each of them once, in the same order on all ranks."""
+        return list(dict.fromkeys([*self.axes.values(), self.replica]))
+
+
+def groups_of(mesh: DeviceMesh) -> Groups:
+    """The groups of the mesh's spatial axes, which are all but the first; all ranks of the job call it.
+
+    Where one axis alone is split it is the whole replica, and one group serves for both.
+    """
+    own = device.sends_between_devices()
+    names, ranks = (mesh.mesh_dim_names or ())[1:], mesh.mesh
+    split = [name for dim, name in enumerate(names, start=1) if ranks.size(dim) > 1]
+    axes = {name: mesh.get_group(name) for name in names}
+    if own:
+        axes |= {name: _new(_along(ranks, 1 + names.index(name)), f"fullframe {name}") for name in split}
+    if len(split) < 2:
+        replica = axes[(*split, *names)[0]]
+    elif len(ranks) == 1 and not own:
+        replica = dist.group.WORLD  # type: ignore[assignment]
+    else:
+        replica = _new(ranks.flatten(1).tolist(), "fullframe replica")
+    groups = Groups(replica, axes)
+    if own:
+        _open(groups.distinct, mesh.device_type)
+    return groups
+
+
+def _along(ranks: torch.Tensor, dim: int) -> list[list[int]]:
+    """The ranks of each line of the mesh along `dim`."""
+    lines: list[list[int]] = ranks.movedim(dim, -1).flatten(0, -2).tolist()
+    return lines
+
+
+def _new(everyone: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup:
+    """A group of each of some sets of ranks; this rank's. Every rank makes every group, in one order."""
+    timeout = timeout_of_job()
+    mine: dist.ProcessGroup | None = None
+    for ranks in everyone:
+        group = dist.new_group(list(ranks), timeout=timeout, pg_options=urgent(timeout), group_desc=name)
+        mine = group if dist.get_rank() in ranks else mine
+    assert mine is not None
+    return mine
+
+
+def timeout_of_job() -> timedelta | None:
+    """How long a message of the job's group may take; None where its backend does not say."""
+    group: Any = dist.group.WORLD
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def urgent(timeout: timedelta | None) -> Any:
+    """NCCL's options for messages that go before others on the device; None for other backends, which have none."""
+    if device.own_backend() != "nccl" or not device.sends_between_devices():
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+def _open(groups: Sequence[dist.ProcessGroup], kind: str) -> None:
+    """Have all ranks of each group send something."""
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(torch.zeros(1, device=device.current(kind)), group=group)
