@@ -94,6 +94,28 @@ def test_without_restarts_a_dead_rank_is_an_error(tmp_path: Path, capsys: pytest
     assert attempts(tmp_path) == ["0-0", "0-1"]
 
 
+def test_an_abort_is_what_came_of_an_error_that_was_there_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NCCL's thread aborts a rank that lost another."""
+    (tmp_path / "led to").mkdir()
+    (tmp_path / "came first").mkdir()
+    script = "say('IndexError: of the recipe', 1) if rank else (time.sleep(0.8), os.abort())"
+    assert run(tmp_path / "led to", script, restarts=3) == 1
+    assert attempts(tmp_path / "led to") == ["0-0", "0-1"]
+    assert capsys.readouterr().err == "IndexError: of the recipe\n"
+    script = "(time.sleep(0.8), say('broken pipe', 1)) if rank else os.abort()"
+    assert run(tmp_path / "came first", f"if attempt == 0: {script}", restarts=3) == 0
+    assert (tmp_path / "came first" / "1-0").read_text() == "rank 0 died (SIGABRT)"
+
+
+def test_an_abort_for_what_a_kernel_complains_of_is_final(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "terminate called: CUDA error: device-side assert triggered"
+    assert run(tmp_path, f"if rank: print({said!r}, file=sys.stderr); os.abort()", restarts=3) == 1
+    assert attempts(tmp_path) == ["0-0", "0-1"]
+    assert capsys.readouterr().err == f"error: rank 1 died (SIGABRT)\n{said}\n"
+
+
 def test_what_a_rank_leaves_running_is_killed(tmp_path: Path) -> None:
     script = """
 import subprocess

@@ -12,6 +12,25 @@ RESTART_REASON = "FULLFRAME_RESTART_REASON"  # where our launcher says why it ha
 # Torch's exceptions for lost connections and failing devices, and what it says in a plain RuntimeError.
 _MACHINE = {"DistError", "AcceleratorError"}
 _MACHINE_SIGNS = ("gloo/transport", "is killed by signal", "exited unexpectedly")  # the latter two of loader workers
+# What a device says that is the program's fault, and would be said again, by the words of CUDA and NCCL.
+_PROGRAM_SIGNS = (
+    "device-side assert",  # a label that is no class
+    "illegal memory access",
+    "misaligned address",
+    "illegal instruction",
+    "Duplicate GPU",
+)
+_CALL_SIGNS = (  # likewise, in AcceleratorError alone
+    "invalid device ordinal",
+    "invalid device function",
+    "no kernel image",
+    "invalid argument",
+    "invalid configuration",
+    "too many resources requested",
+    "not supported",
+    "not permitted",
+    "driver version is insufficient",
+)
 
 
 class StartAgain(SystemExit):
@@ -42,9 +61,16 @@ def report(text: str, summary: str, *, consequence: bool = False, changed: bool 
 
 def is_machines_fault(error: BaseException) -> bool:
     """Whether `error` says that another rank, a loader's worker or the device is gone, and nothing about the job."""
-    if any(kind.__name__ in _MACHINE for kind in type(error).__mro__):
-        return True
+    kinds = _MACHINE & {kind.__name__ for kind in type(error).__mro__}
+    if kinds:
+        calls = _CALL_SIGNS if "AcceleratorError" in kinds else ()
+        return not (is_programs_fault(str(error)) or any(sign in str(error) for sign in calls))
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _MACHINE_SIGNS)
+
+
+def is_programs_fault(last_words: str) -> bool:
+    """Whether a device or its library ended a rank for what the program did, by what was said of it."""
+    return any(sign in last_words for sign in _PROGRAM_SIGNS)
 
 
 def restart_reason() -> str:

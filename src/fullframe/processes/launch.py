@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fullframe.processes.exit_reasons import AGAIN, RESTART_REASON
+from fullframe.processes.exit_reasons import AGAIN, RESTART_REASON, is_programs_fault
 from fullframe.processes.rank_processes import Death, Ranks
 from fullframe.processes.stop_signals import STOP_SIGNALS, StopSignals
 
@@ -60,7 +60,7 @@ def launch(
                 return 0
             cause = min(deaths, key=_precedence)
             code = cause.code if cause.code > 0 else 1
-            is_final = cause.code >= 0 and cause.code != AGAIN
+            is_final = (cause.code >= 0 and cause.code != AGAIN) or _was_aborted_by_its_program(cause)
             if is_final or not restarts:
                 _explain(cause)
                 return code
@@ -115,16 +115,24 @@ def _explain(death: Death) -> None:
 
 
 def _precedence(death: Death) -> tuple[int, float]:
-    """Sorts deaths so that the cause comes first: ranks lose their connection to one that failed."""
+    """Sorts deaths so that the cause comes first: ranks lose their connection to one that failed.
+
+    Torch's thread for NCCL aborts a rank that lost another, perhaps before that one's error is known here.
+    """
     if death.code == 2:
         kind = 0
-    elif death.code < 0 and death.code != -signal.SIGTERM:
+    elif death.code < 0 and death.code not in (-signal.SIGTERM, -signal.SIGABRT):
         kind = 1
-    elif death.report and not death.report.get("consequence"):
+    elif death.code == -signal.SIGABRT or (death.report and not death.report.get("consequence")):
         kind = 2
     else:
         kind = 3
     return kind, death.seconds
+
+
+def _was_aborted_by_its_program(death: Death) -> bool:
+    """Torch's thread for NCCL may meet what a kernel complains of before Python does, and abort the process."""
+    return death.code == -signal.SIGABRT and is_programs_fault(death.last_words)
 
 
 def _say(text: str) -> None:
