@@ -1,7 +1,6 @@
 """Who hangs: whoever does not wait for the others. That all ranks end is tested in test_faults.py."""
 
 import json
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.ranks.shared_memory import SLOT_BYTES
 from fullframe.training.faults import watchdog
 from fullframe.training.faults.watchdog import Watchdog, Whereabouts, verdict
+from fullframe.training.faults.whereabouts import busiest, waits_for_ranks
 from tests.rank_group import rank_group
 from tests.training.tiny import loss, recipe
 
@@ -38,7 +38,7 @@ def seen_from_beside(wait):
 
     def look():
         while not ended.wait(0.02):
-            seen.append(watchdog._waits(main, sys._current_frames()[main]))
+            seen.append(waits_for_ranks(*busiest(main)))
 
     beside = threading.Thread(target=look)
     beside.start()
@@ -105,3 +105,21 @@ def test_a_rank_that_is_slow_is_waited_for(tmp_path):
     waiting, busy = rank_group(2).run(one_is_slow, tmp_path)
     assert busy == []
     assert waiting and all(text.startswith("all wait for rank 1, which gets on: writing a lot, ") for text in waiting)
+
+
+def one_compiles(folder):
+    """Rank 1 compiles three times as long as a rank may be silent, and then neither; what rank 0 says meanwhile."""
+    said, first, compiling = [], dist.get_rank() == 0, [True]
+    watchdog.is_compiling = lambda: not first and compiling[0]
+    with Watchdog(folder, 2.0, said.append):
+        if not first:
+            time.sleep(6.0)
+            compiling[0] = False
+        dist.barrier()
+    return said
+
+
+def test_a_rank_that_compiles_is_waited_for(tmp_path):
+    waiting, compiling = rank_group(2).run(one_compiles, tmp_path)
+    assert compiling == []
+    assert waiting and all(text.startswith("all wait for rank 1, which gets on: starting, ") for text in waiting)

@@ -9,34 +9,27 @@ import contextlib
 import faulthandler
 import json
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple, TextIO
 
-import torch
 import torch.distributed as dist
 
 from fullframe.processes.exit_reasons import AGAIN, report
-from fullframe.ranks.waiting import waits
-from fullframe.spatial.module_path import module_path
+from fullframe.training.faults.whereabouts import busiest, is_compiling, waits_for_ranks, where
 
 _TICK_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
-_TORCH, _PACKAGE = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
-# Our own code says where it waits (`waiting_for_ranks`); of torch's we know the modules.
-_WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel")
-_LIBRARY = (f"{_TORCH}/", f"{_PACKAGE}/", f"{Path(os.__file__).parent}/", "<")
+_COMPILING = 10  # times the patience with a rank that compiles: an optimizer's first step may, for each shape it meets
 
 
 class Whereabouts(NamedTuple):
     """Where a rank was when it was asked."""
 
     doing: str  # "step 12"
-    idle_seconds: float  # since it last got on
+    idle_seconds: float  # since it last got on, or was seen to compile
     where: str  # "job.py, line 9, in loss, module head.1 (Conv2d)"
     waits: bool  # for other ranks
 
@@ -45,8 +38,8 @@ class Watchdog:
     """Inside `with`, a thread watches that `beat` is called at least every `timeout_seconds` (0: it does not watch).
 
     When it is not: in a job of several ranks all of them write their stacks, name who holds up the others, and
-    end with exit code 75, whatever they are doing, unless one gets on and is only slow; a process alone writes its
-    stacks and says so.
+    end with exit code 75, whatever they are doing, unless one gets on and is only slow, or compiles; a process alone
+    writes its stacks and says so.
     """
 
     def __init__(self, folder: Path, timeout_seconds: float, say: Callable[[str], None]):
@@ -56,6 +49,7 @@ class Watchdog:
         self._main = threading.get_ident()
         self._at_exit = contextlib.ExitStack()
         self._doing, self._since = "starting", time.monotonic()
+        self._compiled = self._since  # when it was last seen to compile
 
     def beat(self, doing: str) -> None:
         """Say that this rank makes progress, and what it does now."""
@@ -88,7 +82,9 @@ class Watchdog:
         while not self._ended.wait(min(self._timeout / 4, _TICK_SECONDS)):
             # Needs no interpreter: for a rank that is stuck in code which does not let go of its lock.
             faulthandler.dump_traceback_later(self._timeout, file=stuck)
-            if time.monotonic() - max(self._since, rang) > self._timeout:
+            if time.monotonic() - self._since < _COMPILING * self._timeout and is_compiling():
+                self._compiled = time.monotonic()
+            if time.monotonic() - max(self._since, self._compiled, rang) > self._timeout:
                 rang = time.monotonic()
                 self._ring()
             elif _changed(self._folder / "alarm") != answered:
@@ -116,9 +112,9 @@ class Watchdog:
 
     def _answer(self) -> Whereabouts:
         """Write where this rank is, with the stacks of all its threads."""
-        frame = sys._current_frames().get(self._main)
-        idle_seconds = round(time.monotonic() - self._since, 1)
-        mine = Whereabouts(self._doing, idle_seconds, _where(frame), _waits(self._main, frame))
+        thread, frame = busiest(self._main)
+        idle_seconds = round(time.monotonic() - max(self._since, self._compiled), 1)
+        mine = Whereabouts(self._doing, idle_seconds, where(frame), waits_for_ranks(thread, frame))
         partial = self._file(".partial")
         with contextlib.suppress(OSError), open(partial, "w") as file:
             file.write(json.dumps(mine._asdict()) + "\n\n")
@@ -178,30 +174,3 @@ def _read(path: Path, asked: float) -> Whereabouts | None:
             return Whereabouts(**json.loads(file.readline()))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _where(frame: FrameType | None) -> str:
-    """The innermost line of the user's own code, else the innermost line; with the module whose forward runs."""
-    if frame is None:
-        return "nowhere"
-    frames = list(_outwards(frame))
-    chosen = next((one for one in frames if not one.f_code.co_filename.startswith(_LIBRARY)), frames[0])
-    where = f"{chosen.f_code.co_filename}, line {chosen.f_lineno}, in {chosen.f_code.co_name}"
-    module = module_path(frame)
-    return f"{where}, module {module}" if module else where
-
-
-def _waits(thread: int, frame: FrameType | None) -> bool:
-    """Whether a thread waits for other ranks: it says so, or is in a module of torch's that waits."""
-    if waits(thread):
-        return True
-    # What the standard library does, it does for whoever called it.
-    modules = (str(one.f_globals.get("__name__", "")) for one in _outwards(frame))
-    module = next((name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names), "")
-    return f"{module}.".startswith(tuple(f"{name}." for name in _WAITING))
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
