@@ -24,6 +24,7 @@ CASES: dict[str, Case] = {
         lambda x, w, b: F.layer_norm(x.permute(0, 2, 3, 1), (4,), w, b), whole=((4,), (4,))
     ),
     "layer_norm over the image": one(lambda x: F.layer_norm(x, x.shape[1:])),
+    "layer_norm along a row": one(lambda x: F.layer_norm(x, x.shape[3:])),
     "rms_norm over the image": one(lambda x: F.rms_norm(x, x.shape[2:])),
 }  # fmt: skip
 CORNERS = Corners()

@@ -40,11 +40,11 @@ class Statistics(NamedTuple):
 
 def holders(spec: Spec, channels: int) -> Holders:
     """Who holds the values of one of `channels` channels of a split tensor, none of which is split."""
-    return Holders(spec.group, tuple(size // channels for size in _sizes(spec)))
+    return Holders(spec.group, tuple(size // channels for size in sizes_on_ranks(spec)))
 
 
 @kept_with_mesh(maxsize=4096)
-def _sizes(spec: Spec) -> tuple[int, ...]:
+def sizes_on_ranks(spec: Spec) -> tuple[int, ...]:
     """Elements of a tensor of `spec` on each rank of `spec.group`."""
     cuts = {p.axis: p.extents for p in spec.placements}
     whole = math.prod(extents.size for extents in cuts.values())
@@ -64,23 +64,34 @@ def statistics(x: Tensor, m: int, over: Holders) -> Statistics:
     if dist.get_world_size(over.group) == 1 and m == 1:
         return Statistics(found[0], found[1], float(x.numel() / x.shape[1]))
     everyone = all_gather_no_grad(joined(found, 0), over.group)  # (ranks, 2 * channels), and the count
-    elements: Tensor | float
     if over.elements is None:
-        counts = everyone[:, -1:]
-        elements = counts.sum() * m
-        shares = (counts * m / elements)[:, None] / m
-        everyone = everyone[:, :-1]
+        counts, everyone = everyone[:, -1:, None] * m, everyone[:, :-1]
+        elements: Tensor | float = counts.sum()
+        mean, var = _pooled(everyone, counts / elements, m)
     else:
         elements = float(sum(over.elements) * m)
-        numbers = tuple(own / elements if elements else 0.0 for own in over.elements)
-        shares = constant(numbers, everyone.dtype, x.device).view(-1, 1, 1)
-    means, variances = everyone.view(len(everyone), 2, -1, m).unbind(1)  # (ranks, groups, m)
-    mean = (means * shares).sum((0, 2))  # (groups,)
-    distance = means - mean[:, None]
-    var = torch.addcmul(variances, distance, distance).mul_(shares).sum((0, 2))
+        known = tuple(own * m / elements if elements else 0.0 for own in over.elements)
+        alike = len(set(known)) == 1
+        mean, var = _pooled(everyone, None if alike else constant(known, everyone.dtype, x.device).view(-1, 1, 1), m)
     if m > 1:
         mean, var = mean.repeat_interleave(m), var.repeat_interleave(m)
     return Statistics(mean, var, elements)
+
+
+def _pooled(everyone: Tensor, shares: Tensor | None, m: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance (groups,) of what all ranks found, (ranks, 2 * channels), by their `shares` (ranks, 1, 1).
+
+    All have the same share where that is None.
+    """
+    both = everyone.view(len(everyone), 2, -1, m)
+    means, variances = both.unbind(1)  # (ranks, groups, m)
+    if shares is None:
+        mean, var = both.mean((0, 3)).unbind()
+        return mean, var + torch.var(means, (0, 2), correction=0)
+    shares = shares / m if m > 1 else shares
+    mean = (means * shares).sum((0, 2))
+    distance = means - mean[:, None]
+    return mean, torch.addcmul(variances, distance, distance).mul_(shares).sum((0, 2))
 
 
 def _of_one_rank(x: Tensor) -> tuple[Tensor, Tensor]:

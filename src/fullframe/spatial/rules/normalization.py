@@ -1,6 +1,8 @@
 """Batch, instance, group and layer norm with the statistics of the whole image."""
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +12,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fullframe.spatial.operands import say_gathered
-from fullframe.spatial.rules.channel_statistics import Holders, by_sample, holders, normalized, statistics
+from fullframe.spatial.rules.channel_statistics import (
+    Holders,
+    by_sample,
+    holders,
+    normalized,
+    sizes_on_ranks,
+    statistics,
+)
 from fullframe.spatial.rules.norm_kernels import has_kernels, normalized_by_kernels
 from fullframe.spatial.rules.reduction import count
 from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
 
 
@@ -185,7 +195,12 @@ def _layer_norm(
         weight, bias = _parameters(weight, bias)
         return on_local(input, lambda x: func(x, normalized_shape, weight, bias, eps))
     wide = _wide(input)
-    result = _scaled(wide - wide.mean(dims, keepdim=True), dims, weight, eps)
+    over = _holders_of_rows(input.spec, dims)
+    if over is None:
+        result = _scaled(wide - wide.mean(dims, keepdim=True), dims, weight, eps)
+    else:
+        result = on_local(wide, partial(_normalized_rows, dims=len(dims), over=over, eps=eps))
+        result = result if weight is None else result * _wide(weight)
     result = (result if bias is None else result + _wide(bias)).to(input.dtype)
     return on_local(result, Tensor.contiguous)  # as torch's is
 
@@ -210,6 +225,22 @@ def _split_dims(input: Tensor, normalized_shape: Any) -> tuple[int, ...]:
         return ()
     dims = tuple(range(input.dim() - len(normalized_shape), input.dim()))
     return dims if any(input.spec.is_split(d) for d in dims) else ()
+
+
+def _holders_of_rows(spec: Spec, dims: tuple[int, ...]) -> Holders | None:
+    """Who holds parts of the rows along the last dims; None where to gather what each finds is no little thing."""
+    axes = [p.axis for p in spec.placements if p.dim in dims]
+    group = spec.spatial.group(axes)
+    if 0 in spec.shape or math.prod(spec.shape[dims[0] :]) < 8 * dist.get_world_size(group) ** 2:
+        return None
+    rows = spec.with_(spec.shape[dims[0] :], tuple(p.at(p.dim - dims[0]) for p in spec.placements if p.dim in dims))
+    return Holders(group, sizes_on_ranks(rows))
+
+
+def _normalized_rows(local: Tensor, dims: int, over: Holders, eps: float) -> Tensor:
+    """Of `local` normalized over its last dims: its rows are the channels of one sample."""
+    rows = local.flatten(-dims).reshape(1, -1, math.prod(local.shape[-dims:]))
+    return normalized(rows, None, None, statistics(rows, 1, over), 1, eps, over.group).view(local.shape)
 
 
 def _scaled(x: Tensor, dims: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:

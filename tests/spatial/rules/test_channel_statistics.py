@@ -1,0 +1,88 @@
+"""Means and variances over ranks: as of all values together, from counts that are known and from counts that travel."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fullframe as ff
+from fullframe.simulation.fake.world import fake_job
+from fullframe.spatial.gradients import manage
+from fullframe.spatial.rules.channel_statistics import Holders, statistics
+from fullframe.spatial.tensor import wrap
+from tests.exactness import mesh
+from tests.rank_group import rank_group
+from tests.spatial.corners import last, noise
+
+ROWS = (3, 0, 5)  # of the ranks
+
+
+def found() -> list[Any]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    start = sum(ROWS[:rank])
+    answers = []
+    for m in (1, 2):
+        x = noise(1, 4, sum(ROWS), 7)[:, :, start : start + ROWS[rank]]
+        for elements in (tuple(rows * 7 for rows in ROWS), None):
+            answers.append(statistics(x, m, Holders(group, elements)))
+    x = last(noise(2, 4, 3, 7)) * (1 + rank)
+    answers.append(statistics(x, 1, Holders(group, (42,) * 3)))
+    whole = statistics(noise(2, 4, 3, 7), 1, Holders(group, None, copies=3))
+    return [(mean, var, float(elements)) for mean, var, elements in (*answers, whole)]
+
+
+def expected(x: Tensor, m: int = 1) -> tuple[Tensor, Tensor, float]:
+    grouped = x.transpose(0, 1).reshape(4 // m, -1)
+    var, mean = torch.var_mean(grouped, 1, correction=0)
+    return mean.repeat_interleave(m), var.repeat_interleave(m), float(grouped.shape[1])
+
+
+def test_as_of_all_values_together() -> None:
+    rows, samples = noise(1, 4, sum(ROWS), 7), noise(2, 4, 3, 7)
+    together = torch.cat([samples * (1 + rank) for rank in range(3)])
+    wanted = [expected(rows), expected(rows), expected(rows, 2), expected(rows, 2), expected(together)]
+    mean, var, elements = expected(samples)
+    for answers in rank_group(3).run(found):
+        torch.testing.assert_close(answers, [*wanted, (mean, var, 3 * elements)], rtol=1e-13, atol=1e-13)
+
+
+VIEWS = ("view", "detach", "split", "expand", "empty", "slice", "select", "unbind")
+
+
+class Launches(TorchDispatchMode):
+    """Counts the ops that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if not any(view in name for view in VIEWS):
+            self.counts[name] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("channels_last", "most"), [(False, 16), (True, 14)])
+def test_few_kernels_are_launched(channels_last: bool, most: int) -> None:
+    """Batch norm on an inner rank, forward and backward, beside one message each way."""
+    with fake_job(1, 4):
+        x = ff.shard(noise(1, 8, 16, 16), mesh(4, 1), check=False)
+        weight, bias = (noise(8).requires_grad_() for _ in range(2))
+        manage(weight, None)
+        manage(bias, None)
+        local = last(x.local) if channels_last else x.local
+        source = local.requires_grad_() * 1
+        given, buffers = wrap(source, x.spec), (torch.zeros(8).double(), torch.ones(8).double())
+        with Launches() as launches:
+            made = F.batch_norm(given, *buffers, weight, bias, True)
+            torch.autograd.grad(made.local, (source, weight, bias), torch.ones_like(source))  # type: ignore[attr-defined]
+    launches.counts["ones_like"] -= 1
+    assert launches.counts["_allgather_base_"] == launches.counts["allreduce_"] == 1
+    assert launches.counts.total() - 2 <= most, launches.counts
