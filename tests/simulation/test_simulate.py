@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import fullframe as ff
 from fullframe.errors import RecipeError, StrategyError
 from fullframe.simulation.host import SimulatedHost
-from fullframe.simulation.memory.trace import OutOfTime
+from fullframe.simulation.memory.trace import OutOfTime, Tracer
 from fullframe.simulation.prediction import Prediction
 from fullframe.training.host import RealHost
 
@@ -44,6 +44,13 @@ class Normalized(Network):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
+
+
+class Wide(nn.Conv2d):
+    """Its update takes longer than the shortest kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2**22, 3, padding=1)
 
 
 NUMBERS = sum(p.numel() for p in Network().parameters())
@@ -90,6 +97,34 @@ def test_state_that_is_sharded() -> None:
     zero = simulated(ff.Strategy(data=2, shard_optimizer=True), sample=tiny)
     assert zero.bytes["gradient"] == whole.bytes["gradient"]
     assert 0.3 * whole.bytes["optimizer"] < zero.bytes["optimizer"] < 0.7 * whole.bytes["optimizer"]
+
+
+@pytest.mark.parametrize("shard_parameters", [False, True])
+def test_a_rank_of_a_large_job_is_simulated_as_fast_as_of_a_small_one(
+    shard_parameters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ops(data: int) -> int:
+        seen = [0]
+
+        class Counting(Tracer):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                seen[0] += 1
+                return super().__torch_dispatch__(func, types, args, kwargs)
+
+        monkeypatch.setattr("fullframe.simulation.simulate.Tracer", Counting)
+        strategy = ff.Strategy(data=data, width=2, shard_parameters=shard_parameters)
+        simulated(strategy, sample=tiny, batch_size=data)
+        return seen[0]
+
+    assert ops(2048) <= 1.05 * ops(4)
+
+
+def test_a_sharded_update_takes_as_long_as_the_part_that_a_rank_has() -> None:
+    def seconds(**changed: Any) -> float:
+        strategy = ff.Strategy(data=4, **changed)
+        return simulated(strategy, model=Wide, sample=tiny).seconds["optimizer"]
+
+    assert seconds(shard_parameters=True) == pytest.approx(seconds() / 4, rel=0.2)
 
 
 def test_activations_follow_the_part_that_a_rank_has() -> None:

@@ -4,7 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 
+import fullframe as ff
+from fullframe.ranks.mesh import spatial_of
 from fullframe.simulation.fake.world import fake_job
 
 
@@ -39,3 +42,28 @@ def test_a_real_job_waits_untouched() -> None:
         dist.all_reduce(torch.ones(1))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_large_job_makes_this_rank_s_groups_alone() -> None:
+    with fake_job(2049, 4096):
+        mesh = ff.init_mesh(height=2, width=2)
+        spatial = spatial_of(mesh, draw_seed=lambda generator: 0)
+        assert spatial.replica_ranks == (2048, 2049, 2050, 2051)
+        assert [axis.ranks for axis in spatial.axes] == [(2049, 2051), (2048, 2049)]
+        assert len(c10d._world.pg_map) == 5  # the job's, three axes', the replica's
+        assert dist.new_group([0, 1]) is dist.GroupMember.NON_GROUP_MEMBER
+        everyone = [None] * 4096
+        dist.all_gather_object(everyone, {"a": 1})
+        assert everyone == [{"a": 1}] * 4096
+    assert dist.new_group is c10d.new_group and dist.new_group.__module__ == c10d.__name__
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 8, 9, 16])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_sharded_parameter_is_cut_as_by_torch(rows: int, dim: int) -> None:
+    parameter = torch.rand((rows, 3) if dim == 0 else (3, rows))
+    expected = _fsdp_param._chunk_with_empty(parameter, 4, dim)
+    with fake_job(0, 4):
+        chunks = _fsdp_param._chunk_with_empty(parameter, 4, dim)
+        for rank, chunk in enumerate(expected):
+            assert torch.equal(chunks[rank], chunk) and chunks[rank].stride() == chunk.stride()

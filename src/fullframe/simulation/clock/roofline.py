@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fullframe.simulation.clock.ops import Op, bytes_of, is_depthwise, tensors
 from fullframe.simulation.devices.calibration import Points, rate_at
 from fullframe.simulation.devices.table import Cluster, Device
+from fullframe.simulation.fake.sharded import own_parts
 
 KINDS = ("matmul", "convolution", "attention", "memory", "optimizer", "exchange", "gradients", "offload", "launch")
 
@@ -154,6 +155,7 @@ class StepClock:
                 self.finish(transfer)
             self._reducing.clear()
         issue = self.device.launch_seconds * (1 + self._sharded_launches(func, args))
+        args, out = tuple(map(own_parts, args)), own_parts(out)
         self.work(op.kind, self.op_seconds(op, func, args, kwargs, out), issue)
         self._take_in()
 

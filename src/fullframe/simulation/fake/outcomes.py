@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from fullframe.simulation.fake.sharded import on_parts
+
 _number_of = torch.ops.aten._local_scalar_dense.default
 _lift = torch.ops.aten.lift_fresh.default
 _MESSAGES = {
@@ -48,7 +50,8 @@ class Outcomes:
         try:
             key = func, _signature(args), _signature(tuple(kwargs.items()))
         except _NotPlain:
-            return func(*args, **kwargs)
+            out = on_parts(self, func, args, kwargs)
+            return func(*args, **kwargs) if out is NotImplemented else out
         if kind == "all in place":
             return None
         if kind == "view":
