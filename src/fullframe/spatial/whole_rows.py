@@ -98,7 +98,7 @@ def numbered(indices: Tensor, spec: Spec, dim: int) -> Tensor:
     here = [p for p in spec.placements if p.dim == dim % len(spec.shape)]
     if len(here) == 1 and here[0].is_plain:
         return indices + spec.rows(here[0]).start
-    return held_numbers(spec, dim, indices.device)[indices]
+    return held_numbers(spec, dim, indices.device).take(indices)
 
 
 def sizes_held(spec: Spec, dim: int) -> list[int]:

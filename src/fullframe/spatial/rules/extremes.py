@@ -108,11 +108,12 @@ def _first(func: Any, best: Any, spec: Spec, local: Tensor) -> Tensor:
     """The number of the best element in the whole tensor's order; the first among equals."""
     spec.require_filled()
     group = spec.group
-    place = torch.unravel_index(func(local), local.shape)
-    mine = torch.zeros_like(place[0])
-    for dim, size in enumerate(spec.shape):
-        mine = mine * size + numbered(place[dim], spec, dim)
-    values, numbers = all_gather_no_grad(local[place], group), all_gather_no_grad(mine, group)
+    place = func(local)  # never on the host, which would have to wait for the device
+    mine, left, step = torch.zeros_like(place), place, 1
+    for dim in range(local.dim() - 1, -1, -1):
+        mine = mine + numbered(left % local.shape[dim], spec, dim) * step
+        left, step = left // local.shape[dim], step * spec.shape[dim]
+    values, numbers = all_gather_no_grad(local.take(place), group), all_gather_no_grad(mine, group)
     top = best(values, 0).values
     ties = (values == top) | (values.isnan() & top.isnan())
     return torch.where(ties, numbers, torch.Size(spec.shape).numel()).amin()

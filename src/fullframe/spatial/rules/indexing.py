@@ -175,7 +175,9 @@ def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
 def _put(func: Any, x: SpatialTensor, items: list[Any], value: Any) -> None:
     """Write at index tensors, and slices beside them."""
     view, points = basic(x, items)
-    value = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    if isinstance(value, (int, float, complex)):  # a copy from the host would wait for the device
+        value = torch.full((), value, dtype=x.dtype, device=x.device)
+    value = torch.as_tensor(value, dtype=x.dtype, device=x.device) if not isinstance(value, Tensor) else value
     if all(i is None for i in points):
         _written(view, value)
         return

@@ -207,7 +207,8 @@ def _gathered(table: Tensor, dim: int, index: SpatialTensor) -> Tensor:
 
 def require_all_inside(rows: Tensor, spec: Spec, dim: int) -> None:
     """Raises torch's error on all ranks where any rank's part of an index is outside the tensor."""
-    outside = torch.tensor(not _is_inside(rows, spec.shape[dim], False), dtype=torch.int32, device=rows.device)
+    is_outside = not _is_inside(rows, spec.shape[dim], False)
+    outside = torch.full((), is_outside, dtype=torch.int32, device=rows.device)
     outside = all_sum_no_grad(outside, spec.spatial.replica)
     if has_values(outside) and outside.device.type == "cpu" and outside:
         raise RuntimeError(f"index is out of bounds for dimension {dim} with size {spec.shape[dim]}")
