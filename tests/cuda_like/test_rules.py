@@ -1,0 +1,136 @@
+"""Every rule on a CUDA-like device: one process's numbers, forward and backward in a device thread; nobody waits.
+
+The host waits for a GPU where it asks for a value; then the GPU stands still until the host has gone on. On real ranks,
+whose messages go through the host here: what `ranks/` asks of the device it does not ask under NCCL.
+"""
+
+import threading
+from collections import Counter
+from typing import NamedTuple
+
+import fullframe as ff
+from tests.cuda_like.cases import Ran, on_device, on_host
+from tests.cuda_like.ranks import device_ranks
+from tests.exactness import mesh, relative
+from tests.spatial.cases import TOLERANCE, all_cases
+
+# The host waits there although torch's own function does not. It only shrinks: what does not wait any more fails.
+WAITS_THOUGH_TORCH_DOES_NOT: dict[str, str] = {
+    "spatial/rules/grid_sample.py _borrowed": "which rows are read decides what is sent",
+    "spatial/rules/grid_sample.py _reach": "the same",
+    "spatial/rules/grid_sample.py _reach.<locals>.<listcomp>": "the same",
+    "spatial/rules/order.py _from_candidates": "equal values decide whether whole rows are sent",
+    "spatial/rules/pooling.py _average_pool": "the divisors come from the host at each call; keep them on the device",
+    "spatial/rules/quantiles.py _nth": "bincount and a mask; eight times a median",
+    "spatial/rules/scattering.py _those_of": "the number of positions that this rank holds",
+    "spatial/rules/taps.py weighted": "taps and weights come from the host at each call; keep them on the device",
+    "spatial/rules/unpooling.py _all_in_reach": "where the places lie decides what is sent",
+}
+# torch's own function waits as well, for the shape, the number or the error that it gives hangs on values.
+WAITS_AS_TORCH_DOES = {
+    "spatial/rules/counting.py _all_of", "spatial/rules/counting.py _bincount", "spatial/rules/counting.py _histc",
+    "spatial/rules/counting.py _histogram", "spatial/rules/counting.py _range", "spatial/rules/counting.py _unique",
+    "spatial/rules/counting.py _unique_consecutive", "spatial/rules/indexing.py _as_tensor",
+    "spatial/rules/indexing.py as_number",
+    "spatial/rules/linear_algebra.py _of_matrices.<locals>.<lambda>",
+    "spatial/rules/linear_algebra.py _of_systems.<locals>.<lambda>", "spatial/rules/linear_algebra.py _results",
+    "spatial/rules/loss.py _gaussian_nll", "spatial/rules/masks.py _nonzero",
+    "spatial/rules/masks.py _nonzero.<locals>.<listcomp>", "spatial/rules/masks.py _picked_from",
+    "spatial/rules/masks.py write", "spatial/rules/pointwise.py _new", "spatial/rules/reduction.py _allclose",
+    "spatial/rules/reduction.py _equal", "spatial/selection.py Selection.of_all",
+    "spatial/selection.py Selection.of_all.<locals>.<listcomp>", "spatial/selection.py _picks",
+    "spatial/selection.py _true_places", "spatial/selection.py picked.<locals>.take", "spatial/selection.py selected",
+}  # fmt: skip
+# torch takes CUDA's fused cells, which have no kernel for the CPU that could stand for them.
+NOT_ON_THIS_DEVICE = ("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
+
+
+class Answer(NamedTuple):
+    """Of one case on one rank."""
+
+    name: str
+    error: str  # of the run, "" where it ended
+    difference: float  # from one process
+    faults: list[str]  # what CUDA would refuse, where it does not refuse the plain function's
+    waits: dict[tuple[str, str], int]  # (function of the package, why) -> how often
+    torch_waits: bool
+    in_main_thread: bool  # the backward pass alone
+
+
+def _answers() -> list[Answer]:
+    on = mesh(1, 2)
+    found = []
+    for name, case in all_cases().items():
+        here, plain, split = on_host(case), None, None
+        try:
+            plain = on_device(case)
+            split = on_device(case, lambda whole: ff.shard(whole, on, check=False))
+        except Exception as error:
+            found.append(Answer(name, f"{type(error).__name__}: {error}", 0.0, [], {}, False, False))
+            continue
+        faults = [] if _faults(plain) else [f"{what}, {line}" for what, line in _faults(split)]
+        waits: Counter[tuple[str, str]] = Counter()
+        for (why, line), times in (split.forward.waits + split.backward.waits).items():
+            if line.ours and not line.path.startswith("ranks/"):
+                waits[f"{line.path} {line.function}", why] += times
+        torch_waits = bool(plain.forward.waits or plain.backward.waits)
+        only_here = split.backward.threads == {threading.get_ident()}
+        found.append(Answer(name, "", _difference(here, split), faults, dict(waits), torch_waits, only_here))
+    return found
+
+
+def _faults(run: Ran) -> set[tuple[str, object]]:
+    return {*run.forward.faults, *run.backward.faults}
+
+
+def _difference(here: Ran, there: Ran) -> float:
+    differences = [relative(a, b) for a, b in zip(here.outputs, there.outputs, strict=True)]
+    for a, b in zip(here.gradients, there.gradients, strict=True):
+        differences.append(
+            0.0 if a is None and b is None else relative(a, b) if a is not None and b is not None else 9.0
+        )
+    return max(differences, default=0.0)
+
+
+_asked: list[list[Answer]] = []
+
+
+def answers() -> list[list[Answer]]:
+    """By rank; asked once."""
+    if not _asked:
+        _asked.extend(device_ranks().run(_answers, timeout_seconds=300))
+    return _asked
+
+
+def test_the_numbers_are_those_of_one_process() -> None:
+    for rank in answers():
+        assert len(rank) == len(all_cases()) > 500
+        failed = {answer.name: answer.error for answer in rank if answer.error}
+        known = {name for name, error in failed.items() if any(cell in error for cell in NOT_ON_THIS_DEVICE)}
+        assert {name: failed[name] for name in failed.keys() - known} == {}
+        assert known and all(name.startswith("recurrent: ") for name in known)
+        assert {answer.name: answer.difference for answer in rank if not answer.difference <= TOLERANCE} == {}
+
+
+def test_backward_runs_in_a_device_thread() -> None:
+    assert {answer.name for rank in answers() for answer in rank if answer.in_main_thread} == set()
+
+
+def test_no_tensor_of_the_cpu_meets_one_of_the_device() -> None:
+    assert {answer.name: answer.faults for rank in answers() for answer in rank if answer.faults} == {}
+
+
+def test_the_host_waits_for_the_device_where_torchs_own_function_does() -> None:
+    waiting: dict[str, set[str]] = {}
+    more: dict[str, set[str]] = {}
+    for rank in answers():
+        for answer in rank:
+            for (function, why), times in answer.waits.items():
+                place = waiting if answer.torch_waits else more
+                place.setdefault(function, set()).add(f"{answer.name}: {why} x {times}")
+    known = {function: cases for function, cases in more.items() if function not in WAITS_THOUGH_TORCH_DOES_NOT}
+    assert known == {}, "the host waits although torch's own function does not"
+    assert WAITS_THOUGH_TORCH_DOES_NOT.keys() - more.keys() == set(), "waits no more: take it out of the table"
+    new = waiting.keys() - WAITS_AS_TORCH_DOES - WAITS_THOUGH_TORCH_DOES_NOT.keys()
+    assert {function: waiting[function] for function in new} == {}
+    assert WAITS_AS_TORCH_DOES - waiting.keys() == set(), "waits no more: take it out of the table"
