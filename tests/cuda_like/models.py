@@ -1,0 +1,17 @@
+"""Networks and steps on the CUDA-like device, on one rank of a job whose messages go nowhere."""
+
+from torch import nn
+
+from tests.cuda_like.device import to_device
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """The model with its parameters and buffers on the device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(to_device(parameter.detach()))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = to_device(buffer)
+    return model
