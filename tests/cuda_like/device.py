@@ -2,7 +2,7 @@
 
 Autograd runs in a thread of the device; a kernel takes no CPU tensor beside the device's; each copy between the two,
 and each value that the host asks for, is counted with the line that asked, and so are the kernels. What it lacks: time
-(a kernel has run when it returns), streams, and CUDA's own kernels.
+(a kernel has run when it returns), streams, and CUDA's own kernels, but for the few in `stand_ins`.
 
 torch has one such device a process, for good: only processes of their own call `register`.
 """
@@ -27,6 +27,8 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from tests.cuda_like.stand_ins import STAND_INS
 
 NAME = "cuda_like"
 CPU = torch.device("cpu")
@@ -157,7 +159,7 @@ def register() -> None:
     _libraries.append(Library("_", "IMPL"))
     _libraries[-1].fallback(_run_here, "PrivateUse1")
     _libraries.append(Library("aten", "IMPL"))
-    for name in _KERNELS:
+    for name in (*_KERNELS, *STAND_INS):
         packet, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
         _libraries[-1].impl(name, partial(_run_here, op), "PrivateUse1")
@@ -204,7 +206,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = {**named, "device": CPU}
     if func.namespace == "c10d" and func._opname.startswith("recv"):
         [t.raw.zero_() for t in own]  # what comes from nowhere is the same in every run
-    result = func(*given, **named)
+    stand_in = STAND_INS.get(func._opname)
+    result = func(*given, **named) if stand_in is None else stand_in(*given, **named)
     if leaves:
         return result
     # A wrapper cannot say that its data are to be read conjugated or negated.
