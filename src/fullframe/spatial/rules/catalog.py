@@ -11,6 +11,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     distances,
     embedding,
     extremes,
+    flexible_attention,
     fourier,
     gradient_hooks,
     grid_sample,
