@@ -248,7 +248,7 @@ def test_a_collate_that_reads_numbers_gets_them() -> None:
 class Choosy(Network):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
-        return x[x > 0]
+        return x if x.sum() > 0 else -x
 
 
 @pytest.mark.parametrize(

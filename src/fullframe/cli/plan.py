@@ -127,7 +127,7 @@ class Plan:
             console.print(f"and {len(simulated) - len(rows)} more that were simulated; --all lists every strategy")
         for reason, count in Counter(plan.why.value or plan.reason for plan in others).most_common():
             console.print(f"{count} not simulated: {reason}", soft_wrap=True)
-        for line in _assumptions(planned):
+        for line in [*_assumptions(planned), *_notes(simulated)]:
             console.print(line, soft_wrap=True)
         if planned.shortfall is not None:
             for line in sentences(planned.shortfall):
@@ -191,6 +191,12 @@ def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]", is_
 def _number(value: float) -> str:
     """Three digits, and all of those before the point."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _notes(simulated: "list[OnePlan]") -> list[str]:
+    """What simulations took for granted, each said once."""
+    notes = {note for plan in simulated if plan.prediction is not None for note in plan.prediction.notes}
+    return [f"note: {note}" for note in sorted(notes)]
 
 
 def _assumptions(planned: "Planned") -> list[str]:

@@ -88,4 +88,5 @@ def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None
         lines.append(f"  {gib(tensor.bytes)}  {tensor.category}  {shape} {tensor.dtype}  {tensor.module}")
     lines.append("modules that hold most activations, GiB:")
     lines += [f"  {gib(size)}  {name or '(the loss)'}" for name, size in list(prediction.modules.items())[:_MODULES]]
+    lines += [f"note: {note}" for note in prediction.notes]
     print("\n".join(lines), file=stream)

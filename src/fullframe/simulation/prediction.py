@@ -41,6 +41,7 @@ class Prediction:
     terms:          what no trace of tensors shows, by name; those of OUTSIDE_ALLOCATOR come on top of `reserved_bytes`,
                     the others are part of it
     parameters:     numbers in the model's parameters, all ranks' together
+    notes:          what was taken for granted, in sentences
     """
 
     peak_bytes: int
@@ -53,6 +54,7 @@ class Prediction:
     modules: Mapping[str, int]
     terms: Mapping[str, int]
     parameters: int
+    notes: tuple[str, ...] = ()
 
     @property
     def device_bytes(self) -> int:

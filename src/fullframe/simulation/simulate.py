@@ -178,6 +178,7 @@ class _Simulation:
             modules=held.modules,
             terms={name: bytes for name, bytes in named.items() if bytes},
             parameters=sum(parameter.numel() for parameter in model.parameters()),
+            notes=tuple(sorted(self._outcomes.notes)),
         )
 
 
@@ -248,8 +249,7 @@ def _readable_errors(tracer: Tracer) -> Iterator[None]:
             raise
         raise RecipeError(
             f"the step cannot be simulated: what {error.func}{where} gives depends on the numbers in its tensors, and "
-            "fake tensors have none; take sizes from shapes and torch.where in the place of boolean indexing, or plan "
-            "with a recipe that leaves that part out"
+            "fake tensors have none; take sizes from shapes and choose by torch.where, or plan with a recipe without it"
         ) from error
     finally:
         torch_says.setLevel(level)

@@ -27,6 +27,7 @@ from fullframe.ranks.adjoint import linear
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.exchange import joined
 from fullframe.ranks.mesh import BOTH, Axis
+from fullframe.spatial.operands import has_values
 from fullframe.spatial.spec import Spec
 
 _REMEMBERED = 8  # the masks among which an equal one is looked for
@@ -61,9 +62,12 @@ class Selection:
         starts = [_starts(spec, coordinates).to(device) for coordinates in _coordinates(spec)]
         runs, most = len(starts[axis.coordinate]), max(map(len, starts))
         counts = self.cells.new_zeros(most)
-        if runs:
-            counts = torch.bincount(self.cells // (_local_size(spec) // runs), minlength=most)
+        if runs and has_values(counts):
+            here = _local_size(spec, spec.coordinates)
+            counts = torch.bincount(self.cells // (here // runs), minlength=most)
         everyone = all_gather_no_grad(counts, axis.group, "runs of a mask")  # (ranks, runs)
+        if not has_values(everyone):
+            return torch.arange(self.extents.size, device=device)
         sizes = joined([counts[: len(begun)] for counts, begun in zip(everyone, starts, strict=True)], 0)
         first = sizes.cumsum(0) - sizes  # of each run, among the elements one rank's after another's
         order = joined(starts, 0).argsort()
@@ -85,7 +89,7 @@ def selected(mask: Tensor, spec: Spec) -> tuple[Selection, Tensor]:
 
     All ranks of the replica call it: one small message. Masks that are equal, `p[t > 0]` and `t[t > 0]`, give the same
     selection, as long as the first is still in use. A mask (rows,) of what a mask has picked selects of the first's
-    tensor.
+    tensor. A simulation takes all elements as true.
     """
     spatial, within = spec.spatial, next((p.order for p in spec.placements), None)
     rows = cells = _true_places(mask.flatten())
@@ -96,12 +100,16 @@ def selected(mask: Tensor, spec: Spec) -> tuple[Selection, Tensor]:
     told = [len(cells), *(int(_picks(known, spec, cells)) for known in held)]
     told += [0] * (1 + _REMEMBERED - len(told))
     message = torch.tensor(told, device=cells.device)
-    everyone = all_gather_no_grad(message, spatial.replica, "mask").tolist()  # agreed by all, used or not
+    gathered = all_gather_no_grad(message, spatial.replica, "mask")  # agreed by all, used or not
+    agreed = [told] if not has_values(cells) else gathered.tolist()
     for number, known in enumerate(held):
-        if known is not None and all(theirs[1 + number] for theirs in everyone):
+        if known is not None and all(theirs[1 + number] for theirs in agreed):
             return known, rows if within is not None else known.cells
-    ranks = spatial.axis(_axis_of(spec)).ranks
-    counts = tuple(everyone[spatial.replica_ranks.index(rank)][0] for rank in ranks)
+    if has_values(cells):
+        ranks = spatial.axis(_axis_of(spec)).ranks
+        counts = tuple(agreed[spatial.replica_ranks.index(rank)][0] for rank in ranks)
+    else:  # a simulation, which takes all elements as true
+        counts = tuple(_local_size(spec, where) for where in _coordinates(spec))
     made = Selection(spec, cells, counts)
     recent.append(ref(made))
     return made, rows
@@ -117,6 +125,8 @@ def _picks(known: Selection | None, spec: Spec, cells: Tensor) -> bool:
     """Whether a known selection is that of these cells, as far as this rank sees."""
     if known is None or known.spec is not spec or known.cells.device != cells.device:
         return False
+    if not has_values(cells):
+        return known.cells.shape == cells.shape
     return torch.equal(known.cells, cells)
 
 
@@ -165,8 +175,8 @@ def _coordinates(spec: Spec) -> Iterator[dict[str, int]]:
         yield dict(zip(names, parts, strict=True))
 
 
-def _local_size(spec: Spec) -> int:
-    return prod(len(numbers_held(spec, dim, spec.coordinates)) for dim in range(len(spec.shape)))
+def _local_size(spec: Spec, coordinates: dict[str, int]) -> int:
+    return prod(len(numbers_held(spec, dim, coordinates)) for dim in range(len(spec.shape)))
 
 
 def _starts(spec: Spec, coordinates: dict[str, int]) -> Tensor:

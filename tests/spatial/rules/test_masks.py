@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 import fullframe as ff
 from benchmarks.communication.traffic import counted
-from fullframe.errors import RecipeError
 from fullframe.ranks import collectives
 from fullframe.spatial.selection import Selection
 from tests.exactness import mesh
@@ -434,10 +433,3 @@ def test_verify_looks_into_modules_that_work_on_what_a_mask_picked(tmp_path: Pat
     path.write_text(RECIPE)
     for exact, verdict in rank_group(height * width).run(_verdict, str(path), height, width):
         assert exact, verdict
-
-
-def test_a_simulation_has_no_numbers_and_says_so(tmp_path: Path) -> None:
-    namespace: dict[str, Any] = {}
-    exec(RECIPE, namespace)
-    with pytest.raises(RecipeError, match="depends on the numbers in its tensors"):
-        ff.simulate(namespace["recipe"](), ff.Strategy(width=2), device="A100-80GB")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from fullframe.simulation.fake.full_masks import FULL_MASKS, as_if_all_were_true, picks_by_value
 from fullframe.simulation.fake.sharded import on_parts
 
 _number_of = torch.ops.aten._local_scalar_dense.default
@@ -38,6 +39,7 @@ class Outcomes:
 
     def __init__(self, fake: FakeTensorMode):
         self.updating = False  # inside an optimizer, where a number that is read decides of no shape
+        self.notes: set[str] = set()  # what was taken for granted
         self._fake = fake
         self._attributes = FakeTensor(fake, torch.empty(0, device="meta"), _CPU).__dict__
         self._known: dict[Hashable, Any] = {}  # by op and arguments: a _Meta, a list of them, or None: not plain
@@ -47,6 +49,10 @@ class Outcomes:
         kind = _kind(func)
         if kind == "other":
             return self._other(func, args, kwargs)
+        if picks_by_value(func, args):
+            self.notes.add(FULL_MASKS)
+            with self._fake:
+                return as_if_all_were_true(func, args)
         try:
             key = func, _signature(args), _signature(tuple(kwargs.items()))
         except _NotPlain:

@@ -13,6 +13,8 @@ _aten = torch.ops.aten
 _BLOCK_CHANNELS = 16  # of oneDNN's specs
 _PARTIAL_SUMS = 256  # of a depthwise kernel's gradient
 _FP32 = 4
+_INT64 = 8
+_AT_MASKS = (_aten.index.Tensor, _aten.index_put_.default, _aten._index_put_impl_.default)
 
 
 def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
@@ -21,7 +23,14 @@ def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
         return _convolution(args[0], args[1], out)
     if func is _aten.convolution_backward.default:
         return _convolution_backward(*args[:3], *out[:2])
+    if func in _AT_MASKS:
+        return sum(index.numel() * index.dim() * _INT64 for index in args[1] if _is_mask(index))
     return 0
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    """Whether an index is a mask, of whose true elements torch makes a list first."""
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def _convolution(x: Tensor, weight: Tensor, out: Tensor) -> int:

@@ -1,7 +1,7 @@
 """Boolean masks: each rank picks, or writes, its own true elements; one small message tells all how many each has.
 
 What is picked stays where it is, so elements of one mask meet without a message; `spatial/selection.py` knows their
-order. Their number depends on values: a simulation, which has none, refuses them.
+order. Their number depends on values: a simulation, which has none, takes all elements as picked.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fullframe.geometry.placement import Placement
 from fullframe.ranks.mesh import AXES, axes_in
-from fullframe.spatial.operands import aligned, merged, united
+from fullframe.spatial.operands import aligned, has_values, merged, united
 from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.pointwise import pointwise
 from fullframe.spatial.rules.registry import Merged, Unsupported, rule
@@ -151,7 +151,7 @@ def _value_for(value: Tensor, spec: Spec, place: _Place, mask: Tensor) -> Tensor
     elif of_mask.placements:
         goal = _spec_of(spec, place, selected(mask, of_mask)[0])
     else:
-        goal = _spec_of_rows(spec, place, int(mask.sum()))
+        goal = _spec_of_rows(spec, place, int(mask.sum()) if has_values(mask) else mask.numel())
     extra = max(value.dim() - len(goal.shape), 0)
     fits = zip(reversed(value.shape), (*reversed(goal.shape), *(1,) * extra), strict=False)
     if any(size not in (1, wanted) for size, wanted in fits):
@@ -188,6 +188,8 @@ def _masked_scatter(func: Any, x: Tensor, mask: Tensor, source: Tensor) -> Tenso
     mask_ = mask_.expand(local.shape) if in_place else torch.broadcast_tensors(mask_, local)[0]
     place = _Place(wrap(mask_, spec), 0)
     picks, _ = selected(mask_, _mask_spec(spec, place))
+    if not has_values(mask_):
+        raise Unsupported("what it takes of the source depends on the values, which a simulation does not have")
     if source.numel() < picks.extents.size:
         raise RuntimeError("Number of elements of source < number of ones in mask")
     values = aligned(source.flatten()[: picks.extents.size], _spec_of(spec, place, picks))

@@ -1,0 +1,45 @@
+"""Ops whose result has as many rows as a mask has true elements, on fake masks: as if every element were true.
+
+So what a simulation says of memory and time is an upper bound, for any mask.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+FULL_MASKS = (
+    "a mask picks elements by its values, which a simulation does not have: all are taken as picked, an upper bound"
+)
+
+_aten = torch.ops.aten
+_nonzero, _select, _index = _aten.nonzero.default, _aten.masked_select.default, _aten.index.Tensor
+
+
+def picks_by_value(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the shape of what an op gives depends on which elements of a fake mask are true."""
+    if func in (_nonzero, _select):
+        return isinstance(args[-1], FakeTensor)
+    return func is _index and any(map(_is_mask, args[1]))
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def as_if_all_were_true(func: Any, args: Sequence[Any]) -> Tensor:
+    """The outcome of such an op; called with the fake mode on."""
+    x = args[0]
+    if func is _nonzero:
+        return torch.empty(x.dim(), x.numel(), dtype=torch.int64).t()
+    if func is _select:
+        return torch.empty(torch.broadcast_shapes(x.shape, args[1].shape).numel(), dtype=x.dtype)
+    indices: list[Tensor | None] = []
+    for index in args[1]:
+        if _is_mask(index):
+            indices += torch.empty(index.dim(), index.numel(), dtype=torch.int64).unbind()
+        else:
+            indices.append(index)
+    return _index(x, indices)  # type: ignore[no-any-return]

@@ -1,0 +1,128 @@
+"""What a mask picks, in a simulation: every element, which a real step with a full mask holds as much as."""
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+
+import fullframe as ff
+from fullframe.cli.application import run
+from fullframe.errors import UnsupportedOp
+from fullframe.ranks.mesh import init_mesh
+from fullframe.simulation.fake.full_masks import FULL_MASKS
+from fullframe.simulation.fake.outcomes import Outcomes
+from fullframe.training.session import assemble
+from tests.rank_group import rank_group
+from tests.simulation.fake.test_outcomes import Remembering
+from tests.spatial.rules.test_masks import RECIPE
+
+ROWS, COLUMNS = 64, 96
+aten = torch.ops.aten
+
+
+class Depth(nn.Module):
+    """Per pixel, and again per pixel that a mask picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.out = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 1, 3, padding=1)
+        self.norm, self.head = nn.BatchNorm1d(16), nn.Sequential(nn.Linear(16, 96), nn.GELU(), nn.Linear(96, 1))
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.stem(x).relu()
+        return self.out(x)[:, 0], self.head(self.norm(x.permute(0, 2, 3, 1)[mask]))[:, 0]
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """By a mask, a mask of what it picked, in torch's order, by `masked_select` and by `nonzero`."""
+    depth = batch["depth"]
+    mask = depth > 0
+    dense, sparse = model(batch["image"], mask)
+    error = (dense[mask] - depth[mask]).abs()
+    near = error[depth[mask] < 0.5]
+    found = torch.where(mask)[1].float().mean()
+    ordered = sparse.cumsum(0).square().mean() / (1 + found)
+    return error.mean() + near.sum() / mask.sum() + dense.masked_select(mask).std() + ordered  # type: ignore[no-any-return]
+
+
+def samples(share: float) -> list[dict[str, Tensor]]:
+    """Four, whose depth is known in a share of the pixels."""
+    generator = torch.Generator().manual_seed(0)
+    image, depth, known = (torch.rand(2, *s, ROWS, COLUMNS, generator=generator) for s in ((3,), (), ()))
+    depth = torch.where(known < share, depth + 0.01, 0)
+    return [{"image": image[n % 2], "depth": depth[n % 2]} for n in range(4)]
+
+
+def recipe(**changed: Any) -> ff.Recipe:
+    fields: dict[str, Any] = {
+        "model": Depth, "loss": loss, "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        "data": lambda: samples(1.0), "batch_size": 2,
+    }  # fmt: skip
+    return ff.Recipe(**fields | changed)
+
+
+def _measured(height: int, width: int, share: float) -> int:
+    """The most that torch's allocator has handed out at once, over two real steps."""
+    mesh = init_mesh(height=height, width=width)
+    data = samples(share)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        session = assemble(recipe(data=lambda: data), ff.Strategy(height=height, width=width), mesh)
+        for _, batch in zip(range(2), session.state.loader, strict=False):
+            assert not session.step(batch).skipped
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+BY_MASKS: dict[str, Any] = {
+    "nonzero": lambda x: aten.nonzero(x), "masked_select": lambda x: aten.masked_select(x[0, 0], x[:, :1] > -1),
+    "index": lambda x: aten.index(x, [None, x[0] > -1]), "flat": lambda x: aten.index(x.flatten(), [x.flatten() > -1]),
+    "at the end": lambda x: aten.index(x, [None, None, None, x[0, 0, 0] > -1]),
+    "beside an index": lambda x: aten.index(x, [torch.zeros(12, dtype=torch.int64), None, x[0, 0] > -1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_MASKS)
+def test_an_outcome_has_the_shape_that_a_full_mask_gives(name: str) -> None:
+    x = torch.ones(2, 3, 3, 4)
+    expected, outcomes = BY_MASKS[name](x), Outcomes(fake := FakeTensorMode())
+    with fake, Remembering(outcomes):
+        found = BY_MASKS[name](torch.empty(2, 3, 3, 4))
+    assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    assert outcomes.notes == {FULL_MASKS}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1)], ids=str)
+def test_the_bytes_are_an_upper_bound_that_a_full_mask_meets(shape: tuple[int, int]) -> None:
+    found = ff.simulate(recipe(), ff.Strategy(height=shape[0], width=shape[1]), "cpu", without=("context",))
+    assert found.notes == (FULL_MASKS,)
+    full, half = (max(rank_group(shape[0] * shape[1]).run(_measured, *shape, share)) for share in (1.0, 0.4))
+    assert 0.9999 * full <= found.peak_bytes <= 1.06 * full  # a few numbers of 8 bytes are not seen
+    assert half < 0.7 * full
+
+
+def test_a_recipe_with_masks_is_planned_and_the_assumption_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE)
+    for words in (["plan", "--gpus", "2xA100-80GB"], ["simulate", "--gpus", "4xcpu", "--width", "2"]):
+        assert run([*words, str(path)]) == 0
+        said = capsys.readouterr().out
+        assert said.count("note: ") == said.count(FULL_MASKS) == 1
+
+
+def _scattered(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    mask = batch["depth"] > 0
+    dense, sparse = model(batch["image"], mask)
+    return dense.masked_scatter(mask, sparse).mean()
+
+
+def test_what_a_source_gives_to_a_mask_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedOp, match=r"masked_scatter: .* which a simulation does not have"):
+        ff.simulate(recipe(loss=_scattered), ff.Strategy(width=2), "A100-80GB")
