@@ -15,8 +15,8 @@ Op = Callable[..., Any]
 FLOOR = 1e-6  # of inputs of order 1: what is smaller is zero but for rounding, and has no relative error
 
 
-def mesh(height: int, width: int) -> DeviceMesh:
-    return ff.init_mesh(height=height, width=width)
+def mesh(height: int, width: int, depth: int = 1) -> DeviceMesh:
+    return ff.init_mesh(height=height, width=width, depth=depth)
 
 
 def differences(
@@ -36,10 +36,10 @@ def one_process(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor]) -> dic
 
 def differences_from(
     here: dict[str, Tensor], op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], height: int, width: int,
-    floor: float = FLOOR,
+    floor: float = FLOOR, depth: int = 1,
 ) -> dict[str, float]:  # fmt: skip
     """`differences`, from what `one_process` gave: for several meshes."""
-    there = _answers(op, split, whole, mesh(height, width))
+    there = _answers(op, split, whole, mesh(height, width, depth))
     assert here.keys() == there.keys(), (here.keys(), there.keys())
     return {name: relative(here[name], there[name], floor) for name in here}
 

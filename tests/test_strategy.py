@@ -20,7 +20,7 @@ def test_json_both_ways():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"widht": 2}', "unknown strategy field 'widht'; the fields are data, height, width, microbatches"),
+        ('{"widht": 2}', "unknown strategy field 'widht'; the fields are data, depth, height, width, microbatches"),
         ('{"width": 0}', "strategy.width must be a whole number >= 1, got 0"),
         ('{"width": 1.0}', "strategy.width must be a whole number >= 1, got 1.0"),
         ('{"width": true}', "strategy.width must be a whole number >= 1, got True"),

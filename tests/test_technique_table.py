@@ -27,7 +27,7 @@ NAMES = {technique.name for technique in TECHNIQUES}
 
 
 def test_every_field_but_the_mesh_has_one_row() -> None:
-    fields = {field.name for field in dataclasses.fields(Strategy)} - {"data", "height", "width"}
+    fields = {field.name for field in dataclasses.fields(Strategy)} - {"data", "depth", "height", "width"}
     assert fields == NAMES and len(NAMES) == len(TECHNIQUES)
     assert all(technique.help.endswith(".") for technique in TECHNIQUES)
 

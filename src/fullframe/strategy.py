@@ -24,6 +24,7 @@ class Strategy:
     for rounding (`precision`) and for batch norm, whose statistics in training are of one replica's microbatch.
 
     data, height, width: replicas, and the ranks that share a sample's rows and columns
+    depth:               ranks that share the slices of volumes (N, C, D, H, W); 1 for images
     microbatches:        slices in which a replica goes through its batch; gradients are sent with the last one
     precision:           "fp32" (the model's own dtype), "tf32" (fp32 with TF32 matrix units), "bf16" (autocast), "fp16"
                          (autocast with loss scaling, for devices without bf16)
@@ -46,6 +47,7 @@ class Strategy:
     """
 
     data: int = 1
+    depth: int = 1
     height: int = 1
     width: int = 1
     microbatches: int = 1
@@ -63,7 +65,7 @@ class Strategy:
     sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("data", "height", "width"):
+        for name in self.mesh:
             require_count(StrategyError, f"strategy.{name}", getattr(self, name))
         for technique in TECHNIQUES:
             value, values = getattr(self, technique.name), technique.values
@@ -81,8 +83,19 @@ class Strategy:
 
     @property
     def ranks(self) -> int:
-        """Ranks the strategy needs: data x height x width."""
-        return self.data * self.height * self.width
+        """Ranks the strategy needs: data x depth x height x width."""
+        return self.data * self.parts
+
+    @property
+    def parts(self) -> int:
+        """Ranks that share a sample: depth x height x width."""
+        return self.depth * self.height * self.width
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of the axes by name, as the mesh has them: without depth where that is 1."""
+        depth = {} if self.depth == 1 else {"depth": self.depth}
+        return {"data": self.data} | depth | {"height": self.height, "width": self.width}
 
     def to_json(self) -> str:
         """One JSON object with every field."""
@@ -178,7 +191,7 @@ class Technique:
 
 def describe(strategy: Strategy) -> str:
     """A strategy in a few words: what differs from one rank in fp32."""
-    mesh = [f"{name} {size}" for name in ("data", "height", "width") if (size := getattr(strategy, name)) > 1]
+    mesh = [f"{name} {size}" for name, size in strategy.mesh.items() if size > 1]
     words = [" x ".join(mesh) or "one rank"]
     for technique in sorted(TECHNIQUES, key=lambda technique: technique.place):
         if technique.words is not None:
@@ -186,6 +199,11 @@ def describe(strategy: Strategy) -> str:
         elif technique.weight and not technique.never and technique.used(strategy):
             words.append(technique.name.replace("_", " "))
     return ", ".join(filter(None, words))
+
+
+def multiplied(mesh: Mapping[str, int]) -> str:
+    """As printed: data 1 x height 2 x width 2."""
+    return " x ".join(f"{name} {size}" for name, size in mesh.items())
 
 
 def amount(bytes: float) -> str:

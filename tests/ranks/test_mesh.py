@@ -13,7 +13,8 @@ import torch.nn.functional as F
 import fullframe as ff
 from fullframe.errors import MeshError
 from fullframe.processes.launch import launch
-from fullframe.ranks.mesh import forget_meshes, spatial_of
+from fullframe.ranks.mesh import axes_in, forget_meshes, spatial_of
+from fullframe.simulation.fake.world import fake_job
 from tests.rank_group import rank_group
 
 JOB = """
@@ -88,6 +89,61 @@ def unknown_axis():
 
 def test_an_unknown_axis_is_refused():
     assert rank_group(2).run(unknown_axis) == [["height", "height"]] * 2
+
+
+def test_depth_is_an_axis_of_its_own_where_it_is_split():
+    with fake_job(0, 8):
+        assert ff.init_mesh(2, 2).mesh_dim_names == ("data", "height", "width")
+        assert ff.init_mesh(2, 2, depth=1) is ff.init_mesh(height=2, width=2)
+        volumes = ff.init_mesh(height=2, width=2, depth=2)
+        assert volumes.mesh_dim_names == ("data", "depth", "height", "width")
+        assert volumes.mesh.tolist() == [[[[0, 1], [2, 3]], [[4, 5], [6, 7]]]], "width changes fastest"
+        with pytest.raises(MeshError, match="depth 3 x height 1 x width 1 = 3 does not divide the 8 ranks"):
+            ff.init_mesh(depth=3)
+        with pytest.raises(MeshError, match="at least one rank along each axis, got depth 0 x height 1 x width 1"):
+            ff.init_mesh(depth=0)
+
+
+# Ranks of (data 2, depth 2, height 2, width 2) that differ from rank 13 = (1, 1, 0, 1) along the named axes alone.
+ALONG = {
+    ("depth",): [9, 13],
+    ("height",): [13, 15],
+    ("width",): [12, 13],
+    ("depth", "height"): [9, 11, 13, 15],
+    ("depth", "width"): [8, 9, 12, 13],
+    ("height", "width"): [12, 13, 14, 15],
+    ("depth", "height", "width"): [8, 9, 10, 11, 12, 13, 14, 15],
+}
+
+
+@pytest.mark.parametrize("names", ALONG, ids="-".join)
+def test_each_several_of_three_axes_are_a_group(names):
+    with fake_job(13, 16):
+        spatial = spatial_of(ff.init_mesh(2, 2, depth=2))
+        joint = spatial.axis(spatial.joint(reversed(names)))
+        assert joint.name == " and ".join(names) and axes_in(joint.name) == names
+        for group in (spatial.group(names), spatial.group([joint.name]), joint.group):
+            assert dist.get_process_group_ranks(group) == ALONG[names]
+        assert list(joint.ranks) == list(joint.channel.ranks) == ALONG[names] and joint.size == len(joint.ranks)
+        assert spatial.coordinate_along(names) == spatial.coordinates[joint.name] == ALONG[names].index(13)
+        assert [rank for rank, place in zip(spatial.replica_ranks, spatial.places, strict=True)
+                if all(place[axis.name] == axis.coordinate for axis in spatial.axes if axis.name not in names)
+                ] == ALONG[names]  # fmt: skip
+
+
+def test_axes_of_one_rank_add_none_to_a_group():
+    with fake_job(1, 4):
+        spatial = spatial_of(ff.init_mesh(width=2, depth=2))
+        assert dist.get_process_group_ranks(spatial.group(["depth", "height"])) == [1, 3]
+        assert spatial.axis("depth and height").coordinate == 0
+        assert spatial.group(["depth", "width"]) is spatial.replica is spatial.group(["depth and height", "width"])
+
+
+def test_a_mesh_knows_all_groups_that_it_made():
+    for height, more in ((1, set()), (2, {"height and width", "depth and width", "depth and height"})):
+        with fake_job(0, 4 * height):
+            made = spatial_of(ff.init_mesh(height, 2, depth=2)).groups
+            assert set(made) == {"depth", "height", "width", "replica"} | more
 
 
 def numbers_of_numpy():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from tests.rank_group import rank_group
 
 TOLERANCE = 1e-12
 MESHES = [(1, 2), (2, 1), (1, 3), (2, 2)]
+VOLUME_MESHES = [(1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2)]  # height, width, depth
 WORLDS = sorted({height * width for height, width in MESHES})
 SIZES = ((16, 64), (17, 50), (11, 37))
 
@@ -44,7 +46,10 @@ def all_cases() -> dict[str, Case]:
 
 
 def require_the_numbers_of_one_process(module: str, name: str) -> None:
-    """Outputs and gradients of `CASES[name]` of a test module, float64, at uneven sizes, on all `MESHES`."""
+    """Outputs and gradients of `CASES[name]` of a test module, float64, at uneven sizes, on all `MESHES`.
+
+    Where an operand is a volume (N, C, D, H, W), also with its depth split.
+    """
     for world in WORLDS:
         for answers in rank_group(world).run(_differences, module, name, world):
             wrong = {what: error for what, error in answers if not error <= TOLERANCE}
@@ -54,20 +59,24 @@ def require_the_numbers_of_one_process(module: str, name: str) -> None:
 
 def _differences(module: str, name: str, world: int) -> list[tuple[str, float]]:
     case: Case = import_module(module).CASES[name]
-    return differences_of(case, [mesh for mesh in MESHES if mesh[0] * mesh[1] == world], case.sizes)
+    found = differences_of(case, [mesh for mesh in MESHES if prod(mesh) == world], case.sizes)
+    if any(len(lead) == 3 for lead in case.split):
+        found += differences_of(case, [mesh for mesh in VOLUME_MESHES if prod(mesh) == world], case.sizes[-1:])
+    return found
 
 
 def differences_of(
-    case: Case, meshes: Sequence[tuple[int, int]], sizes: Sequence[tuple[int, int]]
+    case: Case, meshes: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, int]]
 ) -> list[tuple[str, float]]:
-    """On the ranks: what is compared, and how far it is from one process's."""
+    """On the ranks: what is compared, and how far it is from one process's; a mesh is (height, width[, depth])."""
     found = []
     for size in sizes:
         generator = torch.Generator().manual_seed(1)
         split = [torch.randn((*lead, *size), generator=generator, dtype=torch.float64) for lead in case.split]
         whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in case.whole]
         here = one_process(case.op, split, whole)
-        for height, width in meshes:
-            for what, error in differences_from(here, case.op, split, whole, height, width).items():
-                found.append((f"{what} at {size} on {height}x{width}", error))
+        for on in meshes:
+            height, width, depth = (*on, 1)[:3]
+            for what, error in differences_from(here, case.op, split, whole, height, width, depth=depth).items():
+                found.append((f"{what} at {size} on {on}", error))
     return found

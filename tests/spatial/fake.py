@@ -11,10 +11,10 @@ from fullframe.spatial.spec import Spec, spec_of
 
 
 @contextmanager
-def spatial(height: int, width: int, rank: int = 0) -> Iterator[Spatial]:
-    """The mesh as `rank` of height x width ranks sees it."""
-    with fake_job(rank, height * width):
-        yield spatial_of(init_mesh(height, width))
+def spatial(height: int, width: int, rank: int = 0, depth: int = 1) -> Iterator[Spatial]:
+    """The mesh as `rank` of height x width (x depth) ranks sees it."""
+    with fake_job(rank, depth * height * width):
+        yield spatial_of(init_mesh(height, width, depth=depth))
 
 
 def on_width(bounds: tuple[int, ...], dim: int, outer: int = 1, inner: int = 1) -> Placement:

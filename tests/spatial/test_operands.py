@@ -56,5 +56,5 @@ def test_tensors_of_two_meshes_do_not_meet() -> None:
         first = spec(wide, (2, 6), on_width(EVEN, 1))
         second = spec(spatial_of(init_mesh(2, 1)), (6, 2), on_height(EVEN, 0))
         require_one_mesh(first, first)
-        with pytest.raises(MeshError, match=r"1x2 and 2x1"):
+        with pytest.raises(MeshError, match=r"height 1 x width 2 and height 2 x width 1"):
             require_one_mesh(first, second)

@@ -29,6 +29,21 @@ def test_a_dim_with_fewer_rows_than_ranks_stays_whole() -> None:
         assert even_spec((3, 1, 1), on.mesh).placements == ()
 
 
+def test_with_depth_the_last_three_dims_are_cut() -> None:
+    with spatial(2, 1, depth=2) as on:
+        for shape, dims in [((1, 4, 5, 7, 9), (2, 3)), ((1, 5, 7, 9), (1, 2))]:  # a volume, and its labels
+            assert [(p.axis, p.dim, p.extents.bounds) for p in even_spec(shape, on.mesh).placements] == [
+                ("depth", dims[0], (0, 3, 5)),
+                ("height", dims[1], (0, 4, 7)),
+            ]
+        assert [p.axis for p in even_spec((7, 9), on.mesh).placements] == ["height"]
+    with spatial(3, 3, depth=3) as on:
+        for few in range(3):
+            shape = tuple(2 if dim == few else 9 for dim in range(3))
+            names = [p.axis for p in even_spec((1, 4, *shape), on.mesh).placements]
+            assert names == [name for dim, name in enumerate(("depth", "height", "width")) if dim != few]
+
+
 def test_what_has_no_rows_and_columns_is_refused() -> None:
     with spatial(2, 2) as on, pytest.raises(ShapeError, match=r"dims .*H, W.* is needed"):
         even_spec((5,), on.mesh)

@@ -79,7 +79,9 @@ def test_resume_on_another_number_of_ranks(tmp_path):
     train(ff.Strategy(), tmp_path / "alone", changes, steps=8)
     rank_group(2).run(train_steps, ff.Strategy(width=2), tmp_path / "moved", 4)
     _, messages = train(ff.Strategy(), tmp_path / "moved", changes, steps=8, resume=True)
-    assert any("of data x height x width = 1 x 1 x 2, this run is of 1 x 1 x 1" in message for message in messages)
+    assert any(
+        "of data 1 x height 1 x width 2, this run is of data 1 x height 1 x width 1" in message for message in messages
+    )
     for line, expected in zip(lines(tmp_path / "moved"), lines(tmp_path / "alone"), strict=True):
         assert line["step"] == expected["step"] and line["loss"] == pytest.approx(expected["loss"], rel=1e-9)
     assert ff.Strategy.from_json((tmp_path / "moved" / "strategy.json").read_text()) == ff.Strategy()

@@ -39,7 +39,7 @@ def parallelize(
     average_gradients: bool = True,
     data_parallel: Callable[..., nn.Module] = DistributedDataParallel,
 ) -> "ParallelModel":
-    """`model`, unchanged, for split tensors on `mesh`, with gradients averaged over data x height x width.
+    """`model`, unchanged, for split tensors on `mesh`, with gradients averaged over all ranks of it.
 
     Parameters and buffers are taken from the job's first rank, random states from the first rank of each replica.
     An op without an exact rule raises `UnsupportedOp`, or with `unsupported="gather"` runs whole on every rank and

@@ -21,11 +21,12 @@ class Groups(NamedTuple):
 
     replica: dist.ProcessGroup
     axes: dict[str, dist.ProcessGroup]  # the spatial axes, by name
+    pairs: dict[tuple[str, str], dist.ProcessGroup]  # each two of three axes that all have several ranks
 
     @property
     def distinct(self) -> list[dist.ProcessGroup]:
         """Each of them once, in the same order on all ranks."""
-        return list(dict.fromkeys([*self.axes.values(), self.replica]))
+        return list(dict.fromkeys([*self.axes.values(), *self.pairs.values(), self.replica]))
 
 
 def groups_of(mesh: DeviceMesh) -> Groups:
@@ -45,7 +46,13 @@ def groups_of(mesh: DeviceMesh) -> Groups:
         replica = dist.group.WORLD  # type: ignore[assignment]
     else:
         replica = _new(ranks.flatten(1).tolist(), "fullframe replica")
-    groups = Groups(replica, axes)
+    pairs: dict[tuple[str, str], dist.ProcessGroup] = {}
+    if len(split) > 2:
+        for number, name in enumerate(split, start=1):
+            first, second = (other for other in split if other != name)
+            lines = ranks.movedim(number, 1).flatten(2).flatten(0, 1).tolist()
+            pairs[first, second] = _new(lines, f"fullframe {first} and {second}")
+    groups = Groups(replica, axes, pairs)
     if own:
         _open(groups.distinct, mesh.device_type)
     return groups

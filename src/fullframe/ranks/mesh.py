@@ -1,11 +1,13 @@
-"""The mesh ("data", "height", "width") and the few facts about it that every op needs."""
+"""The mesh ("data", "height", "width"), with "depth" where volumes are split, and the few facts that every op needs."""
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, lru_cache, wraps
+from itertools import combinations, product
+from math import prod
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -18,8 +20,8 @@ from fullframe.ranks import device
 from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_channel
 from fullframe.ranks.groups import groups_of
 
-AXES = ("data", "height", "width")
-BOTH = "height and width"  # the two as one axis, of which the replica's ranks are the coordinates
+AXES = ("data", "depth", "height", "width")  # of a mesh; "depth" where that has more than one rank along it
+_AND = " and "  # in the name of several axes as one: "height and width"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,10 +59,11 @@ class Spatial:
     """
 
     mesh: DeviceMesh
-    axes: tuple[Axis, ...]  # height and width; the last one's coordinate changes fastest from rank to rank
-    replica_ranks: tuple[int, ...]  # height x width ranks that hold one sample
+    axes: tuple[Axis, ...]  # (depth,) height and width; the last one's coordinate changes fastest from rank to rank
+    replica_ranks: tuple[int, ...]  # (depth x) height x width ranks that hold one sample
     channel: Channel  # between them
     _replica: "ref[dist.ProcessGroup]"
+    _pairs: tuple[Axis, ...] = ()  # each two of three axes as one, where these ranks are neither one axis nor all
     draw_seed: Callable[[torch.Generator | None], int] = drawn_seed  # alike on all ranks of the replica
     caches: dict[Any, Any] = field(default_factory=dict)
 
@@ -71,30 +74,61 @@ class Spatial:
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`; raises MeshError for a name that is none."""
-        for axis in self.axes:
-            if axis.name == name:
-                return axis
-        if name == BOTH:
-            return self.both
-        raise MeshError(f"a mesh has the spatial axes height and width, none called {name!r}")
+        found = self._by_name.get(name)
+        if found is None:
+            names = _AND.join(axis.name for axis in self.axes)
+            raise MeshError(f"the mesh has the spatial axes {names}, none called {name!r}")
+        return found
 
     @cached_property
-    def both(self) -> Axis:
-        """The ranks of the replica as one axis, for what lies on them in no order of rows and columns."""
-        return Axis(BOTH, self.size, self.coordinate, self.replica_ranks, self.channel, self._replica)
+    def _by_name(self) -> dict[str, Axis]:
+        """The axes, and several of them as one, for what lies on their ranks in no order of rows and columns."""
+        found = {axis.name: axis for axis in self.axes}
+        for count in range(2, len(self.axes) + 1):
+            for several in combinations(self.axes, count):
+                name = _AND.join(axis.name for axis in several)
+                found[name] = self._as_one(name, [axis for axis in several if axis.size > 1] or list(several[:1]))
+        return found
+
+    def _as_one(self, name: str, axes: Sequence[Axis]) -> Axis:
+        """The axis `name`, whose ranks are those along `axes`: all of the replica's, or of one axis, or of a pair."""
+        size, number = 1, 0
+        for axis in axes:
+            size, number = size * axis.size, number * axis.size + axis.coordinate
+        if size == self.size:
+            return Axis(name, size, number, self.replica_ranks, self.channel, self._replica)
+        alike = axes[0] if len(axes) == 1 else next(pair for pair in self._pairs if pair.name == name)
+        return replace(alike, name=name)
+
+    def joint(self, names: Collection[str]) -> str:
+        """The name of the axis that the named ones are together."""
+        parts = {part for name in names for part in axes_in(self.axis(name).name)}
+        return _AND.join(axis.name for axis in self.axes if axis.name in parts)
 
     def group(self, names: Collection[str]) -> dist.ProcessGroup:
         """The ranks over which a value split along the named axes is spread."""
-        alone = {self.axis(name).name for name in names}
-        return self.axis(*alone).group if len(alone) == 1 else self.replica
+        return self.axis(self.joint(names)).group if names else self.replica
 
     def coordinate_along(self, names: Collection[str]) -> int:
         """This rank's number among the ranks of `group(names)`."""
-        number = 0
-        for axis in self.axes:
-            if axis.name in names or BOTH in names:
-                number = number * axis.size + axis.coordinate
-        return number
+        return self.axis(self.joint(names)).coordinate if names else 0
+
+    @cached_property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's part along each axis, and along several as one."""
+        return {name: axis.coordinate for name, axis in self._by_name.items()}
+
+    @cached_property
+    def places(self) -> tuple[dict[str, int], ...]:
+        """Of each rank of the replica its part along each axis."""
+        names = [axis.name for axis in self.axes]
+        parts = product(*(range(axis.size) for axis in self.axes))
+        return tuple(dict(zip(names, numbers, strict=True)) for numbers in parts)
+
+    @property
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """All process groups of the replica's ranks, by the name of the axis; "replica" is that of all of them."""
+        return {axis.name: axis.group for axis in (*self.axes, *self._pairs)} | {"replica": self.replica}
 
     @property
     def size(self) -> int:
@@ -104,43 +138,53 @@ class Spatial:
     @property
     def coordinate(self) -> int:
         """This rank's number within its replica."""
-        return self.coordinate_along(AXES)
+        return self.coordinate_along([axis.name for axis in self.axes])
+
+
+def axes_of(count: int) -> tuple[str, ...]:
+    """The names of a mesh's 3 axes, or of 4 with depth."""
+    return AXES if count == len(AXES) else (AXES[0], *AXES[2:])
 
 
 def axes_in(name: str) -> tuple[str, ...]:
-    """The axes of the mesh that an axis is made of: itself, or height and width."""
-    return AXES[1:] if name == BOTH else (name,)
+    """The axes of the mesh that an axis is made of: itself, or "height" and "width" of "height and width"."""
+    return tuple(name.split(_AND))
 
 
-def init_mesh(height: int = 1, width: int = 1, *, timeout_seconds: float = 600.0) -> DeviceMesh:
+def init_mesh(height: int = 1, width: int = 1, *, depth: int = 1, timeout_seconds: float = 600.0) -> DeviceMesh:
     """The mesh ("data", "height", "width") over all ranks; data = world / (height * width).
+
+    With `depth` > 1 it is ("data", "depth", "height", "width"), and volumes (..., D, H, W) are cut along D too.
 
     Under torchrun it starts the process group (nccl with GPUs, else gloo), in which a rank waits `timeout_seconds` for
     the others before it gives up; without torchrun it is one process; a group that is already there is used. Every rank
     of the job calls it. The same call gives the same mesh: each new one would bring process groups, whose threads gloo
     wakes a hundred times a second for as long as the job lasts.
 
-    Raises MeshError when `height * width` does not divide the world, or the ranks have not a GPU each or none at all;
-    DeviceError when there is a GPU that torch cannot use.
+    Raises MeshError when the product of the axes does not divide the world, or the ranks have not a GPU each or none at
+    all; DeviceError when there is a GPU that torch cannot use.
     """
-    if height < 1 or width < 1:
-        raise MeshError(f"a mesh needs height >= 1 and width >= 1, got height={height}, width={width}")
+    sizes = ({"depth": depth} if depth != 1 else {}) | {"height": height, "width": width}
+    asked, parts = " x ".join(f"{name} {size}" for name, size in sizes.items()), prod(sizes.values())
+    if min(sizes.values()) < 1:
+        raise MeshError(f"a mesh needs at least one rank along each axis, got {asked}")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if world % (height * width):
+    if world % parts:
         raise MeshError(
-            f"height {height} x width {width} = {height * width} does not divide the {world} ranks of this job; "
-            f"start a multiple of {height * width} ranks or choose a mesh whose product divides {world}"
+            f"{asked} = {parts} does not divide the {world} ranks of this job; "
+            f"start a multiple of {parts} ranks or choose a mesh whose product divides {world}"
         )
     _start_process_group(timedelta(seconds=timeout_seconds))
     made = _made.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
-    if (height, width) not in made:
-        ranks = torch.arange(world).view(world // (height * width), height, width)
-        mesh = made[height, width] = DeviceMesh(device.kind_of_job(), ranks, mesh_dim_names=AXES)
+    if tuple(sizes.values()) not in made:
+        ranks = torch.arange(world).view(-1, *sizes.values())
+        mesh = DeviceMesh(device.kind_of_job(), ranks, mesh_dim_names=("data", *sizes))
+        made[tuple(sizes.values())] = mesh
         # From torch 2.13 on it keeps the groups too, and their threads would outlive the job; it finds them by name.
         getattr(mesh, "_pg_registry", {}).clear()
-        if height * width > 1:
+        if parts > 1:
             _compare_hashing(ranks)
-    return made[height, width]
+    return made[tuple(sizes.values())]
 
 
 def _compare_hashing(ranks: torch.Tensor) -> None:
@@ -158,7 +202,7 @@ def _compare_hashing(ranks: torch.Tensor) -> None:
         )
 
 
-_made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], DeviceMesh]]" = WeakKeyDictionary()
+_made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], DeviceMesh]]" = WeakKeyDictionary()
 
 
 def forget_meshes() -> None:
@@ -174,11 +218,10 @@ def forget_meshes() -> None:
 
 
 def _groups_of(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
-    yield from map(mesh.get_group, AXES)
+    yield from mesh.get_all_groups()
     known: Spatial | None = getattr(mesh, "_fullframe_spatial", None)
     if known is not None:
-        yield known.replica
-        yield from (axis.group for axis in known.axes)
+        yield from known.groups.values()
 
 
 def _start_process_group(timeout: timedelta) -> None:
@@ -209,8 +252,11 @@ def spatial_of(mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], i
     """
     known: Spatial | None = getattr(mesh, "_fullframe_spatial", None)
     if known is None:
-        if mesh.mesh_dim_names != AXES:
-            raise MeshError(f"a mesh with axes {AXES} is needed, got {mesh.mesh_dim_names}; make it with ff.init_mesh")
+        if mesh.mesh_dim_names != axes_of(mesh.ndim):
+            raise MeshError(
+                f"a mesh with axes {axes_of(3)} or {AXES} is needed, got {mesh.mesh_dim_names}; "
+                "make it with ff.init_mesh"
+            )
         known = _spatial(mesh, draw_seed)
         mesh._fullframe_spatial = known  # type: ignore[attr-defined]
     return known
@@ -221,7 +267,16 @@ def _spatial(mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], int
     mine = tuple(next(ranks for ranks in mesh.mesh.flatten(1).tolist() if dist.get_rank() in ranks))
     channel = channel_of(groups.replica)
     axes = tuple(_axis(mesh, name, group, channel) for name, group in groups.axes.items())
-    return Spatial(mesh, axes, mine, channel, ref(groups.replica), draw_seed)
+    pairs = tuple(_pair(axes, names, group, channel) for names, group in groups.pairs.items())
+    return Spatial(mesh, axes, mine, channel, ref(groups.replica), pairs, draw_seed)
+
+
+def _pair(axes: tuple[Axis, ...], names: tuple[str, str], group: dist.ProcessGroup, replica: Channel) -> Axis:
+    """Two of three axes as one: a value may be split over them alone."""
+    first, second = (axis for axis in axes if axis.name in names)
+    channel = share_channel(group, replica)
+    part = first.coordinate * second.size + second.coordinate
+    return Axis(_AND.join(names), len(channel.ranks), part, channel.ranks, channel, ref(group))
 
 
 def _axis(mesh: DeviceMesh, name: str, group: dist.ProcessGroup, replica: Channel) -> Axis:

@@ -77,7 +77,7 @@ def simulate(
     if unknown:
         raise StrategyError(f"there is no term {', '.join(map(repr, unknown))}; the terms are {', '.join(TERMS)}")
     cluster = _cluster(device, strategy)
-    place = cluster, strategy.precision, (strategy.data, strategy.height, strategy.width)
+    place = cluster, strategy.precision, tuple(strategy.mesh.values())
     clock = StepClock(*place) if timings is None else MeasuredClock(*place, timings)
     terms = Terms(cluster.device, strategy.precision, without)
     # As torch does for the norms of gradients that are plain tensors, which they are in the real step.
@@ -92,7 +92,7 @@ class _Simulation:
     def __init__(self, recipe: Recipe, strategy: Strategy, terms: Terms, clock: StepClock, until: float):
         self._recipe, self._strategy, self._terms, self._clock = recipe, strategy, terms, clock
         self._is_cuda = clock.device.is_cuda
-        self._mesh = init_mesh(height=strategy.height, width=strategy.width)
+        self._mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth)
         spatial_of(self._mesh, draw_seed=lambda generator: 0)  # a fake tensor holds no number to read
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._sample = read_sample(recipe)  # before anything is fake: an augmentation may read its own random numbers
@@ -141,7 +141,7 @@ class _Simulation:
             batch = abstract_batch(
                 self._recipe, self._sample, self._recipe.batch_size // self._strategy.data, self._fake
             )
-            if self._strategy.height * self._strategy.width > 1:
+            if self._strategy.parts > 1:
                 batch = Collation(default_collate, Grid.of(self._mesh), "auto").cut(batch)
             batch = Delivery(self._mesh).place(batch)
         self._tracer.mark("batch", _local(batch))
@@ -210,8 +210,10 @@ def _cluster(device: str | Device | Cluster, strategy: Strategy) -> Cluster:
 
 def _fullest(strategy: Strategy) -> int:
     """A rank of the first replica with two neighbours along an axis, or the first of two."""
-    row, column = int(strategy.height > 2), int(strategy.width > 2)
-    return row * strategy.width + column
+    number = 0
+    for ranks in (strategy.depth, strategy.height, strategy.width):
+        number = number * ranks + int(ranks > 2)
+    return number
 
 
 def _axes(mesh: DeviceMesh) -> dict[str, str]:
@@ -219,8 +221,7 @@ def _axes(mesh: DeviceMesh) -> dict[str, str]:
     spatial = spatial_of(mesh)
     groups = {
         "data": mesh.get_group("data"),
-        **{axis.name: axis.group for axis in spatial.axes},
-        "replica": spatial.replica,
+        **spatial.groups,
         "job": dist.group.WORLD,
     }
     return {group.group_name: axis for axis, group in groups.items()}  # type: ignore[union-attr]

@@ -17,7 +17,7 @@ from fullframe.ranks.mesh import Spatial, spatial_of
 from fullframe.spatial.gradients import seen
 from fullframe.spatial.redistribute import gather_axes, resplit
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
-from fullframe.spatial.shard import MOST_DIMS, even_spec, fingerprint, shard
+from fullframe.spatial.shard import MOST_DIMS, even_spec, fingerprint, image_dims, shard
 from fullframe.spatial.spec import Spec, spec_of
 from fullframe.spatial.tensor import SpatialTensor, wrap
 
@@ -32,8 +32,9 @@ def from_local(
 
     With `like`, a split tensor of as many dims, the split dims are cut as its own are; the others may have other sizes.
     Else `placements` says by mesh axis which dim it cuts ({"height": 2, "width": 3}), by as many rows as the ranks
-    hold, in the order of their coordinates; without it the last two dims are H and W. Ranks along an axis that cuts
-    nothing hold the same. The result shares the memory of `local`, and is a plain tensor where nothing is cut.
+    hold, in the order of their coordinates; without it the last two dims are H and W, or the last three D, H and W on a
+    mesh with depth. Ranks along an axis that cuts nothing hold the same. The result shares the memory of `local`, and
+    is a plain tensor where nothing is cut.
 
     `.grad` of a `local` that is a leaf is its part of one process's gradient. Where `local` was computed, the gradient
     goes into that as from any split tensor (docs/gradients.md), so `from_local(x.local, mesh, like=x)` is `x`.
@@ -75,7 +76,7 @@ def _problem(local: object, spatial: Spatial, like: Tensor | None, placements: M
     if like is not None:
         return "" if like.dim() == local.dim() else f"like has {like.dim()} dims, the part {local.dim()}"
     names = [axis.name for axis in spatial.axes]
-    dims = {"height": -2, "width": -1} if placements is None else placements
+    dims = image_dims(spatial) if placements is None else placements
     unknown = [name for name in dims if name not in names]
     if unknown:
         return f"placements names {unknown}; the mesh axes that cut are {names}"
@@ -90,7 +91,7 @@ def _dims(local: Tensor, spatial: Spatial, like: Tensor | None, placements: Mapp
     """By mesh axis the dim that it cuts."""
     if like is not None:
         return {p.axis: p.dim for p in like.spec.placements} if isinstance(like, SpatialTensor) else {}
-    dims = {"height": -2, "width": -1} if placements is None else placements
+    dims = image_dims(spatial) if placements is None else placements
     dims = {axis.name: dims[axis.name] % local.dim() for axis in spatial.axes if axis.name in dims}
     several = {name: dim for name, dim in dims.items() if spatial.axis(name).size > 1}
     return several or (dict(list(dims.items())[-1:]) if spatial.size == 1 else {})  # one rank alone: all is one part
@@ -132,26 +133,15 @@ def _require_parts(everyone: list[list[int]], spatial: Spatial, problem: str, di
             if part[1 + dim] != first[1 + dim]:
                 raise ShapeError(f"the parts differ in dim {dim}, which is not cut ({shapes})")
     held: dict[tuple[int, ...], set[int]] = {}
-    for coordinates, part in zip(_coordinates(spatial), everyone, strict=True):
+    for coordinates, part in zip(spatial.places, everyone, strict=True):
         held.setdefault(tuple(coordinates[axis] for axis in dims), set()).add(part[-2])
     if any(len(values) > 1 for values in held.values()):
         raise ShapeError(f"only {list(dims)} cut the tensor, but ranks along another axis hold other values ({shapes})")
 
 
-def _coordinates(spatial: Spatial) -> list[dict[str, int]]:
-    """Of each rank of the replica, by axis; the last axis's changes fastest."""
-    found = []
-    for number in range(spatial.size):
-        coordinates = {}
-        for axis in reversed(spatial.axes):
-            number, coordinates[axis.name] = divmod(number, axis.size)
-        found.append(coordinates)
-    return found
-
-
 def _as_like(sizes: list[list[int]], spatial: Spatial, like: Spec) -> tuple[Sequence[int], Placements]:
     """(global shape, placements) of parts that are cut as `like` is."""
-    for rank, size, coordinates in zip(spatial.replica_ranks, sizes, _coordinates(spatial), strict=True):
+    for rank, size, coordinates in zip(spatial.replica_ranks, sizes, spatial.places, strict=True):
         wanted = local_shape(like.shape, like.placements, [coordinates[p.axis] for p in like.placements])
         for p in like.placements:
             if size[p.dim] != wanted[p.dim]:
@@ -168,7 +158,7 @@ def _in_order(sizes: list[list[int]], spatial: Spatial, dims: dict[str, int]) ->
     shape, cuts = list(sizes[0]), []
     for axis, dim in dims.items():
         rows: dict[int, set[int]] = {}
-        for coordinates, size in zip(_coordinates(spatial), sizes, strict=True):
+        for coordinates, size in zip(spatial.places, sizes, strict=True):
             rows.setdefault(coordinates[axis], set()).add(size[dim])
         if any(len(several) > 1 for several in rows.values()):
             shapes = [tuple(size) for size in sizes]
@@ -185,15 +175,16 @@ def _in_order(sizes: list[list[int]], spatial: Spatial, dims: dict[str, int]) ->
 def scatter(full: Tensor | None, mesh: DeviceMesh, *, src: int = 0) -> Tensor:
     """`shard` of a tensor (..., H, W) that one rank of each replica has: each other rank is sent its part alone.
 
-    `src` is that rank's number within its replica, of height x width; what others pass, None say, is not looked at.
-    Differentiable: on `src` the gradient of `full` is the whole one of one process.
+    `src` is that rank's number within its replica; what others pass, None say, is not looked at. Differentiable: on
+    `src` the gradient of `full` is the whole one of one process.
 
-    Raises ShapeError on all ranks where `src` passes no plain tensor with dims (..., H, W), of at most eight dims, or
-    the ranks name different ones.
+    Raises ShapeError on all ranks where `src` passes no plain tensor with dims (..., H, W), on a mesh with depth
+    (..., D, H, W), of at most eight dims, or the ranks name different ones.
     """
     spatial = spatial_of(mesh)
     is_here = spatial.coordinate == src
-    fits = isinstance(full, Tensor) and not isinstance(full, SpatialTensor) and 2 <= full.dim() <= MOST_DIMS
+    least = len(spatial.axes)
+    fits = isinstance(full, Tensor) and not isinstance(full, SpatialTensor) and least <= full.dim() <= MOST_DIMS
     facts = [src, -1 if is_here else 0] + [0] * (MOST_DIMS + 3)
     if is_here and fits:
         assert full is not None
@@ -208,7 +199,8 @@ def scatter(full: Tensor | None, mesh: DeviceMesh, *, src: int = 0) -> Tensor:
     dims, *told = everyone[src][1:]
     if dims < 0:
         got = f"{type(full).__name__} {tuple(getattr(full, 'shape', ()))}" if is_here else "something else"
-        raise ShapeError(f"rank {src} of the replica must pass a plain tensor with dims (..., H, W), passed {got}")
+        asked = "(..., D, H, W)" if least == 3 else "(..., H, W)"
+        raise ShapeError(f"rank {src} of the replica must pass a plain tensor with dims {asked}, passed {got}")
     shape, (dtype, layout, needs_gradient) = tuple(told[:dims]), told[MOST_DIMS:]
     if spatial.size == 1:
         assert full is not None
@@ -226,8 +218,9 @@ def _on_one(
     full: Tensor | None, spatial: Spatial, src: int, shape: tuple[int, ...], dtype: torch.dtype, needs_gradient: bool
 ) -> tuple[Tensor, Spec]:
     """(local, spec) of a tensor all of whose rows are one rank's."""
-    owner, cuts, empty = _coordinates(spatial)[src], [], list(shape)
-    for dim, axis in zip((len(shape) - 2, len(shape) - 1), spatial.axes, strict=True):
+    owner, cuts, empty = spatial.places[src], [], list(shape)
+    for name, dim in image_dims(spatial).items():
+        axis, dim = spatial.axis(name), len(shape) + dim
         if axis.size > 1:
             bounds = (0,) * (owner[axis.name] + 1) + (shape[dim],) * (axis.size - owner[axis.name])
             cuts.append(Placement(axis.name, dim, Extents(bounds)))

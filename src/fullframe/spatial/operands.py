@@ -56,9 +56,9 @@ def merged(values: Sequence[Tensor]) -> Spec:
 def require_one_mesh(own: Spec, other: Spec) -> None:
     """Raises MeshError where the operands of one op are split over different meshes."""
     if own.spatial is not other.spatial:
-        sizes = ["x".join(str(axis.size) for axis in spec.spatial.axes) for spec in (own, other)]
+        first, second = (" x ".join(f"{axis.name} {axis.size}" for axis in spec.spatial.axes) for spec in (own, other))
         raise MeshError(
-            f"tensors of two meshes (height x width {sizes[0]} and {sizes[1]}) meet in one op; "
+            f"tensors of two meshes ({first} and {second}) meet in one op; "
             "split both over one mesh, or pass one of them as x.full()"
         )
 

@@ -26,7 +26,7 @@ from fullframe.geometry.placement import Placement, local_factors
 from fullframe.ranks.adjoint import linear
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.exchange import joined
-from fullframe.ranks.mesh import BOTH, Axis
+from fullframe.ranks.mesh import Axis
 from fullframe.spatial.operands import has_values
 from fullframe.spatial.spec import Spec
 
@@ -44,7 +44,7 @@ class Selection:
 
     @property
     def axis(self) -> Axis:
-        """The axis, or both as one, along which the elements lie on different ranks."""
+        """The axis, or several as one, along which the elements lie on different ranks."""
         return self.spec.spatial.axis(_axis_of(self.spec))
 
     def placement(self, dim: int) -> Placement:
@@ -165,7 +165,7 @@ def numbers_held(spec: Spec, dim: int, coordinates: dict[str, int]) -> Tensor:
 
 
 def _axis_of(spec: Spec) -> str:
-    return BOTH if len(spec.placements) > 1 else spec.placements[0].axis
+    return spec.spatial.joint([p.axis for p in spec.placements])
 
 
 def _coordinates(spec: Spec) -> Iterator[dict[str, int]]:

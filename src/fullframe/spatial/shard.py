@@ -11,7 +11,7 @@ from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.memory_format import memory_format_of
-from fullframe.ranks.mesh import spatial_of
+from fullframe.ranks.mesh import Spatial, spatial_of
 from fullframe.spatial.gradients import enter
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
@@ -24,8 +24,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTensor:
-    """This rank's part of `full`, whose last two dims are H and W; differentiable.
+    """This rank's part of `full`, whose last two dims are H and W, and the one before D on a mesh with depth.
 
+    Differentiable.
     Every rank of a replica passes the same tensor; the part is a copy, so that the whole can be freed. Dims are cut
     evenly over the axes of `mesh` that have more than one rank; a dim with fewer rows than ranks stays whole, and where
     nothing is cut the result is a plain tensor. With `check`, the ranks first agree on shape, dtype and a sample of the
@@ -41,17 +42,25 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
 
 
 def even_spec(shape: tuple[int, ...], mesh: DeviceMesh) -> Spec:
-    """The spec of a whole (..., H, W) tensor cut evenly over `mesh`; a dim of fewer rows than ranks stays whole."""
+    """The spec of a whole (..., H, W) or (..., D, H, W) tensor cut evenly over `mesh`.
+
+    A dim of fewer rows than ranks stays whole, and so does a tensor (H, W) along depth.
+    """
     spatial = spatial_of(mesh)
     if len(shape) < 2:
         raise ShapeError(f"a tensor with dims (..., H, W) is needed, got shape {shape}")
-    axes = list(zip((-2, -1), spatial.axes, strict=True))
-    axes = [pair for pair in axes if pair[1].size > 1] or axes[1:]  # one rank alone: one part of everything
+    axes = [(len(shape) + dim, spatial.axis(name)) for name, dim in image_dims(spatial).items()]
+    axes = [pair for pair in axes if pair[1].size > 1] or axes[-1:]  # one rank alone: one part of everything
     placements = []
     for dim, axis in axes:
-        if shape[dim] >= axis.size:
-            placements.append(Placement(axis.name, len(shape) + dim, Extents.even(shape[dim], axis.size)))
+        if dim >= 0 and shape[dim] >= axis.size:
+            placements.append(Placement(axis.name, dim, Extents.even(shape[dim], axis.size)))
     return spec_of(spatial, shape, tuple(placements), False, None)
+
+
+def image_dims(spatial: Spatial) -> dict[str, int]:
+    """By mesh axis the dim that it cuts, counted from the end: height -2 and width -1, and depth -3."""
+    return {axis.name: number - len(spatial.axes) for number, axis in enumerate(spatial.axes)}
 
 
 def _agree(full: Tensor, mesh: DeviceMesh) -> None:

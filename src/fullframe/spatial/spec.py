@@ -11,8 +11,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements
-from fullframe.ranks.mesh import BOTH, Spatial, kept_with_mesh
+from fullframe.ranks.mesh import Spatial, axes_in, kept_with_mesh
 from fullframe.spatial.rules.registry import Merged, Unsupported
+
+_DEPTH = (
+    "Depth cuts the third dim from the end, which is D in volumes (N, C, D, H, W) and C in images; split images over "
+    "a mesh without depth, init_mesh(height=..., width=...)."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +68,10 @@ class Spec:
 
     def require_whole(self, reason: str, *dims: int) -> None:
         """Raises Unsupported, for `reason`, where any part of one of the dims is split."""
-        if any(self.is_split(dim) for dim in dims):
+        here = [p for p in self.placements if p.dim in [dim % len(self.shape) for dim in dims]]
+        if any("depth" in axes_in(p.axis) for p in here):
+            raise Unsupported(reason, _DEPTH)
+        if here:
             raise Unsupported(reason)
 
     def require_in_order(self, dims: Collection[int] | None = None) -> None:
@@ -126,8 +134,8 @@ class Spec:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's part along each spatial axis, and along both as one."""
-        return {axis.name: axis.coordinate for axis in self.spatial.axes} | {BOTH: self.spatial.coordinate}
+        """This rank's part along each spatial axis, and along several as one."""
+        return self.spatial.coordinates
 
 
 def spec_of(

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullframe.errors import RecipeError
 from fullframe.model.buffers import share_buffers
 from fullframe.ranks.agreement import on_first_rank
+from fullframe.ranks.mesh import spatial_of
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.recipe import Recipe
 from fullframe.spatial.tensor import SpatialTensor
@@ -84,7 +85,7 @@ def evaluate(
                     counted = copy.deepcopy(tally)
                 tally.add(recipe.evaluate(model, batch))
                 progress()
-            found = counted.found(first=mesh.get_local_rank("height") == mesh.get_local_rank("width") == 0)
+            found = counted.found(first=spatial_of(mesh).coordinate == 0)
     finally:
         tally.reset()  # for the next evaluation, also when this one ends early
     return _over_ranks(found, mesh)

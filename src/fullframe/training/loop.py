@@ -55,7 +55,7 @@ def fit(
     SystemExit. Raises MeshError, StrategyError, RecipeError, RunError or CheckpointError, on all ranks.
     """
     steps = recipe.steps if steps is None else steps
-    mesh = init_mesh(height=strategy.height, width=strategy.width)
+    mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth)
     reason = next((found for found in from_all_ranks(restart_reason()) if found), "")
     if reason:
         resume, strategy = "auto", strategy_of_restart(Path(run_dir), strategy)

@@ -1,8 +1,8 @@
 """One exact optimizer step: accumulate microbatches, divide by the true count of the whole job's batch, update.
 
 Gradients of sums are accumulated and averaged over all ranks by `parallelize`; what turns that average into the
-gradient of the mean loss is one factor, ranks / (count added over all ranks), because the height x width ranks of a
-replica each hold their replica's full count.
+gradient of the mean loss is one factor, ranks / (count added over all ranks), because the ranks of a replica each hold
+their replica's full count.
 """
 
 import math
@@ -22,7 +22,7 @@ from fullframe.model.buffers import KeptBuffers
 from fullframe.model.forward_patch import restore
 from fullframe.model.parallelize import require_parallelized_for
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
-from fullframe.strategy import Strategy
+from fullframe.strategy import Strategy, multiplied
 from fullframe.techniques.budget import Costs
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.precision import Fp32Math, LossScale, computing, fp32_math
@@ -68,8 +68,8 @@ class TrainStep:
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         if strategy.ranks != self._ranks:
             raise StrategyError(
-                f"the strategy needs data {strategy.data} x height {strategy.height} x width {strategy.width} = "
-                f"{strategy.ranks} ranks, this job has {self._ranks}; start {strategy.ranks} ranks or change it"
+                f"the strategy needs {multiplied(strategy.mesh)} = {strategy.ranks} ranks, this job has {self._ranks}; "
+                f"start {strategy.ranks} ranks or change it"
             )
         if self._ranks > 1 and not hasattr(model, "no_sync"):
             raise StrategyError(
@@ -90,7 +90,7 @@ class TrainStep:
         self._buffers = KeptBuffers(plain)
         restore(plain)  # what an earlier step has put in
         if self._ranks > 1:
-            synchronize_batchnorm(plain, strategy.height * strategy.width, every=strategy.sync_batchnorm)
+            synchronize_batchnorm(plain, strategy.parts, every=strategy.sync_batchnorm)
         self._recomputation = Recomputation(plain, strategy)
         self.updating = False  # parameters may be neither those before the step nor those after it
 

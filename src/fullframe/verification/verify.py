@@ -28,7 +28,7 @@ from fullframe.data.slices import SliceReader
 from fullframe.errors import FullframeError, RecipeError, UnsupportedOp
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.collectives import all_sum_no_grad
-from fullframe.ranks.mesh import AXES, Spatial, init_mesh, spatial_of
+from fullframe.ranks.mesh import Spatial, init_mesh, spatial_of
 from fullframe.ranks.randomness import mixed_seed, seed_everything
 from fullframe.recipe import Recipe, load_recipe
 from fullframe.spatial.redistribute import sliced
@@ -77,9 +77,9 @@ def verify(
         find_unused_parameters=True,  # a note names them
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),  # weights stay as they are
     )
-    mesh = init_mesh(height=strategy.height, width=strategy.width)
+    mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth)
     notes: list[str] = []
-    about = dict(zip(AXES, mesh.mesh.shape, strict=True)), mesh_device(mesh).type, tolerance, notes
+    about = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)), mesh_device(mesh).type, tolerance, notes
     plain, step, batch, kept = _prepared(recipe, strategy, mesh, notes)
     with _machine_folder() as folder:
         _run_reference(path, folder, recipe, mesh, plain, kept.batch)

@@ -24,6 +24,9 @@ def test_a_grid_cuts_as_shard_does():
     assert LAST.part((9, 14)) == (slice(5, 9), slice(10, 14))
     assert Grid().part((9, 14)) == (slice(0, 9), slice(0, 14))
     assert LAST.part((9, 2)) == (slice(5, 9), slice(0, 2)), "fewer columns than ranks stay whole"
+    assert Grid(height=2, depth=3, plane=1).part((7, 9, 14)) == (slice(3, 5), slice(0, 5), slice(0, 14))
+    assert Grid(height=2, depth=3, plane=1).part((2, 9, 14))[0] == slice(0, 2)
+    assert LAST.part((7, 9, 14)) == (slice(0, 7), slice(5, 9), slice(10, 14)), "slices of a volume are not cut"
 
 
 def test_only_the_part_leaves_the_process_that_read_it():
@@ -123,6 +126,72 @@ def test_evaluation_reads_parts_too():
         assert [tuple(image.shape) for image, _ in batches] == [(1, 3, *SIZE)] * 2
 
 
+def of_one_row():
+    data: Any = Parts(4)
+    data.images, data.targets = data.images[..., :1, :], data.targets[..., :1, :]
+    data.size = lambda index: (1, SIZE[1])
+    return [type(batch["image"]) for batch in loader_of(data, 2, 1)], data.pixels
+
+
+def test_frames_of_fewer_rows_than_ranks_are_read_whole():
+    assert rank_group(2).run(of_one_row) == [([torch.Tensor], 4 * SIZE[1])] * 2
+
+
+class Volumes:
+    """Reads parts of volumes (1, D, H, W), and of labels (D, H, W)."""
+
+    size_ = (5, 6, 7)
+
+    def __init__(self):
+        self.volumes = torch.arange(2 * 5 * 6 * 7.0).view(2, 1, *self.size_)
+        self.voxels = 0
+
+    def __len__(self):
+        return 2
+
+    def size(self, index):
+        return self.size_
+
+    def __getitem__(self, index):
+        return self.read(index, slice(0, 5), slice(0, 6), slice(0, 7))
+
+    def read(self, index, slices, rows, columns):
+        found = self.volumes[index][:, slices, rows, columns]
+        self.voxels += found.numel()
+        return {"volume": found.clone(), "label": found[0] > 3, "number": index}
+
+
+def volumes(height, depth):
+    data, on = Volumes(), ff.init_mesh(height=height, depth=depth)
+    ((batch),) = ff.ShardedLoader(DataLoader(data, 2), on)
+    ((whole),) = ff.ShardedLoader(DataLoader([data[0], data[1]], 2), on)  # of which nothing can be read apart
+    same = all(torch.equal(batch[key].full(), whole[key].full()) for key in ("volume", "label"))
+    return (
+        same and torch.equal(batch["volume"].full(), data.volumes),
+        batch["volume"].spec is whole["volume"].spec,
+        [[p.axis for p in batch[key].spec.placements] for key in ("volume", "label")],
+        batch["number"].tolist(),
+        data.voxels - 2 * 210,
+    )
+
+
+def test_volumes_are_read_by_slices_too():
+    for rank, found in enumerate(rank_group(2).run(volumes, 1, 2)):
+        assert found == (True, True, [["depth"]] * 2, [0, 1], 2 * (3 - rank) * 42)
+    for found in rank_group(2).run(volumes, 2, 1):
+        assert found == (True, True, [["height"]] * 2, [0, 1], 210)
+
+
+def images_over_depth():
+    data: Any = Parts(4)
+    with pytest.raises(RecipeError, match=r"Parts.size gives \(9, 14\), and the mesh has depth 2: give \(D, H, W\)"):
+        next(iter(ff.ShardedLoader(DataLoader(data, 4), ff.init_mesh(depth=2))))
+
+
+def test_a_data_set_of_images_is_refused_on_a_mesh_with_depth():
+    rank_group(2).run(images_over_depth)
+
+
 def refused(what, height=2, width=1):
     """What a wrong data set is told."""
     data: Any = Parts(4)
@@ -137,8 +206,6 @@ def refused(what, height=2, width=1):
         options["split"] = ["image"]
     elif what == "sizes":
         data.size = lambda index: (8 + index, 14)
-    elif what == "few rows":
-        data.size = lambda index: (1, 14)
     elif what == "other labels":
         plain = data.read
         data.read = lambda index, *part: plain(index, *part) | {"label": torch.distributed.get_rank()}
@@ -157,7 +224,6 @@ def refused(what, height=2, width=1):
         ("another frame", ShapeError, "gave no tensor of rows"),
         ("a part too large", ShapeError, "read() gave 'image' with the shape (4, 3, 9, 14) where rows"),
         ("sizes", ShapeError, "cannot be one batch of parts"),
-        ("few rows", ShapeError, "of 1 x 14 over height 2 x width 1 ranks leaves ranks with nothing to read"),
         ("nothing", None, ""),
     ],
 )

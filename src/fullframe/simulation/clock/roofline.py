@@ -14,6 +14,7 @@ import torch
 import torch.distributed.fsdp  # which makes the ops of that name
 from torch.distributed.tensor import DTensor
 
+from fullframe.ranks.mesh import AXES, axes_in, axes_of
 from fullframe.simulation.clock.ops import Op, bytes_of, is_depthwise, tensors
 from fullframe.simulation.devices.calibration import Points, rate_at
 from fullframe.simulation.devices.table import Cluster, Device
@@ -92,14 +93,14 @@ class Reading(NamedTuple):
 class StepClock:
     """The seconds of one step on one rank; `record` every op of it, then read `seconds` and `step_seconds`.
 
-    `mesh` is (data, height, width); ranks fill nodes with width fastest, then height, then data.
+    `mesh` is (data, height, width), or (data, depth, height, width); ranks fill nodes with the last one fastest.
     """
 
     def __init__(
         self,
         cluster: Cluster | Device,
         precision: str = "fp32",
-        mesh: tuple[int, int, int] = (1, 1, 1),
+        mesh: tuple[int, ...] = (1, 1, 1),
         efficiency: Efficiency | None = None,
     ):
         if isinstance(cluster, Device):
@@ -272,13 +273,17 @@ class StepClock:
         return self._links[axis]
 
     def _crosses(self, axis: str) -> bool:
-        data, height, width = self.mesh
-        groups = {"width": (1, width), "height": (width, height), "data": (height * width, data),
-                  "replica": (1, height * width)}  # fmt: skip
-        stride, count = groups.get(axis, (1, data * height * width))
+        sizes = dict(zip(axes_of(len(self.mesh)), self.mesh, strict=True))
+        along = {"replica": AXES[1:], "job": AXES}.get(axis) or axes_in(axis)
         each = self.cluster.devices_per_node
-        first = (rank for rank in range(math.prod(self.mesh)) if rank // stride % count == 0)
-        return any(rank // each != (rank + stride * (count - 1)) // each for rank in first)
+        inside, first, last = 1, [0], 0  # ranks of the axes done; first ranks of the groups, and how far the last is
+        for name, size in reversed(sizes.items()):
+            if name in along:
+                last += inside * (size - 1)
+            else:
+                first = [rank + inside * part for part in range(size) for rank in first]
+            inside *= size
+        return any(rank // each != (rank + last) // each for rank in first)
 
     def _rate(self, op: Op, args: Sequence[Any], dtype: str, operations: float) -> float:
         """Operations a second that this op reaches."""

@@ -34,7 +34,7 @@ class MeasuredClock(StepClock):
         self,
         cluster: Cluster | Device,
         precision: str = "fp32",
-        mesh: tuple[int, int, int] = (1, 1, 1),
+        mesh: tuple[int, ...] = (1, 1, 1),
         timings: Timings | None = None,
     ):
         super().__init__(cluster, precision, mesh)

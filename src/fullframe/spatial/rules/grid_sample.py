@@ -213,7 +213,7 @@ def _borrowed(image: SpatialTensor, grid: Tensor, where: _Where) -> tuple[Tensor
     None where any rank's part of the grid is not finite.
     """
     local, spec, first = local_of(image), image.spec, [0] * (image.dim() - 2)
-    spatial, cuts = spec.spatial, sorted(spec.placements, key=lambda p: p.axis)  # height before width
+    spatial, cuts = spec.spatial, spec.placements
     if not has_values(grid):  # a simulation: any row may be read
         return gather_axes(local, spec, [p.axis for p in cuts])[0], first
     reach = [_reach(grid[..., 1 - p.dim], spec.shape[p.dim], where) for p in cuts]
@@ -223,8 +223,9 @@ def _borrowed(image: SpatialTensor, grid: Tensor, where: _Where) -> tuple[Tensor
         return None
     for number, p in enumerate(cuts):
         reaches = [reach[number] for reach in everyone]
-        if p is not cuts[-1]:  # what the ranks of one row of the mesh want is borrowed by each: the next cut shares it
-            reaches = _of_mesh_rows(reaches, spatial.axis("width").size)
+        # What ranks want that differ in the axes of later cuts alone is borrowed by each: those cuts share it.
+        later = {q.axis for q in cuts[number + 1 :]}
+        reaches = _of_all([[c for name, c in place.items() if name not in later] for place in spatial.places], reaches)
         axis = spatial.axis(p.axis)
         wanted = tuple(range(*reaches[spatial.replica_ranks.index(rank)]) for rank in axis.ranks)
         local = refetched(local, spec, p, wanted)
@@ -232,12 +233,12 @@ def _borrowed(image: SpatialTensor, grid: Tensor, where: _Where) -> tuple[Tensor
     return local, first
 
 
-def _of_mesh_rows(reaches: list[list[int]], width: int) -> list[list[int]]:
-    """For each rank the rows from the first to the last that the ranks of its row of the mesh read."""
+def _of_all(places: list[list[int]], reaches: list[list[int]]) -> list[list[int]]:
+    """For each rank the rows from the first to the last that the ranks of its place read."""
     found = []
-    for number in range(len(reaches)):
-        row = [reach for reach in reaches[number // width * width :][:width] if reach[1] > reach[0]]
-        found.append([min(start for start, _ in row), max(stop for _, stop in row)] if row else [0, 0])
+    for mine in places:
+        near = [reach for place, reach in zip(places, reaches, strict=True) if place == mine and reach[1] > reach[0]]
+        found.append([min(start for start, _ in near), max(stop for _, stop in near)] if near else [0, 0])
     return found
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fullframe.errors import CheckpointError
 from fullframe.model.fsdp import is_sharded
+from fullframe.ranks.mesh import axes_of
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.precision import LossScale
 from fullframe.training.checkpoints.manifest import Manifest, StoredTensor
@@ -29,7 +30,7 @@ class RunState:
     model: nn.Module  # the user's, unwrapped
     optimizer: torch.optim.Optimizer
     loader: ShardedLoader
-    mesh: tuple[int, ...]  # data, height, width
+    mesh: tuple[int, ...]  # data, height, width; or data, depth, height, width
     step: int = 0  # optimizer steps done
     scale: LossScale | None = None  # with fp16
     average: ParameterAverage | None = None  # with ema_decay
@@ -109,8 +110,8 @@ class RunState:
         if tuple(facts["mesh"]) != self.mesh:
             other = "dropout" if facts["mesh"][0] == self.mesh[0] else "dropout and what batch norm takes together"
             said.append(
-                f"the checkpoint is of data x height x width = {_product(facts['mesh'])}, this run is of "
-                f"{_product(self.mesh)}: the same numbers but for rounding, {other}"
+                f"the checkpoint is of {_product(facts['mesh'])}, this run is of {_product(self.mesh)}: "
+                f"the same numbers but for rounding, {other}"
             )
         self.step = manifest.step
         return said
@@ -145,4 +146,4 @@ def _names(manifest: Manifest, prefix: str) -> set[str]:
 
 
 def _product(sizes: Any) -> str:
-    return " x ".join(map(str, sizes))
+    return " x ".join(f"{name} {size}" for name, size in zip(axes_of(len(sizes)), sizes, strict=True))

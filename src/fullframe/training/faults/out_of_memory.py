@@ -63,8 +63,8 @@ def cut_finer(strategy: Strategy, batch_size: int, problem: str) -> Strategy:
         why = "update_in_backward takes one" if strategy.update_in_backward else "each holds one sample"
         raise RunError(
             f"out of memory ({problem}), and {strategy.microbatches} microbatches cannot be cut finer, for {why}; "
-            "recompute activations (recompute='blocks'), split the frame over more ranks (height, width), or take an "
-            "optimizer that keeps less"
+            "recompute activations (recompute='blocks'), split the frame over more ranks (height, width, depth), or "
+            "take an optimizer that keeps less"
         )
     return replace(strategy, microbatches=counts[0])
 

@@ -7,7 +7,7 @@ travels between processes.
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,31 +28,44 @@ _LINE = "the next batch of the loader"  # which a progress bar may ask for, on o
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of a replica as a worker process knows them: how many along H and W, and which of them this one is."""
+    """The ranks of a replica as a worker process knows them: how many along H, W, D, and which of them this one is."""
 
     height: int = 1
     width: int = 1
     row: int = 0
     column: int = 0
+    depth: int = 1
+    plane: int = 0
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "Grid":
         """This rank's place in its replica."""
-        return cls(mesh.size(1), mesh.size(2), mesh.get_local_rank("height"), mesh.get_local_rank("width"))
+        axes = {axis.name: axis for axis in spatial_of(mesh).axes}
+        height, width, depth = axes["height"], axes["width"], axes.get("depth")
+        here = cls(height.size, width.size, height.coordinate, width.coordinate)
+        return here if depth is None else replace(here, depth=depth.size, plane=depth.coordinate)
 
     @property
     def ranks(self) -> int:
         """Ranks in a replica."""
-        return self.height * self.width
+        return self.depth * self.height * self.width
 
-    def part(self, size: tuple[int, ...]) -> tuple[slice, slice]:
-        """This rank's rows and columns of a frame of `size` (H, W); all where there are fewer than ranks."""
-        rows, columns = map(range, size)
-        if size[0] >= self.height:
-            rows = Extents.even(size[0], self.height).ranges[self.row]
-        if size[1] >= self.width:
-            columns = Extents.even(size[1], self.width).ranges[self.column]
-        return slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+    @property
+    def dims(self) -> int:
+        """How many of a tensor's last dims are cut: (H, W), or (D, H, W)."""
+        return 2 if self.depth == 1 else 3
+
+    def part(self, size: tuple[int, ...]) -> tuple[slice, ...]:
+        """This rank's rows and columns of a frame of `size` (H, W), or slices, rows and columns of a volume (D, H, W).
+
+        All of a dim that has fewer rows than ranks.
+        """
+        places = ((self.depth, self.plane), (self.height, self.row), (self.width, self.column))
+        found = []
+        for rows, (ranks, number) in zip(size, places[-len(size) :], strict=True):
+            mine = Extents.even(rows, ranks).ranges[number] if rows >= ranks else range(rows)
+            found.append(slice(mine.start, mine.stop))
+        return tuple(found)
 
 
 class Sample(NamedTuple):
@@ -60,7 +73,7 @@ class Sample(NamedTuple):
 
     value: Any
     facts: tuple[Any, ...]  # what the ranks of a replica must have in common, whatever part they read
-    size: tuple[int, int] | None  # (H, W) of the frame where only this rank's part of it was read
+    size: tuple[int, ...] | None  # (H, W), or (D, H, W), of the frame where only this rank's part of it was read
 
 
 @dataclass(frozen=True)
@@ -101,49 +114,52 @@ class Collation:
 
     def cut(self, batch: Any) -> Any:
         """`batch` with each whole tensor of the frame cut to this rank's part."""
-        frame = None if self.split != "auto" else _frame(batch)
+        frame = None if self.split != "auto" else _frame(batch, self.grid.dims)
 
         def cut(tensor: Tensor, path: tuple[Any, ...]) -> Any:
             if not self._splits(tensor, frame, path):
                 return tensor
             if tensor.dim() < 2:
                 raise ShapeError(f"split names {path[0]!r}, whose shape {tuple(tensor.shape)} has no dims (..., H, W)")
-            part = tensor[(..., *self.grid.part(tensor.shape[-2:]))]
+            items: Any = (..., *self.grid.part(tensor.shape[-self.grid.dims :]))
+            part = tensor[items]
             # A copy: a view would keep the whole frame in memory, and send it along, for as long as this part of it.
             return Cut(part.clone(memory_format=torch.contiguous_format), tuple(tensor.shape))
 
         return _placed(batch, cut, ())
 
-    def _marked(self, batch: Any, size: tuple[int, int]) -> Any:
-        """`batch` with each tensor that was read as a part of a frame of `size` (H, W) as a `Cut`."""
-        rows, columns = self.grid.part(size)
-        here = (rows.stop - rows.start, columns.stop - columns.start)
+    def _marked(self, batch: Any, size: tuple[int, ...]) -> Any:
+        """`batch` with each tensor that was read as a part of a frame of `size` (H, W), or (D, H, W), as a `Cut`."""
+        part = self.grid.part(size)
+        here = tuple(rows.stop - rows.start for rows in part)
+        names = ("slices", "rows", "columns")[-len(size) :]
+        asked = " and ".join(f"{name} {rows.start}:{rows.stop}" for name, rows in zip(names, part, strict=True))
         found = 0
 
         def mark(tensor: Tensor, path: tuple[Any, ...]) -> Any:
             nonlocal found
             if not self._splits(tensor, here, path):
                 return tensor
-            if tuple(tensor.shape[-2:]) != here:
+            if tuple(tensor.shape[-len(size) :]) != here:
                 raise ShapeError(
-                    f"read() gave {path[0]!r} with the shape {tuple(tensor.shape)} where rows {rows.start}:{rows.stop} "
-                    f"and columns {columns.start}:{columns.stop} were asked for; the last two dims must be {here}"
+                    f"read() gave {path[0]!r} with the shape {tuple(tensor.shape)} where {asked} were asked for; "
+                    f"the last dims must be {here}"
                 )
             found += 1
-            return Cut(tensor, (*tensor.shape[:-2], *size))
+            return Cut(tensor, (*tensor.shape[: -len(size)], *size))
 
         marked = _placed(batch, mark, ())
         if not found:
             shapes = [tuple(tensor.shape) for tensor in _leaves(batch)]
             raise ShapeError(
-                f"read() gave no tensor of rows {rows.start}:{rows.stop} and columns {columns.start}:{columns.stop}, "
-                f"but those of shapes {shapes}; return that part of the frame, H and W last"
+                f"read() gave no tensor of {asked}, but those of shapes {shapes}; "
+                "return that part of the frame, H and W last"
             )
         return marked
 
     def _splits(self, tensor: Tensor, frame: tuple[int, ...] | None, path: tuple[Any, ...]) -> bool:
         if self.split == "auto":
-            return tensor.dim() >= 3 and tuple(tensor.shape[-2:]) == frame
+            return frame is not None and tensor.dim() > len(frame) and tuple(tensor.shape[-len(frame) :]) == frame
         return bool(path) and path[0] in self.split
 
 
@@ -222,10 +238,10 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
-def _frame(batch: Any) -> tuple[int, ...] | None:
-    """The last two dims of the largest tensor that has at least three."""
-    largest = max((t for t in _leaves(batch) if t.dim() >= 3), key=Tensor.numel, default=None)
-    return None if largest is None else tuple(largest.shape[-2:])
+def _frame(batch: Any, dims: int) -> tuple[int, ...] | None:
+    """The last two, or three, dims of the largest tensor that has more."""
+    largest = max((t for t in _leaves(batch) if t.dim() > dims), key=Tensor.numel, default=None)
+    return None if largest is None else tuple(largest.shape[-dims:])
 
 
 def _checksum(batch: Any, checksum: int) -> int:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.dataloader import default_collate
 
 from fullframe.data.slices import SliceReader
-from fullframe.errors import CheckpointError, RecipeError, ShapeError
+from fullframe.errors import CheckpointError, RecipeError
 from fullframe.processes.stop_signals import STOP_SIGNALS
 from fullframe.ranks.randomness import mixed_seed, sample_randomness
 from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split, mesh_device
@@ -33,14 +33,15 @@ class ShardedLoader:
     incomplete batch that the replicas cannot share evenly is refused, unless `weighted` says that the loop multiplies
     the mean over each batch by `weight`. `split` says which tensors are split over height and width: "auto" takes those
     of 3 or more dims with the last two dims of the largest one (a split is exact for any tensor, so this is a matter of
-    speed only), or the keys of the batch. On a mesh without a split (height 1, width 1) all tensors stay plain. A
-    dataset that is a `fullframe.data.SliceReader` is asked for this rank's part only.
+    speed only), or the keys of the batch. On a mesh with depth they are those of 4 or more dims with its last three. On
+    a mesh without a split (height 1, width 1) all tensors stay plain. A dataset that is a `fullframe.data.SliceReader`
+    is asked for this rank's part only.
 
     Tensors are moved to the mesh's device; on a GPU, host memory is pinned and `prefetch` batches (1 unless given) are
     copied while those before them are computed on, which costs the memory of their parts.
 
     Raises RecipeError when the loader cannot be spread over the mesh, or when ranks of a replica read different
-    samples; ShapeError when a tensor has fewer rows than there are ranks.
+    samples.
     """
 
     def __init__(
@@ -222,15 +223,16 @@ class _Samples(Dataset[Sample]):
             return Sample(self._dataset[index], (epoch, index), None)
 
     def _part(self, dataset: SliceReader, epoch: int, index: int) -> Sample:
-        height, width = dataset.size(index)
-        if height < self._grid.height or width < self._grid.width:
-            raise ShapeError(
-                f"sample {index} of {height} x {width} over height {self._grid.height} x width {self._grid.width} "
-                "ranks leaves ranks with nothing to read; use a smaller mesh"
+        size = tuple(dataset.size(index))
+        if len(size) < self._grid.dims:
+            raise RecipeError(
+                f"{type(dataset).__name__}.size gives {size}, and the mesh has depth {self._grid.depth}: "
+                "give (D, H, W) and take read(index, slices, rows, columns), or leave depth out of the mesh"
             )
-        value = dataset.read(index, *self._grid.part((height, width)))
+        read: Any = dataset.read  # of volumes also by slices
+        value = read(index, *self._grid.part(size))
         drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
-        return Sample(value, (epoch, index, height, width, drawn), (height, width))
+        return Sample(value, (epoch, index, *size, drawn), size)
 
 
 def require_indexed(dataset: Any) -> None:
