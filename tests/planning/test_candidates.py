@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullframe.planning.candidates import Job, candidates, meshes, precisions_of, saves_more
+from fullframe.planning.candidates import Job, border, candidates, meshes, precisions_of, saves_more
 from fullframe.planning.estimate import Estimator
 from fullframe.simulation.devices.table import device_named, parse_cluster
 from fullframe.simulation.prediction import Moment, Prediction
@@ -76,9 +76,21 @@ def prediction(*, seconds: float = 1.0, context: int = 0, **bytes: int) -> Predi
     ],
 )
 def test_meshes(ranks: int, batch: int, rows: int, columns: int, found: list[tuple[int, int, int]]) -> None:
-    assert meshes(ranks, batch, rows, columns)[: len(found)] == found
-    for data, height, width in meshes(ranks, batch, rows, columns):
+    made = meshes(ranks, batch, (1, rows, columns))
+    assert [(data, height, width) for data, _, height, width in made][: len(found)] == found
+    for data, depth, height, width in made:
+        assert depth == 1, "an image has no depth"
         assert data * height * width <= ranks and batch % data == 0
+
+
+def test_meshes_of_volumes() -> None:
+    """The shortest faces first; a rank has at least 16 slices of a split volume."""
+    assert meshes(2, 1, (64, 32, 128)) == [(1, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 1)]
+    assert (1, 2, 2, 2) in meshes(8, 1, (64, 64, 64)) and (1, 4, 1, 1) in meshes(4, 1, (64, 8, 8))
+    assert all(depth == 1 for _, depth, _, _ in meshes(8, 4, (31, 512, 512)))
+    assert (
+        border((1, 2, 2, 1), (64, 32, 128)) == 16 * 128 + 32 * 128
+    )  # a face of height by width, one of depth by width
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from fullframe.errors import RecipeError, UnsupportedOp
 from fullframe.planning import search as searching
-from fullframe.planning.candidates import Job, border, candidates
+from fullframe.planning.candidates import Job, border, candidates, mesh_of
 from fullframe.planning.pool import Outcome, Refusal
 from fullframe.planning.ranking import Plan, Why, plans_of, winner
 from fullframe.planning.search import Search, complexity, weight
@@ -23,7 +23,7 @@ def cost(strategy: Strategy, job: Job) -> Prediction:
     Every cut costs some time and some activations, every message something.
     """
     share = job.of(strategy)
-    cuts = border((strategy.data, strategy.height, strategy.width), job.rows, job.columns) / job.rows
+    cuts = border(mesh_of(strategy), job.frame) / job.rows
     kept = 1.0 if strategy.recompute == "none" else 0.2
     if strategy.recompute == "budget":
         kept = 0.5

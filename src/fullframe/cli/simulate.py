@@ -4,7 +4,7 @@ import contextlib
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from tyro.conf import Positional, arg
 
@@ -33,6 +33,8 @@ class Simulate:
     """Samples of one step of the whole job: the plan's, or the recipe's, unless given."""
     data: Annotated[int, arg(metavar="N")] = 1
     """Replicas that read different samples."""
+    depth: Annotated[int, arg(metavar="N")] = 1
+    """Ranks that share the slices of a volume (N, C, D, H, W)."""
     height: Annotated[int, arg(metavar="N")] = 1
     """Ranks that share a sample's rows."""
     width: Annotated[int, arg(metavar="N")] = 1
@@ -54,7 +56,8 @@ class Simulate:
             plan = first_plan(self.strategy)
             strategy, batch_size = strategy_of(plan), batch_size or plan.get("batch_size")
         else:
-            strategy = Strategy(data=self.data, height=self.height, width=self.width, **changed(self.techniques))
+            mesh: dict[str, Any] = {name: getattr(self, name) for name in ("data", "depth", "height", "width")}
+            strategy = Strategy(**mesh, **changed(self.techniques))
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is no prediction
             cluster = parse_cluster(self.gpus)
             recipe = with_batch_size(load_recipe(self.recipe), batch_size)

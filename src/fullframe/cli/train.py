@@ -18,7 +18,7 @@ from fullframe.cli.strategy_file import first_plan, require_devices, strategy_of
 from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed, words
 from fullframe.errors import MeshError, RecipeError, RunError, StrategyError
 from fullframe.processes.stop_signals import Stopped
-from fullframe.strategy import Strategy
+from fullframe.strategy import Strategy, multiplied
 
 if TYPE_CHECKING:
     from fullframe.training.run_directory import Resume
@@ -28,14 +28,19 @@ Count = Annotated[int | None, arg(metavar="N")]
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a recipe; the image plane is split over height x width ranks, the samples over data replicas."""
+    """Train a recipe; the image plane is split over height x width ranks, the samples over data replicas.
+
+    Volumes (N, C, D, H, W) can be split over depth ranks too.
+    """
 
     recipe: Positional[Path]
     """Python file with a function recipe() -> fullframe.Recipe."""
     processes: Count = None
-    """Ranks to start on this machine: data x height x width unless given; without any of these, all GPUs."""
+    """Ranks to start on this machine: data x depth x height x width unless given; without any of these, all GPUs."""
     data: Count = None
-    """Replicas that read different samples: processes / (height x width) unless given."""
+    """Replicas that read different samples: processes / (depth x height x width) unless given."""
+    depth: Count = None
+    """Ranks that share the slices of a volume (N, C, D, H, W)."""
     height: Count = None
     """Ranks that share a sample's rows."""
     width: Count = None
@@ -86,8 +91,8 @@ class Train:
     def _check_counts(self) -> None:
         if self.strict_memory is not None and not self.strict_memory > 0:
             raise StrategyError(f"--strict-memory must be greater than 0, got {self.strict_memory}")
-        names = ("processes", "data", "height", "width", "batch_size", "steps", "checkpoint_every", "keep_checkpoints")
-        least = dict.fromkeys((*names, "max_skipped"), 1)
+        names = ("batch_size", "steps", "checkpoint_every", "keep_checkpoints", "max_skipped")
+        least = dict.fromkeys(("processes", "data", "depth", "height", "width", *names), 1)
         least |= dict.fromkeys(("check_every", "hang_timeout", "max_restarts"), 0)
         for name, value in ((name, getattr(self, name)) for name in least):
             if value is not None and value < least[name]:
@@ -100,32 +105,37 @@ class Train:
             return self.processes
         if self.plan is not None:
             return strategy_of(first_plan(self.plan)).ranks
-        if self.data or self.height or self.width:
-            return (self.data or 1) * (self.height or 1) * (self.width or 1)
+        if self.data or self._split:
+            return (self.data or 1) * math.prod(self._split.values())
         import torch
 
         return max(torch.cuda.device_count(), 1)
 
+    @property
+    def _split(self) -> dict[str, int]:
+        """The axes along which samples are split, as far as they are given."""
+        return {name: size for name in ("depth", "height", "width") if (size := getattr(self, name))}
+
     def _strategy(self, ranks: int) -> Strategy:
-        height, width = self.height or 1, self.width or 1
-        if ranks % (height * width):
-            below = ranks // (height * width) * height * width
-            fitting = f"{below} or {below + height * width}" if below else str(height * width)
+        split = {"height": 1, "width": 1} | self._split
+        parts = math.prod(split.values())
+        if ranks % parts:
+            below = ranks // parts * parts
+            fitting = f"{below} or {below + parts}" if below else str(parts)
             raise MeshError(
-                f"{ranks} processes are no multiple of height {height} x width {width} = {height * width}; "
-                f"use {fitting} processes"
+                f"{ranks} processes are no multiple of {multiplied(split)} = {parts}; use {fitting} processes"
             )
-        data = self.data or ranks // (height * width)
-        if data * height * width != ranks:
+        mesh: dict[str, Any] = {"data": self.data or ranks // parts} | split
+        if math.prod(mesh.values()) != ranks:
             raise MeshError(
-                f"data {data} x height {height} x width {width} = {data * height * width} is not the number of "
-                f"processes, {ranks}; leave out --data or --processes"
+                f"{multiplied(mesh)} = {math.prod(mesh.values())} is not the number of processes, {ranks}; "
+                "leave out --data or --processes"
             )
-        return Strategy(data=data, height=height, width=width, **changed(self.techniques))
+        return Strategy(**mesh, **changed(self.techniques))
 
     def _planned(self, ranks: int) -> Strategy:
         assert self.plan is not None
-        if self.data or self.height or self.width or changed(self.techniques):
+        if self.data or self._split or changed(self.techniques):
             raise StrategyError("--plan says how to train; leave out the options of the mesh and the techniques")
         plan = first_plan(self.plan)
         strategy, planned = strategy_of(plan), plan.get("batch_size")
@@ -162,7 +172,8 @@ class Train:
         check_run_directory(run_dir, self._resume)
         of_rank = replace(self, run_dir=run_dir)
         if self.plan is None:
-            of_rank = replace(of_rank, data=strategy.data, height=strategy.height, width=strategy.width)
+            mesh: dict[str, Any] = {**strategy.mesh}
+            of_rank = replace(of_rank, **mesh)
         return launch(
             strategy.ranks,
             ["-m", "fullframe.cli", "train", *words(of_rank)],
@@ -189,7 +200,6 @@ class Train:
         last: dict[str, Any] = {}
         show = Display(steps, sys.stderr if self.json else sys.stdout) if rank == 0 else None
         say = show.message if show is not None else lambda message: None
-        mesh = f"data {strategy.data} x height {strategy.height} x width {strategy.width}"
 
         def on_record(record: Mapping[str, Any]) -> None:
             last.update(record)
@@ -201,7 +211,7 @@ class Train:
         compared = Comparison(self.recipe, strategy, say, plan, self.strict_memory, recipe.batch_size)
         with show or contextlib.nullcontext(), compared as comparison:
             ranks = f"{strategy.ranks} rank{'s' * (strategy.ranks > 1)}"
-            say(f"{self.recipe}: {steps} steps on {ranks} ({mesh}), writing {run_dir}")
+            say(f"{self.recipe}: {steps} steps on {ranks} ({multiplied(strategy.mesh)}), writing {run_dir}")
             if recipe.batch_size != read.batch_size:
                 say(f"batches of {recipe.batch_size} in place of the recipe's {read.batch_size}")
             try:

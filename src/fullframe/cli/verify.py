@@ -6,7 +6,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +16,7 @@ from tyro.conf import Positional, arg
 from fullframe.cli.train import Count
 from fullframe.cli.words import words
 from fullframe.errors import MeshError, RecipeError
-from fullframe.strategy import Strategy
+from fullframe.strategy import Strategy, multiplied
 
 if TYPE_CHECKING:
     from fullframe.verification.verdict import Difference, Verdict
@@ -47,12 +47,14 @@ class Verify:
 
     recipe: Positional[Path]
     """Python file with a function recipe() -> fullframe.Recipe."""
+    depth: Count = None
+    """Ranks that share the slices of a volume (N, C, D, H, W)."""
     height: Count = None
     """Ranks that share a sample's rows."""
     width: Count = None
     """Ranks that share a sample's columns: 2 when no axis is given, or all of torchrun's ranks."""
     data: Count = None
-    """Replicas that read different samples: 1, or what height and width leave of torchrun's ranks."""
+    """Replicas that read different samples: 1, or what the other axes leave of torchrun's ranks."""
     unsupported: Literal["error", "gather"] | None = None
     """An op without an exact rule is refused, or runs whole on every rank: as the recipe says unless given."""
     tolerance: Annotated[float, arg(metavar="T")] = 1e-9
@@ -69,7 +71,7 @@ class Verify:
         return self._compare(strategy) if joins else self._launch(strategy)
 
     def _strategy(self, ranks: int | None) -> Strategy:
-        for name in ("height", "width", "data"):
+        for name in ("depth", "height", "width", "data"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise MeshError(f"--{name} must be at least 1, got {value}")
@@ -77,17 +79,18 @@ class Verify:
             raise MeshError(f"--tolerance must be greater than 0, got {self.tolerance}")
         if not self.recipe.is_file():
             raise RecipeError(f"there is no recipe file {self.recipe}; check the path")
-        given = any((self.height, self.width, self.data))
-        height, width = self.height or 1, self.width or (1 if given else ranks or 2)
-        data = self.data or max((ranks or 1) // (height * width), 1)
-        if ranks is not None and data * height * width != ranks:
+        given = any((self.depth, self.height, self.width, self.data))
+        width = self.width or (1 if given else ranks or 2)
+        split = Strategy(depth=self.depth or 1, height=self.height or 1, width=width)
+        strategy = replace(split, data=self.data or max((ranks or 1) // split.parts, 1))
+        if ranks is not None and strategy.ranks != ranks:
             raise MeshError(
-                f"data {data} x height {height} x width {width} = {data * height * width} is not the number of ranks "
-                f"that were started, {ranks}; start {data * height * width} or choose other axes"
+                f"{multiplied(strategy.mesh)} = {strategy.ranks} is not the number of ranks that were started, "
+                f"{ranks}; start {strategy.ranks} or choose other axes"
             )
-        if data * height * width == 1:
+        if strategy.ranks == 1:
             raise MeshError("one rank alone splits nothing, so there is nothing to compare; use --width 2 or more")
-        return Strategy(data=data, height=height, width=width)
+        return strategy
 
     def _launch(self, strategy: Strategy) -> int:
         import torch
@@ -97,7 +100,8 @@ class Verify:
 
         if torch.cuda.device_count() < strategy.ranks:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on one GPU cannot talk; on the CPU they can
-        of_rank = replace(self, data=strategy.data, height=strategy.height, width=strategy.width)
+        mesh: dict[str, Any] = {**strategy.mesh}
+        of_rank = replace(self, **mesh)
         with tempfile.TemporaryDirectory(prefix="fullframe-verify-") as folder:
             os.environ[_FOLDER] = folder
             try:
@@ -163,7 +167,7 @@ def _print_table(console: Console, title: str, differences: "tuple[Difference, .
 
 
 def _sentence(verdict: "Verdict", recipe: Path) -> str:
-    mesh = " x ".join(f"{name} {size}" for name, size in verdict.mesh.items())
+    mesh = multiplied(verdict.mesh)
     if verdict.refused is not None:
         return f"refused: {verdict.refused.message}"
     if verdict.first_difference is not None:

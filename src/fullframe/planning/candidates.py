@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from fullframe.errors import StrategyError
@@ -10,19 +11,28 @@ from fullframe.strategy import TECHNIQUES, Asked, Precision, Strategy, Technique
 
 _LEAST_ROWS = 16  # a rank with less of the frame's rows or columns owns nothing of the deeper maps, and only waits
 
+Mesh = tuple[int, int, int, int]  # data, depth, height, width
+Frame = tuple[int, int, int]  # slices, rows, columns; an image is of one slice
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Asked):
-    """What is to be planned: a whole job's batch of frames of rows x columns on a cluster."""
+    """What is to be planned: a whole job's batch of frames of rows x columns on a cluster, or of volumes of slices."""
 
     cluster: Cluster
     rows: int
     columns: int
+    slices: int = 1
+
+    @property
+    def frame(self) -> Frame:
+        """(slices, rows, columns)"""
+        return self.slices, self.rows, self.columns
 
     def of(self, strategy: Strategy) -> "Shares":
         """What one rank has to do with `strategy`."""
         frames = self.batch_size / strategy.data
-        part = 1 / (strategy.height * strategy.width)
+        part = 1 / strategy.parts
         return Shares(held=frames / strategy.microbatches * part, work=frames * part)
 
 
@@ -45,39 +55,40 @@ def precisions_of(device: Device) -> tuple[Precision, ...]:
     return (*sorted(faster, key=device.rate, reverse=True), "fp32")
 
 
-def meshes(ranks: int, batch_size: int, rows: int, columns: int) -> list[tuple[int, int, int]]:
-    """(data, height, width) on up to `ranks` ranks, most ranks first.
+def meshes(ranks: int, batch_size: int, frame: Frame) -> list[Mesh]:
+    """Those on up to `ranks` ranks, most ranks first.
 
     Replicas share out the batch evenly; each is split over all ranks that there are for it, or the largest power of
-    two of them that the frame permits, or not at all. No rank gets less than 16 rows or columns of a split frame.
+    two of them that the frame permits, or not at all. No rank gets less than 16 slices, rows or columns of a split
+    frame.
     """
-    found = set[tuple[int, int, int]]()
+    found = set[Mesh]()
     for data in divisors(batch_size):
         share = ranks // data
         if share:
             powers = [1 << power for power in reversed(range(share.bit_length()))]
             for counts in ([share, *powers], powers, [1]):
-                splits = ([*_splits(parts, rows, columns)] for parts in counts)
+                splits = ([*_splits(parts, frame)] for parts in counts)
                 found |= {(data, *split) for split in next(filter(None, splits))}
     # Of as many ranks those with most replicas first, and of those the shortest cuts.
-    return sorted(found, key=lambda mesh: (-mesh[0] * mesh[1] * mesh[2], -mesh[0], border(mesh, rows, columns), mesh))
+    return sorted(found, key=lambda mesh: (-prod(mesh), -mesh[0], border(mesh, frame), mesh))
 
 
-def mesh_of(strategy: Strategy) -> tuple[int, int, int]:
-    """(data, height, width)"""
-    return strategy.data, strategy.height, strategy.width
+def mesh_of(strategy: Strategy) -> Mesh:
+    """(data, depth, height, width)"""
+    return strategy.data, strategy.depth, strategy.height, strategy.width
 
 
-def border(mesh: tuple[int, int, int], rows: int, columns: int) -> float:
+def border(mesh: Mesh, frame: Frame) -> float:
     """Pixels along the cuts that one rank shares with its neighbours."""
-    _, height, width = mesh
-    return (height > 1) * columns / width + (width > 1) * rows / height
+    own = [size / ranks for size, ranks in zip(frame, mesh[1:], strict=True)]
+    return sum(prod(own) / rows for rows, ranks in zip(own, mesh[1:], strict=True) if ranks > 1)
 
 
 def candidates(job: Job) -> Iterator[Strategy]:
     """Every combination of what the techniques offer, the simplest of each mesh first."""
-    for data, height, width in meshes(job.cluster.ranks, job.batch_size, job.rows, job.columns):
-        found = [Strategy(data=data, height=height, width=width)]
+    for data, depth, height, width in meshes(job.cluster.ranks, job.batch_size, job.frame):
+        found = [Strategy(data=data, depth=depth, height=height, width=width)]
         for technique in TECHNIQUES:
             found = [other for strategy in found for other in _with(technique, strategy, job)]
         yield from found
@@ -114,8 +125,9 @@ def saves_more(strategy: Strategy, other: Strategy) -> bool:
     )
 
 
-def _splits(parts: int, rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    for height in divisors(parts):
-        width = parts // height
-        if (height == 1 or rows // height >= _LEAST_ROWS) and (width == 1 or columns // width >= _LEAST_ROWS):
-            yield height, width
+def _splits(parts: int, frame: Frame) -> Iterator[tuple[int, int, int]]:
+    for depth in divisors(parts):
+        for height in divisors(parts // depth):
+            split = depth, height, parts // depth // height
+            if all(ranks == 1 or size // ranks >= _LEAST_ROWS for size, ranks in zip(frame, split, strict=True)):
+                yield split

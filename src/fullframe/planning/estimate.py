@@ -59,9 +59,9 @@ class Estimator:
     def _distance(self, a: Strategy, b: Strategy) -> tuple[float, ...]:
         mine, its = self._job.of(a), self._job.of(b)
         return (
-            (a.height * a.width == 1) != (b.height * b.width == 1),
+            (a.parts == 1) != (b.parts == 1),
             abs(mine.held - its.held) / max(mine.held, its.held),
-            abs(a.height - b.height) + abs(a.width - b.width) + abs(a.data - b.data),
+            sum(abs(m - n) for m, n in zip(mesh_of(a), mesh_of(b), strict=True)),
         )
 
 
@@ -97,7 +97,7 @@ def _seconds(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job
     work = job.of(strategy).work / job.of(like).work * rough.work / before.work
     rate = job.cluster.device.rate
     by_rate = work * rate(like.precision) / rate(strategy.precision)
-    cut, cut_before = (border(mesh_of(s), job.rows, job.columns) for s in (strategy, like))
+    cut, cut_before = (border(mesh_of(s), job.frame) for s in (strategy, like))
     scale = {
         "matmul": by_rate,
         "convolution": by_rate,

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 from fullframe.errors import RecipeError, StrategyError
 from fullframe.model.blocks import repeated_blocks
 from fullframe.model.runs import runs_of_layers
-from fullframe.planning.candidates import Job, precisions_of
+from fullframe.planning.candidates import Frame, Job, precisions_of
 from fullframe.planning.pool import runner
 from fullframe.planning.ranking import Plan, plans_of
 from fullframe.planning.search import Search
@@ -144,7 +144,7 @@ def plan_in_full(request: PlanRequest) -> Planned:
 
 
 def _job(recipe: Recipe, cluster: Cluster, precisions: Sequence[Precision] | None, allow_optimizer: bool) -> Job:
-    rows, columns = _frame(recipe)
+    slices, rows, columns = _frame(recipe)
     device = cluster.device
     if "bf16" in (precisions or ()) and not device.has_bf16:
         raise StrategyError(f"{device.name} has no bf16; use fp16, which scales the loss")
@@ -153,6 +153,7 @@ def _job(recipe: Recipe, cluster: Cluster, precisions: Sequence[Precision] | Non
         batch_size=recipe.batch_size,
         rows=rows,
         columns=columns,
+        slices=slices,
         precisions=tuple(precisions or precisions_of(device)),
         optimizers=("recipe", *OTHER_OPTIMIZERS) if allow_optimizer else ("recipe",),
         recompute_modules=_without_blocks(recipe),
@@ -160,18 +161,18 @@ def _job(recipe: Recipe, cluster: Cluster, precisions: Sequence[Precision] | Non
     )
 
 
-def _frame(recipe: Recipe) -> tuple[int, int]:
-    """Rows and columns of what the loader will split: the largest tensor of a sample that has both."""
+def _frame(recipe: Recipe) -> Frame:
+    """What the loader will split: the largest tensor of a sample that has rows and columns, and slices if 5-d."""
     fake = FakeTensorMode()
     tensors = [
         t
         for t in tree_iter(abstract_batch(recipe, read_sample(recipe), 1, fake))
         if isinstance(t, Tensor) and t.dim() >= 3
     ]
-    frame = max(tensors, key=Tensor.numel, default=None)
+    frame = max(tensors, key=lambda t: (t.numel(), t.dim()), default=None)
     if frame is None:
         raise RecipeError("a sample has no tensor with rows and columns, so there is no frame to split")
-    return frame.shape[-2], frame.shape[-1]
+    return frame.shape[-3] if frame.dim() == 5 else 1, frame.shape[-2], frame.shape[-1]
 
 
 def _without_blocks(recipe: Recipe) -> tuple[str, ...]:

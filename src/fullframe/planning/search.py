@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from fullframe.errors import UnsupportedOp
-from fullframe.planning.candidates import Job, border, candidates, mesh_of, saves_more
+from fullframe.planning.candidates import Job, Mesh, border, candidates, mesh_of, saves_more
 from fullframe.planning.estimate import Estimate, Estimator
 from fullframe.planning.pool import Refusal, Runner
 from fullframe.simulation.prediction import Prediction
@@ -124,10 +124,9 @@ class Search:
         if not fitting:
             return []
         best = min(fitting, key=lambda s: fitting[s].step_seconds)
-        parts = best.height * best.width
-        alike = {s for s in self.left if replace(s, height=best.height, width=best.width) == best}
-        alike = {s for s in alike if s.height * s.width == parts}
-        return sorted(alike, key=lambda s: border(mesh_of(s), self.job.rows, self.job.columns))
+        alike = {s for s in self.left if s.parts == best.parts}
+        alike = {s for s in alike if replace(s, depth=best.depth, height=best.height, width=best.width) == best}
+        return sorted(alike, key=lambda s: border(mesh_of(s), self.job.frame))
 
     def _refined(self) -> list[Strategy]:
         """For strategies that fit with a technique and not without: what keeps as much as there is room for."""
@@ -151,21 +150,25 @@ def weight(strategy: Strategy) -> float:
 def complexity(strategy: Strategy) -> int:
     """How many techniques a strategy uses, beyond data parallelism; of equals the simpler one is taken."""
     techniques = sum(t.weight for t in TECHNIQUES if t.used(strategy) and not t.never)
-    return techniques + (strategy.height > 1) + (strategy.width > 1)
+    return techniques + sum(_splits(strategy))
+
+
+def _splits(strategy: Strategy) -> tuple[bool, bool, bool]:
+    return strategy.depth > 1, strategy.height > 1, strategy.width > 1
 
 
 def _kind(strategy: Strategy, refusal: Refusal) -> tuple[object, ...]:
     """What a refusal holds for: an op without a rule for every strategy that splits the same dims."""
-    splits = strategy.height > 1, strategy.width > 1
+    splits = _splits(strategy)
     if issubclass(refusal.kind, UnsupportedOp):
         return splits
-    technique = replace(strategy, data=1, height=1, width=1, microbatches=1)
+    technique = replace(strategy, data=1, depth=1, height=1, width=1, microbatches=1)
     return (*splits, strategy.data > 1, strategy.microbatches > 1, technique)
 
 
 def _seeds(strategies: Sequence[Strategy]) -> list[Strategy]:
     """Far apart: replicas alone and the finest split, as simple as can be."""
-    simplest = dict[tuple[int, int, int], Strategy]()
+    simplest = dict[Mesh, Strategy]()
     for strategy in strategies:
         simplest.setdefault(mesh_of(strategy), strategy)
     most = max(s.ranks for s in simplest.values())
