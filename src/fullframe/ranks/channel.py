@@ -18,6 +18,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from fullframe.errors import DivergenceError, FullframeError
 from fullframe.ranks import shared_memory as mailbox
+from fullframe.ranks.device import is_short_of_memory
 from fullframe.ranks.shared_memory import APART_RULE, Mailboxes, mailboxes_between
 from fullframe.ranks.tags import HEAD_BYTES, Rows, head_of, line, padded, text_of
 from fullframe.ranks.waiting import waiting_for_ranks
@@ -26,6 +27,7 @@ _KEPT_HEADS = 4096  # of those that NCCL's ranks compare: more than between two 
 _FLYING = 64  # heads by gloo that are kept until they are through: more than ranks are ever ahead of each other
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "STATUS_ALLOC_FAILED", "out of memory")  # in a plain RuntimeError
+_NO_KERNEL = "unable to find an engine to execute"  # cuDNN, which has none, or no memory for any to work in
 
 
 class Record:
@@ -216,6 +218,7 @@ def announce(error: Exception) -> None:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether memory ran out, of the GPU or the host, by whatever error torch, cuBLAS, cuDNN or NCCL say so."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
-    )
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    return any(sign in said for sign in _OUT_OF_MEMORY) or (_NO_KERNEL in said and is_short_of_memory())

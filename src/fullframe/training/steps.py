@@ -22,7 +22,14 @@ from fullframe.training.checkpoints.writer import Checkpoints
 from fullframe.training.evaluation import evaluate
 from fullframe.training.faults.divergence import require_same_numbers
 from fullframe.training.faults.nonfinite import origin_of_nonfinite
-from fullframe.training.faults.out_of_memory import attempt, batch_norm_warning, by_one_rank, cut_finer
+from fullframe.training.faults.out_of_memory import (
+    attempt,
+    batch_norm_warning,
+    by_one_rank,
+    by_one_that_is_through,
+    cut_finer,
+    let_go,
+)
 from fullframe.training.faults.watchdog import Watchdog
 from fullframe.training.loading.loader import ShardedLoader
 from fullframe.training.run_directory import RunDirectory, write_strategy
@@ -166,6 +173,7 @@ class Steps:
         text = f"out of memory in step {number} ({problem}): going on with {count} microbatches"
         text += batch_norm_warning(state.model)
         if dist.get_world_size() == 1:
+            let_go(self._session.step)
             write_strategy(folder, self._strategy)
             self._session.step.slice_finer(count)
             self._run.say(text)
@@ -174,13 +182,16 @@ class Steps:
         if not is_whole:
             text += "; from the last checkpoint, for no rank holds the whole state"
 
-        def write() -> None:
-            if is_whole:
-                state.loader.load_state_dict(unread)
-                self._run.checkpoints.save_alone(state)
-            write_strategy(folder, self._strategy)
+        # First, so that a new start from an older checkpoint is no repetition, whatever becomes of the state.
+        by_one_rank("finer microbatches", lambda: write_strategy(folder, self._strategy))
 
-        by_one_rank(write)
+        def save() -> None:
+            let_go(self._session.step)
+            state.loader.load_state_dict(unread)
+            self._run.checkpoints.save_alone(state)
+
+        if is_whole:
+            by_one_that_is_through("state before the step", save)
         raise StartAgain(text, remedy=f"--resume --microbatches {count}")
 
     def _count(self, number: int, record: StepRecord, batch: Any) -> None:

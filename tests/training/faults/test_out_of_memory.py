@@ -2,14 +2,19 @@
 
 import gc
 import json
+import time
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fullframe as ff
 from fullframe.errors import RunError
-from fullframe.training.faults.out_of_memory import cut_finer
+from fullframe.processes.launch import launch
+from fullframe.ranks import channel, device
+from fullframe.training.faults.out_of_memory import by_one_that_is_through, cut_finer
+from tests.rank_group import rank_group
 from tests.training.tiny import Plain, loss, recipe
 
 
@@ -49,8 +54,13 @@ def of_a_library():
     return RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
 
-@pytest.mark.parametrize("error", [on_the_gpu, on_the_host, of_a_library])
-def test_a_process_alone_takes_the_step_again(tmp_path, error):
+def without_work_space():
+    return RuntimeError("GET was unable to find an engine to execute this computation")
+
+
+@pytest.mark.parametrize("error", [on_the_gpu, on_the_host, of_a_library, without_work_space])
+def test_a_process_alone_takes_the_step_again(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(channel, "is_short_of_memory", lambda: error is without_work_space)
     messages = []
     ff.fit(recipe(loss=Short(3, error)), ff.Strategy(), tmp_path / "run", steps=5, on_message=messages.append)
     ff.fit(recipe(), ff.Strategy(), tmp_path / "calm", steps=2)
@@ -59,6 +69,74 @@ def test_a_process_alone_takes_the_step_again(tmp_path, error):
     said = [message for message in messages if message.startswith("out of memory in step 3 (")]
     assert len(said) == 1 and "): going on with 2 microbatches; batch norm now takes" in said[0]
     assert json.loads((tmp_path / "run" / "strategy.json").read_text())["microbatches"] == 2
+
+
+def test_a_kernel_that_is_not_there_is_no_matter_of_memory(tmp_path):
+    with pytest.raises(RuntimeError, match="unable to find an engine"):
+        ff.fit(recipe(loss=Short(2, without_work_space)), ff.Strategy(), tmp_path, steps=3)
+
+
+def written_by(through):
+    """Who acts where rank 0's device gets `through` its work, or waits for ever; what is there when it goes on."""
+    rank, acted = dist.get_rank(), []
+    device.is_through, before = lambda seconds: through or rank == 1, device.is_through
+    what = f"state {through}"
+
+    def act():
+        time.sleep(0.5)
+        acted.append(rank)
+        dist.distributed_c10d._get_default_store().set(f"{what} of the test", str(rank))
+
+    try:
+        dist.barrier()
+        time.sleep(0.5 * rank)  # so that rank 0 is the first
+        by_one_that_is_through(what, act)
+    finally:
+        device.is_through = before
+    dist.barrier()
+    return acted, dist.distributed_c10d._get_default_store().check([f"{what} of the test"])
+
+
+def test_a_rank_whose_device_waits_for_ever_leaves_the_writing_to_another():
+    assert rank_group(2).run(written_by, True) == [([0], True), ([], True)]
+    assert rank_group(2).run(written_by, False) == [([], True), ([1], True)]
+
+
+BOTH_RUN_OUT = """
+import sys, torch
+import torch.distributed as dist
+from fullframe.cli.application import run
+from fullframe.ranks import device
+from tests.training import tiny
+
+device.is_through = lambda seconds: dist.get_rank() == 1  # rank 0's waits for a message of rank 1
+sys.exit(run(sys.argv[1:]))
+"""
+RECIPE = """
+import os, torch
+from tests.training import tiny
+steps = 0
+
+def loss(model, batch):
+    global steps
+    steps += 1
+    if steps == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return tiny.loss(model, batch)
+
+def recipe():
+    return tiny.recipe(loss=loss, steps=4)
+"""
+
+
+def test_several_ranks_run_out_at_once(tmp_path):
+    (tmp_path / "job.py").write_text(RECIPE)
+    run_dir = tmp_path / "run"
+    words = ["train", tmp_path / "job.py", "--data", 2, "--run-dir", run_dir, "--checkpoint-every", 100]
+    assert launch(2, ["-c", BOTH_RUN_OUT, *map(str, words)], restarts=1) == 0
+    log = (run_dir / "log.txt").read_text()
+    assert "started again: rank" in log and "resumed after step 2" in log, "the state before the step was written"
+    assert json.loads((run_dir / "strategy.json").read_text())["microbatches"] == 2
 
 
 def test_recomputed_blocks_go_on_as_well(tmp_path):

@@ -3,6 +3,9 @@
 A process alone does so at once. In a job of several ranks the others wait in the middle of that step for the one that
 ran out, some of them inside a device's kernel; so that one writes down the state before the step and ends, and the
 launcher starts all ranks again, which also leaves no fragmented memory behind.
+
+Where several ranks run out, each at an op of its own, the device of a later one waits for ever for messages of an
+earlier one, and whatever waits for that device does too. The earliest one's gets through: all that it sent is met.
 """
 
 import gc
@@ -11,18 +14,21 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from fullframe.errors import RunError
+from fullframe.ranks import device
 from fullframe.ranks.channel import is_out_of_memory
+from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.strategy import Strategy
 from fullframe.training.step import StepRecord, TrainStep
 
+_PATIENCE_SECONDS = 120.0  # for a device to get through what it was given: longer than a step
+
 
 def attempt(step: TrainStep, batch: Any, hand: bool) -> StepRecord | str:
-    """Take the step: its record, or how memory ran out, with the model as before the step and its memory free again.
+    """Take the step: its record, or how memory ran out; then nothing was updated, and `let_go` is to be called.
 
     Raises RunError when it ran out while parameters were being updated.
     """
@@ -38,21 +44,36 @@ def attempt(step: TrainStep, batch: Any, hand: bool) -> StepRecord | str:
             f"out of memory while the parameters were updated ({problem}), which smaller microbatches do not help; "
             "go on from the last checkpoint with --resume and an optimizer that keeps less, or a sharded one"
         )
-    step.abandon()
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
     return problem
 
 
-def by_one_rank(action: Callable[[], None]) -> None:
-    """Run `action` on the first rank that ran out of memory; others that ran out wait for it, as often all do."""
+def let_go(step: TrainStep) -> None:
+    """Put the model back to before the step, and free the step's memory; waits for the device."""
+    step.abandon()
+    gc.collect()
+    device.release_memory()
+
+
+def by_one_rank(what: str, action: Callable[[], None]) -> None:
+    """Run `action` on the first rank that gets here; others that do wait for it, as often all do."""
+    _by_one_rank(what, action, may_act=True)
+
+
+def by_one_that_is_through(what: str, action: Callable[[], None]) -> None:
+    """Run `action` on the first rank whose device has done all that it was given; the others wait for it."""
+    with waiting_for_ranks():
+        is_through = device.is_through(_PATIENCE_SECONDS)
+    _by_one_rank(what, action, is_through)
+
+
+def _by_one_rank(what: str, action: Callable[[], None], may_act: bool) -> None:
     store: Any = dist.distributed_c10d._get_default_store()
-    if store.add("fullframe: out of memory", 1) == 1:
+    if may_act and store.add(f"fullframe: {what}", 1) == 1:
         action()
-        store.set("fullframe: state written", "")
+        store.set(f"fullframe: {what} is done", "")
     else:
-        store.wait(["fullframe: state written"], timedelta(hours=1))
+        with waiting_for_ranks():
+            store.wait([f"fullframe: {what} is done"], timedelta(hours=1))
 
 
 def cut_finer(strategy: Strategy, batch_size: int, problem: str) -> Strategy:
