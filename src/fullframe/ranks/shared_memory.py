@@ -36,6 +36,7 @@ _MOST_VIEWS = 4096
 _SPIN_SECONDS = 0.01
 _LOOKS = 20  # at the flag alone, before one at what the other ranks say
 _NAP_SECONDS = 0.0002
+_LOOK_SECONDS = 0.02  # between looks whether the other rank runs, each of which takes as long as half a nap
 _TIMEOUT_SECONDS = 1800.0  # as gloo's
 
 # A rank's cell: words of 8 bytes, then texts. The first word of the first cell's line, `_APART`, is for all ranks.
@@ -208,6 +209,7 @@ class _Wait:
         self._peer = boxes._index[place.rank]
         self._mine = boxes._words[boxes._me]
         self._circle: list[tuple[int, int, int]] = []  # as it was at the last look
+        self._looked_at = 0.0  # after how many seconds of waiting
 
     def until_there(self) -> None:
         """Return when it has; raises DivergenceError, or DistNetworkError when the other rank died."""
@@ -240,6 +242,9 @@ class _Wait:
             theirs = self._boxes._read(self._peer, _WAITED, _VERDICT)
             self._boxes._part(self._place.rank, theirs, text_of(self._head))
         self._circle = circle
+        if waited < self._looked_at + _LOOK_SECONDS:
+            return
+        self._looked_at = waited
         if waited > _TIMEOUT_SECONDS or not _runs(self._boxes._pids[self._place.rank]):
             raise dist.DistNetworkError(f"rank {self._place.rank} died or sent nothing for {waited:.0f} s")
 
