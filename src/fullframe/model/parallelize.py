@@ -21,6 +21,7 @@ from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
 from fullframe.model.same_program import Agreement
 from fullframe.ranks.mesh import Spatial, spatial_of
 from fullframe.ranks.random_states import share_random_states
+from fullframe.ranks.raw_bytes import share_values
 from fullframe.spatial.gradients import manage
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
@@ -62,7 +63,8 @@ def parallelize(
     if dist.get_world_size() > 1:
         if not shard_parameters:
             require_whole(model)
-        _share_values(model)
+        # Not what is sharded, whose parts are equal by nature.
+        share_values(tensor for tensor in (*model.parameters(), *model.buffers()) if not is_sharded(tensor))
         if shard_parameters:
             sharded = ShardedParameters(model, spatial, find_unused_parameters)
         elif average_gradients:
@@ -256,10 +258,3 @@ def _within(leaves: list[Any]) -> Iterator[Tensor]:
 def _wrapped(leaves: list[Any], shells: _Shells) -> Any:
     dressed = [wrap(leaf, spec) if spec is not None else leaf for leaf, spec in zip(leaves, shells.specs, strict=True)]
     return tree_unflatten(dressed, shells.tree)
-
-
-def _share_values(model: nn.Module) -> None:
-    """Parameters and buffers of the job's first rank, but for those that are sharded, which are equal by nature."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not is_sharded(tensor):
-            dist.broadcast(tensor.detach(), 0)

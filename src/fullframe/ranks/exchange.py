@@ -17,6 +17,7 @@ from fullframe.ranks.adjoint import linear
 from fullframe.ranks.channel import gloo_tag
 from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import Axis
+from fullframe.ranks.raw_bytes import sendable
 from fullframe.ranks.shared_memory import Place, fits
 from fullframe.ranks.tags import Rows, line
 from fullframe.ranks.waiting import waiting_for_ranks
@@ -86,10 +87,10 @@ class InFlight:
         if batched:
             group._start_coalescing(device)
         works = [
-            group.send([tensor], message.peer, 0)
+            group.send([sendable(tensor)], message.peer, 0)
             for message, tensor in zip(sends, _packed([message.tensor for message in sends]), strict=True)
         ]
-        works += [group.recv([self._contiguous(message.tensor)], message.peer, 0) for message in receives]
+        works += [group.recv([sendable(self._contiguous(message.tensor))], message.peer, 0) for message in receives]
         self._works = [group._end_coalescing(device)] if batched else works
 
     def _send(self, rank: int, tensor: Tensor, head: bytes) -> None:

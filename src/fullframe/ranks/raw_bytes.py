@@ -1,0 +1,61 @@
+"""Values sent as bytes: of any dtype and layout, where NCCL takes contiguous tensors of the dtypes it knows."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_KNOWN = {  # to NCCL, through torch 2.13
+    torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+}  # fmt: skip
+_BUCKET_BYTES = 25 << 20  # of a message in which tensors travel together
+_LARGE_BYTES = 1 << 20  # of a tensor that makes a message by itself
+
+
+def sendable(tensor: Tensor) -> Tensor:
+    """The tensor, whose memory has no gaps, or a view of its bytes where NCCL does not know the dtype."""
+    if tensor.dtype in _KNOWN:
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+@torch.no_grad()
+def share_values(tensors: Iterable[Tensor]) -> None:
+    """Every rank of the job takes the first rank's values, in few messages; all ranks call it with equal shapes."""
+    together = []
+    for tensor in map(_without_repeats, tensors):
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        is_ready = tensor.is_contiguous() and tensor.dtype in _KNOWN and tensor.nbytes >= _LARGE_BYTES
+        if not is_plain or is_ready or tensor.is_inference():
+            dist.broadcast(tensor, 0)
+        elif tensor.numel():
+            together.append(tensor)
+    for bucket in _buckets(together):
+        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in bucket])
+        dist.broadcast(flat, 0)
+        for tensor, raw in zip(bucket, flat.split([tensor.nbytes for tensor in bucket]), strict=True):
+            tensor.copy_(raw.clone().view(tensor.dtype).view(tensor.shape))  # a clone begins where any dtype may
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one device that make a message."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        other = bucket and tensor.device != bucket[0].device
+        if other or sum(one.nbytes for one in bucket) >= _BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """Without its graph; of an expanded tensor what was expanded, which can be written to."""
+    tensor = tensor.detach()
+    for dim, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
+        if stride == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
