@@ -6,6 +6,8 @@ import torch.distributed as dist
 
 import fullframe as ff
 from fullframe.errors import RunError
+from fullframe.ranks.agreement import from_all_ranks
+from fullframe.training.faults import divergence
 from tests.rank_group import rank_group
 from tests.training.tiny import Network, recipe
 
@@ -59,6 +61,67 @@ def checked_run(strategy, run_dir, model):
 def test_a_buffer_that_differs_within_a_replica(tmp_path):
     for error in rank_group(2).run(checked_run, ff.Strategy(height=2), tmp_path, Forgetful):
         assert "after step 1, body.1.running_mean on rank 1 differs" in error
+
+
+class Rounded(Network):
+    """A buffer that follows from values that each rank rounds in its own way."""
+
+    def __init__(self, by=1e-5):
+        super().__init__()
+        self.by = by
+
+    def forward(self, image):
+        if self.training:
+            self.body[1].running_var *= 1 + self.by * (dist.get_rank() % 2)
+        return super().forward(image)
+
+
+class Wrong(Rounded):
+    def __init__(self):
+        super().__init__(by=1e-2)
+
+
+class NotFinite(Network):
+    def forward(self, image):
+        if self.training and dist.get_rank() % 2:
+            self.body[1].running_var[0] = torch.nan
+        return super().forward(image)
+
+
+def on_gpus(strategy, run_dir, model):
+    """What becomes of a run where kernels vary, and whether the buffers are equal at its end."""
+    divergence._kernels_vary, before = lambda mesh: True, divergence._kernels_vary
+    try:
+        plain = ff.fit(recipe(model=model), strategy, run_dir, steps=3, check_every=1)
+    except RunError as error:
+        return str(error), None
+    finally:
+        divergence._kernels_vary = before
+    everyone = from_all_ranks(plain.body[1].running_var)
+    return None, [torch.equal(one, everyone[0]) for one in everyone]
+
+
+def test_gpus_may_round_a_buffer_each_in_its_own_way(tmp_path):
+    for run, strategy in enumerate((ff.Strategy(width=2), ff.Strategy(data=2, width=2))):
+        folder = tmp_path / str(run)
+        folder.mkdir()
+        for error in rank_group(strategy.ranks).run(checked_run, strategy, folder / "cpu", Rounded):
+            assert "after step 1, body.1.running_var on rank 1" in error
+        for error, equal in rank_group(strategy.ranks).run(on_gpus, strategy, folder / "gpu", Rounded):
+            assert error is None and equal[:2] == [True] * 2
+        for name in (Wrong, NotFinite):
+            for error, _ in rank_group(strategy.ranks).run(on_gpus, strategy, folder / name.__name__, name):
+                assert "after step 1, body.1.running_var on rank 1" in error
+    for error in rank_group(4).run(drifting_run_on_gpus, ff.Strategy(data=2, width=2), tmp_path / "drift", 3):
+        assert "after step 4, head.1.weight on rank 3 differs from" in error
+
+
+def drifting_run_on_gpus(*args):
+    divergence._kernels_vary, before = lambda mesh: True, divergence._kernels_vary
+    try:
+        return drifting_run(*args)
+    finally:
+        divergence._kernels_vary = before
 
 
 @pytest.mark.parametrize("changes", [{}, {"shard_parameters": True}, {"sync_batchnorm": True}], ids=str)

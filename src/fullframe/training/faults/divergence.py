@@ -1,7 +1,8 @@
 """Whether the ranks still hold the same numbers: what is replicated must be equal to the last bit on all of them.
 
 Parameters are compared over all ranks, buffers within a replica (batch norm's running statistics are its own until
-the next forward), and of a sharded parameter what lies on several ranks.
+the next forward), and of a sharded parameter what lies on several ranks. GPUs may compute a value that is not split
+each with another kernel; so there buffers, which follow from such values, may differ by rounding, and are made equal.
 """
 
 from collections import Counter, defaultdict
@@ -16,9 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullframe.errors import RunError
 from fullframe.model.fsdp import is_sharded
 from fullframe.ranks.agreement import from_all_ranks
+from fullframe.ranks.collectives import all_gather_no_grad
+from fullframe.ranks.mesh import Spatial, spatial_of
 from fullframe.spatial.tensor import SpatialTensor
 
 _PRIME = 2**61 - 1
+_REPLICA = "replica"  # what is alike on its ranks alone
+_ROUNDING = 1e-3  # of a buffer's largest element: as TF32 rounds
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,6 +49,11 @@ def require_same_numbers(model: nn.Module, mesh: DeviceMesh, step: int) -> None:
         return
     mine = {(number, one.part): checksum for number, (one, checksum) in enumerate(zip(held, checksums, strict=True))}
     different = _odd_ones(from_all_ranks(mine))
+    if _kernels_vary(mesh):
+        rounded = _equalized(held, different, spatial_of(mesh))
+        different = {key: ranks for key, ranks in different.items() if key not in rounded}
+        if not different:
+            return
     number, _ = min(different, key=lambda key: key[0])
     ranks = sorted({rank for key, found in different.items() if key[0] == number for rank in found})
     raise RunError(
@@ -52,6 +62,29 @@ def require_same_numbers(model: nn.Module, mesh: DeviceMesh, step: int) -> None:
         "trained since the last check is wrong. Go on from the last checkpoint with --resume; if it happens again, a "
         "device computes wrongly, or the model keeps something of its own on each rank"
     )
+
+
+def _kernels_vary(mesh: DeviceMesh) -> bool:
+    """Whether equal devices may compute the same thing with different kernels."""
+    return mesh.device_type != "cpu"
+
+
+def _equalized(held: list[_Held], different: Iterable[tuple[int, Hashable]], spatial: Spatial) -> set[Any]:
+    """Those of the keys of `different` that are buffers apart by rounding; they get the value of the first rank.
+
+    All ranks call it with the same keys and get the same answer.
+    """
+    found = []
+    for number, part in sorted(different, key=lambda key: key[0]):
+        one = held[number]
+        if one.part != part or part[0] != _REPLICA or not one.tensor.is_floating_point():  # type: ignore[index]
+            continue
+        everyone = all_gather_no_grad(one.tensor, spatial.replica, "buffers")
+        spread = (everyone.amax(0) - everyone.amin(0)).max()
+        if bool(spread <= _ROUNDING * everyone.abs().max()):
+            one.tensor.copy_(everyone[0])
+            found.append((number, part))
+    return {key for keys in from_all_ranks(found) for key in keys}
 
 
 def _held(model: nn.Module, mesh: DeviceMesh) -> Iterator[_Held]:
@@ -65,7 +98,7 @@ def _held(model: nn.Module, mesh: DeviceMesh) -> Iterator[_Held]:
             yield _Held(name, "all", parameter.detach())
     for name, buffer in model.named_buffers():
         if not isinstance(buffer, SpatialTensor):
-            yield _Held(name, ("replica", mesh.get_local_rank("data")), buffer.detach())
+            yield _Held(name, (_REPLICA, mesh.get_local_rank("data")), buffer.detach())
 
 
 def _checksums(tensors: Iterable[Tensor]) -> list[int]:
