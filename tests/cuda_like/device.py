@@ -243,7 +243,8 @@ def _count(counts: Counts, func: Any, args: Any, own: list[Tensor], others: list
         counts.faults.add((f"{func} of tensors of two devices", line()))
     if why is not None and (own or others):
         counts.waits[why, line()] += 1
-    if func.namespace == "aten" and not (name in NO_KERNEL or _is_view(func) or leaves):
+    copied = why is not None and why.startswith("copy")
+    if func.namespace == "aten" and not (name in NO_KERNEL or _is_view(func) or leaves or copied):
         counts.kernels[name] += 1
 
 
