@@ -4,7 +4,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullframe.ranks.collectives import all_gather, all_gather_no_grad, all_owned, all_sum, all_sum_no_grad
+from fullframe.ranks.collectives import (
+    all_gather,
+    all_gather_no_grad,
+    all_owned,
+    all_sum,
+    all_sum_no_grad,
+    device_of_facts,
+)
+from fullframe.simulation.fake.world import fake_job
 from tests.rank_group import rank_group
 
 
@@ -75,3 +83,13 @@ def test_any_dtype_shape_and_size() -> None:
             10 * 2**20,
             True,
         ]
+
+
+def test_facts_of_the_host_are_told_from_it_where_it_sends() -> None:
+    assert rank_group(2).run(_of_the_host) == ["cpu", "cpu"]
+    with fake_job(0, 2):
+        assert device_of_facts(_group(), "cuda") == "cuda"
+
+
+def _of_the_host() -> object:
+    return device_of_facts(_group(), "cuda")

@@ -97,6 +97,11 @@ def all_gather_no_grad(
     return everyone
 
 
+def device_of_facts(group: dist.ProcessGroup, otherwise: torch.device | str) -> torch.device | str:
+    """Where a tensor of what the host knows is made, to be sent: the host, if its messages go there."""
+    return "cpu" if "gloo" in dist.get_backend_config(group) else otherwise
+
+
 def _through(boxes: Mailboxes, channel: Channel, value: Tensor, kind: str, at: str) -> Tensor:
     """(ranks, ...) the values of all ranks, in rank order, through shared memory."""
     head = channel.head(kind, at, value)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements, local_shape
-from fullframe.ranks.collectives import all_gather_no_grad
+from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
 from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import Spatial, spatial_of
 from fullframe.spatial.gradients import seen
@@ -110,7 +110,7 @@ def _parts(local: Tensor, spatial: Spatial, problem: str, like: Tensor | None, d
             facts[-2] = int(fingerprint(local.detach()))
     if spatial.size > 1 and not spatial.channel.tagged:
         raise ShapeError("a simulation does not know the other ranks' parts; use ff.shard there")
-    mine = torch.tensor(facts, device=spatial.mesh.device_type)
+    mine = torch.tensor(facts, device=device_of_facts(spatial.replica, spatial.mesh.device_type))
     return all_gather_no_grad(mine, spatial.replica, "parts").tolist()
 
 
@@ -192,7 +192,8 @@ def scatter(full: Tensor | None, mesh: DeviceMesh, *, src: int = 0) -> Tensor:
         facts += [_DTYPES.index(full.dtype), _FORMATS.index(memory_format_of(full)), int(full.requires_grad)]
     if spatial.size > 1 and not spatial.channel.tagged:
         raise ShapeError("a simulation does not know what another rank has; use ff.shard there")
-    everyone = all_gather_no_grad(torch.tensor(facts, device=mesh.device_type), spatial.replica, "scatter").tolist()
+    mine = torch.tensor(facts, device=device_of_facts(spatial.replica, mesh.device_type))
+    everyone = all_gather_no_grad(mine, spatial.replica, "scatter").tolist()
     named = sorted({other[0] for other in everyone})
     if len(named) > 1 or not 0 <= src < spatial.size:
         raise ShapeError(f"src is one of the replica's ranks 0 to {spatial.size - 1}, the same on all; got {named}")

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
-from fullframe.ranks.collectives import all_gather_no_grad
+from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
 from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import Spatial, spatial_of
 from fullframe.spatial.gradients import enter
@@ -68,7 +68,7 @@ def _agree(full: Tensor, mesh: DeviceMesh) -> None:
     spatial = spatial_of(mesh)
     facts = [full.dim(), *list(full.shape)[:MOST_DIMS]]
     facts += [0] * (MOST_DIMS + 1 - len(facts)) + [zlib.crc32(str(full.dtype).encode())]
-    mine = torch.tensor(facts, device=mesh.device_type)
+    mine = torch.tensor(facts, device=device_of_facts(spatial.replica, mesh.device_type))
     if spatial.size > 1:
         mine = torch.cat([mine, fingerprint(full.detach()).to(mine.device)])
     everyone = all_gather_no_grad(mine, spatial.replica, "shard").tolist()

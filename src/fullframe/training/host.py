@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullframe.ranks.collectives import device_of_facts
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.techniques.budget import Costs, agreed, device_clock, measured
@@ -54,8 +55,10 @@ class RealHost:
         own = set(mine)
         if self._ranks == 1:
             return list(mine)
-        order = torch.tensor([*mine, *(n for n in range(parameters) if n not in own)], device=self._device)
-        used = torch.tensor([n in own for n in range(parameters)], device=self._device, dtype=torch.int32)
+        assert dist.group.WORLD is not None
+        place = device_of_facts(dist.group.WORLD, self._device)
+        order = torch.tensor([*mine, *(n for n in range(parameters) if n not in own)], device=place)
+        used = torch.tensor([n in own for n in range(parameters)], device=place, dtype=torch.int32)
         dist.broadcast(order, 0)
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
         with waiting_for_ranks():

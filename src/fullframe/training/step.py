@@ -247,4 +247,6 @@ def sum_and_count(output: Any) -> tuple[Tensor, Tensor]:
         raise RecipeError(f"the loss must be a scalar tensor or a pair (sum, count), got {got}; reduce it with .sum()")
     if isinstance(count, Tensor) and count.dim() != 0:
         raise RecipeError(f"the loss's count must be one number, got shape {tuple(count.shape)}; reduce it with .sum()")
-    return value, torch.as_tensor(count, dtype=torch.float64, device=value.device).detach()
+    if not isinstance(count, Tensor):  # made on the device: to send it there would wait for the forward pass
+        return value, torch.full((), float(count), dtype=torch.float64, device=value.device)
+    return value, count.detach().to(value.device, torch.float64)

@@ -1,8 +1,11 @@
 """Which input rows an output row of `F.interpolate` is made of, against torch itself."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullframe.spatial.rules.taps import nearest_rows, repeats, taps_of, weighted
 
@@ -64,3 +67,24 @@ def test_an_infinity_reaches_the_rows_that_it_reaches_in_torch() -> None:
             expected = F.interpolate(x, size_out, mode=mode, align_corners=corners)
             got = weighted(x, 2, taps, range(size_out), 0)
             assert torch.equal(got.nan_to_num(7.0, 8.0), expected.nan_to_num(7.0, 8.0)), (mode, row)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies between devices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **kwargs or {})
+
+
+def test_tables_are_sent_to_a_device_once() -> None:
+    taps = taps_of(7, 12, "linear", True, None, False, torch.float32)
+    x = torch.empty(2, 7, device="meta")
+    weighted(x, 1, taps, range(12), 0)
+    taps.share(x, 1, range(7))
+    with Copies() as copies:
+        assert weighted(x, 1, taps, range(12), 0).device == x.device
+        taps.share(x, 1, range(7))
+    assert not copies.count

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullframe.ranks.collectives import all_gather_no_grad, all_sum
+from fullframe.ranks.collectives import all_gather_no_grad, all_sum, device_of_facts
 from fullframe.spatial.operands import aligned, has_values
 from fullframe.spatial.redistribute import in_runs, sliced
 from fullframe.spatial.rules.registry import Unsupported, rule
@@ -137,7 +137,7 @@ def _unique_consecutive(
 
 def _all_of(mine: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[int]]:
     """The (n,) values of all ranks, of any number each, one after another, and how many each has."""
-    lengths = all_gather_no_grad(torch.tensor(len(mine), device=mine.device), group).tolist()
+    lengths = all_gather_no_grad(torch.tensor(len(mine), device=device_of_facts(group, mine.device)), group).tolist()
     padded = mine.new_zeros(max(lengths))
     padded[: len(mine)] = mine
     everyone = all_gather_no_grad(padded, group)

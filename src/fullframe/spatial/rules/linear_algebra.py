@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fullframe.ranks.collectives import all_sum_no_grad
+from fullframe.ranks.collectives import all_sum_no_grad, device_of_facts
 from fullframe.spatial.operands import aligned, united
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.spec import Spec
@@ -78,7 +78,8 @@ def _results(call: Callable[[], Any], batch: Spec, device: torch.device) -> Any:
     first = found if isinstance(found, Tensor) else found[0] if found is not None else None
     if not isinstance(first, FakeTensor):
         group = batch.group
-        if int(all_sum_no_grad(torch.tensor(int(error is not None), device=device), group)):
+        failures = torch.tensor(int(error is not None), device=device_of_facts(group, device))
+        if int(all_sum_no_grad(failures, group)):
             raise error or torch.linalg.LinAlgError("a matrix of another rank has no such result, see its error")
 
     def shelled(local: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fullframe.geometry.window import AdaptiveWindow, Window
 from fullframe.ranks.adjoint import linear
+from fullframe.ranks.constants import constant
 from fullframe.ranks.exchange import joined
 from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import kept_with_mesh
@@ -203,8 +204,9 @@ def _average_pool(
             behind = (0, 0) * (local.dim() - dim - 1)
             local = F.pad(local, (*behind, -reads.start, reads.stop - spec.shape[dim]))
         if counted:
-            here = [_seen(window, row, spec.shape[dim], padding[n] if count_include_pad else 0) for row in rows]
-            column = torch.tensor(here, device=local.device).view(-1, *(1,) * (count - n - 1))
+            beyond = padding[n] if count_include_pad else 0
+            here = tuple(_seen(window, row, spec.shape[dim], beyond) for row in rows)
+            column = constant(here, torch.int64, local.device).view(-1, *(1,) * (count - n - 1))
             seen = column if seen is None else seen * column
     if seen is None:
         return wrap(func(local, kernel, stride, **extra), plan.spec)

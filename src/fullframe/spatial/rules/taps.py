@@ -55,24 +55,39 @@ class Taps:
         """What the input rows `own` add to each output row; for few output rows."""
         local = local.to(_wide(local))
         parts = []
-        for rows, weights in self._within(own):
-            column = weights.to(device=local.device, dtype=local.dtype).view(-1, *(1,) * (local.dim() - dim - 1))
-            parts.append((local.index_select(dim, rows.to(local.device)) * column).sum(dim, keepdim=True))
+        for rows, weights in _within(self, own, local.dtype, local.device):
+            column = weights.view(-1, *(1,) * (local.dim() - dim - 1))
+            parts.append((local.index_select(dim, rows) * column).sum(dim, keepdim=True))
         return joined(parts, dim)
 
-    @_disable_current_modes()
-    def _within(self, own: range) -> list[tuple[Tensor, Tensor]]:
-        """By output row those of its rows that lie in `own`, counted from its start, and their weights."""
-        inside = (self.rows >= own.start) & (self.rows < own.stop)
-        return [(r[m] - own.start, w[m]) for r, w, m in zip(self.rows, self.weights, inside, strict=True)]
+
+# What is sent to a device is kept there: each time it were sent the host would wait for the device.
+
+
+@lru_cache(maxsize=1024)
+@_disable_current_modes()
+@torch.inference_mode(False)
+def _within(taps: Taps, own: range, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """By output row those of its rows that lie in `own`, counted from its start, and their weights."""
+    inside = (taps.rows >= own.start) & (taps.rows < own.stop)
+    found = [(r[m] - own.start, w[m]) for r, w, m in zip(taps.rows, taps.weights, inside, strict=True)]
+    return [(rows.to(device), weights.to(device, dtype)) for rows, weights in found]
+
+
+@lru_cache(maxsize=1024)
+@_disable_current_modes()
+@torch.inference_mode(False)
+def _of_rows(taps: Taps, out: range, start: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows, counted from `start`, and weights of the output rows `out`."""
+    rows = taps.rows[out.start : out.stop] - start
+    return rows.to(device), taps.weights[out.start : out.stop].to(device, dtype)
 
 
 def weighted(local: Tensor, dim: int, taps: Taps, out: range, start: int) -> Tensor:
     """Output rows `out` of a tensor that holds the input from row `start` on; in float32 or wider unless copied."""
-    rows = (taps.rows[out.start : out.stop] - start).to(local.device)
+    rows, weights = _of_rows(taps, out, start, _wide(local), local.device)
     if taps.copies:
         return local.index_select(dim, rows[:, 0])
-    weights = taps.weights[out.start : out.stop].to(device=local.device, dtype=_wide(local))
     return _Weighted.apply(local, dim, rows, weights)  # type: ignore[no-any-return, no-untyped-call]
 
 

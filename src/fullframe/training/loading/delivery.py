@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import RecipeError, ShapeError
 from fullframe.geometry.extents import Extents
-from fullframe.ranks.collectives import all_gather_no_grad
+from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
 from fullframe.ranks.mesh import spatial_of
 from fullframe.spatial.shard import even_spec
 from fullframe.spatial.tensor import wrap
@@ -222,8 +222,8 @@ class Delivery:
 
     def _require_same(self, fingerprint: int) -> None:
         group = self._spatial.replica
-        device = "cpu" if "gloo" in torch.distributed.get_backend_config(group) else self._device
-        found = all_gather_no_grad(torch.tensor(fingerprint, device=device), group, "samples", _LINE).tolist()
+        mine = torch.tensor(fingerprint, device=device_of_facts(group, self._device))
+        found = all_gather_no_grad(mine, group, "samples", _LINE).tolist()
         if len(set(found)) > 1:
             raise RecipeError(
                 f"ranks {list(self._spatial.replica_ranks)} of one replica read different samples (checksums {found}); "
