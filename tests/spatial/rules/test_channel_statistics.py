@@ -11,9 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullframe as ff
+from fullframe.geometry.extents import Extents
+from fullframe.geometry.placement import Placement
+from fullframe.ranks.mesh import spatial_of
 from fullframe.simulation.fake.world import fake_job
 from fullframe.spatial.gradients import manage
-from fullframe.spatial.rules.channel_statistics import Holders, statistics
+from fullframe.spatial.rules.channel_statistics import Holders, sizes_on_ranks, statistics
+from fullframe.spatial.spec import spec_of
 from fullframe.spatial.tensor import wrap
 from tests.exactness import mesh
 from tests.rank_group import rank_group
@@ -50,6 +54,26 @@ def test_as_of_all_values_together() -> None:
     mean, var, elements = expected(samples)
     for answers in rank_group(3).run(found):
         torch.testing.assert_close(answers, [*wanted, (mean, var, 3 * elements)], rtol=1e-13, atol=1e-13)
+
+
+def shares() -> list[tuple[int, ...]]:
+    """What each rank holds of tensors cut along three axes, along one, and along two as one beside the third."""
+    spatial = spatial_of(ff.init_mesh(2, 2, depth=2))
+    rows, columns, slices = Extents((0, 3, 5)), Extents((0, 4, 7)), Extents((0, 2, 3))
+    cuts = [Placement("depth", 2, slices), Placement("height", 3, rows), Placement("width", 4, columns)]
+    one = spec_of(spatial, (1, 2, 3, 5, 7), tuple(cuts), False, None)
+    two = one.with_((1, 2, 3, 5, 7), (cuts[2],))
+    pair = Placement("depth and width", 0, Extents((0, 1, 3, 6, 10)))
+    three = one.with_((10, 2, 1, 5, 1), (pair, cuts[1]))
+    return [sizes_on_ranks(spec) for spec in (one, two, three)]
+
+
+def test_what_each_rank_of_a_group_holds() -> None:
+    with fake_job(0, 8):
+        each, along_width, beside = shares()
+    assert each == tuple(2 * d * h * w for d in (2, 1) for h in (3, 2) for w in (4, 3))
+    assert along_width == (2 * 3 * 5 * 4, 2 * 3 * 5 * 3)
+    assert beside == tuple(2 * held * h for d in (0, 1) for h in (3, 2) for held in (1, 2, 3, 4)[2 * d : 2 * d + 2])
 
 
 VIEWS = ("view", "detach", "split", "expand", "empty", "slice", "select", "unbind")

@@ -5,6 +5,7 @@ Channels are normalized in groups of `m` (batch and instance norm: 1). Backward 
 
 import math
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from fullframe.ranks.collectives import all_gather_no_grad, all_sum, all_sum_no_
 from fullframe.ranks.constants import constant
 from fullframe.ranks.exchange import joined
 from fullframe.ranks.memory_format import memory_format_of
-from fullframe.ranks.mesh import kept_with_mesh
+from fullframe.ranks.mesh import axes_in, kept_with_mesh
 from fullframe.spatial.second_derivative import gradients_of
 from fullframe.spatial.spec import Spec
 
@@ -46,13 +47,23 @@ def holders(spec: Spec, channels: int) -> Holders:
 @kept_with_mesh(maxsize=4096)
 def sizes_on_ranks(spec: Spec) -> tuple[int, ...]:
     """Elements of a tensor of `spec` on each rank of `spec.group`."""
-    cuts = {p.axis: p.extents for p in spec.placements}
-    whole = math.prod(extents.size for extents in cuts.values())
-    sizes = [math.prod(spec.shape) // whole if whole else 0]
-    axes = [axis.name for axis in spec.spatial.axes if axis.name in cuts] or list(cuts)  # height and width as one
-    for axis in axes:
-        sizes = [size * own for size in sizes for own in cuts[axis].sizes]
+    factors = math.prod(p.extents.size for p in spec.placements)
+    rest = math.prod(spec.shape) // factors if factors else 0
+    axes = [spec.spatial.axis(name) for name in axes_in(spec.spatial.joint([p.axis for p in spec.placements]))]
+    sizes = []
+    for numbers in product(*(range(axis.size) for axis in axes)):
+        part = {axis.name: number for axis, number in zip(axes, numbers, strict=True)}
+        held = [p.extents.sizes[_number(p.axis, part, spec)] for p in spec.placements]
+        sizes.append(rest * math.prod(held))
     return tuple(sizes)
+
+
+def _number(name: str, part: dict[str, int], spec: Spec) -> int:
+    """The number along an axis, or several as one, of the rank whose number along each single axis is in `part`."""
+    number = 0
+    for own in axes_in(name):
+        number = number * spec.spatial.axis(own).size + part[own]
+    return number
 
 
 @torch.no_grad()
