@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import fullframe as ff
 from fullframe.geometry.window import Window
+from fullframe.simulation.fake.world import fake_job
+from fullframe.spatial.tensor import wrap
 from tests.spatial.cases import MESHES, Case, one, require_the_numbers_of_one_process
 from tests.spatial.corners import (
     BF16,
@@ -177,3 +180,26 @@ def test_any_window_of_avg_pool(g: dict[str, Any], ceil: bool, include: bool) ->
     assume(all(p <= k // 2 for p, k in zip(g["padding"], g["kernel"], strict=True)))
     assume(all(w.output_size(n) >= 1 for w, n in zip(windows(Window, g), g["size"], strict=True)))
     require_exact(_avg_pool, g)
+
+
+FORMATS: dict[str, Any] = {
+    "max pool": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "average pool": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    "volume": lambda x: F.max_pool3d(x, 3, 2, 1),
+    "resize": lambda x: F.interpolate(x, size=(17, 9), mode="bilinear"),
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dense", [False, True])
+def test_gradients_keep_the_memory_format(name: str, dense: bool) -> None:
+    """On a rank among others, of a gradient in the same format and of a contiguous one."""
+    shape = (2, 4, 6, 16, 16) if name == "volume" else (2, 4, 16, 16)
+    with fake_job(1, 2):
+        x = ff.shard(last(torch.randn(shape)), ff.init_mesh(height=2), check=False)
+        source = x.local.detach().requires_grad_() * 1
+        made = FORMATS[name](wrap(source, x.spec)).local
+        seed = torch.ones_like(made, memory_format=torch.contiguous_format if dense else torch.preserve_format)
+        (gradient,) = torch.autograd.grad(made, source, seed)
+    assert made.stride(1) == gradient.stride(1) == 1

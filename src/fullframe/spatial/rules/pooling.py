@@ -132,7 +132,7 @@ class _MaxPool(torch.autograd.Function):
 def _spread(gradient: Tensor, indices: Tensor, plan: WindowPlan, options: Any, joined: torch.Size) -> Tensor:
     """The local part's gradient: each output's goes to the row that won."""
     pool = getattr(torch.ops.aten, f"max_pool{len(options[0])}d_with_indices_backward")
-    like = torch.empty(joined, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format_of(gradient))
+    like = torch.empty(joined, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format_of(indices))
     return region_gradient(pool(gradient, like, *options, indices), plan)
 
 

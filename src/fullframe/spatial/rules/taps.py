@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fullframe.ranks.exchange import joined
+from fullframe.ranks.memory_format import memory_format_of
 
 _LINEAR = {"bilinear": "linear", "trilinear": "linear"}
 _FEW = 8
@@ -85,6 +86,8 @@ def _of_rows(taps: Taps, out: range, start: int, dtype: torch.dtype, device: tor
 
 def weighted(local: Tensor, dim: int, taps: Taps, out: range, start: int) -> Tensor:
     """Output rows `out` of a tensor that holds the input from row `start` on; in float32 or wider unless copied."""
+    if dim > 1 and memory_format_of(local) != torch.contiguous_format:  # which a gather of rows would lose
+        return weighted(local.movedim(1, -1), dim - 1, taps, out, start).movedim(-1, 1)
     rows, weights = _of_rows(taps, out, start, _wide(local), local.device)
     if taps.copies:
         return local.index_select(dim, rows[:, 0])
