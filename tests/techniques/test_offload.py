@@ -143,7 +143,7 @@ def test_the_original_is_let_go_and_the_copy_after_backward() -> None:
     assert len(offload._parked) == 0
 
 
-def test_one_is_fetched_ahead_and_no_more() -> None:
+def test_two_are_fetched_ahead_and_no_more() -> None:
     x = torch.randn(100, requires_grad=True)
     offload = Watched()
 
@@ -167,7 +167,7 @@ def test_one_is_fetched_ahead_and_no_more() -> None:
         out.backward()
     finally:
         offload_module._Parked.take = original  # type: ignore[method-assign]
-    assert ahead == [1, 1, 1, 1, 0]
+    assert ahead == [2, 2, 2, 1, 0]
     assert offload.fetched == 5
 
 

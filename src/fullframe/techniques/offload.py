@@ -1,4 +1,4 @@
-"""Saved activations wait for backward in host memory: sent there as they are saved, fetched one ahead of their use.
+"""Saved activations wait for backward in host memory: sent there as they are saved, fetched two ahead of their use.
 
 On a GPU both ways run beside the computation, on a stream of their own, from and to pinned memory.
 """
@@ -14,8 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullframe.techniques.pinned_memory import PinnedMemory
+
 LEAST_BYTES = 1 << 20  # of a storage; smaller ones gain little and cost a copy each
 LEAVING_BYTES = 512 << 20  # on the device that may wait for their copy; beyond it the host waits too
+
+AHEAD = 2  # storages that are fetched before they are asked for
 
 
 def saving_to_host(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
@@ -98,9 +102,14 @@ class _Parked:
             held, arrival = self._ahead or self._road.fetch(self._sent)
             self._road.wait(arrival)
             self._ahead, self._in_use = None, weakref.ref(held)
-        before = None if self._before is None else self._before()
-        if before is not None and before._in_use is None and before._ahead is None:
-            before._ahead = self._road.fetch(before._sent)
+        next_ = self
+        for _ in range(AHEAD):  # so that the road is never idle while the device computes with what has come
+            before = None if next_._before is None else next_._before()
+            if before is None:
+                break
+            next_ = before
+            if next_._in_use is None and next_._ahead is None:
+                next_._ahead = self._road.fetch(next_._sent)
         return held
 
 
@@ -121,6 +130,7 @@ class DeviceRoad:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._leaving: deque[tuple[torch.Event, Tensor]] = deque()
+        self._host = PinnedMemory(pin=self._stream is not None)
 
     def takes(self, tensor: Tensor) -> bool:
         """Plain tensors on the device."""
@@ -134,7 +144,7 @@ class DeviceRoad:
     def send(self, storage: torch.UntypedStorage) -> Tensor:
         """A copy in host memory. The storage is held until the copy is made."""
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._stream is not None)
+        host = self._host.take(storage.nbytes())
         sent = self._copy(source, host)
         self._let_go()
         if sent is not None:

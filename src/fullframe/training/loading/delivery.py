@@ -8,6 +8,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -169,7 +170,7 @@ class Delivery:
     def __init__(self, mesh: DeviceMesh, split: Split = "auto"):
         self._mesh, self._split, self._spatial = mesh, split, spatial_of(mesh)
         self._device = mesh_device(mesh)
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream = _copying(self._device) if self._device.type == "cuda" else None
 
     def __call__(self, host: Iterable[tuple[Any, int]], ahead: int | None = None) -> Iterator[Any]:
         """The batches in order, each copied while up to `ahead` before it are computed on.
@@ -231,6 +232,12 @@ class Delivery:
                 "not from a generator of the dataset's own, as many numbers whatever rows and columns are read, "
                 "and give every rank the same files"
             )
+
+
+@cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """The one stream on which batches come to a GPU: torch keeps the memory of each stream's tensors apart."""
+    return torch.cuda.Stream(device)
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
