@@ -47,6 +47,34 @@ class UNet(nn.Module):
         return self.head(x)
 
 
+class UNet3D(nn.Module):
+    """Three resolutions of volumes: strided convolutions down, transposed ones up, instance norm, skips joined."""
+
+    def __init__(self, width: int = 16, classes: int = 8):
+        super().__init__()
+        self.enter = self._layers(1, width)
+        self.down = nn.ModuleList(self._layers(width * 2**n, width * 2 ** (n + 1), 2) for n in range(2))
+        self.grow = nn.ModuleList(nn.ConvTranspose3d(width * 2 ** (n + 1), width * 2**n, 2, 2) for n in (1, 0))
+        self.up = nn.ModuleList(self._layers(width * 2 ** (n + 1), width * 2**n) for n in (1, 0))
+        self.head = nn.Conv3d(width, classes, 1)
+
+    @staticmethod
+    def _layers(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Conv3d(inputs, outputs, 3, stride, 1, bias=False), nn.InstanceNorm3d(outputs, affine=True), nn.ReLU(),
+            nn.Conv3d(outputs, outputs, 3, 1, 1, bias=False), nn.InstanceNorm3d(outputs, affine=True), nn.ReLU(),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = [self.enter(x)]
+        for down in self.down:
+            skips.append(down(skips[-1]))
+        x = skips.pop()
+        for grow, up in zip(self.grow, self.up, strict=True):
+            x = up(torch.cat([skips.pop(), grow(x)], dim=1))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 def pair(inputs: int, outputs: int) -> nn.Sequential:
     """Two layers."""
     return nn.Sequential(*layer(inputs, outputs), *layer(outputs, outputs))

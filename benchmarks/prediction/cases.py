@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from benchmarks.networks import UNet, convnext_tiny, resnet50
+from benchmarks.networks import UNet, UNet3D, convnext_tiny, resnet50
 from benchmarks.spatial_memory.models import nine_layers
 from fullframe.recipe import Recipe, load_recipe
 from fullframe.strategy import Strategy
@@ -20,16 +20,17 @@ STEREO = Path(__file__).parents[2] / "examples" / "stereo_depth" / "recipe.py"
 
 
 class Frames(Dataset[dict[str, Tensor]]):
-    """Images of noise with a class a pixel."""
+    """Images, or volumes, of noise with a class a pixel."""
 
-    def __init__(self, height: int, width: int):
-        self.size = height, width
+    def __init__(self, *size: int):
+        self.size = size
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"image": torch.randn(3, *self.size), "target": torch.randint(0, CLASSES, self.size)}
+        channels = 3 if len(self.size) == 2 else 1
+        return {"image": torch.randn(channels, *self.size), "target": torch.randint(0, CLASSES, self.size)}
 
 
 def segmentation(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -79,23 +80,21 @@ def _recipe(
     model: Callable[[], nn.Module],
     loss: Callable[..., Tensor],
     batch_size: int,
-    height: int,
-    width: int,
+    size: tuple[int, ...],
     optimizer: Callable[..., torch.optim.Optimizer] = adamw,
 ) -> Recipe:
-    return Recipe(
-        model=model, loss=loss, optimizer=optimizer, data=lambda: Frames(height, width), batch_size=batch_size
-    )
+    return Recipe(model=model, loss=loss, optimizer=optimizer, data=lambda: Frames(*size), batch_size=batch_size)
 
 
 _RECIPES: dict[str, Callable[[], Recipe]] = {
-    "nine conv-BN-ReLU": lambda: _recipe(nine_layers, square, 2, 384, 512),
-    "UNet": lambda: _recipe(UNet, segmentation, 2, 384, 512),
-    "ResNet-50": lambda: _recipe(resnet50, features, 4, 256, 512),
-    "ResNet-50, SGD": lambda: _recipe(resnet50, features, 4, 256, 512, sgd),
-    "ConvNeXt-tiny": lambda: _recipe(convnext_tiny, features, 2, 256, 512),
-    "Swin-tiny": lambda: _recipe(swin, features, 2, 224, 448),
-    "ViT": lambda: _recipe(vit, features, 4, 256, 512),
+    "nine conv-BN-ReLU": lambda: _recipe(nine_layers, square, 2, (384, 512)),
+    "UNet": lambda: _recipe(UNet, segmentation, 2, (384, 512)),
+    "ResNet-50": lambda: _recipe(resnet50, features, 4, (256, 512)),
+    "ResNet-50, SGD": lambda: _recipe(resnet50, features, 4, (256, 512), sgd),
+    "ConvNeXt-tiny": lambda: _recipe(convnext_tiny, features, 2, (256, 512)),
+    "Swin-tiny": lambda: _recipe(swin, features, 2, (224, 448)),
+    "ViT": lambda: _recipe(vit, features, 4, (256, 512)),
+    "3-D UNet": lambda: _recipe(UNet3D, segmentation, 1, (48, 64, 64)),
     "stereo network": lambda: load_recipe(STEREO),
 }
 
@@ -152,4 +151,8 @@ CASES = [
     Case("ViT", Strategy(height=2, precision="bf16", recompute="blocks")),
     Case("stereo network", Strategy()),
     Case("stereo network", Strategy(width=2)),
+    Case("3-D UNet", Strategy()),
+    Case("3-D UNet", Strategy(depth=2)),
+    Case("3-D UNet", Strategy(depth=2, height=2)),
+    Case("3-D UNet", Strategy(depth=2, recompute="blocks")),
 ]

@@ -22,7 +22,7 @@ STEPS = 2
 
 def peak_bytes(case: Case) -> int:
     """From before the model is made to the end of the second step."""
-    mesh = init_mesh(height=case.strategy.height, width=case.strategy.width)
+    mesh = init_mesh(case.strategy.height, case.strategy.width, depth=case.strategy.depth)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         session = assemble(case.recipe, case.strategy, mesh)
         for _, batch in zip(range(STEPS), session.state.loader, strict=False):

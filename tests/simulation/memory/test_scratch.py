@@ -1,7 +1,15 @@
 """What oneDNN takes for itself: by hand, in bytes of float32 maps."""
 
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 from fullframe.simulation.memory.scratch import cpu_scratch, is_channels_last
 
@@ -17,13 +25,17 @@ def maps(dtype: torch.dtype = torch.float32, kernel: int = 3) -> tuple[Tensor, T
     return x, torch.zeros(8, 8, kernel, kernel, dtype=dtype), x
 
 
+def options(dims: int, stride: int = 1, padding: int = 1, transposed: bool = False) -> tuple[Any, ...]:
+    return [stride] * dims, [padding] * dims, [1] * dims, transposed, [0] * dims, 1
+
+
 def forward(x: Tensor, weight: Tensor, out: Tensor) -> int:
-    return cpu_scratch(aten.convolution.default, (x, weight), out)
+    return cpu_scratch(aten.convolution.default, (x, weight, None, *options(2)), out)
 
 
 def backward(x: Tensor, weight: Tensor, of_x: bool = True, of_weight: bool = True) -> int:
     out = (x if of_x else None, weight if of_weight else None, None)
-    return cpu_scratch(aten.convolution_backward.default, (x, x, weight), out)
+    return cpu_scratch(aten.convolution_backward.default, (x, x, weight, [0], *options(2)), out)
 
 
 def test_forward() -> None:
@@ -60,6 +72,50 @@ def test_backward_with_channels_last() -> None:
     assert backward(last, deep) == 256 * deep.nbytes  # partial sums
     halves = backward(last.bfloat16(), deep.bfloat16())
     assert halves == 256 * deep.nbytes + 16 * 8 * 10 * 10 * 4
+
+
+def allocated(call: Callable[[], Any]) -> int:
+    """What torch's allocator hands out during a call, at its most, beyond what the call returns."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        made = call()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    most = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    return most - sum(t.nbytes for t in tree_leaves(made) if isinstance(t, Tensor))
+
+
+# Kernel rows, stride, padding, transposed, and the kernel's shape for maps of 8 channels.
+VOLUMES = [
+    (3, 1, 1, False, (4, 8, 3, 3, 3)),
+    (3, 2, 1, False, (4, 8, 3, 3, 3)),
+    (1, 1, 0, False, (4, 8, 1, 1, 1)),
+    (2, 2, 0, True, (8, 4, 2, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding", "transposed", "shape"), VOLUMES)
+def test_windows_of_small_volumes_lie_side_by_side(
+    kernel: int, stride: int, padding: int, transposed: bool, shape: tuple[int, ...]
+) -> None:
+    """What is counted is what torch really takes, to a hundredth, for both passes and each gradient alone."""
+    x, weight = torch.randn(1, 8, 12, 16, 16), torch.randn(shape)
+    settings = options(3, stride, padding, transposed)
+    out = aten.convolution(x, weight, None, *settings)
+    columns = x[0, 0].numel() * 4 * 8 if transposed else out[0, 0].numel() * 8 * kernel**3
+    forward = cpu_scratch(aten.convolution.default, (x, weight, None, *settings), out)
+    assert forward == (4 * columns if kernel > 1 else 0)
+    assert allocated(lambda: aten.convolution(x, weight, None, *settings)) == pytest.approx(forward, rel=0.01)
+    for mask in ([True, True, False], [True, False, False], [False, True, False]):
+        args = (out, x, weight, [0], *settings)
+        made = aten.convolution_backward(*args, mask)
+        said = cpu_scratch(aten.convolution_backward.default, args, made)
+        got = allocated(partial(aten.convolution_backward, *args, mask))
+        assert got == pytest.approx(said, rel=0.01), mask
+
+
+def test_large_volumes_are_onednn_s() -> None:
+    x, weight = torch.zeros(2, 8, 12, 16, 16), torch.zeros(8, 8, 3, 3, 3)
+    found = cpu_scratch(aten.convolution.default, (x, weight, None, *options(3)), x)
+    assert found == 2 * x.nbytes + weight.nbytes  # 8 channels fill half of a block of 16
 
 
 def test_which_maps_have_their_channels_last() -> None:

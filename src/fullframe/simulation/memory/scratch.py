@@ -1,6 +1,7 @@
 """What kernels allocate for the time they run, which no tensor of the program shows.
 
-For the CPU it is what oneDNN was seen to take in torch 2.13 on AVX-512: copies in its own specs, partial sums.
+For the CPU it is what oneDNN was seen to take in torch 2.13 on AVX-512: copies in its own specs, partial sums. Of
+volumes that are small (samples x channels x D x H) torch's own kernel lays all windows side by side.
 """
 
 from math import prod
@@ -20,9 +21,17 @@ _AT_MASKS = (_aten.index.Tensor, _aten.index_put_.default, _aten._index_put_impl
 def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
     """Bytes beyond its results that an op on the CPU needs."""
     if func is _aten.convolution.default:
-        return _convolution(args[0], args[1], out)
+        columns = _columns(args[0], args[1], out, args[3:9])
+        if columns is None:
+            return _convolution(args[0], args[1], out)
+        return 0 if _is_pointwise(args[1]) else columns
     if func is _aten.convolution_backward.default:
-        return _convolution_backward(*args[:3], *out[:2])
+        columns = _columns(args[1], args[2], args[0], args[4:10])
+        if columns is None:
+            return _convolution_backward(*args[:3], *out[:2])
+        if not _is_pointwise(args[2]):
+            return columns
+        return 0 if out[0] is None else columns - (0 if out[1] is None else out[1].nbytes)
     if func in _AT_MASKS:
         return sum(index.numel() * index.dim() * _INT64 for index in args[1] if _is_mask(index))
     return 0
@@ -31,6 +40,25 @@ def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
 def _is_mask(index: Tensor | None) -> bool:
     """Whether an index is a mask, of whose true elements torch makes a list first."""
     return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _columns(x: Tensor, weight: Tensor, out: Tensor, options: Any) -> int | None:
+    """Bytes of the windows of a volume side by side; None where torch calls oneDNN.
+
+    `options` are stride, padding, dilation, whether it is transposed, output padding and groups.
+    """
+    if x.dim() != 5:
+        return None
+    backend = torch._C._select_conv_backend(x, weight, None, *options, None)
+    if backend == torch._C._ConvBackend.Slow3d:  # type: ignore[attr-defined]
+        return out.numel() // out.shape[1] * weight[0].numel() * weight.element_size()
+    if backend == torch._C._ConvBackend.SlowTranspose3d:  # type: ignore[attr-defined]
+        return x[0, 0].numel() * weight[0].numel() * weight.element_size()
+    return None
+
+
+def _is_pointwise(weight: Tensor) -> bool:
+    return prod(weight.shape[2:]) == 1
 
 
 def _convolution(x: Tensor, weight: Tensor, out: Tensor) -> int:
