@@ -6,7 +6,7 @@ import re
 import pytest
 
 from fullframe.errors import StrategyError
-from fullframe.strategy import Strategy
+from fullframe.strategy import Strategy, describe, multiplied
 
 
 def test_json_both_ways():
@@ -15,12 +15,19 @@ def test_json_both_ways():
     assert json.loads(strategy.to_json())["recompute_modules"] == ["stages.*"]
     assert Strategy.from_json('{"width": 2}') == Strategy(width=2)
     assert strategy.ranks == 24
+    volumes = Strategy(data=2, depth=3, width=4)
+    assert Strategy.from_json(volumes.to_json()) == volumes and (volumes.parts, volumes.ranks) == (12, 24)
+    assert list(volumes.mesh.items()) == [("data", 2), ("depth", 3), ("height", 1), ("width", 4)]
+    assert strategy.mesh == {"data": 2, "height": 3, "width": 4}
+    assert describe(volumes) == "data 2 x depth 3 x width 4, fp32"
+    assert multiplied(volumes.mesh) == "data 2 x depth 3 x height 1 x width 4"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('{"widht": 2}', "unknown strategy field 'widht'; the fields are data, depth, height, width, microbatches"),
+        ('{"depth": 0}', "strategy.depth must be a whole number >= 1, got 0"),
         ('{"width": 0}', "strategy.width must be a whole number >= 1, got 0"),
         ('{"width": 1.0}', "strategy.width must be a whole number >= 1, got 1.0"),
         ('{"width": true}', "strategy.width must be a whole number >= 1, got True"),

@@ -151,6 +151,17 @@ def test_a_table_has_room_on_a_terminal_of_80_columns(tmp_path: Path) -> None:
         assert all(re.fullmatch(r"[\d,]+(\.\d+)?", number) for number in numbers) and len(numbers) >= 4
 
 
+def test_depth_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "volumes.py"
+    path.write_text("from tests.training.volumes import recipe")
+    held = []
+    for axis in ("--depth", "--width"):
+        assert run(["simulate", str(path), "--gpus", "2xT4", axis, "2", "--json"]) == 0
+        held.append(json.loads(capsys.readouterr().out)["bytes"]["activation"])
+    assert run(["simulate", str(path), "--gpus", "2xT4", "--depth", "2"]) == 0
+    assert held[0] != held[1] and held[0] == pytest.approx(held[1], rel=0.2) and "fits" in capsys.readouterr().out
+
+
 def test_a_strategy_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(written(tmp_path))
     assert run(["simulate", recipe, "--gpus", "2xT4", "--width", "2", "--precision", "fp16", "--json"]) == 0
@@ -228,8 +239,8 @@ def test_the_first_plan_that_fits_is_taken(tmp_path: Path) -> None:
     plans = [{"strategy": {"width": width}, "fits": width == 4} for width in (2, 4)]
     path.write_text(json.dumps(plans))
     assert strategy_of(first_plan(path)) == Strategy(width=4)
-    with pytest.raises(StrategyError, match="unknown strategy field 'depth'"):
-        strategy_of({"strategy": {"depth": 3}})
+    with pytest.raises(StrategyError, match="unknown strategy field 'length'"):
+        strategy_of({"strategy": {"length": 3}})
 
 
 def test_pictures_need_plotly(

@@ -96,7 +96,12 @@ def test_one_process_prints_plain_lines(tmp_path, capsys, monkeypatch):
             "1 processes are no multiple of height 2 x width 1 = 2; use 2 processes",
         ),
         (["--processes", "4", "--data", "4", "--width", "2"], "= 8 is not the number of processes, 4"),
+        (
+            ["--processes", "3", "--depth", "2"],
+            "3 processes are no multiple of depth 2 x height 1 x width 1 = 2; use 2 or 4",
+        ),
         (["--width", "0"], "--width must be at least 1, got 0"),
+        (["--depth", "0"], "--depth must be at least 1, got 0"),
         (["--max-restarts", "-1"], "--max-restarts must be at least 0, got -1"),
         (["--processes", "2", "--resume"], "--resume needs --run-dir"),
         (["--processes", "2", "--auto-resume"], "--auto-resume needs --run-dir"),
@@ -109,6 +114,23 @@ def test_wrong_use_is_refused_before_any_rank_starts(tmp_path, capsys, monkeypat
     assert run(["train", str(written(tmp_path)), *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and len(error.splitlines()) == 1
+
+
+def test_ranks_are_started_with_depth(tmp_path, capsys, monkeypatch):
+    started = []
+
+    def launch(ranks, command, **_):
+        started.append((ranks, " ".join(command)))
+        return 0
+
+    monkeypatch.setattr("fullframe.processes.launch.launch", launch)
+    for options, mesh in (
+        (["--depth", "2", "--width", "2"], "--data 1 --depth 2 --height 1 --width 2"),
+        (["--depth", "2", "--processes", "4"], "--data 2 --depth 2 --height 1 --width 1"),
+    ):
+        assert run(["train", str(written(tmp_path)), "--run-dir", str(tmp_path / "run"), *options]) == 0
+        ranks, words = started.pop()
+        assert ranks == 4 and mesh in words, words
 
 
 def test_no_such_recipe(capsys):

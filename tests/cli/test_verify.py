@@ -116,6 +116,12 @@ def test_the_ten_that_differ_most_or_all(tmp_path, capsys, ranks_find) -> None:
     assert started[1][0] == "2", "two ranks along the width, when no axis is given"
 
 
+def test_ranks_are_started_with_depth(tmp_path, ranks_find) -> None:
+    started = ranks_find(found(mesh={"data": 1, "depth": 2, "height": 1, "width": 2}))
+    assert run(["verify", str(written(tmp_path)), "--depth", "2", "--width", "2"]) == 0
+    assert started[0][0] == "4" and " ".join(started[0][5:]) == "--depth 2 --height 1 --width 2 --data 1"
+
+
 FIRST = FirstDifference(
     phase="forward",
     module="neck",

@@ -10,6 +10,7 @@ thousandth; what it may differ by is 1e-12 of the largest.
 """
 
 import functools
+import math
 import os
 import re
 import tempfile
@@ -32,6 +33,7 @@ from tests.rank_group import RankFailure, rank_group
 
 FLOOR = 1e-3  # of the largest gradient or buffer
 TIMEOUT_SECONDS = 90.0
+Mesh = tuple[int, ...]  # height, width; for volumes also depth
 _WARNING = re.compile(r"^(\S+) \((.*)\) runs on the gathered .*?\): (.*)$", re.DOTALL)
 
 
@@ -125,18 +127,18 @@ def layers_output(model: nn.Module) -> Counter[str]:
     return elements
 
 
-def split_step(name: str, height: int, width: int, unsupported: str, path: str) -> dict[str, Any]:
+def split_step(name: str, on: Mesh, unsupported: str, path: str) -> dict[str, Any]:
     """On a rank: one split step; the findings, or the refusal."""
     entry = entries()[name]
     with default_dtype(entry):
-        return _split_step(entry, height, width, unsupported, path)
+        return _split_step(entry, on, unsupported, path)
 
 
-def _split_step(entry: Architecture, height: int, width: int, unsupported: str, path: str) -> dict[str, Any]:
+def _split_step(entry: Architecture, on: Mesh, unsupported: str, path: str) -> dict[str, Any]:
     import fullframe as ff
     from fullframe.spatial import operands
 
-    mesh = mesh_of(height, width)
+    mesh = mesh_of(*on)
     operands._said.clear()  # an earlier model may have said the same
     expected = torch.load(path)
     torch.manual_seed(0)
@@ -197,14 +199,12 @@ def compared(expected: dict[str, Any], actual: dict[str, Any], tolerance: float)
     return findings, worst
 
 
-def run_on(entry: Architecture, height: int, width: int, unsupported: str, path: Path) -> Outcome:
+def run_on(entry: Architecture, on: Mesh, unsupported: str, path: Path) -> Outcome:
     """One mode on one mesh."""
-    group = rank_group(height * width)
+    group = rank_group(math.prod(on))
     begin = time.monotonic()
     try:
-        results = group.run(
-            split_step, entry.name, height, width, unsupported, os.fspath(path), timeout_seconds=TIMEOUT_SECONDS
-        )
+        results = group.run(split_step, entry.name, on, unsupported, os.fspath(path), timeout_seconds=TIMEOUT_SECONDS)
     except RankFailure as failure:
         if group.alive:
             group.close()  # its ranks may stand at different messages
@@ -231,16 +231,16 @@ def shortened(where: str) -> str:
     return "loss" if where == "Trained" else where.removeprefix("model.")
 
 
-def verdicts_of(name: str, meshes: tuple[tuple[int, int], ...]) -> dict[tuple[int, int], Outcome]:
+def verdicts_of(name: str, meshes: tuple[Mesh, ...]) -> dict[Mesh, Outcome]:
     """For each mesh what it gives with `unsupported="error"`, and where that refuses with "gather"."""
     entry = entries()[name]
     outcomes = {}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "expected.pt"
         torch.save(one_process(entry), path)
-        for height, width in meshes:
-            outcome = run_on(entry, height, width, "error", path)
+        for on in meshes:
+            outcome = run_on(entry, on, "error", path)
             if outcome.verdict == "refused":
-                outcome = run_on(entry, height, width, "gather", path)
-            outcomes[height, width] = outcome
+                outcome = run_on(entry, on, "gather", path)
+            outcomes[on] = outcome
     return outcomes

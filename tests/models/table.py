@@ -24,7 +24,7 @@ MESHES = ((1, 2), (2, 2))
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 SHOWN = 2  # modules of a gathered op in the table; --json has all
 
-Outcomes = dict[tuple[int, int], Outcome]
+Outcomes = dict[tuple[int, ...], Outcome]
 
 INTRODUCTION = """# Models
 

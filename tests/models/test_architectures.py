@@ -48,6 +48,12 @@ def test_exact_and_nothing_is_gathered(name: str) -> None:
         assert outcome.split > 0.5, (mesh, outcome)
 
 
+def test_a_volume_network_with_its_depth_split() -> None:
+    for mesh, outcome in verdicts_of("3D U-Net", ((1, 1, 2), (1, 1, 3), (1, 2, 2))).items():  # height, width, depth
+        assert outcome.verdict == "exact" and outcome.error <= TOLERANCE, (mesh, outcome)
+        assert outcome.split > 0.9, (mesh, outcome)
+
+
 @pytest.mark.parametrize("name", WITH_GATHER)
 def test_exact_where_one_op_is_gathered(name: str) -> None:
     for mesh, outcome in verdicts_of(name, MESHES).items():

@@ -75,11 +75,11 @@ def relative_error(actual: Tensor, expected: Tensor, floor: float) -> float:
 
 
 @functools.cache
-def mesh_of(height: int, width: int) -> Any:
+def mesh_of(height: int, width: int, depth: int = 1) -> Any:
     """One mesh a shape and rank process: each makes process groups of its own."""
     import fullframe as ff
 
-    return ff.init_mesh(height=height, width=width)
+    return ff.init_mesh(height=height, width=width, depth=depth)
 
 
 def split_step(name: str, size: Size, height: int, width: int, path: str) -> list[str]:

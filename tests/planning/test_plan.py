@@ -215,6 +215,35 @@ def test_of_a_small_network_parameters_are_not_sharded() -> None:
     assert not first.strategy.shard_parameters
 
 
+class Volumes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Conv3d(1 if n == 0 else 4, 4, 3, padding=1) for n in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "depths"),
+    [
+        ((1, 64, 32, 32), {1, 2}),  # (N, C, D, H, W)
+        ((1, 31, 32, 32), {1}),  # too few slices
+        ((64, 32, 32), {1}),  # an image of 64 channels
+    ],
+)
+def test_volumes_alone_are_cut_along_their_slices(shape: tuple[int, ...], depths: set[int]) -> None:
+    def sample() -> dict[str, Tensor]:
+        return {"label": torch.zeros(shape[-3:]), "image": torch.zeros(shape)}  # as many voxels, no channel
+
+    model = Volumes if len(shape) == 4 else lambda: nn.Conv2d(64, 4, 3)
+    plans = plan(recipe(model=model, sample=sample, batch_size=1), "2xV100-16GB", precisions=["fp32"])
+    assert {p.strategy.depth for p in plans} == depths
+    if depths == {1, 2}:
+        tried = [p for p in plans if p.prediction is not None]
+        assert plans[0].fits and any(p.strategy.depth == 2 for p in tried), [p.strategy for p in tried]
+
+
 def test_a_sample_without_a_frame_is_refused() -> None:
     with pytest.raises(RecipeError, match="no tensor with rows and columns"):
         plan(recipe(sample=lambda: {"number": torch.zeros(3)}), "1xT4")

@@ -138,6 +138,21 @@ def test_activations_follow_the_part_that_a_rank_has() -> None:
     assert split == pytest.approx(whole / 2, rel=0.1)  # with the columns that it borrows
 
 
+def test_activations_of_volumes_follow_their_slices() -> None:
+    """Two convolutions and two gelus keep a map each; a rank in the middle of four borrows a slice on either side."""
+
+    def volumes() -> nn.Module:
+        return nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.GELU(), nn.Conv3d(8, 8, 3, padding=1), nn.GELU())
+
+    changed = {"model": volumes, "sample": lambda: {"image": torch.zeros(1, 24, 16, 20)}, "batch_size": 1}
+    whole = simulated(ff.Strategy(), **changed).bytes["activation"]
+    slice_bytes = 4 * 8 * 16 * 20
+    assert 4 * 24 * slice_bytes <= whole <= 4.3 * 24 * slice_bytes
+    for strategy in (ff.Strategy(depth=2), ff.Strategy(depth=4), ff.Strategy(depth=2, height=2)):
+        kept = simulated(strategy, **changed).bytes["activation"]
+        assert whole / strategy.parts <= kept <= whole / strategy.parts + 3 * slice_bytes
+
+
 def test_recompute_drops_what_lies_within_the_blocks() -> None:
     kept = simulated(ff.Strategy())
     saved = simulated(ff.Strategy(recompute="blocks", recompute_modules=("blocks.*",)))

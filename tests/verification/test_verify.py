@@ -12,18 +12,21 @@ from tests.rank_group import RankFailure, rank_group
 from tests.verification.job import DRAWN, LEAK, PARTS, RIGHT, SCALED, SEAM, SPECTRAL, UNUSED, written
 
 
-def _verified(path: str, data: int, height: int, width: int, unsupported: str) -> str:
+def _verified(path: str, data: int, height: int, width: int, unsupported: str, depth: int) -> str:
     from fullframe.strategy import Strategy
     from fullframe.verification.verify import verify
 
     torch.set_num_threads(1)
-    strategy = Strategy(data=data, height=height, width=width)
+    strategy = Strategy(data=data, depth=depth, height=height, width=width)
     return verify(Path(path), strategy, unsupported=unsupported).to_json()  # type: ignore[arg-type]
 
 
-def verified(path: Path, data: int = 1, height: int = 1, width: int = 2, unsupported: str = "error") -> Verdict:
+def verified(
+    path: Path, data: int = 1, height: int = 1, width: int = 2, unsupported: str = "error", depth: int = 1
+) -> Verdict:
     """The verdict, the same on all ranks."""
-    answers = rank_group(data * height * width).run(_verified, str(path), data, height, width, unsupported)
+    ranks = data * depth * height * width
+    answers = rank_group(ranks).run(_verified, str(path), data, height, width, unsupported, depth)
     verdicts = [json.loads(answer) for answer in answers]
     for verdict in verdicts:
         verdict.pop("notes")  # a gathered op is named by the first rank alone
@@ -53,6 +56,15 @@ def test_an_exact_recipe(tmp_path: Path, data: int, height: int, width: int) -> 
     assert (verdict.values, verdict.gradients) == (22 * data, 9 * data)
     assert verdict.mesh == {"data": data, "height": height, "width": width}
     assert verdict.notes == ("dropout is off for the comparison, in both runs: head.0 (p = 0.3)",)
+
+
+def test_volumes_are_verified_with_depth(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text("from tests.training.volumes import recipe")
+    verdict = verified(path, width=1, depth=2)
+    assert verdict.exact and 0 < largest(verdict) < 1e-12, verdict
+    assert verdict.mesh == {"data": 1, "depth": 2, "height": 1, "width": 1}
+    assert {"up.weight", "down.0.weight", "down.1.weight"} <= {d.name for d in verdict.parameters}
 
 
 WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {

@@ -105,27 +105,26 @@ class Train:
             return self.processes
         if self.plan is not None:
             return strategy_of(first_plan(self.plan)).ranks
-        if self.data or self._split:
-            return (self.data or 1) * math.prod(self._split.values())
+        if any(self._mesh.values()):
+            return math.prod(size or 1 for size in self._mesh.values())
         import torch
 
         return max(torch.cuda.device_count(), 1)
 
     @property
-    def _split(self) -> dict[str, int]:
-        """The axes along which samples are split, as far as they are given."""
-        return {name: size for name in ("depth", "height", "width") if (size := getattr(self, name))}
+    def _mesh(self) -> dict[str, int | None]:
+        """The sizes of the mesh as they are given."""
+        return {"data": self.data, "depth": self.depth, "height": self.height, "width": self.width}
 
     def _strategy(self, ranks: int) -> Strategy:
-        split = {"height": 1, "width": 1} | self._split
-        parts = math.prod(split.values())
+        mesh: dict[str, Any] = {name: size or 1 for name, size in self._mesh.items() if name != "depth" or size}
+        parts = math.prod(mesh.values()) // mesh["data"]
         if ranks % parts:
             below = ranks // parts * parts
             fitting = f"{below} or {below + parts}" if below else str(parts)
-            raise MeshError(
-                f"{ranks} processes are no multiple of {multiplied(split)} = {parts}; use {fitting} processes"
-            )
-        mesh: dict[str, Any] = {"data": self.data or ranks // parts} | split
+            split = multiplied({name: size for name, size in mesh.items() if name != "data"})
+            raise MeshError(f"{ranks} processes are no multiple of {split} = {parts}; use {fitting} processes")
+        mesh["data"] = self.data or ranks // parts
         if math.prod(mesh.values()) != ranks:
             raise MeshError(
                 f"{multiplied(mesh)} = {math.prod(mesh.values())} is not the number of processes, {ranks}; "
@@ -135,7 +134,7 @@ class Train:
 
     def _planned(self, ranks: int) -> Strategy:
         assert self.plan is not None
-        if self.data or self._split or changed(self.techniques):
+        if any(self._mesh.values()) or changed(self.techniques):
             raise StrategyError("--plan says how to train; leave out the options of the mesh and the techniques")
         plan = first_plan(self.plan)
         strategy, planned = strategy_of(plan), plan.get("batch_size")

@@ -227,7 +227,7 @@ def test_collectives_go_round_a_ring(kind: str, ranks: int, sent: int) -> None:
 # 8 ranks on 2 nodes of 4 as data 2 x height 2 x width 2:
 #
 #   node 0:  0 1    node 1:  4 5      width 0-1, height 0-2 and a replica 0-1-2-3 stay within a node;
-#            2 3             6 7      data 0-4 and the whole job do not.
+#            2 3             6 7      data 0-4 and the whole job do not. As depth 2 x height 2 x width 2 depth does not.
 @pytest.mark.parametrize(
     ("mesh", "axis", "crosses"),
     [
@@ -241,9 +241,19 @@ def test_collectives_go_round_a_ring(kind: str, ranks: int, sent: int) -> None:
         ((1, 1, 8), "width", True),
         ((8, 1, 1), "width", False),
         ((4, 2, 1), "height", False),
+        ((1, 2, 2, 2), "depth", True),
+        ((1, 2, 2, 2), "height", False),
+        ((1, 2, 2, 2), "height and width", False),
+        ((1, 2, 2, 2), "depth and width", True),
+        ((1, 2, 2, 2), "replica", True),
+        ((2, 2, 2, 1), "depth", False),
+        ((2, 2, 2, 1), "replica", False),
+        ((2, 2, 1, 2), "depth and width", False),
+        ((2, 2, 1, 2), "data", True),
+        ((1, 4, 1, 2), "depth", True),
     ],
 )
-def test_the_link_is_that_of_the_ranks_place(mesh: tuple[int, int, int], axis: str, crosses: bool) -> None:
+def test_the_link_is_that_of_the_ranks_place(mesh: tuple[int, ...], axis: str, crosses: bool) -> None:
     cluster = Cluster(nodes=2, devices_per_node=4, device=device(link_latency_seconds=1, network_latency_seconds=2))
     clock = StepClock(cluster, mesh=mesh, efficiency=PEAK)
     assert clock.transfer_seconds("exchange", 1000, 2, axis) == (2 + 100 if crosses else 1 + 10)
