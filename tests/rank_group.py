@@ -18,7 +18,13 @@ from fullframe.spatial.rules.convolution import JOINED_BYTES
 
 TIMEOUT_SECONDS = 120.0
 JOINED_BYTES_ON_CPU = JOINED_BYTES["cpu"]
-_RANKS_THAT_CONVOLVE_BORDERS = {1: (), 2: (1,), 3: (0, 1), 4: (0, 3), 8: (0, 3, 5, 6)}  # of a group of so many; the others join
+_RANKS_THAT_CONVOLVE_BORDERS = {
+    1: (),
+    2: (1,),
+    3: (0, 1),
+    4: (0, 3),
+    8: (0, 3, 5, 6),
+}  # of a group of so many; the others join
 GRACE_SECONDS = 3.0  # for the other ranks, once one has failed
 
 

@@ -1,5 +1,6 @@
 """`fullframe calibrate`: measure this machine's device once, so that plans count with what it really does."""
 
+import dataclasses
 import os
 import sys
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
-    """Measure this machine's GPU, or its CPU: matrix products, convolutions, copies, launches, the link.
+    """Measure this machine's GPU, or its CPU: matrix products, convolutions, copies, launches, the host, the link.
 
     They are kept in ~/.cache/fullframe/devices, from where `plan` and `simulate` take them for that device.
     """
@@ -48,6 +49,7 @@ class Calibrate:
         import torch.distributed as dist
 
         from fullframe.ranks.mesh import init_mesh
+        from fullframe.simulation.clock.measured_host import measured_host
         from fullframe.simulation.devices.calibration import measure, store_rates
         from fullframe.simulation.devices.link import with_link
         from fullframe.simulation.devices.table import name_of_gpu
@@ -61,6 +63,7 @@ class Calibrate:
         dist.barrier()  # so that the ranks share what they share in a run
         rates = measure(name, device)
         rates = with_link(rates, mesh) if ranks == 2 else rates
+        rates = dataclasses.replace(rates, host=measured_host(f"measured on {rates.measured_on}, {rates.date}"))
         first = dist.get_rank() == 0
         dist.destroy_process_group()
         if first:
@@ -102,6 +105,10 @@ def _lines(rates: "Rates") -> list[str]:
             lines.append(f"{what} {dtype}: {figures} x 1e9 operations a second, small to large")
     lines.append(f"copy: {', '.join(f'{rate / 1e9:.3g}' for _, rate in rates.copy)} x 1e9 bytes a second")
     lines.append(f"launch: {rates.launch_seconds * 1e6:.1f} microseconds")
+    if rates.host is not None:
+        names = ("function", "exchange", "reduction")
+        figures = ", ".join(f"{name} {getattr(rates.host, f'{name}_seconds') * 1e6:.0f}" for name in names)
+        lines.append(f"of the host beside its ops, on split tensors, microseconds: {figures}")
     for what, points in (("link", rates.link), ("all-reduce", rates.all_reduce)):
         if points:
             figures = ", ".join(f"{size / rate * 1e6:.0f} us for {size / 1024:.0f} KiB" for size, rate in points)

@@ -70,6 +70,8 @@ class Simulate:
 
 
 def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None:
+    from fullframe.simulation.prediction import said_of_host
+
     def gib(bytes: int) -> str:
         return f"{bytes / _GIB:.3f}"
 
@@ -84,6 +86,7 @@ def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None
         "what no tensor shows: " + (", ".join(f"{n} {gib(b)}" for n, b in prediction.terms.items()) or "nothing"),
         f"{1e3 * prediction.step_seconds:.4g} ms a step: "
         + ", ".join(f"{kind} {1e3 * seconds:.3g}" for kind, seconds in prediction.seconds.items() if seconds),
+        *([said_of_host(prediction)] if prediction.bound_by_host else []),
         "the largest tensors at the peak, GiB:",
     ]
     for tensor in prediction.largest:

@@ -92,7 +92,7 @@ def _scaled(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job,
 
 
 def _seconds(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job) -> float:
-    """Work by the frames of a rank, launches by the microbatches, the exchange by the length of the cuts."""
+    """Work by the frames of a rank, the host's by the microbatches, the exchange by the length of the cuts."""
     rough, before = _rough(strategy), _rough(like)
     work = job.of(strategy).work / job.of(like).work * rough.work / before.work
     rate = job.cluster.device.rate
@@ -104,11 +104,13 @@ def _seconds(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job
         "attention": by_rate,
         "memory": work * rough.width / before.width,
         "optimizer": _share("optimizer", strategy) / _share("optimizer", like),
-        "launch": strategy.microbatches / like.microbatches,
         "exchange": cut / cut_before * like.data / strategy.data if cut_before else 0.0,
         "gradients": _traffic(strategy) / _traffic(like) if _traffic(like) else 1.0,
     }
-    return sum(seconds * scale.get(kind, work) for kind, seconds in predicted.seconds.items())
+    busy = sum(seconds * scale.get(kind, work) for kind, seconds in predicted.seconds.items() if kind != "launch")
+    again = strategy.microbatches / like.microbatches
+    waiting = 0.0 if predicted.bound_by_host else predicted.seconds.get("launch", 0.0) * again
+    return busy + max(waiting, predicted.host_seconds * again - busy)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -56,7 +56,7 @@ class Plan:
         """For JSON."""
         prediction = None
         if self.prediction is not None:
-            prediction = dataclasses.asdict(self.prediction) | {"device_bytes": self.prediction.device_bytes}
+            prediction = self.prediction.as_dict()
         return {
             "strategy": dataclasses.asdict(self.strategy),
             "fits": self.fits,
@@ -80,7 +80,8 @@ def plans_of(search: Search) -> list[Plan]:
     reasons: dict[Strategy, tuple[Why, str]] = {}
     for strategy in order:
         slower = f"{fitting[strategy].step_seconds / (fastest or 1.0):.2f} times the fastest's step"
-        reasons[strategy] = Why.OWN, slower if strategy != order[0] else _first(search)
+        host = ", bound by the host" if fitting[strategy].bound_by_host else ""
+        reasons[strategy] = Why.OWN, (slower if strategy != order[0] else _first(search)) + host
     for strategy in too_large:
         reasons[strategy] = Why.OWN, _too_large(search.known[strategy], search.limit_bytes)
     for strategy in left:

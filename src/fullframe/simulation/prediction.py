@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 OUTSIDE_ALLOCATOR = ("context", "nccl")  # terms that no torch counter shows
 
@@ -35,6 +36,7 @@ class Prediction:
     reserved_bytes: the most that torch's allocator holds (`torch.cuda.max_memory_reserved`)
     bytes:          `peak_bytes` by category
     step_seconds:   of the second step; `seconds` by kind
+    host_seconds:   what the host works in that step: Python, and to issue what the device then does
     moment:         where the peak is
     largest:        the ten largest tensors at the peak, largest first
     modules:        bytes of activations by the module that made them, when most activations are held
@@ -55,6 +57,12 @@ class Prediction:
     terms: Mapping[str, int]
     parameters: int
     notes: tuple[str, ...] = ()
+    host_seconds: float = 0.0
+
+    @property
+    def bound_by_host(self) -> bool:
+        """Whether the host works longer on a step than the device and its messages, which then wait for it."""
+        return self.host_seconds > self.step_seconds - self.seconds.get("launch", 0.0)
 
     @property
     def device_bytes(self) -> int:
@@ -62,5 +70,20 @@ class Prediction:
         return self.reserved_bytes + sum(self.terms.get(name, 0) for name in OUTSIDE_ALLOCATOR)
 
     def to_json(self) -> str:
-        """One JSON object with every field, and `device_bytes`."""
-        return json.dumps(asdict(self) | {"device_bytes": self.device_bytes}, indent=2)
+        """One JSON object: `as_dict`."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, `device_bytes` and `bound_by_host`."""
+        return asdict(self) | {"device_bytes": self.device_bytes, "bound_by_host": self.bound_by_host}
+
+
+def said_of_host(prediction: Prediction) -> str:
+    """A sentence about a step that is bound by the host; "" of any other."""
+    if not prediction.bound_by_host:
+        return ""
+    others = prediction.step_seconds - prediction.seconds.get("launch", 0.0)
+    return (
+        f"bound by the host: it works {1e3 * prediction.host_seconds:.3g} ms on a step that takes the device "
+        f"{1e3 * others:.3g} ms; with a larger frame, more samples a rank or fewer ranks the device would wait less"
+    )

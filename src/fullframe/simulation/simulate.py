@@ -22,6 +22,7 @@ from fullframe.ranks.mesh import init_mesh, spatial_of
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.recipe import Recipe
 from fullframe.simulation.clock.roofline import StepClock
+from fullframe.simulation.clock.split_functions import functions_told_to
 from fullframe.simulation.clock.timed_ops import MeasuredClock, Timings
 from fullframe.simulation.devices.table import Cluster, Device, cpu_device, parse_cluster
 from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
@@ -105,7 +106,7 @@ class _Simulation:
     def prediction(self) -> Prediction:
         """Take the steps and account for them."""
         tracer = self._tracer
-        with tracer, _readable_errors(tracer), torch.compiler.set_stance("force_eager"):
+        with tracer, functions_told_to(self._clock), _readable_errors(tracer), torch.compiler.set_stance("force_eager"):
             model, step = self._prepared()
             batch, *ahead = [self._batch() for _ in range(1 + self._terms.has("prefetched_batch"))]
             tracer.hold(self._terms.cublas_bytes)
@@ -179,6 +180,7 @@ class _Simulation:
             terms={name: bytes for name, bytes in named.items() if bytes},
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             notes=tuple(sorted(self._outcomes.notes)),
+            host_seconds=self._clock.host_seconds,
         )
 
 

@@ -1,5 +1,6 @@
 """The clocks: operations and bytes of ops against numbers worked out by hand, and time lines drawn."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullframe.simulation.clock.roofline import KINDS, Efficiency, StepClock
 from fullframe.simulation.clock.timed_ops import MeasuredClock
+from fullframe.simulation.devices.host_costs import HostCosts
 from fullframe.simulation.devices.table import Cluster, Device, device_named
 
 PEAK = Efficiency(matmul=1, convolution=1, attention=1, depthwise=1, memory=1, link=1, network=1, host=1,
-                  kernel_seconds=0, exchange_host_seconds=0)  # fmt: skip
+                  kernel_seconds=0, message_host_seconds=0)  # fmt: skip
 
 
 def device(**changed: Any) -> Device:
@@ -288,20 +290,88 @@ def test_an_exchange_hides_behind_the_next_convolution() -> None:
     assert (shown["memory"], shown["exchange"]) == (1200, 1000)
 
 
+# Messages of one communicator queue up, those of another do not:
+#
+#   ops      |.........|add|     ops      |....|add|
+#   one      |====|====|         one      |====|
+#                                another  |====|
+@pytest.mark.parametrize(("communicators", "name", "waits"), [("aa", "gpu", 10), ("ab", "gpu", 5), ("aa", "cpu", 5)])
+def test_a_communicator_is_one_wire(communicators: str, name: str, waits: int) -> None:
+    mib = 2**20
+    clock = StepClock(device(name=name, link_bytes_per_second=mib), mesh=(1, 1, 2), efficiency=PEAK)
+    y = Sent.apply(torch.ones(1, requires_grad=True), clock, 0.0, "allreduce", 5 * mib, communicators[0])  # type: ignore[no-untyped-call]
+    y.sum().backward()
+    clock.communicate("send", 5 * mib, 2, "width", communicators[1])
+    clock.record(torch.ops.aten.relu.default, (torch.ones(0),), {}, torch.ones(0))
+    assert clock.step_seconds == waits
+
+
+# The host posts an exchange in 4 s, and needs 2 s for a reduction, of which the device has to wait:
+#
+#   host    |4 exchange|1|2 reduction|1|
+#   device  |..........|1|...........|1|
+def test_messages_cost_the_host() -> None:
+    costs = HostCosts(exchange_seconds=3.0, reduction_seconds=1.0, function_seconds=0.5)
+    share = dataclasses.replace(PEAK, message_host_seconds=1.0)
+    add, x = torch.ops.aten.add.Tensor, torch.ones(0)
+    for name, library in (("gpu", 1.0), ("cpu", 0.0)):  # gloo is not NCCL
+        clock = StepClock(device(name=name, launch_seconds=1.0, host=costs), mesh=(1, 1, 2), efficiency=share)
+        for _ in range(2):  # to both neighbours
+            clock.communicate("send", 4, 2, "width")
+        clock.record(add, (x, x), {}, x)
+        assert clock.step_seconds == pytest.approx(3 + library + 1, abs=0.1)
+        clock.in_function = True
+        clock.communicate("allreduce", 4, 2, "replica")
+        clock.in_function = False
+        clock.record(add, (x, x), {}, x)
+        assert clock.step_seconds == pytest.approx(4 + 2 + 2 * library, abs=0.2)
+        assert clock.host_seconds == 6 + 2 * library
+        assert sum(clock.seconds.values()) == pytest.approx(clock.step_seconds)
+
+
+def test_python_reduces_for_split_functions_alone() -> None:
+    costs = HostCosts(reduction_seconds=1.0)
+    for mesh, by_python in (((2, 1, 1), 0.0), ((1, 1, 2), 1.0)):
+        clock = StepClock(device(host=costs), mesh=mesh, efficiency=PEAK)
+        clock.communicate("allreduce", 4, 2, "job")  # of a count, by the training step
+        assert clock.host_seconds == 0.0
+        y = Sent.apply(torch.ones(1, requires_grad=True), clock, 0.0, "allreduce", 4)  # type: ignore[no-untyped-call]
+        y.sum().backward()  # of a bucket by torch, or of a norm's gradient
+        assert clock.host_seconds == by_python
+        y = Sent.apply(torch.ones(1, requires_grad=True), clock, 0.0, "allreduce", 2**20)  # type: ignore[no-untyped-call]
+        y.sum().backward()  # a bucket
+        assert clock.host_seconds == by_python
+
+
+def test_the_step_is_over_when_the_host_is_too() -> None:
+    clock = StepClock(device(launch_seconds=1.0), efficiency=PEAK)
+    clock.work("memory", 3.0)
+    clock.issue(7.0)
+    assert clock.step_seconds == 8.0 == clock.host_seconds
+    with clock.stopped():
+        clock.issue(5.0)
+    before = clock.reading()
+    clock.issue(1.0)
+    clock.repeat(before, times=2)
+    assert clock.host_seconds == 8.0 + 3 * 1.0 == clock.step_seconds
+
+
 class Sent(torch.autograd.Function):
     """Works and sends in backward, as DDP does when a bucket is full."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, clock: StepClock, seconds: float, kind: str, size: int) -> Tensor:
-        ctx.facts = clock, seconds, kind, size
+    def forward(
+        ctx: Any, x: Tensor, clock: StepClock, seconds: float, kind: str, size: int, communicator: str = ""
+    ) -> Tensor:
+        ctx.facts = clock, seconds, kind, size, communicator
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        clock, seconds, kind, size = ctx.facts
+        clock, seconds, kind, size, communicator = ctx.facts
         clock.work("matmul", seconds)
-        clock.communicate(kind, size, 2, "job")
-        return gradient, None, None, None, None
+        clock.communicate(kind, size, 2, "job", communicator)
+        return gradient, None, None, None, None, None
 
 
 # Gradients are averaged beside the rest of backward, one bucket after the other:

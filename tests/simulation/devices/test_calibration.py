@@ -1,5 +1,6 @@
 """Rates: what lies between two measured sizes, files, and the timer."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fullframe.simulation.devices.calibration import (
     rate_at,
     store_rates,
 )
+from fullframe.simulation.devices.host_costs import HostCosts
 
 
 def rates(**changed: Any) -> Rates:
@@ -42,6 +44,12 @@ def test_rates_are_kept_and_found_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert path == calibration_path("mine") and str(path).startswith(str(tmp_path))
     assert calibrated("mine") == rates(link=((1.0, 2.0),))
     other = store_rates(rates(), tmp_path / "deep" / "other.json")
+    assert load_rates(other) == rates()
+    host = HostCosts(exchange_seconds=3e-4, source="here")
+    assert load_rates(store_rates(rates(host=host), tmp_path / "host.json")) == rates(host=host)
+    old = json.loads(other.read_text())
+    del old["host"]  # as files of before it was measured are
+    other.write_text(json.dumps(old))
     assert load_rates(other) == rates()
 
 

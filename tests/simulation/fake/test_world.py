@@ -8,7 +8,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 import fullframe as ff
 from fullframe.ranks.mesh import spatial_of
-from fullframe.simulation.fake.world import fake_job
+from fullframe.simulation.fake.world import _FIRST, fake_job
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_a_large_job_makes_this_rank_s_groups_alone() -> None:
         spatial = spatial_of(mesh, draw_seed=lambda generator: 0)
         assert spatial.replica_ranks == (2048, 2049, 2050, 2051)
         assert [axis.ranks for axis in spatial.axes] == [(2049, 2051), (2048, 2049)]
-        assert len(c10d._world.pg_map) == 5  # the job's, three axes', the replica's
+        assert c10d._world.group_count - _FIRST < 10  # names are given to groups of other ranks too
         assert dist.new_group([0, 1]) is dist.GroupMember.NON_GROUP_MEMBER
         everyone = [None] * 4096
         dist.all_gather_object(everyone, {"a": 1})

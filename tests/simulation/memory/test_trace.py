@@ -1,8 +1,12 @@
 """What a trace sees and what its account makes of it, on real tensors whose lives can be counted by hand."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullframe.simulation.clock.roofline import StepClock
+from fullframe.simulation.devices.table import device_named
+from fullframe.simulation.fake.world import fake_job
 from fullframe.simulation.memory.account import account
 from fullframe.simulation.memory.trace import Tracer
 
@@ -18,6 +22,31 @@ def lives(traced: Tracer) -> list[tuple[int, int, int | None]]:
     """(bytes, born, died) of each storage, by birth."""
     blocks = {block.born: block for block in traced.trace.events}
     return [(block.bytes, born, block.died) for born, block in sorted(blocks.items())]
+
+
+class Heard(StepClock):
+    """Keeps what it is told of messages."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.messages: list[tuple[object, ...]] = []
+
+    def communicate(self, *message: object) -> None:
+        self.messages.append(message)
+
+
+def test_a_message_is_told_to_the_clock_with_its_communicator() -> None:
+    clock = Heard(device_named("T4"))
+    with fake_job(0, 4):
+        pair = dist.new_group([0, 1])
+        with Tracer({}, {pair.group_name: "width"}, lambda f, args, kwargs: f(*args, **kwargs), lambda *_: 0, clock):
+            dist.all_reduce(torch.ones(3), group=pair)
+            dist.all_reduce(torch.ones(5))
+        assert dist.group.WORLD is not None
+        assert clock.messages == [
+            ("allreduce", 12, 2, "width", pair.group_name),
+            ("allreduce", 20, 4, "job", dist.group.WORLD.group_name),
+        ]
 
 
 def test_a_storage_lives_until_its_last_view_is_gone() -> None:

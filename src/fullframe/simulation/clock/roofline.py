@@ -1,7 +1,8 @@
 """How long a step takes: every op against the device's peaks, every message against its link, on two clocks.
 
-The host issues ops one after the other and the device works them off; a message of the gradients travels beside both.
-What of the peaks a kernel reaches is assumed, by name, in `Efficiency`; measured rates are taken as they are.
+The host issues ops one after the other and the device works them off; messages travel beside both, those of one
+communicator one after the other. The step is over when both are done. What of the peaks a kernel reaches is assumed, by
+name, in `Efficiency`; measured rates are taken as they are.
 """
 
 import math
@@ -38,7 +39,7 @@ class Efficiency:
     depthwise: of the vector units' rate; a convolution with one channel a group has no matrix product in it
     memory, link, network, host: of the bandwidth
     kernel_seconds: what the shortest kernel takes
-    exchange_host_seconds: what the host needs to cut, post and join one exchange
+    message_host_seconds: what NCCL needs of the host for each of its groups; Python's share is in `Device.host`
     fsdp_launches, fsdp_parameter_launches: what the host needs for one gather or reduction of FSDP2, and for each
         parameter in it, in the time that it needs to issue an op; of a DTensor in an op's arguments: dtensor_launches.
         By the Python around them, measured: docs/devices.md
@@ -53,14 +54,14 @@ class Efficiency:
     network: float = 0.8
     host: float = 0.8
     kernel_seconds: float = 3e-6
-    exchange_host_seconds: float = 60e-6
+    message_host_seconds: float = 30e-6
     fsdp_launches: float = 20.0
     fsdp_parameter_launches: float = 1.4
     dtensor_launches: float = 0.25
 
 
 _MEASURED = Efficiency(matmul=1, convolution=1, memory=1, link=1, network=1, host=1, kernel_seconds=0,
-                       exchange_host_seconds=0)  # fmt: skip
+                       message_host_seconds=0)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,18 @@ class _Batch:
     posted: float
     ranks: int
     axis: str
+    communicator: str
     bytes: int = 0
 
 
 class Reading(NamedTuple):
-    """What a clock shows: seconds by kind; until when the device, the host and the messages are busy."""
+    """What a clock shows: seconds by kind; until when the device, the host and the messages are busy; host's work."""
 
     seconds: dict[str, float]
     now: float
     issued: float
     wires: dict[str, float]
+    host_seconds: float
 
 
 class StepClock:
@@ -109,13 +112,15 @@ class StepClock:
         self.efficiency = efficiency or (_MEASURED if self.device.measured else Efficiency())
         self._tf32 = precision != "fp32" and "tf32" in self.device.matmul_flops_per_second
         self._links: dict[str, tuple[bool, float, float]] = {}
+        self.in_function = False  # on split tensors, which sends what it sends by Python
         self.reset()
 
     def reset(self) -> None:
         """Begin a new step."""
         self.seconds = dict.fromkeys(KINDS, 0.0)
+        self.host_seconds = 0.0  # what the host works, without its waiting
         self._now = self._issued = 0.0  # when the device is done with what it has; what the host has got to
-        self._wires: dict[str, float] = {}  # until when messages of a kind are on their way
+        self._wires: dict[str, float] = {}  # until when messages of a communicator are on their way
         self._borrowing: _Batch | None = None  # sent to and from neighbours, not waited for yet
         self._reducing: list[Transfer] = []  # gradients of this backward
 
@@ -124,23 +129,24 @@ class StepClock:
         """What happens inside takes no time."""
         before = self.reading()
         yield
-        self.seconds, self._now, self._issued, self._wires = before
+        self.seconds, self._now, self._issued, self._wires, self.host_seconds = before
 
     def reading(self) -> Reading:
         """What the clock shows."""
-        return Reading(self.seconds.copy(), self._now, self._issued, self._wires.copy())
+        return Reading(self.seconds.copy(), self._now, self._issued, self._wires.copy(), self.host_seconds)
 
     def repeat(self, since: Reading, times: int) -> None:
         """The same again as since a reading."""
         worked, issued = times * (self._now - since.now), times * (self._issued - since.issued)
         self.seconds = {kind: s + times * (s - since.seconds[kind]) for kind, s in self.seconds.items()}
         self._now, self._issued = self._now + worked, self._issued + issued
+        self.host_seconds += times * (self.host_seconds - since.host_seconds)
         self._wires = {kind: done + worked for kind, done in self._wires.items()}
 
     @property
     def step_seconds(self) -> float:
-        """From the first op to the end of the last one on host and device; the sum of `seconds`."""
-        return self._now
+        """From the first op to the end of the last one, on the host or the device, whichever is later."""
+        return max(self._now, self._issued)
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Count one aten op with the (fake) tensors it got and gave."""
@@ -173,7 +179,8 @@ class StepClock:
         """Wait for what was borrowed from neighbours; messages posted together share the wire and one latency."""
         if self._borrowing is not None:
             batch, self._borrowing = self._borrowing, None
-            self.finish(self.start("exchange", "exchange", batch.bytes, batch.ranks, batch.axis, batch.posted))
+            facts = batch.bytes, batch.ranks, batch.axis, batch.posted, batch.communicator
+            self.finish(self.start("exchange", "exchange", *facts))
 
     def op_seconds(self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
         """The roofline: whichever is slower, operations or bytes."""
@@ -192,43 +199,67 @@ class StepClock:
 
     def work(self, kind: str, seconds: float, issue_seconds: float | None = None) -> None:
         """The device works `seconds`, once the host has issued it; until then it is idle, which counts as launch."""
-        issue = self.device.launch_seconds if issue_seconds is None else issue_seconds
-        self._issued += issue
-        self.seconds["launch"] += max(self._issued - self._now, 0.0)
-        self._now = max(self._issued, self._now) + seconds
+        self.issue(self.device.launch_seconds if issue_seconds is None else issue_seconds)
+        self._wait_for_host()
+        self._now += seconds
         self.seconds[kind] += seconds
         if not self.device.is_cuda:
             self._issued = self._now
+
+    def issue(self, seconds: float) -> None:
+        """The host works; a GPU goes on with what it has."""
+        self._issued += seconds
+        self.host_seconds += seconds
+        if not self.device.is_cuda:
+            self._wait_for_host()
+
+    def _wait_for_host(self) -> None:
+        self.seconds["launch"] += max(self._issued - self._now, 0.0)
+        self._now = max(self._issued, self._now)
 
     def synchronize(self) -> None:
         """The host waits for the device, to read a number."""
         self._issued = max(self._issued, self._now)
 
-    def communicate(self, kind: str, bytes: int, ranks: int, axis: str) -> None:
+    def communicate(self, kind: str, bytes: int, ranks: int, axis: str, communicator: str = "") -> None:
         """A collective or a message by its name in c10d, along a mesh axis ("replica", "job": over several of them).
 
         `bytes` is the whole tensor of a collective; of messages to neighbours what is sent. An exchange is on its way
         while the convolution that was issued next runs. The gradients that DDP and FSDP reduce travel beside the rest
-        of backward; a gather of parameters starts as soon as the host issues it.
+        of backward; a gather of parameters starts as soon as the host issues it. On GPUs the messages of a
+        `communicator` queue up behind each other, whatever they are for.
         """
         transport = _transport(kind)
         whole_model = axis == "job" and bytes >= _SMALL_BYTES and transport != "exchange"
+        facts = transport, bytes, ranks, axis
+        library = self.efficiency.message_host_seconds * self.device.is_cuda
         if transport == "exchange":
             if self._borrowing is None:
-                self._issued += self.efficiency.exchange_host_seconds * self.device.is_cuda
-                self._borrowing = _Batch(max(self._now, self._issued), ranks, axis)
+                self.issue(library + self.device.host.exchange_seconds)
+                self._borrowing = _Batch(max(self._now, self._issued), ranks, axis, communicator)
             self._borrowing.bytes += bytes
-        elif whole_model and transport == "all_gather":
-            self.finish(self.start("gradients", transport, bytes, ranks, axis, self._issued))
+            return
+        by_python = not whole_model and (self.in_function or self._is_of_function())
+        self.issue(library + self.device.host.reduction_seconds * by_python)
+        if whole_model and transport == "all_gather":
+            self.finish(self.start("gradients", *facts, self._issued, communicator))
         elif whole_model and _running_node() is not None:
-            self._reducing.append(self.start("gradients", transport, bytes, ranks, axis, self._now))
+            self._reducing.append(self.start("gradients", *facts, max(self._now, self._issued), communicator))
         else:
-            self.finish(self.start("exchange", transport, bytes, ranks, axis, self._now))
+            self._wait_for_host()
+            self.finish(self.start("exchange", *facts, self._now, communicator))
 
-    def start(self, of: str, transport: str, bytes: int, ranks: int, axis: str, at: float) -> Transfer:
-        """Post a message; those `of` one kind travel one after the other."""
-        done = max(at, self._wires.get(of, 0.0)) + self.transfer_seconds(transport, bytes, ranks, axis)
-        self._wires[of] = done
+    def _is_of_function(self) -> bool:
+        """Whether a small message in backward is that of a function on split tensors."""
+        return _running_node() is not None and self.mesh[1] * self.mesh[2] > 1
+
+    def start(
+        self, of: str, transport: str, bytes: int, ranks: int, axis: str, at: float, communicator: str = ""
+    ) -> Transfer:
+        """Post a message; those of one communicator travel one after the other, on the CPU those `of` one kind."""
+        wire = communicator if communicator and self.device.is_cuda else of
+        done = max(at, self._wires.get(wire, 0.0)) + self.transfer_seconds(transport, bytes, ranks, axis)
+        self._wires[wire] = done
         return Transfer(done, of)
 
     def finish(self, transfer: Transfer) -> None:

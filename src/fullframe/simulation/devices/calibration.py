@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from fullframe.errors import DeviceError
+from fullframe.simulation.devices.host_costs import HostCosts
 
 Points = tuple[tuple[float, float], ...]  # (size of the work, rate reached at that size), by size
 
@@ -40,6 +41,7 @@ class Rates:
     launch_seconds:   of one small op in a forward and a backward pass, host's side
     context_bytes:    of the process beside its tensors: CUDA's context, or on the CPU what Python has loaded
     link, all_reduce: (bytes sent, bytes a second) between two ranks; empty where there was one
+    host:             what Python takes on the processor; None in files of before 2026-11-22
     """
 
     device: str
@@ -55,6 +57,7 @@ class Rates:
     host_bytes_per_second: float | None = None
     link: Points = ()
     all_reduce: Points = ()
+    host: HostCosts | None = None
 
     def to_json(self) -> str:
         """One JSON object with every field."""
@@ -69,6 +72,8 @@ class Rates:
                 fields[name] = {dtype: _points(points) for dtype, points in fields[name].items()}
             for name in ("copy", "link", "all_reduce"):
                 fields[name] = _points(fields[name])
+            if fields.get("host") is not None:
+                fields["host"] = HostCosts(**fields["host"])
             return cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DeviceError(f"not what `fullframe calibrate` writes: {error}; measure again") from error

@@ -16,6 +16,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from fullframe.errors import DeviceError
 from fullframe.simulation.devices.calibration import Rates, calibrated, measured_now
+from fullframe.simulation.devices.host_costs import USUAL_HOST, HostCosts
 
 GIB = 2**30
 
@@ -30,6 +31,7 @@ class Device:
     launch_seconds: what it takes the host to issue one kernel from an eager op
     link, network, host: between two GPUs of a node, between GPUs of two nodes, between a GPU and its host's memory;
         bytes a second in one direction
+    host: what Python takes of a step on the processor beside the device
     measured: what `fullframe calibrate` found on this machine; where it is there, it is used and the peaks are not
     source: for each figure where it is from
     """
@@ -46,6 +48,7 @@ class Device:
     host_bytes_per_second: float
     context_bytes: int
     has_bf16: bool
+    host: HostCosts = field(default_factory=HostCosts)
     measured: Rates | None = None
     source: Mapping[str, str] = field(default_factory=dict)
 
@@ -128,11 +131,13 @@ def _gpu(
         host_bytes_per_second=host,
         context_bytes=context_mib * 2**20,
         has_bf16="bf16" in tera,
+        host=USUAL_HOST,
         source={
             "memory_bytes": f"{_MESSAGES} call its total capacity; the smallest seen",
             "matmul_flops_per_second": f"{sheet}; without sparsity, 16-bit with fp32 accumulation",
             "memory_bytes_per_second": sheet,
             "launch_seconds": "assumed; `fullframe calibrate` measures it",
+            "host": USUAL_HOST.source,
             "link_bytes_per_second": f"{sheet}: {wire}" if nvlink else bus,
             "link_latency_seconds": _NCCL,
             "network_bytes_per_second": "NVIDIA DGX data sheet of the generation: the ports' rate over the GPUs"
@@ -263,10 +268,12 @@ def cpu_device(ranks: int = 1) -> Device:
         host_bytes_per_second=rates.copy[-1][1],  # to offload is to copy
         context_bytes=0,
         has_bf16=True,
+        host=USUAL_HOST,
         source={
             "memory_bytes": f"this machine's memory, shared by {ranks} ranks",
             "link_bytes_per_second": "assumed: gloo over loopback; `fullframe calibrate --processes 2` measures it",
             "network_bytes_per_second": "assumed: 10 Gb/s Ethernet",
+            "host": USUAL_HOST.source,
         },
     )
     return with_rates(blank, rates)
@@ -297,6 +304,7 @@ def with_rates(device: Device, rates: Rates) -> Device:
         "link_bytes_per_second": rates.link[-1][1] if rates.link else None,
         "link_latency_seconds": rates.link[0][0] / rates.link[0][1] if rates.link else None,
         "context_bytes": rates.context_bytes,
+        "host": rates.host,
     }
     changed = {name: value for name, value in changed.items() if value is not None}
     said = f"measured on {rates.measured_on}, {rates.date}"

@@ -268,7 +268,9 @@ class Tracer(TorchDispatchMode):
         if self._clock is not None and kind != "recv":
             held = args[0] if not functional or kind.startswith("reduce") else out
             bytes = sum(leaf.nbytes for leaf in tree_iter(held) if isinstance(leaf, Tensor))
-            self._clock.communicate(kind, bytes, group.size(), self._axes.get(group.group_name, "job"))
+            self._clock.communicate(
+                kind, bytes, group.size(), self._axes.get(group.group_name, "job"), group.group_name
+            )
 
 
 def _group_of(func: Any, args: tuple[Any, ...]) -> torch.distributed.ProcessGroup:

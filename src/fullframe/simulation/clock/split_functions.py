@@ -1,0 +1,35 @@
+"""Torch functions on split tensors, told to the clock: Python's share of a step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fullframe.simulation.clock.roofline import StepClock
+from fullframe.spatial.tensor import SpatialTensor
+
+
+@contextmanager
+def functions_told_to(clock: StepClock) -> Iterator[None]:
+    """Inside, each function on split tensors in which the host issues an op costs what `Device.host` says.
+
+    Of functions within functions the outermost counts, and one that only looks at a tensor does not.
+    """
+    ours = vars(SpatialTensor)["__torch_function__"]
+    original = SpatialTensor.__torch_function__
+
+    def counted(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if clock.in_function:
+            return original(func, types, args, kwargs)
+        clock.in_function, before = True, clock.host_seconds
+        try:
+            return original(func, types, args, kwargs)
+        finally:
+            clock.in_function = False
+            if clock.host_seconds > before:
+                clock.issue(clock.device.host.function_seconds)
+
+    SpatialTensor.__torch_function__ = classmethod(counted)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        SpatialTensor.__torch_function__ = ours  # type: ignore[method-assign]
