@@ -18,13 +18,8 @@ from fullframe.spatial.rules.convolution import JOINED_BYTES
 
 TIMEOUT_SECONDS = 120.0
 JOINED_BYTES_ON_CPU = JOINED_BYTES["cpu"]
-_RANKS_THAT_CONVOLVE_BORDERS = {
-    1: (),
-    2: (1,),
-    3: (0, 1),
-    4: (0, 3),
-    8: (0, 3, 5, 6),
-}  # of a group of so many; the others join
+# Ranks of a group of so many that convolve the borders of small maps too, as of large ones; the others join them.
+_RANKS_THAT_CONVOLVE_BORDERS = {1: (), 2: (1,), 3: (0, 1), 4: (0, 3), 8: (0, 3, 5, 6)}
 GRACE_SECONDS = 3.0  # for the other ranks, once one has failed
 
 
@@ -132,7 +127,7 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
-    if rank in _RANKS_THAT_CONVOLVE_BORDERS[size]:  # as they do with large maps
+    if rank in _RANKS_THAT_CONVOLVE_BORDERS[size]:
         JOINED_BYTES["cpu"] = 0
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
