@@ -35,11 +35,13 @@ help:
 	.venv/bin/python -m pip install --quiet --editable '.[test]'
 	@touch $@
 
-# A run starts from nothing: what an earlier `make train` left is removed first.
+# A run starts from nothing: what an earlier `make train` left is removed first. With fewer GPUs than the two ranks
+# need, both lines are run on the CPU.
 train: .venv/.installed
 	rm -rf $(RUN_DIR)
-	.venv/bin/fullframe $(TRAIN)
-	.venv/bin/python $(COMPARE)
+	@gpus=$$(.venv/bin/python -c 'import torch; print(torch.accelerator.device_count())'); \
+	[ "$$gpus" -ge 2 ] || export CUDA_VISIBLE_DEVICES=; \
+	set -x; .venv/bin/fullframe $(TRAIN) && .venv/bin/python $(COMPARE)
 
 # One thread a process: the tests start many ranks on few cores. The models are built from configurations, offline.
 test quick: export OMP_NUM_THREADS := 1

@@ -1,5 +1,6 @@
 """One seed for everything drawn: hypothesis repeats the same examples in every run unless `--seed` asks for others."""
 
+import os
 import random
 import signal
 import sys
@@ -9,6 +10,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 DEFAULT_SEED = 0
+
+# What is equal to the bit, and in float64 to 1e-12, is so on the CPU; and there are more ranks than GPUs.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 # Ranks share few cores, so an example's time says nothing: no deadline, no complaint about slow drawing.
 _SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

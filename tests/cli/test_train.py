@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from fullframe.cli.application import run
+from fullframe.ranks import device
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -82,7 +83,9 @@ def test_one_process_prints_plain_lines(tmp_path, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"job-\d{8}-\d{6}", run_dir.name)
-    assert lines[0].endswith(f"2 steps on 1 rank (data 1 x height 1 x width 1), writing runs/{run_dir.name}")
+    assert lines[0].endswith(
+        f"2 steps on 1 rank (data 1 x height 1 x width 1), on the CPU, writing runs/{run_dir.name}"
+    )
     assert lines[-1] == f"wrote runs/{run_dir.name}/checkpoints/step-00000002"
     assert not any("\x1b" in line for line in lines)
 
@@ -131,6 +134,25 @@ def test_ranks_are_started_with_depth(tmp_path, capsys, monkeypatch):
         assert run(["train", str(written(tmp_path)), "--run-dir", str(tmp_path / "run"), *options]) == 0
         ranks, words = started.pop()
         assert ranks == 4 and mesh in words, words
+
+
+def test_too_few_gpus_are_told_before_any_rank_starts(tmp_path, capsys, monkeypatch):
+    words = ["train", str(written(tmp_path)), "--width", "2", "--run-dir", str(tmp_path / "run")]
+    started = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("fullframe.processes.launch.launch", lambda ranks, *_, **__: started.append(ranks) or 0)
+    monkeypatch.setattr(device, "count", lambda: len(os.environ["CUDA_VISIBLE_DEVICES"]))
+    assert run(words) == 2 and not started
+    text = "error: 2 ranks on this machine need 2 GPUs, it has 1; start 1, or all on the CPU"
+    assert capsys.readouterr().err.startswith(text)
+    assert run([*words, "--on-cpu"]) == 0 and started == [2]
+
+
+def test_kernels_that_repeat_themselves(tmp_path):
+    trouble = "assert torch.are_deterministic_algorithms_enabled() and 'CUBLAS_WORKSPACE_CONFIG' in os.environ"
+    options = ("--steps", 2, "--deterministic", "--run-dir", tmp_path / "run")
+    done = fullframe("train", written(tmp_path, trouble), *options)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_such_recipe(capsys):

@@ -48,7 +48,7 @@ class Train:
     plan: Annotated[Path | None, arg(metavar="FILE")] = None
     """Take the strategy from what `fullframe plan --out FILE` wrote, in place of the mesh and the techniques."""
     on_cpu: bool = False
-    """Start the ranks of a plan for GPUs on this machine's CPU."""
+    """Train on the CPU, whatever GPUs there are and the plan is for."""
     batch_size: Count = None
     """Samples of one step of the whole job: the plan's, or the recipe's, unless given."""
     steps: Count = None
@@ -71,6 +71,9 @@ class Train:
     """Time without progress after which ranks write their stacks, name who hangs and start again; 0: never."""
     max_restarts: Annotated[int, arg(metavar="N")] = 3
     """Times in a row that ranks are started again after one died, without a later step than before."""
+    deterministic: bool = False
+    """Take kernels that repeat themselves to the bit, which GPUs do not by themselves: slower; torch refuses what has
+    none."""
     techniques: TechniqueWords = field(default_factory=TechniqueOptions)
     strict_memory: Annotated[float | None, arg(metavar="SHARE")] = None
     """Stop when after two steps the memory that was measured is off the prediction by more than this share, say 0.1."""
@@ -80,6 +83,8 @@ class Train:
     def run(self) -> int:
         """Train here as one rank, or start the ranks and wait for them."""
         self._check_counts()
+        if self.on_cpu:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         joins = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         ranks = int(os.environ["WORLD_SIZE"]) if joins else self._ranks_to_start()
         strategy = self._strategy(ranks) if self.plan is None else self._planned(ranks)
@@ -107,9 +112,10 @@ class Train:
             return strategy_of(first_plan(self.plan)).ranks
         if any(self._mesh.values()):
             return math.prod(size or 1 for size in self._mesh.values())
-        import torch
+        from fullframe.ranks import device
 
-        return max(torch.cuda.device_count(), 1)
+        device.require_usable()
+        return max(device.count(), 1)
 
     @property
     def _mesh(self) -> dict[str, int | None]:
@@ -146,10 +152,10 @@ class Train:
                 f"again with --batch-size {self.batch_size}"
             )
         if not self.on_cpu:
-            import torch
+            from fullframe.ranks import device
 
             here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-            require_devices(plan, here, torch.cuda.device_count())
+            require_devices(plan, here, device.count())
         return strategy
 
     def _run_dir(self, joins: bool) -> Path:
@@ -166,9 +172,12 @@ class Train:
 
     def _launch(self, strategy: Strategy, run_dir: Path) -> int:
         from fullframe.processes.launch import launch
+        from fullframe.ranks import device
         from fullframe.training.run_directory import check_run_directory, last_step
 
         check_run_directory(run_dir, self._resume)
+        device.require_usable()
+        device.require_enough(strategy.ranks)
         of_rank = replace(self, run_dir=run_dir)
         if self.plan is None:
             mesh: dict[str, Any] = {**strategy.mesh}
@@ -189,9 +198,14 @@ class Train:
         import torch.distributed as dist
 
         from fullframe.cli.display import Display
+        from fullframe.ranks import device
         from fullframe.recipe import load_recipe
         from fullframe.training.loop import fit
 
+        if self.deterministic:
+            device.repeat_kernels()
+        if self.hang_timeout:  # or torch's thread for NCCL aborts the process before it can say what a kernel met
+            os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         plan = None if self.plan is None else first_plan(self.plan)
         read = load_recipe(self.recipe)
         recipe = with_batch_size(read, self.batch_size or (plan or {}).get("batch_size"))
@@ -210,7 +224,8 @@ class Train:
         compared = Comparison(self.recipe, strategy, say, plan, self.strict_memory, recipe.batch_size)
         with show or contextlib.nullcontext(), compared as comparison:
             ranks = f"{strategy.ranks} rank{'s' * (strategy.ranks > 1)}"
-            say(f"{self.recipe}: {steps} steps on {ranks} ({multiplied(strategy.mesh)}), writing {run_dir}")
+            where = f"{ranks} ({multiplied(strategy.mesh)}), on {device.name()}"
+            say(f"{self.recipe}: {steps} steps on {where}, writing {run_dir}")
             if recipe.batch_size != read.batch_size:
                 say(f"batches of {recipe.batch_size} in place of the recipe's {read.batch_size}")
             try:

@@ -209,6 +209,17 @@ def _verdict(found: list[list[str]]) -> str:
     return ""
 
 
+def repeat_kernels() -> None:
+    """From now on take kernels whose results repeat to the bit; torch raises RuntimeError where an op has none.
+
+    To be called before the first op on a GPU.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as cuBLAS asks for
+    torch.backends.cudnn.benchmark = False  # which times kernels, and takes another one in another run
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads it
+    torch.use_deterministic_algorithms(True)
+
+
 def begin() -> None:
     """Start to use the GPU where there is one, so that its random state is there."""
     if accelerator() is not None:

@@ -42,20 +42,23 @@ def fit(
     """Train to `steps` optimizer steps (the recipe's unless given) and return the trained plain model.
 
     All ranks call it; `run_dir` must be visible to all. `resume` goes on from the newest readable checkpoint, bit
-    for bit where the mesh is the same; with "auto", and on ranks that a launcher has started again, if there is one.
+    for bit where the mesh is the same and the kernels repeat themselves (CPUs' do; GPUs' under
+    `torch.use_deterministic_algorithms`); with "auto", and on ranks that a launcher has started again, if there is one.
     `on_record` and `on_message` are called on every rank, after the run directory was written.
 
     checkpoint_every: a checkpoint is written every so many steps and after the last one
     check_every:      steps between two comparisons of what all ranks should hold alike, also made before each
                       checkpoint; 0: never
     max_skipped:      steps in a row that may be skipped because the loss or a gradient is not finite
-    hang_timeout:     seconds without progress after which the ranks say where they are and end; 0: never
+    hang_timeout:     seconds without progress after which the ranks say where they are and end; 0: never, and only
+                      after a day does the process group give up
 
     Asked to stop by SIGTERM, SIGUSR1 or Ctrl-C, it writes a checkpoint after the step and raises `Stopped`, a
     SystemExit. Raises MeshError, StrategyError, RecipeError, RunError or CheckpointError, on all ranks.
     """
     steps = recipe.steps if steps is None else steps
-    mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth)
+    patience = _message_seconds(hang_timeout)
+    mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, timeout_seconds=patience)
     reason = next((found for found in from_all_ranks(restart_reason()) if found), "")
     if reason:
         resume, strategy = "auto", strategy_of_restart(Path(run_dir), strategy)
@@ -82,6 +85,11 @@ def fit(
         with evaluating(plain):
             recipe.finish(plain, directory.path)
     return plain
+
+
+def _message_seconds(hang_timeout: float) -> float:
+    """How long a rank waits in the process group: until after the watch on hangs, which says more."""
+    return max(600.0, 2 * hang_timeout) if hang_timeout else 24 * 3600.0
 
 
 def _whole(recipe: Recipe, model: nn.Module) -> nn.Module:
