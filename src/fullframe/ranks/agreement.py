@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fullframe.errors import FullframeError
+from fullframe.ranks.device import place_of_numbers
 from fullframe.ranks.waiting import waiting_for_ranks
 
 T = TypeVar("T")
@@ -62,8 +63,7 @@ def on_any_rank_each(flags: Sequence[bool]) -> list[bool]:
     """For each of some flags whether it is set on any rank, on every rank; one message."""
     if not dist.is_initialized() or not flags:
         return list(flags)
-    device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
-    found = torch.tensor(flags, dtype=torch.int32, device=device)
+    found = torch.tensor(flags, dtype=torch.int32, device=place_of_numbers())
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     with waiting_for_ranks():
         return [bool(number) for number in found.tolist()]

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from fullframe.errors import DivergenceError, FullframeError
 from fullframe.ranks import shared_memory as mailbox
-from fullframe.ranks.device import is_short_of_memory
+from fullframe.ranks.device import is_short_of_memory, place_of_numbers, sends_between_devices
 from fullframe.ranks.shared_memory import APART_RULE, Mailboxes, mailboxes_between
 from fullframe.ranks.tags import HEAD_BYTES, Rows, head_of, line, padded, text_of
 from fullframe.ranks.waiting import waiting_for_ranks
@@ -47,8 +47,7 @@ class Record:
 
         Forgets what was compared.
         """
-        device = "cpu" if "gloo" in dist.get_backend_config(group) else "cuda"
-        facts = torch.tensor([self._digest, self._count], device=device)
+        facts = torch.tensor([self._digest, self._count], device=place_of_numbers(group))
         everyone = [torch.empty_like(facts) for _ in range(dist.get_world_size(group))]
         with waiting_for_ranks():
             dist.all_gather(everyone, facts, group=group)
@@ -196,10 +195,10 @@ def forget_channels() -> None:
 def _channel(group: dist.ProcessGroup) -> Channel:
     ranks = tuple(dist.get_process_group_ranks(group))
     backends = str(dist.get_backend_config(group))
-    nccl = "nccl" in backends
-    boxes = mailboxes_between(ranks, group) if "gloo" in backends and not nccl else None
-    heads = HeadsByGloo(group) if boxes is None and "gloo" in backends and not nccl else None
-    return Channel(ranks, boxes, heads, Record() if nccl else None)
+    between_devices = sends_between_devices(group)
+    boxes = mailboxes_between(ranks, group) if "gloo" in backends and not between_devices else None
+    heads = HeadsByGloo(group) if boxes is None and "gloo" in backends and not between_devices else None
+    return Channel(ranks, boxes, heads, Record() if between_devices else None)
 
 
 def announce(error: Exception) -> None:

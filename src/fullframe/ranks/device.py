@@ -65,6 +65,12 @@ def sends_between_devices(group: dist.ProcessGroup | None = None) -> bool:
     return own_backend() in parts
 
 
+def place_of_numbers(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where a few numbers lie that a group sends and the host reads: host memory, where the group has gloo for it."""
+    kind = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if kind is None or "gloo" in dist.get_backend_config(group) else kind
+
+
 def kind_of_job() -> str:
     """The kind of device on which the ranks of this job compute: "cuda", "cpu"."""
     kind = accelerator()

@@ -12,21 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullframe.ranks import device
 from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.randomness import random_state, set_random_state
 
-NAMES = ("torch", "random", "numpy.random", "torch.cuda")
+NAMES = ("torch", "random", "numpy.random", "torch's on the GPU")
 
 
 def share_random_states(spatial: Spatial) -> None:
     """Torch's, Python's and numpy's on the ranks of a replica become those of its first rank."""
     if spatial.size == 1 or not spatial.channel.tagged:  # a simulation's other ranks send nothing
         return
-    if torch.cuda.is_available():
-        torch.cuda.init()  # `random_state` leaves out a generator that is not there yet
+    device.begin()  # `random_state` leaves out a generator that is not there yet
     states = [random_state()]
-    device = torch.device(spatial.mesh.device_type)
-    dist.broadcast_object_list(states, spatial.replica_ranks[0], group=spatial.replica, device=device)
+    place = torch.device(spatial.mesh.device_type)
+    dist.broadcast_object_list(states, spatial.replica_ranks[0], group=spatial.replica, device=place)
     set_random_state(states[0])
 
 
@@ -36,8 +36,9 @@ def digests() -> tuple[int, ...]:
     of_numpy: Any = np.random.get_state()
     _, key, position, *rest = of_numpy
     of_numpy = zlib.crc32(key, position) ^ hash(tuple(rest))
-    of_cuda = _checksum(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else 0
-    return _checksum(torch.get_rng_state()), hash((numbers, gauss or 0.0)), of_numpy, of_cuda
+    of_device = device.random_state()
+    own = 0 if of_device is None else _checksum(of_device)
+    return _checksum(torch.get_rng_state()), hash((numbers, gauss or 0.0)), of_numpy, own
 
 
 def _checksum(state: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The process's random states (torch, CUDA, numpy, random): kept, put back, and seeded for one sample."""
+"""The process's random states (torch, its GPU, numpy, random): kept, put back, and seeded for one sample."""
 
 import hashlib
 import random
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from fullframe.ranks import device
 
 RandomState = dict[str, Any]
 
@@ -20,7 +22,7 @@ def random_state() -> RandomState:
         "python": random.getstate(),
         "numpy": {**numpy, "state": {"key": words["key"].tolist(), "pos": words["pos"]}},
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "device": device.random_state(),
     }
 
 
@@ -31,8 +33,7 @@ def set_random_state(state: RandomState) -> None:
     key = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
     np.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": key}})
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    device.set_random_state(state["device"])
 
 
 def seed_everything(seed: int) -> None:
