@@ -152,13 +152,11 @@ _MEASURES = {
 
 def measured() -> dict[str, float]:
     """The most memory this rank has held: by torch's counters on a GPU, of the whole process on the CPU."""
-    import torch
+    from fullframe.ranks import device
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return {
-            "allocated_bytes": float(torch.cuda.max_memory_allocated()),
-            "reserved_bytes": float(torch.cuda.max_memory_reserved()),
-        }
+    if device.is_in_use():
+        allocated, reserved = device.peak_bytes()
+        return {"allocated_bytes": float(allocated), "reserved_bytes": float(reserved)}
     return {"process_bytes": _most_resident_bytes()}
 
 
@@ -176,13 +174,12 @@ def _most_resident_bytes() -> float:
 
 def cluster_here(ranks: int) -> str:
     """The name of the devices this job runs on."""
-    import torch
+    from fullframe.ranks import device
 
     nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     name = "cpu"
-    if torch.cuda.is_available():
+    if device.accelerator() is not None:
         from fullframe.simulation.devices.table import name_of_gpu
 
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        name = name_of_gpu(properties.name, properties.total_memory)
+        name = name_of_gpu(*device.properties())
     return f"{nodes}x{ranks // nodes}x{name}" if nodes > 1 else f"{ranks}x{name}"

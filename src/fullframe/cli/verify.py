@@ -93,12 +93,11 @@ class Verify:
         return strategy
 
     def _launch(self, strategy: Strategy) -> int:
-        import torch
-
         from fullframe.processes.launch import launch
+        from fullframe.ranks import device
         from fullframe.verification.verdict import Verdict
 
-        if torch.cuda.device_count() < strategy.ranks:
+        if device.count() < strategy.ranks:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on one GPU cannot talk; on the CPU they can
         mesh: dict[str, Any] = {**strategy.mesh}
         of_rank = replace(self, **mesh)

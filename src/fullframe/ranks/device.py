@@ -68,7 +68,8 @@ def sends_between_devices(group: dist.ProcessGroup | None = None) -> bool:
 def place_of_numbers(group: dist.ProcessGroup | None = None) -> torch.device:
     """Where a few numbers lie that a group sends and the host reads: host memory, where the group has gloo for it."""
     kind = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if kind is None or "gloo" in dist.get_backend_config(group) else kind
+    on_device = kind is not None and sends_between_devices(group) and "gloo" not in dist.get_backend_config(group)
+    return kind if kind is not None and on_device else torch.device("cpu")
 
 
 def kind_of_job() -> str:
@@ -256,6 +257,23 @@ def is_short_of_memory() -> bool:
     free, total = torch.accelerator.get_memory_info()
     unused = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()  # torch's, for the next tensor
     return free + unused < _SHORT_SHARE * total
+
+
+def properties() -> tuple[str, int]:
+    """The name of this rank's GPU, as its maker gives it, and its memory in bytes."""
+    found = _module().get_device_properties(torch.accelerator.current_device_index())
+    return found.name, found.total_memory
+
+
+def peak_bytes() -> tuple[int, int]:
+    """The most that torch has allocated at once on this rank's GPU, and the most that it has taken from the driver."""
+    return torch.accelerator.max_memory_allocated(), torch.accelerator.max_memory_reserved()
+
+
+def wait() -> None:
+    """Wait until this rank's GPU has done all that it was given."""
+    if is_in_use():
+        torch.accelerator.synchronize()
 
 
 def release_memory() -> None:

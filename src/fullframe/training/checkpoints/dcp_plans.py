@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fullframe.errors import CheckpointError
+from fullframe.ranks import device
 from fullframe.ranks.agreement import from_all_ranks, on_all_ranks, on_first_rank
 from fullframe.training.checkpoints.manifest import Chunk, Manifest, StoredTensor, key_in_file
 
@@ -55,8 +56,7 @@ def copy_to_host(tensors: dict[str, Tensor], group: dist.ProcessGroup | None = N
             chunks[name].append(chunk)
             if number == rank:
                 copies[key_in_file(name, whole, chunk)] = _host_copy(planner.resolve_data(item))
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    device.wait()
     return Copies(copies, {name: replace(whole, chunks=tuple(chunks[name])) for name, whole in wholes.items()})
 
 
@@ -128,6 +128,6 @@ def file_of(rank: int) -> str:
 
 def _host_copy(value: Any) -> Tensor:
     tensor: Tensor = value.detach()
-    pinned = tensor.is_cuda
+    pinned = tensor.device.type != "cpu"
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
     return copy.copy_(tensor, non_blocking=pinned)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullframe.errors import RecipeError, ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
+from fullframe.ranks.device import current
 from fullframe.ranks.mesh import spatial_of
 from fullframe.spatial.shard import even_spec
 from fullframe.spatial.tensor import wrap
@@ -170,7 +171,7 @@ class Delivery:
     def __init__(self, mesh: DeviceMesh, split: Split = "auto"):
         self._mesh, self._split, self._spatial = mesh, split, spatial_of(mesh)
         self._device = mesh_device(mesh)
-        self._stream = _copying(self._device) if self._device.type == "cuda" else None
+        self._stream = _copying(self._device) if self._device.type != "cpu" else None
 
     def __call__(self, host: Iterable[tuple[Any, int]], ahead: int | None = None) -> Iterator[Any]:
         """The batches in order, each copied while up to `ahead` before it are computed on.
@@ -178,7 +179,7 @@ class Delivery:
         By default one ahead where there is a GPU, which copies beside computing, and none where there is not.
         """
         ahead = int(self._stream is not None) if ahead is None else ahead
-        sent: deque[tuple[Any, torch.cuda.Event | None]] = deque()
+        sent: deque[tuple[Any, torch.Event | None]] = deque()
         for batch, fingerprint in host:
             sent.append(self._sent(batch, fingerprint))
             if len(sent) > ahead:
@@ -186,23 +187,23 @@ class Delivery:
         while sent:
             yield self._received(*sent.popleft())
 
-    def _sent(self, batch: Any, fingerprint: int) -> tuple[Any, torch.cuda.Event | None]:
+    def _sent(self, batch: Any, fingerprint: int) -> tuple[Any, torch.Event | None]:
         """The batch on the device, its copies under way, and an event for their end."""
         if self._spatial.size > 1:
             self._require_keys(batch)
             self._require_same(fingerprint)
         if self._stream is None:
             return self.place(batch), None
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             return self.place(batch), self._stream.record_event()
 
-    def _received(self, batch: Any, arrival: "torch.cuda.Event | None") -> Any:
+    def _received(self, batch: Any, arrival: torch.Event | None) -> Any:
         """The batch, ready for the current stream: its memory came from the copying one."""
         if arrival is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(arrival)
+            stream = torch.accelerator.current_stream(self._device)
+            stream.wait_event(arrival)
             for tensor in _leaves(batch):
-                tensor.record_stream(current)
+                tensor.record_stream(stream)
         return batch
 
     def place(self, batch: Any) -> Any:
@@ -235,14 +236,14 @@ class Delivery:
 
 
 @cache
-def _copying(device: torch.device) -> torch.cuda.Stream:
+def _copying(device: torch.device) -> torch.Stream:
     """The one stream on which batches come to a GPU: torch keeps the memory of each stream's tensors apart."""
-    return torch.cuda.Stream(device)
+    return torch.Stream(device)
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
     """The device of this rank."""
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    return current(mesh.device_type)
 
 
 def _frame(batch: Any, dims: int) -> tuple[int, ...] | None:

@@ -22,7 +22,7 @@ from fullframe.data.slices import SliceReader
 from fullframe.errors import CheckpointError, RecipeError
 from fullframe.processes.stop_signals import STOP_SIGNALS
 from fullframe.ranks.randomness import mixed_seed, sample_randomness
-from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split, mesh_device
+from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split
 
 
 class ShardedLoader:
@@ -67,7 +67,7 @@ class ShardedLoader:
             batch_sampler=self._order,
             num_workers=loader.num_workers,
             collate_fn=Collation(loader.collate_fn, grid, split),
-            pin_memory=loader.pin_memory or mesh_device(mesh).type == "cuda",
+            pin_memory=loader.pin_memory or mesh.device_type != "cpu",
             timeout=loader.timeout,
             worker_init_fn=partial(_start_worker, loader.worker_init_fn),
             multiprocessing_context=loader.multiprocessing_context,
@@ -144,7 +144,7 @@ def evaluation_batches(
         num_workers=workers,
         collate_fn=Collation(collate or default_collate, grid, "auto"),
         worker_init_fn=partial(_start_worker, None),
-        pin_memory=mesh_device(mesh).type == "cuda",
+        pin_memory=mesh.device_type != "cpu",
         generator=torch.Generator().manual_seed(seed),
     )
     for index, batch in zip(mine, Delivery(mesh)(host), strict=True):
