@@ -52,3 +52,24 @@ def test_an_index_op_gets_zeros() -> None:
         timed(clock, aten.relu.default, torch.empty(0, 3))
         timed(clock, aten.relu.default, table[:1].expand(4, 3))
     assert not clock.guessed
+
+
+def test_an_op_is_timed_with_the_precision_of_its_step() -> None:
+    """On a GPU fp32 numbers are multiplied in TF32 or not; here the settings are, whatever the CPU makes of them."""
+    shared: dict[Any, float] = {}
+    seen = []
+
+    def watched(*tensors: Any) -> Any:
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        return aten.mm.default(*tensors)
+
+    before = torch.backends.cuda.matmul.fp32_precision
+    for precision, kind in (("fp32", "ieee"), ("tf32", "tf32"), ("bf16", "tf32")):
+        clock = MeasuredClock(device_named("A100-80GB"), precision, timings=shared)
+        clock._place = torch.device("cpu")
+        with FakeTensorMode():
+            clock.op_seconds(Op.of(aten.mm.default), watched, (torch.empty(8, 8), torch.empty(8, 8)), {}, None)
+        assert set(seen) <= {kind}
+        seen.clear()
+    assert len(shared) == 2 and not clock.guessed
+    assert torch.backends.cuda.matmul.fp32_precision == before

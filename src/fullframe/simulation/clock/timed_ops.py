@@ -16,11 +16,13 @@ from fullframe.simulation.clock.ops import Op
 from fullframe.simulation.clock.roofline import StepClock
 from fullframe.simulation.devices.calibration import clock_of, on_threads
 from fullframe.simulation.devices.table import Cluster, Device
+from fullframe.strategy import Precision
+from fullframe.techniques.precision import Fp32Math, fp32_math
 
 _REPEATS = 5
 _ENOUGH_SECONDS = 0.01
 
-Timings = dict[Hashable, float]  # of an op on so many threads with the shapes, strides and dtypes it got
+Timings = dict[Hashable, float]  # of an op on so many threads, in TF32 or not, with the shapes, strides, dtypes it got
 
 
 class MeasuredClock(StepClock):
@@ -33,7 +35,7 @@ class MeasuredClock(StepClock):
     def __init__(
         self,
         cluster: Cluster | Device,
-        precision: str = "fp32",
+        precision: Precision = "fp32",
         mesh: tuple[int, ...] = (1, 1, 1),
         timings: Timings | None = None,
     ):
@@ -44,9 +46,11 @@ class MeasuredClock(StepClock):
         sharing = min(math.prod(mesh), self.cluster.devices_per_node)
         cores = len(os.sched_getaffinity(0)) // sharing
         self._threads = torch.get_num_threads() if self.device.is_cuda else max(cores, 1)
+        self._precision = precision
+        self._in_tf32 = self.device.is_cuda and precision != "fp32"
 
     def op_seconds(self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-        key = (func, self._threads, _signature(args), _signature(tuple(kwargs.items())))
+        key = (func, self._threads, self._in_tf32, _signature(args), _signature(tuple(kwargs.items())))
         if key not in self.timings:
             try:
                 self.timings[key] = self._measure(func, args, kwargs)
@@ -56,7 +60,8 @@ class MeasuredClock(StepClock):
         return self.timings[key]
 
     def _measure(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-        with on_threads(self._threads), _disable_current_modes(), torch.no_grad():
+        as_trained = fp32_math(Fp32Math.of(self._precision))
+        with on_threads(self._threads), as_trained, _disable_current_modes(), torch.no_grad():
             args = self._real(tuple(args))
             kwargs = {name: self._real(value) for name, value in kwargs.items()}
             func(*args, **kwargs)
