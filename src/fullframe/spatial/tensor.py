@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_iter
 
@@ -43,6 +44,8 @@ class SpatialTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_dynamo_compiling():  # a rule talks to other ranks: the graph is broken here, and the rule runs as it is
+            return torch._dynamo.disable(general[0])(func, args, kwargs or {})
         quick = QUICK.get(func)
         if quick is not None:
             try:

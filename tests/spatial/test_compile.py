@@ -1,0 +1,52 @@
+"""torch.compile around split tensors: the graph breaks at each, and the numbers are those of one process."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fullframe as ff
+from tests.rank_group import rank_group
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, stride=2, padding=1)
+        self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.double()
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x + self.block(x)
+        return nn.functional.interpolate(x, scale_factor=2, mode="bilinear")[..., : x.size(-1)] * x.mean((2, 3), True)
+
+
+def step(model, x):
+    """The output, its loss's gradients, and the running statistics."""
+    for _ in range(2):  # the second time, what was compiled is run
+        y = model(x)
+        model.zero_grad()
+        y.square().mean().backward()
+    whole = y.full() if isinstance(y, ff.SpatialTensor) else y
+    return [whole.detach(), *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+def compared(part):
+    torch.manual_seed(0)
+    plain = Network()
+    model, x = copy.deepcopy(plain), torch.randn(1, 2, 11, 18, dtype=torch.float64)
+    if part == "block":
+        model.block = torch.compile(model.block, backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    mesh = ff.init_mesh(width=2)
+    found = step(ff.parallelize(model, mesh), ff.shard(x, mesh))
+    return [float((a - b).abs().max()) for a, b in zip(found, step(plain, x), strict=True)]
+
+
+@pytest.mark.parametrize("part", ["block", "model"])
+def test_a_compiled_model_is_exact(part):
+    for differences in rank_group(2).run(compared, part):
+        assert len(differences) == 10 and max(differences) < 1e-12
