@@ -7,11 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fullframe as ff
 from fullframe.ranks import device, groups
 from fullframe.ranks.mesh import forget_meshes, spatial_of
+from fullframe.simulation.fake.data_parallel import FakeDataParallel
+from fullframe.simulation.fake.world import fake_job
 from tests.rank_group import rank_group
 
 
@@ -74,3 +79,39 @@ def test_a_group_has_the_jobs_timeout_and_goes_first(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     options = groups.urgent(timedelta(seconds=5))
     assert options.first is True and options._timeout == timedelta(seconds=5)
+
+
+class Calls(TorchDispatchMode):
+    """What is sent, as (the group's name, the call)."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            boxes = [a for a in tree_leaves(args) if isinstance(a, torch.ScriptObject)]
+            group = next(box for box in boxes if box._type().name().endswith("ProcessGroup"))
+            self.made.append((dist.ProcessGroup.unbox(group).group_desc, func._opname))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("ranks", "height", "width"), [(4, 1, 4), (4, 2, 2), (8, 2, 2), (8, 4, 1)])
+def test_between_gpus_gradients_and_rows_never_share_a_communicator(monkeypatch, ranks, height, width):
+    """Each rank of a job in turn, with messages that go nowhere; the first call of a group is made by all its ranks."""
+    monkeypatch.setattr(device, "sends_between_devices", lambda group=None: True)
+    for rank in range(ranks):
+        with fake_job(rank, ranks), Calls() as calls:
+            mesh = ff.init_mesh(height=height, width=width)
+            net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3, padding=1))
+            model = ff.parallelize(net, mesh, data_parallel=FakeDataParallel)
+            x = ff.shard(torch.ones(2, 3, 9, 14), mesh, check=False)
+            before = len(calls.made)
+            model(x).sum().backward()
+        of_the_job = {call for name, call in calls.made[before:] if name == "default_pg"}
+        assert "allreduce_" in of_the_job and not of_the_job & {"send", "recv_", "_allgather_base_", "allgather_"}
+        others = dict.fromkeys(name for name, _ in calls.made if name != "default_pg")
+        assert all("fullframe" in name for name in others)
+        assert any(call == "send" for _, call in calls.made)
+        for name in others:
+            assert next(call for other, call in calls.made if other == name) == "allreduce_", "it is opened by all"
