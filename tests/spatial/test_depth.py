@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import UnsupportedOp
+from fullframe.geometry.extents import Extents
 from fullframe.geometry.window import TransposedWindow, Window
 from tests.exactness import differences_from, mesh, one_process, relative
 from tests.rank_group import RankGroup, rank_group
 from tests.spatial.cases import TOLERANCE, VOLUME_MESHES, Case, differences_of, require_the_numbers_of_one_process
+from tests.spatial.sent import elements_sent
 
 SIZES = ((5, 7),)
 
@@ -180,6 +182,16 @@ def test_all_three_axes_split() -> None:
         group.close()
 
 
+def _sent() -> int:
+    x, w = ff.shard(torch.ones(1, 2, 6, 5, 8), mesh(1, 2, 2)), torch.ones(2, 2, 3, 3, 3)
+    return elements_sent(lambda: F.conv3d(x, w, padding=1))
+
+
+def test_edges_travel_with_the_strips_of_the_cut_before() -> None:
+    """Of 3 slices of 5 x 4 voxels: one slice along depth, then a column of the 4 slices that it has by then."""
+    assert rank_group(4).run(_sent) == [2 * 5 * 4 + 2 * 4 * 5] * 4
+
+
 class VolumeUNet(nn.Module):
     """Two resolutions and a third by pooling: every layer of a 3-D UNet, skips concatenated."""
 
@@ -284,6 +296,37 @@ def test_any_window(g: dict[str, Any]) -> None:
         assume(window.output_size(size) >= 1 and (size >= kernel or g["kind"] != "average"))  # torch refuses that
     for found in rank_group(g["mesh"][0] * g["mesh"][1] * g["mesh"][2]).run(_windowed, g):
         assert all(error <= 1e-11 for error in found.values()), found
+
+
+def _beside(on: tuple[int, int, int]) -> list[float]:
+    """A volume, and an image cut along its rows and columns alone: outputs, input gradients, weight gradients."""
+    generator, found = torch.Generator().manual_seed(1), []
+    scan, image, w3, w2 = (torch.randn(shape, generator=generator, dtype=torch.float64)
+                           for shape in ((1, 2, 5, 7, 9), (1, 3, 7, 9), (4, 2, 3, 3, 3), (4, 3, 3, 3)))  # fmt: skip
+    for is_split in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (scan, image, w3, w2)]
+        x, y = leaves[:2]
+        if is_split:
+            made = mesh(*on)
+            x = ff.shard(x, made)
+            rows = [Extents.even(7, on[0]).ranges[made.get_local_rank("height")],
+                    Extents.even(9, on[1]).ranges[made.get_local_rank("width")]]  # fmt: skip
+            part = y[:, :, rows[0].start : rows[0].stop, rows[1].start : rows[1].stop].detach().requires_grad_()
+            y = ff.from_local(part, made, placements={"height": 2, "width": 3})
+        features = F.conv3d(x, leaves[2], None, 1, 1) * F.conv2d(y, leaves[3], None, 1, 1)[:, :, None]
+        loss = (features.sigmoid().mean(2) - y.mean(1, keepdim=True)).square().mean() + features.std()
+        loss.backward()
+        gradients = [leaf.grad for leaf in leaves]
+        if is_split:
+            gradients[1] = ff.from_local(part.grad, made, placements={"height": 2, "width": 3}).full()  # type: ignore[attr-defined, arg-type]
+        found.append([loss.detach(), *gradients])
+    return [relative(a, b) for a, b in zip(*found, strict=True)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("on", [(2, 1, 2), (1, 2, 2)])
+def test_an_image_beside_a_volume_is_cut_by_its_placements(on: tuple[int, int, int]) -> None:
+    for found in rank_group(4).run(_beside, on):
+        assert len(found) == 5 and max(found) < 1e-12, found
 
 
 def _image() -> list[str]:
