@@ -94,11 +94,11 @@ def _pooled(everyone: Tensor, shares: Tensor | None, m: int) -> tuple[Tensor, Te
 
     All have the same share where that is None.
     """
-    both = everyone.view(len(everyone), 2, -1, m)
-    means, variances = both.unbind(1)  # (ranks, groups, m)
+    means, variances = everyone.view(len(everyone), 2, -1, m).unbind(1)  # (ranks, groups, m)
     if shares is None:
-        mean, var = both.mean((0, 3)).unbind()
-        return mean, var + torch.var(means, (0, 2), correction=0)
+        mean = means.mean((0, 2))
+        distance = means - mean[:, None]
+        return mean, torch.addcmul(variances, distance, distance).mean((0, 2))  # torch.var is ten times as slow
     shares = shares / m if m > 1 else shares
     mean = (means * shares).sum((0, 2))
     distance = means - mean[:, None]
