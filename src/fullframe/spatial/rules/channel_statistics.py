@@ -66,10 +66,12 @@ def _number(name: str, part: dict[str, int], spec: Spec) -> int:
     return number
 
 
-@torch.no_grad()
 def statistics(x: Tensor, m: int, over: Holders) -> Statistics:
-    """Statistics of x (N, channels, ...) over all dims but 1 and the ranks `over`, pooled over `m` channels."""
-    found = list(_of_one_rank(x))
+    """Statistics of x (N, channels, ...) over all dims but 1 and the ranks `over`, pooled over `m` channels.
+
+    They are without a gradient, which `normalized` knows.
+    """
+    found = list(_of_one_rank(x.detach()))
     if over.elements is None:
         found.append(found[0].new_full((1,), x.numel() / x.shape[1]))
     if dist.get_world_size(over.group) == 1 and m == 1:

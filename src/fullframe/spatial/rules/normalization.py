@@ -66,9 +66,10 @@ class _BatchNorm(NamedTuple):
 def _batch_norm(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     """(N, C, ...) normalized with the whole image's statistics; refuses split channels and split running statistics."""
     call = _BatchNorm(*args, **kwargs)
-    _check_buffers(call.running_mean, call.running_var)
-    weight, bias = _parameters(call.weight, call.bias)
-    call = call._replace(weight=weight, bias=bias)
+    if SpatialTensor in map(type, call[1:5]):
+        _check_buffers(call.running_mean, call.running_var)
+        weight, bias = _parameters(call.weight, call.bias)
+        call = call._replace(weight=weight, bias=bias)
     if not isinstance(call.input, SpatialTensor):
         return func(*call)  # type: ignore[no-any-return]
     spec, x = call.input.spec, local_of(call.input)
