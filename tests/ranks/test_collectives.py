@@ -1,5 +1,6 @@
 """Sums and gathers over ranks, and what their gradients are."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +12,7 @@ from fullframe.ranks.collectives import (
     all_sum,
     all_sum_no_grad,
     device_of_facts,
+    in_one_row,
 )
 from fullframe.simulation.fake.world import fake_job
 from tests.rank_group import rank_group
@@ -93,3 +95,43 @@ def test_facts_of_the_host_are_told_from_it_where_it_sends() -> None:
 
 def _of_the_host() -> object:
     return device_of_facts(_group(), "cuda")
+
+
+def _rows_of_all() -> list[object]:
+    """What differs from the parts joined: their values, and the first and second gradients of a part."""
+    group, rank = _group(), dist.get_rank()
+    wrong: list[object] = []
+    for dtype, shape, dim in (
+        (torch.float64, (3, 4, 5), 1),
+        (torch.float64, (2, 3, 4, 5), 2),
+        (torch.complex128, (4, 2), 0),
+        (torch.float64, (0, 3), 1),
+        (torch.bfloat16, (2, 6), 1),
+        (torch.float64, (500, 300), 1),
+    ):
+        draws = torch.Generator().manual_seed(5)
+        parts = [torch.randn(shape, generator=draws, dtype=dtype) for _ in range(dist.get_world_size())]
+        seeds = [torch.randn_like(torch.cat(parts, dim)) for _ in parts]
+        seeds = [seed.fill_(1 + number) if dtype is torch.bfloat16 else seed for number, seed in enumerate(seeds)]
+        dist.broadcast_object_list(seeds, 0)
+        for last in (False, True) if len(shape) == 4 else (False,):
+            mine = parts[rank].to(memory_format=torch.channels_last) if last else parts[rank]
+            mine.requires_grad_()
+            row = in_one_row(mine, dim, group)
+            (gradient,) = torch.autograd.grad(row, mine, seeds[rank].requires_grad_(), create_graph=True)
+            (second,) = torch.autograd.grad(gradient.abs().square().sum(), seeds[rank])
+            own = slice(rank * shape[dim], (rank + 1) * shape[dim])
+            summed = torch.stack([seed.detach() for seed in seeds]).sum(0)
+            expected = [torch.cat(parts, dim), summed.movedim(dim, 0)[own].movedim(0, dim), 2 * summed]
+            for found, wanted in zip((row, gradient, second), expected, strict=True):
+                if not torch.allclose(found, wanted, rtol=1e-12, atol=1e-12):
+                    wrong.append((dtype, shape, dim, last, found, wanted))
+            if last and row.stride(1) != 1:
+                wrong.append(row.stride())
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_equal_parts_in_one_row(ranks: int) -> None:
+    for wrong in rank_group(ranks).run(_rows_of_all):
+        assert not wrong, wrong

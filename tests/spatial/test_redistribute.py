@@ -1,5 +1,9 @@
 """A local part and its spec, cut otherwise; every part is checked against a slice of the whole."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +11,8 @@ from torch import Tensor
 import fullframe as ff
 from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
-from fullframe.ranks.mesh import spatial_of
+from fullframe.ranks import collectives
+from fullframe.ranks.mesh import Axis, spatial_of
 from fullframe.spatial.redistribute import gather_axes, in_runs, resplit, sliced
 from tests.rank_group import rank_group
 from tests.spatial.fake import on_height, on_width, spatial, spec
@@ -59,4 +64,48 @@ def _moved() -> list[bool]:
 
 def test_parts_are_made_whole_moved_and_cut_in_runs() -> None:
     for found in rank_group(4).run(_moved):
+        assert all(found), found
+
+
+@contextmanager
+def without_mailboxes(axis: Axis) -> Iterator[list[int]]:
+    """As between GPUs; how many gathers there were."""
+    channel, counted = axis.channel, [0]
+    kept, gather = (channel.boxes, channel.carrier, channel.tagged), collectives._gather_in_one
+
+    def counting(*args: Any) -> Any:
+        counted[0] += 1
+        return gather(*args)
+
+    channel.boxes, channel.carrier, channel.tagged = None, None, False
+    collectives._gather_in_one = counting
+    try:
+        yield counted
+    finally:
+        collectives._gather_in_one = gather
+        channel.boxes, channel.carrier, channel.tagged = kept
+
+
+def _gathered() -> list[bool]:
+    """Equal parts of plain and merged dims by one collective, unequal ones by none; their gradients added up."""
+    mesh = ff.init_mesh(1, 2)
+    axis = spatial_of(mesh).axis("width")
+    draws = torch.Generator().manual_seed(2)
+    found = []
+    for columns, layout in ((6, "plain"), (6, "merged"), (6, "channels last"), (5, "plain")):
+        x = torch.randn(2, 3, 4, columns, generator=draws, dtype=torch.float64)
+        x = x.to(memory_format=torch.channels_last) if layout == "channels last" else x
+        x.requires_grad_()
+        seed = torch.randn(x.shape, generator=draws, dtype=torch.float64)
+        with without_mailboxes(axis) as gathers:
+            shell = ff.shard(x, mesh, check=False).sin()
+            made = shell.flatten(2).full().view(x.shape) if layout == "merged" else shell.full()
+            (made * seed).sum().backward()
+        found += [gathers[0] == (columns == 6), torch.allclose(made, x.sin(), rtol=0, atol=1e-15)]
+        found += [torch.allclose(x.grad, x.detach().cos() * seed), layout != "channels last" or made.stride(1) == 1]  # type: ignore[arg-type]
+    return found
+
+
+def test_equal_parts_are_gathered_by_one_collective_where_there_are_no_mailboxes() -> None:
+    for found in rank_group(2).run(_gathered):
         assert all(found), found

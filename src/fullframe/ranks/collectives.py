@@ -9,10 +9,12 @@ from torch import Tensor
 
 from fullframe.ranks.adjoint import linear
 from fullframe.ranks.channel import Channel, channel_of
+from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.shared_memory import Mailboxes, fits
 from fullframe.ranks.tags import line
 from fullframe.ranks.waiting import waiting_for_ranks
 
+_scatter_in_one: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _gather_in_one: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
 
@@ -74,6 +76,39 @@ def all_gather(value: Tensor, group: dist.ProcessGroup) -> Tensor:
         return all_sum_no_grad(gradient, group)[dist.get_rank(group)].clone()
 
     return linear(value, partial(all_gather_no_grad, group=group), own)
+
+
+def in_one_row(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The parts of all ranks of `group`, which are of one shape, one after another along `dim`; differentiable.
+
+    By one collective each way, where `fetch` sends each part to each rank. The gradient of a part is the sum of the
+    gradients of all its copies. The memory format is kept.
+    """
+    if dim > 1 and memory_format_of(part) != torch.contiguous_format:
+        return in_one_row(part.movedim(1, -1), dim - 1, group).movedim(-1, 1)
+
+    def row(part: Tensor) -> Tensor:
+        everyone = all_gather_no_grad(part, group, "all parts")
+        shape = list(part.shape)
+        shape[dim] *= len(everyone)
+        everyone = everyone.movedim(0, dim)
+        return torch.ops.aten._unsafe_view(everyone.contiguous(), shape)  # type: ignore[no-any-return]
+
+    return linear(part, row, partial(_shared_out, dim=dim, group=group))
+
+
+def _shared_out(gradient: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The adjoint of `in_one_row`: each rank's part of the sum over all ranks."""
+    channel = channel_of(group)
+    ranks = len(channel.ranks)
+    parts = gradient.unflatten(dim, (ranks, gradient.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+    mine = torch.empty_like(parts[0])
+    if mine.numel():
+        channel.agree("gradient of all parts", mine)
+        numbers = [torch.view_as_real(t) if t.is_complex() else t for t in (mine, parts)]
+        with waiting_for_ranks():
+            _scatter_in_one(*(t.view(-1) for t in numbers), group=group)
+    return mine
 
 
 def all_gather_no_grad(

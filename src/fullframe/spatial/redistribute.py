@@ -12,8 +12,9 @@ from torch import Tensor
 from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements, local_factors
+from fullframe.ranks.collectives import in_one_row
 from fullframe.ranks.exchange import fetch
-from fullframe.ranks.mesh import axes_in
+from fullframe.ranks.mesh import Axis, axes_in
 from fullframe.spatial.rules.registry import Merged
 from fullframe.spatial.spec import Spec
 
@@ -36,13 +37,21 @@ def refetched(local: Tensor, spec: Spec, placement: Placement, wanted: tuple[ran
     """
     axis = spec.spatial.axis(placement.axis)
     if placement.is_plain:
-        return fetch(local, placement.dim, placement.extents, wanted, axis)
+        return _fetched(local, placement.dim, placement.extents, wanted, axis)
     dim, order = placement.dim, placement.order
     if order is not None and any(len(rows) != placement.extents.size for rows in wanted):
         raise Merged(spec, dim)
     split = local.unflatten(dim, local_factors(placement, spec.placements, spec.coordinates))
-    found = fetch(split, dim + 1, placement.extents, wanted, axis)
+    found = _fetched(split, dim + 1, placement.extents, wanted, axis)
     return (found if order is None else found.index_select(dim + 1, order.of_all)).flatten(dim, dim + 2)
+
+
+def _fetched(local: Tensor, dim: int, extents: Extents, wanted: tuple[range, ...], axis: Axis) -> Tensor:
+    """`fetch`; but equal parts that all ranks want whole come by one collective, where there are no mailboxes."""
+    whole = axis.size > 1 and all(len(rows) == extents.size for rows in wanted)
+    if whole and len(set(extents.sizes)) == 1 and axis.channel.boxes is None:
+        return in_one_row(local, dim, axis.group)
+    return fetch(local, dim, extents, wanted, axis)
 
 
 def in_runs(local: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Spec]:
