@@ -29,7 +29,6 @@ WITHOUT = {
         f"attention: {name}": "keys of several ranks for whole queries: refused by name"
         for name in ("masks", "objects", "all dropped", "a bias with a gradient")
     },
-    "masks: what follows: along": "one row over several ranks: torch drops the graph of those without, DivergenceError",
     "moments: vector norm of order 0": "the sine of thousands: one digit of the input is six of the result",
     "reduction: prod, nansum, nanmean": "products of billions; small ones are below",
 }

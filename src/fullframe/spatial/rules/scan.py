@@ -44,11 +44,14 @@ def _in_place(func: Any, x: SpatialTensor, dim: int, *, dtype: Any = None) -> Te
 @rule(*(torch.cummax, Tensor.cummax, torch.cummin, Tensor.cummin, torch.logcumsumexp, Tensor.logcumsumexp))
 def _in_whole_rows(func: Any, x: SpatialTensor, dim: int) -> Any:
     """The largest, or smallest, so far with its number in the whole tensor; the logarithm of the sum of powers."""
-    spec = x.spec
-    found = func(whole_rows(local_of(x), spec, dim), -1)
+    spec, rows = x.spec, whole_rows(local_of(x), x.spec, dim)
+    count = len(rows)
+    if not count:  # of no rows torch's gradient is a constant, and this rank would not take part in its gradient
+        rows = joined([rows, rows.sum(0, keepdim=True)], 0)
+    found = func(rows, -1)
     if isinstance(found, Tensor):
-        return wrap(sent_home(found, spec, dim), spec)
-    return type(found)([wrap(sent_home(part, spec, dim), spec) for part in found])
+        return wrap(sent_home(found[:count], spec, dim), spec)
+    return type(found)([wrap(sent_home(part[:count], spec, dim), spec) for part in found])
 
 
 @rule(torch.cumprod, Tensor.cumprod)
