@@ -1,13 +1,17 @@
 """Reads of split maps at positions."""
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
 import fullframe as ff
-from tests.exactness import mesh
+from fullframe.spatial.rules import points
+from tests.exactness import differences, mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, Case, Op, require_the_numbers_of_one_process, small
+from tests.spatial.cases import MESHES, WORLDS, Case, Op, require_the_numbers_of_one_process, small
 from tests.spatial.traffic import bytes_of_messages
 from tests.spatial.values import found, on_all_meshes, with_nan
 
@@ -121,6 +125,39 @@ def test_what_torch_refuses_is_refused_on_all_ranks(shape: tuple[int, int]) -> N
         assert half >= len(OUTSIDE) - 1 and raised[:half] == raised[half:]
 
 
+def turned(x: Tensor, dim: int) -> Tensor:
+    """An index as large as the map: each row along `dim` in another order."""
+    return x.detach().argsort(dim)
+
+
+BACK = torch.arange(11).flip(0)
+MANY: dict[str, Op] = {
+    "gather": lambda x: [x.gather(3, turned(x, 3)).sin(), x.gather(2, turned(x, 2))],
+    "gather of a part": lambda x: [x.gather(3, turned(x, 3)[..., 2:8]), x.gather(2, turned(x, 3)[..., :7, :5] % 7)],
+    "gather by a whole index": lambda x: x.gather(3, BACK.expand(2, 4, 7, 11)),
+    "gather of tokens": lambda x: x.flatten(2).gather(2, turned(x.flatten(2), 2)[..., :60]).sin(),
+    "gather by an index cut otherwise": lambda x: x[..., :7].gather(3, turned(x[..., :7], 3).mT.contiguous()),
+    "take_along_dim": lambda x: x.take_along_dim(turned(x[:, :1], 2), 2),
+    "rows": lambda x: [x[..., BACK], x.index_select(2, BACK[4:]), x[:, :, torch.tensor([-1, 3, 3, 0, -7])]],
+    "rows of tokens": lambda x: x.flatten(2).mT[:, torch.arange(77).flip(0)].cos(),
+}  # fmt: skip
+
+
+def _of_many(world: int) -> dict[str, Any]:
+    x = torch.randn(2, 4, 7, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with mock.patch.object(points, "FEW", 0):
+        return {
+            f"{name} on {shape}": max(differences(op, [x], [], *shape).values())
+            for shape in MESHES if shape[0] * shape[1] == world for name, op in MANY.items()
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_many_positions_are_read_where_each_rank_has_whole_rows(world: int) -> None:
+    for errors in rank_group(world).run(_of_many, world):
+        assert not {name: error for name, error in errors.items() if not error <= 1e-12}
+
+
 def _sent(height: int, width: int) -> list[float]:
     torch.manual_seed(0)
     x = ff.shard(torch.randn(1, 64, 40, 41, dtype=torch.float64), mesh(height, width)).requires_grad_()
@@ -141,11 +178,27 @@ def test_the_map_is_not_sent() -> None:
             assert all(0 < share < 0.12 for share in shares), shares
 
 
+def _sent_of_many(height: int, width: int) -> list[float]:
+    torch.manual_seed(0)
+    x = ff.shard(torch.randn(1, 64, 40, 41, dtype=torch.float64), mesh(height, width)).requires_grad_()
+    columns = turned(x, 3)
+    reads: list[Op] = [lambda: x.gather(3, columns), lambda: x[..., torch.arange(41).flip(0)]]
+    part = x.local.numel() * 8
+    return [bytes_of_messages(lambda read=read: read().sum().backward()) / part for read in reads]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_what_lies_on_other_ranks_is_sent_once_each_way(width: int) -> None:
+    away = 1 - 1 / width
+    for gathered, rows in rank_group(width).run(_sent_of_many, 1, width):  # x, index and result; two gradients
+        assert 9 * away < gathered < 11 * away and 7 * away < rows < 9 * away  # sent and received
+
+
 def _too_much() -> int:
     torch.manual_seed(0)
     x = ff.shard(torch.randn(1, 80, 40, 50), mesh(1, 2))
-    columns = x.detach().abs().long() % 50
-    for read in (lambda: x[..., torch.arange(50)], lambda: x.gather(3, columns), lambda: x[..., columns]):
+    columns, flat = x.detach().abs().long() % 50, x.flatten()
+    for read in (lambda: flat[columns.flatten()], lambda: flat.gather(0, columns.flatten()), lambda: x[..., columns]):
         with pytest.raises(ff.UnsupportedOp):
             read()
     return 1

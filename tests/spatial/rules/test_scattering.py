@@ -1,13 +1,17 @@
 """Writing at index tensors."""
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
 import fullframe as ff
-from tests.exactness import mesh
+from fullframe.spatial.rules import points
+from tests.exactness import differences, mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, Case, Op, require_the_numbers_of_one_process, small
+from tests.spatial.cases import MESHES, WORLDS, Case, Op, require_the_numbers_of_one_process, small
 from tests.spatial.traffic import bytes_of_messages
 from tests.spatial.values import found, on_all_meshes, with_nan
 
@@ -218,6 +222,40 @@ def _outside(height: int, width: int) -> list[tuple[str, str]]:
 def test_what_torch_refuses_is_refused_on_all_ranks(shape: tuple[int, int]) -> None:
     for raised in rank_group(shape[0] * shape[1]).run(_outside, *shape):
         assert raised[: len(OUTSIDE)] == raised[len(OUTSIDE) :]
+
+
+MANY: dict[str, Op] = {
+    "scatter": lambda x: [(x * 2).scatter(3, turned(x, 3), x.sin()), (x * 2).scatter(2, turned(x, 2)[:, :, :3], 0.5)],
+    "scatter_": lambda x: [both(x, lambda y: y.scatter_(3, turned(y, 3), y.detach() * 2)),
+                           both(x, lambda y: y.scatter_reduce_(2, turned(y, 2) // 2, y.detach() + 1, "amax"))],
+    "scatter_add": lambda x: [(x * 2).scatter_add(2, large(x, 2), x),
+                              (x * 2).scatter_add(3, large(x, 3)[..., :6], x[..., :6])],
+    "tokens": lambda x: (x.flatten(2) * 2).scatter_add(2, turned(x.flatten(2), 2) // 3, x.flatten(2).sin()),
+    "scatter_reduce": lambda x: (x * 2).scatter_reduce(3, large(x, 3), x, "mean", include_self=False),
+}  # fmt: skip
+
+
+def turned(x: Tensor, dim: int) -> Tensor:
+    return x.detach().argsort(dim)
+
+
+def large(x: Tensor, dim: int) -> Tensor:
+    return (x.detach().abs() * 50).long() % x.shape[dim]
+
+
+def _of_many(world: int) -> dict[str, Any]:
+    x = torch.randn(2, 4, 7, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with mock.patch.object(points, "FEW", 0):
+        return {
+            f"{name} on {shape}": max(differences(op, [x], [], *shape).values())
+            for shape in MESHES if shape[0] * shape[1] == world for name, op in MANY.items()
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_many_positions_are_written_where_each_rank_has_whole_rows(world: int) -> None:
+    for errors in rank_group(world).run(_of_many, world):
+        assert not {name: error for name, error in errors.items() if not error <= 1e-12}
 
 
 def _sent(height: int, width: int) -> list[float]:

@@ -7,22 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullframe.geometry.placement import Placement
+from fullframe.geometry.window import proportional_extents
 from fullframe.ranks.collectives import all_owned, all_sum_no_grad
 from fullframe.spatial.operands import aligned, has_values, united
 from fullframe.spatial.redistribute import gather_axes, sliced
 from fullframe.spatial.rules.registry import Unsupported, rule
-from fullframe.spatial.rules.tables import landing, looked_up
+from fullframe.spatial.rules.tables import FEW, landing, looked_up
+from fullframe.spatial.rules.transposing import along
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
-
-FEW = 2**16  # numbers that any rank may hold besides its part of a map
+from fullframe.spatial.whole_rows import sent_home, whole_rows
 
 
 def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
     """`x[points]`, one index tensor or None a dim, at least one; none of them a mask.
 
-    What is read along split dims is whole on all ranks. Refused where that, or an index that is split, is
-    more than a rank's part of `x`.
+    What is read along split dims is whole on all ranks, but for many rows of one dim. Refused where that, or an index
+    that is split, is more than a rank's part of `x`.
     """
     given = [i for i in points if i is not None]
     if not isinstance(x, SpatialTensor):
@@ -36,14 +38,24 @@ def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
     goal = [*rest[:at], *(None for _ in shape), *rest[at:]]
     kept = tuple(p.at(goal.index(p.dim)) for p in spec.placements if p.dim in rest)
     result = spec.with_((*sizes[:at], *shape, *sizes[at:]), kept)
-    _require_few(result, spec)
+    many = len(given) == len(shape) == 1 and _is_much(result, spec) and has_many_rows(spec, at)
+    if not many:
+        _require_few(result, spec)
     require_inside(lambda like: like[_items(points)], spec, {d: i for d, i in enumerate(points) if i is not None}, True)
+    if many:
+        (index,) = (torch.where(i < 0, i + x.shape[at], i) for i in points if i is not None)
+        return along(x, at, lambda local: local.index_select(at, index))
     local, points, held = at_own(local_of(x), spec, points)
     found = local[_items(points)]
     if held is None:
         return wrap(found, result)
     held = held.view(*held.shape, *(1 for _ in rest[at:]))
     return wrap(_put_together(found, held, spec, rest), result)
+
+
+def has_many_rows(spec: Spec, dim: int) -> bool:
+    """Whether each rank can have rows along `dim`, so that none has to hold a whole tensor."""
+    return prod(spec.shape) // max(spec.shape[dim], 1) >= spec.spatial.size
 
 
 def _items(points: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -99,10 +111,15 @@ def most_besides(spec: Spec) -> int:
     return max(prod(spec.shape) // prod(spec.spatial.axis(p.axis).size for p in spec.placements), FEW)
 
 
+def _is_much(result: Spec, spec: Spec) -> bool:
+    """Whether a rank would hold more of the result than it holds of the map `spec`."""
+    held = prod(result.shape) // prod(result.spatial.axis(p.axis).size for p in result.placements)
+    return len(result.placements) < len(spec.placements) and held > most_besides(spec)
+
+
 def _require_few(result: Spec, spec: Spec) -> None:
     """Raises Unsupported where a rank would hold more of the result than it holds of the map `spec`."""
-    held = prod(result.shape) // prod(result.spatial.axis(p.axis).size for p in result.placements)
-    if len(result.placements) < len(spec.placements) and held > most_besides(spec):
+    if _is_much(result, spec):
         raise Unsupported(
             f"what it reads along a split dim, {tuple(result.shape)}, would be whole on every rank, and is larger than "
             "a rank's part of the map",
@@ -182,6 +199,8 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
     others, over = [p for p in spec.placements if p.dim != dim], {p.axis for p in spec.placements if p.dim == dim}
     read = spec.with_(index.shape, united([others, [q for q in cuts if q.axis not in over]]))
     result = spec.with_(index.shape, united([read.placements, cuts]))
+    if over and _is_much(read, spec) and has_many_rows(read, dim):
+        return _gathered_rows(x, dim, index, others)
     _require_few(read, spec)
     if isinstance(index, SpatialTensor):
         index = wrap(*gather_axes(local_of(index), index.spec, list(over)))
@@ -196,6 +215,19 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
         return wrap(found, read)
     found = _put_together(found, held, spec, [d for d in range(x.dim()) if d != dim])
     return wrap(sliced(found, result, read.placements), result)
+
+
+def _gathered_rows(x: SpatialTensor, dim: int, index: Tensor, others: list[Placement]) -> Tensor:
+    """`gather` at many positions: each rank gets some rows, all of each, and what it finds in them goes home."""
+    spec, own = x.spec, [p for p in x.spec.placements if p.dim == dim]
+    if index.shape[dim] != x.shape[dim]:
+        (placement,) = [spec.of(dim)]
+        assert placement is not None
+        own = [placement.recut(proportional_extents(placement.extents, index.shape[dim]))]
+    result = spec.with_(index.shape, united([[*others, *own]]))
+    numbers = whole_rows(aligned(index, result), result, dim)
+    require_all_inside(numbers, spec, dim)
+    return wrap(sent_home(whole_rows(local_of(x), spec, dim).gather(1, numbers), result, dim), result)
 
 
 def _gathered(table: Tensor, dim: int, index: SpatialTensor) -> Tensor:

@@ -9,14 +9,22 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
+from fullframe.geometry.window import proportional_extents
 from fullframe.ranks.collectives import all_sum
 from fullframe.spatial.operands import aligned, has_values, merged
 from fullframe.spatial.redistribute import gather_axes
-from fullframe.spatial.rules.points import at_own, most_besides, require_all_inside, require_inside
+from fullframe.spatial.rules.points import (
+    at_own,
+    has_many_rows,
+    most_besides,
+    require_all_inside,
+    require_inside,
+)
 from fullframe.spatial.rules.registry import Unsupported, rule, writes
 from fullframe.spatial.rules.tables import landing
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.whole_rows import sent_home, whole_rows
 
 
 @rule(
@@ -39,6 +47,8 @@ def _scatter(
     others = tuple(_clipped(p, index.shape) for p in spec.placements if p.dim != dim)
     if not isinstance(index, SpatialTensor):
         require_inside(lambda like: like.gather(dim, index), spec, {dim: index}, False)
+    if over and _are_many(x, dim, index, src):
+        return _scattered_rows(func, x, dim, index, src, *args, **kwargs)
     rows = _cut(index, x, dim, over, others, index.shape)
     local = [_cut(t, x, dim, over, others, index.shape) if isinstance(t, Tensor) else t for t in (src,)]
     if not over:
@@ -58,6 +68,42 @@ def _scatter(
         own.copy_(result)
         return x
     return wrap(result.contiguous(), spec)
+
+
+def _are_many(x: SpatialTensor, dim: int, index: Tensor, src: Any) -> bool:
+    """Whether what is written is split and more than a rank's part of `x`, and there are rows for all ranks."""
+    large = any(isinstance(t, SpatialTensor) and t.numel() > most_besides(x.spec) for t in (index, src))
+    return large and _beside(index, dim) == _beside(x, dim) and has_many_rows(x.spec, dim)
+
+
+def _beside(t: Tensor, dim: int) -> list[int]:
+    return [size for d, size in enumerate(t.shape) if d != dim]
+
+
+def _scattered_rows(
+    func: Any, x: SpatialTensor, dim: int, index: Tensor, src: Any, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Each rank gets some rows, all of each, writes into them, and sends them home."""
+    spec, own = x.spec, local_of(x)
+    written = spec if index.shape == x.shape else spec.with_(index.shape, _rows_of(spec, dim, index.shape[dim]))
+    numbers = whole_rows(aligned(index, written), written, dim)
+    require_all_inside(numbers, spec, dim)
+    if isinstance(src, Tensor):
+        src = whole_rows(aligned(src[tuple(map(slice, index.shape))], written), written, dim)
+    plain = getattr(torch, func.__name__.rstrip("_"))
+    result = sent_home(plain(whole_rows(own, spec, dim), 1, numbers, src, *args, **kwargs), spec, dim)
+    if writes(func, kwargs):
+        own.copy_(result)
+        return x
+    return wrap(result.contiguous(), spec)
+
+
+def _rows_of(spec: Spec, dim: int, size: int) -> tuple[Placement, ...]:
+    """The placements of an index with `size` rows along `dim`."""
+    own = spec.of(dim)
+    assert own is not None
+    recut = own.recut(proportional_extents(own.extents, size))
+    return tuple(recut if p is own else p for p in spec.placements)
 
 
 def _clipped(p: Placement, shape: Sequence[int]) -> Placement:

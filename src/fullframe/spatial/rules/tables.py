@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from fullframe.ranks.collectives import all_sum_no_grad
-from fullframe.spatial.operands import aligned, merged
+from fullframe.spatial.operands import aligned, has_values, merged
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+
+FEW = 2**16  # numbers that any rank may hold besides its part of a map
 
 
 def looked_up(table: Tensor, points: Sequence[Tensor | None]) -> Tensor:
@@ -28,39 +30,54 @@ def landing(points: Sequence[Any]) -> int:
     return dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
 
 
+def _whole_where_few(rows: SpatialTensor, values: Any, reason: str) -> Tensor:
+    """Rows made whole, where they are no more than a rank's part of the larger operand."""
+    large = max((t for t in (rows, values) if isinstance(t, SpatialTensor)), key=Tensor.numel)
+    if rows.numel() > max(large.numel() // large.spec.spatial.size, FEW):
+        raise Unsupported(f"{reason}, and as large as what is looked up", "Gather them with .full().")
+    return rows.full()
+
+
 @rule(torch.searchsorted)
 def _searchsorted(func: Any, ordered: Tensor, values: Any, *, sorter: Tensor | None = None, **options: Any) -> Tensor:
-    """Where values belong in rows that are whole, one row or one for each row of values; refuses split rows."""
+    """Where values belong in ordered rows, one row or one for each row of values; split rows are made whole."""
     last = ordered.dim() - 1
-    rows = [t for t in (ordered, sorter) if isinstance(t, SpatialTensor)]
-    if any(t.spec.is_split(last) for t in rows):
-        raise Unsupported("the ordered rows are split themselves", "Gather them with .full().")
+    if sorter is not None:
+        ordered, sorter = ordered.gather(-1, sorter), None
+    if isinstance(ordered, SpatialTensor) and ordered.spec.is_split(last):
+        ordered = _whole_where_few(ordered, values, "the ordered rows are split")
+        if not any(isinstance(t, SpatialTensor) for t in (ordered, values)):
+            return func(ordered, values, **options)  # type: ignore[no-any-return]
+    rows = [t for t in (ordered,) if isinstance(t, SpatialTensor)]
     if isinstance(values, SpatialTensor):
         spec = values.spec
     else:
         spec = rows[0].spec.with_(values.shape, rows[0].spec.placements)
     leading = tuple(p for p in spec.placements if p.dim < last)  # by which several rows are cut, as their values are
-    given = None if sorter is None else aligned(sorter, spec.with_(sorter.shape, leading))
-    found = func(aligned(ordered, spec.with_(ordered.shape, leading)), aligned(values, spec), sorter=given, **options)
+    found = func(aligned(ordered, spec.with_(ordered.shape, leading)), aligned(values, spec), **options)
     return wrap(found, spec)
 
 
 @rule(torch.bucketize)
 def _bucketize(func: Any, input: Any, boundaries: Tensor, **options: Any) -> Tensor:
-    """The bucket of each element between whole boundaries; refuses split ones."""
+    """The bucket of each element between boundaries, which are made whole."""
     if isinstance(boundaries, SpatialTensor):
-        raise Unsupported("the boundaries are split")
+        boundaries = _whole_where_few(boundaries, input, "the boundaries are split")
+    if not isinstance(input, SpatialTensor):
+        return func(input, boundaries, **options)  # type: ignore[no-any-return]
     return wrap(func(local_of(input), boundaries, **options), input.spec)
 
 
 @rule(torch.isin)
 def _isin(func: Any, elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
-    """Whether each element is in a set, one of which is whole; refuses a split set for split elements."""
+    """Whether each element is in a set; of a split set for split elements each rank sends what differs."""
     # Where all are promised to be unique torch may sort them together; one by one the answer is the same.
     if not isinstance(test_elements, SpatialTensor):
         return wrap(func(local_of(elements), test_elements, invert=invert), elements.spec)
     if isinstance(elements, SpatialTensor):
-        raise Unsupported("the set of elements to look for is split, as the elements are")
+        few: Any = test_elements.detach()
+        few = few.unique() if has_values(local_of(few)) else few.full()
+        return wrap(func(local_of(elements), few, invert=invert), elements.spec)
     spec = test_elements.spec
     hits = func(elements, local_of(test_elements)).int()
     hits = all_sum_no_grad(hits, spec.group)

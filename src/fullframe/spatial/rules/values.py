@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from fullframe.spatial.operands import has_values
-from fullframe.spatial.rules.points import FEW
 from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.tables import FEW
 from fullframe.spatial.tensor import SpatialTensor, local_of
 
 
