@@ -44,6 +44,9 @@ CASES: dict[str, Case] = {
     "permute_copy": small(lambda x: torch.permute_copy(x, (0, 2, 3, 1))),
     "unbind_copy": small(lambda x: torch.unbind_copy(x, 1)),
     "unsafe_chunk": small(lambda x: torch.unsafe_chunk(x, 3, 3)),
+    "vander": small(lambda x: [t * x.mean() for t in (  # of which torch has no gradient
+        torch.vander(x[0, 0, 0].detach(), 4), torch.vander(x[0, 0, :, 0].detach(), increasing=True),
+        torch.linalg.vander(x.detach(), N=3))]),
 }  # fmt: skip
 
 

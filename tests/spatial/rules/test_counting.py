@@ -42,6 +42,10 @@ CASES: dict[str, Case] = {
         x.sign().unique_consecutive(), *(x.sign() > 9).unique_consecutive(return_counts=True),
         *torch.unique_consecutive(labels(x) // 2, return_inverse=True, return_counts=True)])),
     "count_nonzero": one(lambda x: [labels(x).count_nonzero(), labels(x).count_nonzero((0, 3)), *x.aminmax(dim=2)]),
+    "unique slices": one(lambda x: [
+        p for t, d in ((labels(x)[0, 0] % 2, 0), (labels(x)[0, 0] % 2, 1), (labels(x)[:, :2].flatten(2).mT, 1),
+                       (labels(x)[0, 0, 0], 0), (labels(x).round(), 1))
+        for p in t.unique(return_inverse=True, return_counts=True, dim=d)]),
 }  # fmt: skip
 OVER_FLOATS: dict[str, Op] = {
     "counts": lambda x: [x.histc(5, -1, 1), x.detach().histogram(EDGES).hist, x.count_nonzero(), x.count_nonzero(3)],

@@ -28,6 +28,8 @@ CASES: dict[str, Case] = {
     "cdist to whole ones": Case(lambda x, w: torch.cdist(x, w, 3.0), whole=((5, 11),), sizes=((7, 11),)),
     "cdist from whole ones": Case(lambda x, w: torch.cdist(w, x), whole=((4, 5, 11),), sizes=((7, 11),)),
     "cdist of many": Case(lambda x: torch.cdist(x, x.cos()), sizes=((30, 5),)),
+    "pdist": small(lambda x: [
+        F.pdist(x[0, 0]), torch.pdist(x[0].flatten(1).mT, 1.5), F.pdist(x[0, :1, 0].expand(3, -1))]),
 }  # fmt: skip
 CORNERS = Corners()
 

@@ -42,6 +42,10 @@ def spectral(x: Tensor, weight: Tensor) -> Tensor:
     return fft.irfft2(torch.nn.functional.pad(kept, pad), s=x.shape[-2:], norm="ortho") + x
 
 
+def seen_parts(found: Tensor) -> Tensor:
+    return torch.view_as_real(found)
+
+
 CASES: dict[str, Case] = {
     "fft of columns": small(seen(fft.fft)),
     "fft of rows": small(seen(fft.fft, dim=2, norm="ortho")),
@@ -61,6 +65,12 @@ CASES: dict[str, Case] = {
     "shifted": small(lambda x: torch.view_as_real(fft.ifftshift(fft.fftshift(fft.fft2(x), (2, 3)) * x))),
     "shift of all": small(fft.fftshift),
     "a spectral layer": Case(spectral, ((2, 3),), ((3, 3, 5, 6),), ((17, 20), (13, 11))),
+    "stft": small(lambda x: [
+        seen_parts(torch.stft(x.flatten()[:300], 16, return_complex=True)),
+        torch.stft(x.flatten(1), 12, 5, 10, x[0, 0, 0, :10].detach().abs(), False, normalized=True,
+                   return_complex=False),
+        seen_parts(torch.stft(x[0, 0], 6, 2, onesided=False, pad_mode="constant", return_complex=True)),
+        seen_parts(torch.stft(torch.complex(x[0, 0], x[0, 1]), 6, 2))]),
 }  # fmt: skip
 CORNERS = Corners()
 

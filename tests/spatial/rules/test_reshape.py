@@ -41,6 +41,10 @@ CASES: dict[str, Case] = {
     "shifted windows": one(lambda x: windows_and_back(x.roll((-2, -2), (2, 3))).roll((2, 2), (2, 3))),
     "repeat of split dims": one(lambda x: [x.repeat(1, 2, 3, 2), x.repeat(2, 1, 1, 1, 2), x.tile(2), x.tile(2, 1)]),
     "repeat_interleave": one(lambda x: [x.repeat_interleave(2, 3), x.repeat_interleave(3, 1)]),
+    "repeat_interleave by a tensor": one(lambda x: [
+        x.repeat_interleave(torch.arange(x.shape[3]) % 3, 3), x.repeat_interleave(x[0, 0, :, 0].gt(0).long() * 2, 2)]),
+    "repeat_interleave of all elements": one(lambda x: [
+        x.repeat_interleave(3), torch.repeat_interleave(x[:, 0, 0], 2)]),
 }  # fmt: skip
 
 

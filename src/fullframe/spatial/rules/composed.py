@@ -157,6 +157,16 @@ def _pairwise_distance(
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)  # type: ignore[no-any-return]
 
 
+@rule(torch.vander, torch.linalg.vander)
+def _vander(func: Any, x: SpatialTensor, N: int | None = None, increasing: bool = False) -> Tensor:
+    """(..., n) to its powers (..., n, N), falling in `torch.vander` unless `increasing`."""
+    count = x.shape[-1] if N is None else N
+    powers = torch.arange(count, device=x.device)
+    if func is torch.vander and not increasing:
+        powers = powers.flip(0)
+    return x.unsqueeze(-1) ** powers
+
+
 _COPIES = """
     detach expand permute select split split_with_sizes squeeze t transpose unbind unsqueeze view view_as_real
     view_as_complex unfold

@@ -11,6 +11,7 @@ from fullframe.spatial.operands import aligned, has_values
 from fullframe.spatial.redistribute import in_runs, sliced
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.whole_rows import everywhere, whole_rows
 
 _BY_VALUE = "the shape of its result depends on the values, which a simulation has not"
 
@@ -85,11 +86,11 @@ def _unique(
     dim: int | None = None,
 ) -> Any:
     """The different values, whole; the numbers of the elements' values among them, split as `x`; their counts."""
-    if dim is not None:
-        raise Unsupported("it compares whole slices of a tensor")
     spec, local = x.spec, local_of(x).detach()
     if not has_values(local):
         raise Unsupported(_BY_VALUE)
+    if dim is not None:
+        return _unique_slices(func, x, dim % x.dim(), return_inverse, return_counts)
     mine, inverse, counts = torch.unique(local, return_inverse=True, return_counts=True)
     values, lengths = _all_of(mine, spec.group)
     if values.isnan().any():  # which differ from each other; whose number is which is torch's choice
@@ -104,6 +105,35 @@ def _unique(
     found = [values, wrap(inverse, spec) if return_inverse else None, counts if return_counts else None]
     kept = [part for part in found if part is not None]
     return kept[0] if len(kept) == 1 else tuple(kept)
+
+
+def _unique_slices(func: Any, x: SpatialTensor, dim: int, return_inverse: bool, return_counts: bool) -> Any:
+    """The different slices along a dim, whole; of slices that are split each rank gets some, and all of these."""
+    flat: Any = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
+    spec, group = flat.spec, flat.spec.group
+    rows = whole_rows(local_of(flat), spec, 1)
+    mine, inverse, counts = _different(rows)
+    values, lengths = _all_of(mine, group)
+    if values.isnan().any():  # as in `_unique`
+        return func(x.full(), return_inverse=return_inverse, return_counts=return_counts, dim=dim)
+    values, place, _ = _different(values)
+    first = sum(lengths[: spec.spatial.coordinate_along([p.axis for p in spec.placements])])
+    found = [values.unflatten(1, x.movedim(dim, 0).shape[1:]).movedim(0, dim) if x.dim() > 1 else values[:, 0]]
+    found[0] = _without_gradient(torch.unique, found[0], x)
+    if return_inverse:
+        numbers = everywhere(place[first : first + len(mine)][inverse], spec, 1)
+        found.append(wrap(numbers, spec.with_(spec.shape[:1], tuple(p for p in spec.placements if p.dim == 0))))
+    if return_counts:
+        every = _all_of(counts, group)[0]
+        found.append(every.new_zeros(len(values)).index_add_(0, place, every))
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _different(rows: Tensor) -> Any:
+    """The different rows of (m, n), the number of each row's among them, and their counts."""
+    if len(rows):
+        return torch.unique(rows, return_inverse=True, return_counts=True, dim=0)
+    return rows, rows.new_zeros(0, dtype=torch.int64), rows.new_zeros(0, dtype=torch.int64)
 
 
 @rule(torch.unique_consecutive, Tensor.unique_consecutive, checked=False)
@@ -136,9 +166,9 @@ def _unique_consecutive(
 
 
 def _all_of(mine: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[int]]:
-    """The (n,) values of all ranks, of any number each, one after another, and how many each has."""
+    """The (n, ...) values of all ranks, of any number each, one after another, and how many each has."""
     lengths = all_gather_no_grad(torch.tensor(len(mine), device=device_of_facts(group, mine.device)), group).tolist()
-    padded = mine.new_zeros(max(lengths))
+    padded = mine.new_zeros(max(lengths), *mine.shape[1:])
     padded[: len(mine)] = mine
     everyone = all_gather_no_grad(padded, group)
     return torch.cat([one[:n] for one, n in zip(everyone, lengths, strict=True)]), lengths

@@ -55,6 +55,14 @@ def _cdist(func: Any, x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any 
     return contract([x1, x2], terms, letters + "pr", lambda a, b: func(a, b, p, compute_mode))
 
 
+@rule(F.pdist, torch.pdist)
+def _pdist(func: Any, x: SpatialTensor, p: float = 2.0) -> Tensor:
+    """(N, M) to the distances (N * (N - 1) / 2,) of all pairs; the vectors are made whole."""
+    first, second = torch.triu_indices(*(x.shape[0],) * 2, 1, device=x.device)
+    every = torch.cdist(x, x, p, "donot_use_mm_for_euclid_dist")
+    return every.flatten().index_select(0, first * x.shape[0] + second)
+
+
 @rule(F.glu)
 def _glu(func: Any, input: Tensor, dim: int = -1) -> Tensor:
     """The first half along a dim, gated by the second."""

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.spatial.rules.registry import rule
+from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.transposing import along
 from fullframe.spatial.tensor import SpatialTensor
 
@@ -61,6 +62,30 @@ def _plane(func: Any, input: Tensor, s: Any = None, dim: Any = (), norm: str | N
 def _all_or_last(x: Tensor, sizes: Sequence[int] | None) -> list[int]:
     count = x.dim() if sizes is None else len(sizes)
     return list(range(x.dim() - count, x.dim()))
+
+
+@rule(torch.stft, Tensor.stft)
+def _stft(
+    func: Any, input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
+    window: Tensor | None = None, center: bool = True, pad_mode: str = "reflect", normalized: bool = False,
+    onesided: bool | None = None, return_complex: bool | None = None, align_to_window: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """(B, T) or (T,) to (B, frequencies, frames): the frames of a split T borrow what lies beyond it."""
+    if align_to_window is not None:
+        raise Unsupported("it aligns frames to the window")
+    if input.dim() == 1:
+        options = (n_fft, hop_length, win_length, window, center, pad_mode, normalized, onesided, return_complex)
+        return torch.stft(input[None], *options).squeeze(0)
+    length = n_fft if win_length is None else win_length
+    shape = torch.ones(length, dtype=input.dtype, device=input.device) if window is None else window
+    shape = F.pad(shape, ((n_fft - length) // 2, n_fft - length - (n_fft - length) // 2))
+    if center:
+        input = F.pad(input[None], (n_fft // 2,) * 2, pad_mode)[0]
+    frames = input.unfold(-1, n_fft, n_fft // 4 if hop_length is None else hop_length) * shape
+    real = not frames.is_complex()
+    transform = _fft.rfft if real and onesided is not False else _fft.fft
+    found = transform(frames, norm="ortho" if normalized else None).transpose(1, 2)
+    return found if return_complex or (return_complex is None and not real) else torch.view_as_real(found)
 
 
 @rule(_fft.fftshift, _fft.ifftshift)

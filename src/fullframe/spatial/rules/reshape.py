@@ -257,10 +257,14 @@ def _channel_shuffle(func: Any, x: SpatialTensor, groups: int) -> Tensor:
 def _repeat_interleave(
     func: Any, x: SpatialTensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
 ) -> Tensor:
-    """Each row `repeats` times in a row; refuses repeats by a tensor, and the flattened tensor."""
-    if not isinstance(repeats, int) or dim is None:
-        raise Unsupported("it repeats by a tensor, or over the flattened tensor", "Give a number and a dim.")
+    """Each row, or each element of the flattened tensor, `repeats` times in a row, or as often as a tensor says."""
+    if dim is None:
+        x, dim = x.flatten(), 0  # type: ignore[assignment]
     dim %= x.dim()
+    if isinstance(repeats, Tensor):
+        repeats = repeats.full() if isinstance(repeats, SpatialTensor) else repeats
+        rows = torch.arange(x.shape[dim], device=x.device)
+        return x.index_select(dim, rows.repeat_interleave(repeats, output_size=output_size))
     shape = list(x.spec.shape)
     wide = x.unsqueeze(dim + 1).expand(*shape[: dim + 1], repeats, *shape[dim + 1 :])
     return wide.reshape(*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :])
