@@ -48,6 +48,10 @@ CASES: dict[str, Case] = {
     ),
     "conv unbatched": Case(lambda x, w: F.conv2d(x, w, None, 2, 1), ((4,),), ((5, 4, 3, 3),)),
     "1x1 convolution on tokens": Case(lambda x, w: F.conv1d(x.flatten(2), w), whole=((3, 4, 1),)),
+    "split channels": Case(lambda x, w, v: [
+        F.conv1d(x.flatten(2).mT[..., :5], w[: x.shape[2] * x.shape[3]].T[:, :, None]),
+        F.conv2d(x.transpose(1, 2), v[:, : x.shape[2]]), F.conv2d(x.transpose(1, 3), v[:, : x.shape[3]])],
+        whole=((16 * 64, 6), (3, 64, 1, 2))),
 }  # fmt: skip
 CORNERS = Corners()
 

@@ -26,6 +26,9 @@ CASES: dict[str, Case] = {
     "layer_norm over the image": one(lambda x: F.layer_norm(x, x.shape[1:])),
     "layer_norm along a row": one(lambda x: F.layer_norm(x, x.shape[3:])),
     "rms_norm over the image": one(lambda x: F.rms_norm(x, x.shape[2:])),
+    "split channels": one(lambda x: [
+        F.batch_norm(x.transpose(1, 2), None, None, training=True), F.group_norm(x.transpose(1, 3), 1),
+        F.instance_norm(x.transpose(1, 2)), F.batch_norm(x.flatten(2).mT, None, None, training=True)]),
 }  # fmt: skip
 CORNERS = Corners()
 

@@ -18,6 +18,7 @@ from fullframe.geometry.window import Window
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Halo, Ranges, borrow, joined_again, part_of, put_together
 from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.transposing import moved_from
 from fullframe.spatial.rules.window_plan import (
     WindowPlan,
     embedded,
@@ -90,10 +91,12 @@ class _Plan:
 
 
 @kept_with_mesh(maxsize=4096)
-def _plan(spec: Spec, weight: Ints, stride: Ints, padding: Ints, dilation: Ints, groups: int) -> _Plan:
+def _plan(spec: Spec, weight: Ints, stride: Ints, padding: Ints, dilation: Ints, groups: int) -> _Plan | None:
+    """None where the channels are split."""
     count = len(stride)
     dims = range(len(spec.shape) - count, len(spec.shape))
-    spec.require_whole("the channels are split", dims[0] - 1)
+    if spec.is_split(dims[0] - 1):
+        return None
     windows = [Window(k, s, d, p) for k, s, d, p in zip(weight[2:], stride, dilation, padding, strict=True)]
     sizes = [w.output_size(spec.shape[dim]) for w, dim in zip(windows, dims, strict=True)]
     shape = (*spec.shape[: dims[0] - 1], weight[0], *sizes)
@@ -154,7 +157,7 @@ def _convolution(
     dilation: int | Ints = 1,
     groups: int = 1,
 ) -> Tensor:
-    """(N, C, ...) by a whole weight (K, C / groups, ...); refuses split channels and a split weight."""
+    """(N, C, ...) by a whole weight (K, C / groups, ...); channels made whole; refuses a split weight."""
     if type(input) is not SpatialTensor or type(weight) is SpatialTensor:
         raise Unsupported("the weight is split, not the input")
     count = len(weight.shape) - 2
@@ -169,6 +172,8 @@ def _convolution(
             padded = F.pad(input, [after for t in reversed(total) for after in (0, t % 2)])
             return func(padded, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
     plan = _plan(input.spec, tuple(weight.shape), stride, ints(padding, count), dilation, groups)
+    if plan is None:
+        return func(moved_from(input, -count - 1), weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
     local, window = local_of(input), plan.window
     if not window.borrows and plan.lead is not None:
         out = func(plan.unskipped(local), weight, bias, stride, plan.lead, dilation, groups)

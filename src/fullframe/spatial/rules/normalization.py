@@ -23,6 +23,7 @@ from fullframe.spatial.rules.channel_statistics import (
 from fullframe.spatial.rules.norm_kernels import has_kernels, normalized_by_kernels
 from fullframe.spatial.rules.reduction import count
 from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.transposing import moved_from
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
 
@@ -64,7 +65,7 @@ class _BatchNorm(NamedTuple):
 
 @rule(F.batch_norm)
 def _batch_norm(func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """(N, C, ...) normalized with the whole image's statistics; refuses split channels and split running statistics."""
+    """(N, C, ...) normalized with the whole image's statistics, C made whole; refuses split running statistics."""
     call = _BatchNorm(*args, **kwargs)
     if SpatialTensor in map(type, call[1:5]):
         _check_buffers(call.running_mean, call.running_var)
@@ -72,8 +73,9 @@ def _batch_norm(func: Any, *args: Any, **kwargs: Any) -> Tensor:
         call = call._replace(weight=weight, bias=bias)
     if not isinstance(call.input, SpatialTensor):
         return func(*call)  # type: ignore[no-any-return]
+    if call.input.spec.is_split(1):
+        return func(*call._replace(input=moved_from(call.input, 1)))  # type: ignore[no-any-return]
     spec, x = call.input.spec, local_of(call.input)
-    spec.require_whole("the channels are split", 1)
     if not call.training or 0 in spec.shape:
         return wrap(func(x, *call[1:]), spec)
     return wrap(_over_ranks(x, call, holders(spec, x.shape[1])), spec)
@@ -131,15 +133,18 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """(N, C, ...) normalized for each sample and channel; refuses split samples, channels or running statistics."""
+    """(N, C, ...) normalized for each sample and channel; refuses split samples and running statistics."""
     _check_buffers(running_mean, running_var)
     weight, bias = _parameters(weight, bias)
     if not isinstance(input, SpatialTensor):
         return func(  # type: ignore[no-any-return]
             input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
         )
+    if input.spec.is_split(1):
+        input = moved_from(input, 1, (0,))
+        return func(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)  # type: ignore[no-any-return]
     spec, x = input.spec, local_of(input)
-    spec.require_whole("the samples or channels are split", 0, 1)
+    spec.require_whole("the samples are split", 0)
     if not use_input_stats:
         return wrap(func(x, running_mean, running_var, weight, bias, False, momentum, eps), spec)
     samples = x.shape[0]
@@ -165,12 +170,14 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """(N, C, ...) normalized for each sample over groups of channels; refuses split samples or channels."""
+    """(N, C, ...) normalized for each sample over groups of channels, made whole; refuses split samples."""
     weight, bias = _parameters(weight, bias)
     if not isinstance(input, SpatialTensor):
         return func(input, num_groups, weight, bias, eps)  # type: ignore[no-any-return]
+    if input.spec.is_split(1):
+        return func(moved_from(input, 1, (0,)), num_groups, weight, bias, eps)  # type: ignore[no-any-return]
     spec, x = input.spec, local_of(input)
-    spec.require_whole("the samples or channels are split", 0, 1)
+    spec.require_whole("the samples are split", 0)
     if 0 in spec.shape:
         return wrap(func(x, num_groups, weight, bias, eps), spec)
     channels = x.shape[1]
