@@ -16,6 +16,15 @@ def written(x: Tensor, column: Tensor, row: Tensor) -> Tensor:
     return x
 
 
+def written_mask(x: Tensor) -> Tensor:
+    """What queries see of tokens, written behind prefix tokens of a mask that is whole."""
+    n, c, h, w = x.shape
+    mask = torch.ones(n, c + 1, 2 + h * w, dtype=torch.bool)
+    mask[:, :c, 2:] = x.flatten(2) > 0
+    mask[:, :, 2 : 2 + w][x[:, :1, 0].expand(-1, c + 1, -1) > 1] = x.flatten()[0] > 9
+    return mask[:, :c, 2:]
+
+
 CASES: dict[str, Case] = {
     "slice every third": one(lambda x: x[:, 1:, 2:-1:3, 1::2]),
     "slice a few columns": one(lambda x: x[..., :2] * 3),
@@ -28,6 +37,7 @@ CASES: dict[str, Case] = {
         lambda x: [torch.sum(input=x, dim=1), torch.gather(x, dim=1, index=x.argmax(dim=1, keepdim=True)),
                    torch.flip(x, dims=[3]), torch.matmul(x, other=x.transpose(2, 3)), x.new_zeros((2, 2))]
     ),
+    "a whole mask that takes split values": one(lambda x: x.flatten(2) * written_mask(x)),
 }  # fmt: skip
 
 

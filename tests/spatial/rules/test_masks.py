@@ -123,9 +123,21 @@ FOLLOWERS: dict[str, dict[str, Callable[[Tensor], Any]]] = {
         "gradient": lambda p: torch.gradient(p)[0], "trapezoid": lambda p: torch.trapezoid(p), "dot": lambda p: p @ p,
         "tril": lambda p: p.view(1, -1).tril().sum(0), "unfold": lambda p: p.unfold(0, 3, 2),
         "conv1d": lambda p: F.conv1d(p[None, None], p.new_ones(1, 1, 3)), "softmax": lambda p: p.softmax(0),
-        "max_pool1d": lambda p: F.max_pool1d(p[None, None], 3), "cdist": lambda p: torch.cdist(p[:, None], p[:, None]),
+        "max_pool1d": lambda p: F.max_pool1d(p[None, None], 3),
+        "cdist": lambda p: torch.cdist(p[:, None], p[:, None] + 9),
         "interpolate": lambda p: F.interpolate(p[None, None], size=7, mode="linear"),
         "diag": lambda p: torch.diag(p)[3],
+    },
+    "as statistics": {
+        "cov": lambda p: p.cov(), "corrcoef": lambda p: torch.stack([p, p.sin()]).corrcoef(),
+        "stft": lambda p: torch.stft(p, 8, return_complex=True).abs(), "pdist": lambda p: F.pdist(p[:6, None] ** 2),
+        "vander": lambda p: torch.vander(p[:5].detach(), 3), "interleave": lambda p: p.repeat_interleave(2),
+        "by a tensor": lambda p: p.repeat_interleave((p.detach() > 1).long()), "isin": lambda p: torch.isin(p, p[:5]),
+        "searchsorted": lambda p: torch.searchsorted(p.sort().values, p),
+        "unique slices": lambda p: (p.detach() * 3).long()[:, None].unique(dim=0),
+        "fractional": lambda p: F.fractional_max_pool2d(p[:36].view(1, 1, 6, 6), 2, 3),
+        "channels": lambda p: F.conv1d(p[None, :, None], p.new_ones(2, p.numel(), 1)),
+        "norm": lambda p: F.batch_norm(torch.stack([p, p.sin(), p.cos() * 2]), None, None, training=True),
     },
 }  # fmt: skip
 
@@ -197,6 +209,23 @@ def places(x: Tensor) -> list[Tensor]:
     return found
 
 
+def beside(x: Tensor, y: Tensor, whole: Tensor) -> list[Tensor]:
+    """The score of each true pixel's own class, by a target that the same mask has picked, or by a whole one."""
+    scores, mask = x.permute(0, 2, 3, 1), y > 0.3
+    target = (y.detach()[mask].abs() * 9).long() % 4
+    seen = torch.tensor([True, False])
+    return [
+        scores[mask, target - 4],
+        x[seen, :, :, torch.tensor([3])],
+        scores[mask, torch.tensor(2), ...],
+        whole[(x[0, :, 0, 0] * 0 + 1 > 0).sum() > torch.arange(5), torch.tensor([0, 3, 1, 1])] * x.mean(),
+        scores[:, mask[0, :, 1], torch.tensor([-1]), :],
+        x[torch.tensor([1]), :, mask[0]],
+        scores[mask[:, :, 0], torch.tensor([4]), target[:1]],
+        x[torch.tensor([1]), target[1:2], mask[0]],
+    ]
+
+
 TWO = ((17, 50), (8, 11))
 CASES: dict[str, Case] = {
     **{
@@ -220,6 +249,7 @@ CASES: dict[str, Case] = {
         lambda x, y: [x.masked_scatter(above(x), y), x.masked_scatter(above(x)[0, 0], y[above(y, -9)]),
                       (x * 1).masked_scatter_(above(x), y.flip(2))], ((2, 4), (2, 4)), sizes=TWO
     ),
+    "index tensors beside a mask": Case(beside, ((2, 4), (2,)), whole=((5, 4),), sizes=((8, 11),)),
 }  # fmt: skip
 
 
@@ -308,7 +338,7 @@ def _refusals() -> list[str]:
     x, mask = ff.shard(X, on), ff.shard(X > 0, on)
     index = torch.tensor([0])
     calls: dict[str, Op] = {
-        "beside": lambda: x[mask[:, 0], index], "whole": lambda: X.clone().__setitem__(mask, 1.0),
+        "beside": lambda: x[index.view(1, 1), :, mask[0, 0]], "whole": lambda: X.clone().__setitem__(mask, 1.0),
     }  # fmt: skip
     return [_raised(call) for call in calls.values()]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice
@@ -139,11 +140,11 @@ def as_number(item: Any) -> int | None:
 @rule(Tensor.__setitem__)
 def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
     """Write into slices or at a mask; each rank writes the rows it owns."""
+    if not isinstance(x, SpatialTensor):
+        return _write_into_whole(x, index, value)
     items = _spelled_out(x, index)
     if any(map(is_mask, items)):
         return write(x, items, value)
-    if not isinstance(x, SpatialTensor):
-        raise Unsupported("a split value is written into a whole tensor", "Use torch.where or torch.cat.")
     if any(isinstance(i, bool) for i in items):
         raise Unsupported("indexing with a bool is not split")
     if any(isinstance(i, Tensor) for i in items):
@@ -172,6 +173,14 @@ def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
     local[...] = value  # also where nothing is owned: every rank's graph must hold `value`, or DDP waits for it
 
 
+def _write_into_whole(x: Tensor, index: Any, value: Any) -> None:
+    """A whole mask, or numbers, which each rank holds, takes what is split; refuses what has a gradient."""
+    if x.is_floating_point() or x.is_complex():
+        raise Unsupported("a split value is written into a whole tensor", "Use torch.where or torch.cat.")
+    index, value = tree_map_only(SpatialTensor, lambda t: t.full(), (index, value))
+    x[index] = value
+
+
 def _put(func: Any, x: SpatialTensor, items: list[Any], value: Any) -> None:
     """Write at index tensors, and slices beside them."""
     view, points = basic(x, items)
@@ -196,8 +205,14 @@ def _written(view: Tensor, value: Any) -> None:
 
 
 def _spelled_out(x: Tensor, index: Any) -> list[Any]:
-    """The items of an index: lists and arrays as tensors, an ellipsis as the slices it stands for."""
+    """The items of an index: lists and arrays as tensors, an ellipsis as the slices it stands for.
+
+    Beside a mask tensors of no dims are the numbers for which torch takes them.
+    """
     items = [_as_tensor(i, x) for i in (index if isinstance(index, tuple) else (index,))]
+    if any(map(is_mask, items)):
+        numbers = [as_number(i) if isinstance(i, Tensor) and i.dtype != torch.bool else None for i in items]
+        items = [i if number is None else number for i, number in zip(items, numbers, strict=True)]
     if any(i is Ellipsis for i in items):
         at = next(n for n, i in enumerate(items) if i is Ellipsis)
         used = sum(_dims_used(i) for i in items if i is not Ellipsis)

@@ -42,8 +42,11 @@ def is_mask(item: Any) -> bool:
 def masked(x: Tensor, items: Sequence[Any]) -> Tensor:
     """`x[items]` with one mask among slices, numbers and None: (..., true elements, ...), split as the mask lies.
 
-    Refuses other index tensors beside it. Either of tensor and mask may be whole; what is too little to be split is.
+    Beside it index tensors may stand that have one number for each true element, or one for all. Either of tensor and
+    mask may be whole; what is too little to be split is.
     """
+    if any(isinstance(item, Tensor) and item.dim() and not is_mask(item) for item in items):
+        return _beside_tensors(x, items)
     x, place = _placed(x, items)
     spec = (x if isinstance(x, SpatialTensor) else _shell(place.mask)).spec
     cuts = [t.spec.placements for t in (x,) if isinstance(t, SpatialTensor)]
@@ -51,6 +54,35 @@ def masked(x: Tensor, items: Sequence[Any]) -> Tensor:
         cuts.append(tuple(p.at(p.dim + place.dim) for p in place.mask.spec.placements))
     spec = spec.with_(tuple(x.shape), united(cuts))
     return _picked_from(aligned(x, spec), spec, place)
+
+
+def _beside_tensors(x: Tensor, items: Sequence[Any]) -> Tensor:
+    """What the mask picks, and of that the numbers that the index tensors say: one of each row."""
+    if any(item is None for item in items) or sum(map(is_mask, items)) > 1:
+        raise Unsupported("it indexes by a mask and index tensors beside None or other masks", "Index one by one.")
+    place, advanced, dim = 0, [], 0  # in the result of the mask alone: of the mask, of index tensors
+    for item in items:
+        if is_mask(item):
+            place = dim
+        elif isinstance(item, Tensor):
+            advanced.append((dim, item))
+        dim += not _is_number(item) or isinstance(item, Tensor)
+    if any(index.dim() > 1 for _, index in advanced):
+        raise Unsupported("it indexes by a mask beside index tensors of more than one dim", "Index one by one.")
+    dims = sorted([place, *(dim for dim, _ in advanced)])
+    picked = masked(x, [_EVERYTHING if isinstance(i, Tensor) and not is_mask(i) else i for i in items])
+    rows = picked.movedim([place, *(dim for dim, _ in advanced)], list(range(len(dims))))
+    flat: Any = 0
+    for number, (_, index) in enumerate(advanced, start=1):
+        size = rows.shape[number]
+        outside = ((index < -size) | (index >= size)).any()
+        if has_values(outside) and outside:
+            raise IndexError(f"an index beside a mask is out of bounds for a dimension with size {size}")
+        flat = flat * size + torch.where(index < 0, index + size, index)
+    rows = rows.flatten(1, len(advanced))
+    index = flat.expand(rows.shape[0]).reshape(-1, 1, *(1,) * (rows.dim() - 2))
+    found = rows.gather(1, index.expand(-1, 1, *rows.shape[2:])).squeeze(1)
+    return found.movedim(0, dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0)
 
 
 def write(x: Tensor, items: Sequence[Any], value: Any) -> None:
