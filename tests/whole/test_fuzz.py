@@ -21,6 +21,7 @@ import fullframe as ff
 from fullframe.errors import UnsupportedOp
 from tests.exactness import differences, loose_differences, mesh
 from tests.rank_group import rank_group
+from tests.whole.idioms import IDIOMS
 
 TOLERANCE = 1e-9  # relative, of outputs and gradients; programs divide and take roots, so a few digits may go
 FLOOR = 1e-4  # what is smaller all over is zero but for the rounding of longer programs (a mean taken off a constant)
@@ -257,7 +258,7 @@ def _holes(r: random.Random, x: Tensor) -> Step:
 
 
 STEPS = [_convolution, _transposed, _pool, _adaptive, _resize, _norm, _slice, _pad, _shape, _pointwise, _mix, _write]
-STEPS += [_side_by_side]
+STEPS += [_side_by_side, *IDIOMS]
 
 
 def _misuse(r: random.Random, x: Tensor) -> Step:
