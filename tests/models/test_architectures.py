@@ -34,10 +34,8 @@ WITHOUT_GATHER = (
     "Lift-splat BEV, scatter",
     "FCOS, its loss",  # boolean masks
     "Monodepth2, its loss",  # grid_sample by depth and pose
+    "EoMT",  # a split mask is written into a whole one
 )
-WITH_GATHER = {
-    "EoMT": "__setitem__",  # a split mask is written into a whole one
-}
 
 
 @pytest.mark.parametrize("name", WITHOUT_GATHER)
@@ -52,13 +50,6 @@ def test_a_volume_network_with_its_depth_split() -> None:
     for mesh, outcome in verdicts_of("3D U-Net", ((1, 1, 2), (1, 1, 3), (1, 2, 2))).items():  # height, width, depth
         assert outcome.verdict == "exact" and outcome.error <= TOLERANCE, (mesh, outcome)
         assert outcome.split > 0.9, (mesh, outcome)
-
-
-@pytest.mark.parametrize("name", WITH_GATHER)
-def test_exact_where_one_op_is_gathered(name: str) -> None:
-    for mesh, outcome in verdicts_of(name, MESHES).items():
-        assert outcome.verdict == "exact with gather", (mesh, outcome)
-        assert all(WITH_GATHER[name] in detail for detail in outcome.details), (mesh, outcome)
 
 
 def test_the_architectures_know_nothing_of_splitting() -> None:
