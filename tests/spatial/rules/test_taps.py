@@ -1,5 +1,6 @@
 """Which input rows an output row of `F.interpolate` is made of, against torch itself."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -88,3 +89,12 @@ def test_tables_are_sent_to_a_device_once() -> None:
         assert weighted(x, 1, taps, range(12), 0).device == x.device
         taps.share(x, 1, range(7))
     assert not copies.count
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_nearest_rows_are_those_of_lines_planes_and_volumes(kind: torch.dtype) -> None:
+    for size, size_out, mode, dims in product(range(1, 48), range(1, 48, 3), ("nearest", "nearest-exact"), (1, 2, 3)):
+        image = torch.arange(size, dtype=kind).view(1, 1, size, *(1,) * (dims - 1))
+        resized = F.interpolate(image, (size_out, *(2,) * (dims - 1)), mode=mode)[0, 0]
+        rows = nearest_rows(size, size_out, mode, None, kind, dims)
+        assert torch.equal(rows, resized.reshape(size_out, -1)[:, 0].long())

@@ -134,7 +134,7 @@ def _by_taps(x: SpatialTensor, request: _Request) -> Tensor:
     growth = [m / n for n, m in zip(request.before, request.after, strict=True)]
     for n in sorted(range(x.dim() - 2), key=lambda n: (growth[n], -n)):  # gathers are slowest along the last dim
         taps = taps_of(request.before[n], request.after[n], options["mode"], options["align_corners"],
-                       request.scales[n], options["antialias"], kind)  # fmt: skip
+                       request.scales[n], options["antialias"], kind, x.dim() - 2)  # fmt: skip
         if not taps.copies_all:
             result = resampled(result, n + 2, taps)
     return in_format(result, x, x.dtype)
@@ -154,7 +154,8 @@ def _in_place(x: SpatialTensor, request: _Request) -> dict[int, int] | None:
         if m % n or scale not in (None, factor) or request.options["antialias"]:
             return None
         if mode in _NEAREST:
-            if not repeats(n, m, mode, scale, torch.float64 if x.dtype == torch.float64 else torch.float32):
+            kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+            if not repeats(n, m, mode, scale, kind, x.dim() - 2):
                 return None
         elif factor > 1 and (factor % 2 or corners):
             return None
