@@ -63,8 +63,8 @@ def _whole(value: Any) -> Tensor:
     return value.detach().clone()  # type: ignore[no-any-return]
 
 
-def _both(case: Case, on: DeviceMesh | None) -> list[Tensor]:
-    """First and second derivatives by all operands."""
+def _both(case: Case, on: DeviceMesh | None, order: int = 2) -> list[Tensor]:
+    """First and second derivatives, or more, by all operands."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn((*lead, *case.sizes[-1]), generator=generator, dtype=torch.float64) for lead in case.split]
@@ -74,10 +74,12 @@ def _both(case: Case, on: DeviceMesh | None) -> list[Tensor]:
     if not outputs:
         return []
     value: Any = sum(map(_measured, outputs))
-    first = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
-    penalty: Any = value + 0.1 * sum(_measured(g) for g in first if g is not None)  # type: ignore[operator]
-    second = torch.autograd.grad(penalty, leaves, allow_unused=True)
-    return [torch.zeros(0) if g is None else _whole(g) for g in (*first, *second)]
+    found: list[Tensor] = []
+    for left in reversed(range(order)):
+        gradients = torch.autograd.grad(value, leaves, create_graph=left > 0, allow_unused=True)
+        found += [torch.zeros(0) if g is None else _whole(g) for g in gradients]
+        value = value + 0.1 * sum(_measured(g) for g in gradients if left and g is not None)
+    return found
 
 
 def _swept(height: int, width: int) -> dict[str, float]:
@@ -99,6 +101,21 @@ def test_every_rule_s_second_derivative(height: int, width: int) -> None:
     for found in rank_group(height * width).run(_swept, height, width, timeout_seconds=900):
         assert len(found) > 450
         assert not {name: error for name, error in found.items() if not error <= TOLERANCE}
+
+
+THIRD = ("composed: select_scatter", "composed: slice_scatter", "indexing: write into slices")
+
+
+def _thirds(height: int, width: int) -> list[float]:
+    cases = [all_cases()[name] for name in THIRD]
+    pairs = [(_both(case, None, 3), _both(case, mesh(height, width), 3)) for case in cases]
+    return [max(map(relative, *pair)) for pair in pairs]
+
+
+@pytest.mark.parametrize(("height", "width"), [(2, 2), (1, 3)])
+def test_third_derivatives_of_writes_by_ranks_that_own_none_of_the_rows(height: int, width: int) -> None:
+    for errors in rank_group(height * width).run(_thirds, height, width):
+        assert max(errors) <= TOLERANCE
 
 
 def _drawn(*shape: int, seed: int = 1) -> Tensor:

@@ -82,7 +82,22 @@ def put_rows(x: SpatialTensor, view: SpatialTensor, dim: int, rows: range) -> No
     own = spec.rows(placement)
     first = rows.start + mine.start * step - own.start if mine else 0
     stop = first + (len(mine) - 1) * step + 1 if mine else 0
-    local_of(x)[(slice(None),) * dim + (slice(first, stop, step),)].copy_(local)
+    if mine:
+        local_of(x)[(slice(None),) * dim + (slice(first, stop, step),)].copy_(local)
+    else:
+        write_nothing(local_of(x), local)
+
+
+def write_nothing(local: Tensor, value: Tensor) -> None:
+    """A write by a rank that owns none of the rows: of no element, but in the graph.
+
+    Not a copy into an empty slice, of which torch's second derivative is a constant: this rank would not take part in
+    the third one's messages.
+    """
+    if value.requires_grad and torch.is_grad_enabled() and (local.is_floating_point() or local.is_complex()):
+        local.sub_(value.flatten()[:0].sum().to(local.dtype))
+    else:
+        local[:0].zero_()  # so that its version counts on alike
 
 
 @rule(torch.select, Tensor.select)
@@ -170,7 +185,10 @@ def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
             behind = x.dim() - 1 - dim
             if value.dim() > behind:
                 value = value.unsqueeze(value.dim() - behind)
-    local[...] = value  # also where nothing is owned: every rank's graph must hold `value`, or DDP waits for it
+    if isinstance(value, Tensor) and not all(mine for _, _, mine in written):
+        write_nothing(local_of(x), value)  # every rank's graph must hold `value`, or DDP waits for it
+    else:
+        local[...] = value
 
 
 def _write_into_whole(x: Tensor, index: Any, value: Any) -> None:
