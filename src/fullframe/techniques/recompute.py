@@ -30,6 +30,7 @@ from fullframe.strategy import Strategy
 from fullframe.techniques.budget import Costs, choose
 from fullframe.techniques.precision import Fp32Math, fp32_math
 
+_NOT_IN_PLACE = "use inplace=False in its first layer, or name other modules with recompute_modules"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which are never called
 
 
@@ -83,13 +84,15 @@ def recompute(model: nn.Module, names: Sequence[str]) -> None:
     """From now on the named modules keep their inputs only. `forward_patch.restore` takes it back."""
     for name in names:
         block = part(model, name)
-        block.forward = _Recomputed(block, name)
+        block.forward = Recomputed(block, name)
 
 
-class _Recomputed(PatchedForward):
-    def __init__(self, module: nn.Module, name: str):
+class Recomputed(PatchedForward):
+    """The forward of `module`, of which its inputs alone are kept; the error where it writes to them says `remedy`."""
+
+    def __init__(self, module: nn.Module, name: str, remedy: str = _NOT_IN_PLACE):
         super().__init__(module)
-        self._module, self._name = module, name
+        self._module, self._name, self._remedy = module, name, remedy
         self.was_called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,10 +119,7 @@ class _Recomputed(PatchedForward):
         before = _Before(self._module)
         result = checkpoint(run, *locals_, use_reentrant=False, context_fn=lambda: (before.noting(), before))
         if any(tensor._version != version for tensor, version in versions):
-            raise StrategyError(
-                f"{self._name} writes to its input, so it cannot be recomputed from it; use inplace=False in its first "
-                "layer, or name other modules with recompute_modules"
-            )
+            raise StrategyError(f"{self._name} writes to its input, so it cannot be recomputed from it; {self._remedy}")
         return result
 
 
@@ -188,7 +188,7 @@ class Recomputation:
     def check(self) -> None:
         """After the first forward pass: say which blocks it did not call (but their parts one by one, perhaps)."""
         forwards = {name: part(self._model, name).forward for name in self._unchecked}
-        passed_by = [name for name, f in forwards.items() if isinstance(f, _Recomputed) and not f.was_called]
+        passed_by = [name for name, f in forwards.items() if isinstance(f, Recomputed) and not f.was_called]
         self._unchecked = ()
         if passed_by and (not dist.is_initialized() or dist.get_rank() == 0):
             warnings.warn(
