@@ -17,6 +17,7 @@ __all__ = [
     "TrainStep",
     "UnsupportedOp",
     "fit",
+    "fixed_point",
     "from_local",
     "init_mesh",
     "parallelize",
@@ -25,6 +26,7 @@ __all__ = [
     "scatter",
     "shard",
     "simulate",
+    "unroll",
 ]
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from fullframe.spatial.shard import shard
     from fullframe.spatial.tensor import SpatialTensor
     from fullframe.strategy import Strategy
+    from fullframe.techniques.fixed_point import fixed_point
+    from fullframe.techniques.unroll import unroll
     from fullframe.training.loading.loader import ShardedLoader
     from fullframe.training.loop import fit
     from fullframe.training.step import TrainStep
@@ -53,6 +57,7 @@ else:
         "TrainStep": "fullframe.training.step",
         "UnsupportedOp": "fullframe.errors",
         "fit": "fullframe.training.loop",
+        "fixed_point": "fullframe.techniques.fixed_point",
         "from_local": "fullframe.spatial.from_local",
         "init_mesh": "fullframe.ranks.mesh",
         "parallelize": "fullframe.model.parallelize",
@@ -61,6 +66,7 @@ else:
         "scatter": "fullframe.spatial.from_local",
         "shard": "fullframe.spatial.shard",
         "simulate": "fullframe.simulation.simulate",
+        "unroll": "fullframe.techniques.unroll",
     }
 
     def __getattr__(name):
