@@ -18,6 +18,7 @@ PUBLIC = {
     "TrainStep",
     "UnsupportedOp",
     "fit",
+    "fixed_point",
     "from_local",
     "init_mesh",
     "parallelize",
@@ -26,6 +27,7 @@ PUBLIC = {
     "scatter",
     "shard",
     "simulate",
+    "unroll",
 }
 
 
