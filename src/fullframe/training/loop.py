@@ -57,8 +57,7 @@ def fit(
     SystemExit. Raises MeshError, StrategyError, RecipeError, RunError or CheckpointError, on all ranks.
     """
     steps = recipe.steps if steps is None else steps
-    patience = _message_seconds(hang_timeout)
-    mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, timeout_seconds=patience)
+    mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, timeout_seconds=_patience(hang_timeout))
     reason = next((found for found in from_all_ranks(restart_reason()) if found), "")
     if reason:
         resume, strategy = "auto", strategy_of_restart(Path(run_dir), strategy)
@@ -87,7 +86,7 @@ def fit(
     return plain
 
 
-def _message_seconds(hang_timeout: float) -> float:
+def _patience(hang_timeout: float) -> float:
     """How long a rank waits in the process group: until after the watch on hangs, which says more."""
     return max(600.0, 2 * hang_timeout) if hang_timeout else 24 * 3600.0
 
