@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.library import Library
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg as _fake_pg  # noqa: F401  it makes the backend known
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.cuda_like.communication import Call, Sent
 from tests.cuda_like.stand_ins import STAND_INS
 
 NAME = "cuda_like"
@@ -69,6 +71,8 @@ class Counts:
         self.waits: Counter[tuple[str, Line]] = Counter()
         self.threads: set[int] = set()
         self.faults: set[tuple[str, Line]] = set()  # what CUDA would refuse, and its line
+        self.calls: list[Call] = []  # of the device's communicators, in order
+        self.batch = -1  # of the last one
 
 
 _counting: list[Counts] = []
@@ -164,10 +168,29 @@ def register() -> None:
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
         _libraries[-1].impl(name, partial(_run_here, op), "PrivateUse1")
     torch.Generator = Generator  # type: ignore[assignment, misc]  # torch takes none of a device made in Python
-    for backend in ("fake", "gloo"):
-        dist.Backend.backend_capability[backend].append(NAME)
+    dist.Backend.backend_capability["fake"].append(NAME)
+    dist.Backend.default_device_backend_map[NAME] = "fake"  # as CUDA has NCCL
+    FakeProcessGroup.supports_coalescing = True  # as NCCL does
+    dist.ProcessGroup._start_coalescing, dist.ProcessGroup._end_coalescing = _start_batch, _end_batch
 
 
+class _Through:
+    """The work of a batch, which is done."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def _start_batch(group: dist.ProcessGroup, device: torch.device) -> None:
+    _batches[0] += 1
+
+
+def _end_batch(group: dist.ProcessGroup, device: torch.device) -> _Through:
+    _batches[0] += 1
+    return _Through()
+
+
+_batches = [0]  # begun and ended: an odd number inside of one
 _libraries: list[Library] = []
 # What does not do with a fallback: what `torch.tensor` writes with, and what torch makes by `resize_`.
 _KERNELS = ("copy_", "arange", "arange.start", "arange.start_step", "linspace", "logspace", "eye", "eye.m", "randperm")
@@ -192,7 +215,7 @@ def _run_here(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator on the data, its results on the device again."""
-    tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = list(_tensors_in((*args, *kwargs.values())))
     own = [t for t in tensors if type(t) is OnDevice]
     others = [t for t in tensors if type(t) is not OnDevice]
     target = kwargs.get("device")
@@ -201,20 +224,45 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for counts in _counting:
         counts.threads.add(threading.get_ident())
         _count(counts, func, args, own, others, leaves)
-    given, named = tree_map_only(OnDevice, lambda t: t.raw, (args, kwargs))
+    given, named = _mapped(_raw, args), {name: _mapped(_raw, value) for name, value in kwargs.items()}
     if arrives:
         named = {**named, "device": CPU}
-    if func.namespace == "c10d" and func._opname.startswith("recv"):
-        [t.raw.zero_() for t in own]  # what comes from nowhere is the same in every run
+    if func.namespace == "c10d":
+        for counts in _counting:
+            _log(counts, func._opname, args, own)
+        for t in own if func._opname.startswith("recv") else ():
+            t.raw.zero_()  # what comes from nowhere is the same in every run
     stand_in = STAND_INS.get(func._opname)
     result = func(*given, **named) if stand_in is None else stand_in(*given, **named)
     if leaves:
         return result
-    # A wrapper cannot say that its data are to be read conjugated or negated.
-    result = tree_map_only(Tensor, lambda t: t.resolve_conj().resolve_neg(), result)
     known = {id(t.raw): t for t in own}
-    result = tree_map_only(Tensor, lambda t: known[id(t)] if id(t) in known else OnDevice(t), result)
-    return return_and_correct_aliasing(func, args, kwargs, result) if func.namespace == "aten" and own else result
+
+    def here(t: Tensor) -> Tensor:
+        # A wrapper cannot say that its data are to be read conjugated or negated.
+        return known[id(t)] if id(t) in known else OnDevice(t.resolve_conj().resolve_neg())
+
+    result = _mapped(here, result)
+    return return_and_correct_aliasing(func, args, kwargs, result) if _is_view(func) and own else result
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _tensors_in(value)
+
+
+def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with its tensors changed: as `tree_map`, which takes most of a test's time."""
+    if isinstance(value, Tensor):
+        return change(value)
+    return type(value)(_mapped(change, item) for item in value) if type(value) in (list, tuple) else value
+
+
+def _raw(t: Tensor) -> Tensor:
+    return t.raw if type(t) is OnDevice else t
 
 
 def _meet(func: Any, others: list[Tensor]) -> bool:
@@ -246,6 +294,28 @@ def _count(counts: Counts, func: Any, args: Any, own: list[Tensor], others: list
     copied = why is not None and why.startswith("copy")
     if func.namespace == "aten" and not (name in NO_KERNEL or _is_view(func) or leaves or copied):
         counts.kernels[name] += 1
+
+
+def _log(counts: Counts, name: str, args: Any, own: list[Any]) -> None:
+    """Note a call; the messages of one batch are one."""
+    group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject) and _is_group(a)))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    numbers = [a for a in args if type(a) in (int, bool)]
+    sent = [Sent(tuple(t.shape), str(t.dtype), t.raw.is_contiguous()) for t in own]
+    at = str(line())
+    if name in ("send", "recv_"):
+        what, peer = ("send" if name == "send" else "receive"), ranks[numbers[0]]
+        parts = tuple((what, peer, one) for one in sent)
+        if counts.batch == _batches[0] % 2 * _batches[0]:
+            parts = counts.calls.pop().parts + parts
+        counts.batch = _batches[0]
+        counts.calls.append(Call(group.group_name, ranks, "batch", parts, at))
+        return
+    counts.calls.append(Call(group.group_name, ranks, f"{name} {numbers}", tuple(("all", -1, one) for one in sent), at))
+
+
+def _is_group(value: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in value._type().name()
 
 
 def _is_view(func: Any) -> bool:

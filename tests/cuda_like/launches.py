@@ -44,11 +44,16 @@ def launches(names: Iterable[str]) -> dict[str, Launches | None]:
     with fake_job(RANK, RANKS):
         mesh = ff.init_mesh(width=RANKS)
         for name, runs in plain.items():
-            if any(why in MASKS for run in runs for why, _ in run.waits):
+            if decided_by_a_mask(runs):
                 found[name] = None
             else:
                 found[name] = Launches(*kernels(runs), *kernels(asked(cases[name], mesh)))
     return found
+
+
+def decided_by_a_mask(runs: tuple[Counts, Counts]) -> bool:
+    """Whether the case, of which these are the plain runs, has shapes that hang on a mask."""
+    return any(why in MASKS for run in runs for why, _ in run.waits)
 
 
 def kernels(runs: tuple[Counts, Counts]) -> tuple[int, int]:
