@@ -167,9 +167,11 @@ def test_a_strategy_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run(["simulate", recipe, "--gpus", "2xT4", "--width", "2", "--precision", "fp16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["peak_bytes"] <= found["reserved_bytes"] < found["device_bytes"]
+    assert found["bound_by_host"] and found["host_seconds"] > 0.5 * found["step_seconds"]
     assert run(["simulate", recipe, "--gpus", "2xT4", "--width", "2", "--precision", "fp16"]) == 0
     text = capsys.readouterr().out
     assert "at the peak: " in text and "ms a step: " in text and "body" in text
+    assert "\nbound by the host: it works " in text
     assert re.match(r"0\.\d+ of 14\.560 GiB: fits\n", text)
 
 

@@ -74,6 +74,8 @@ def test_the_winner_of_a_v100_is_fp16_and_never_bf16() -> None:
     assert len(simulated) >= 2
     times = [p.prediction.step_seconds for p in simulated if p.fits and p.prediction is not None]
     assert times[0] <= min(times) * 1.03
+    for p in simulated:
+        assert p.prediction is not None and p.reason.endswith(", bound by the host") == p.prediction.bound_by_host
     assert first.samples_per_second == pytest.approx(2 / first.prediction.step_seconds)
 
 

@@ -331,7 +331,8 @@ def test_messages_cost_the_host() -> None:
 
 def test_python_reduces_for_split_functions_alone() -> None:
     costs = HostCosts(reduction_seconds=1.0)
-    for mesh, by_python in (((2, 1, 1), 0.0), ((1, 1, 2), 1.0)):
+    splits = ((1, 1, 2), (1, 2, 1), (1, 2, 1, 1), (1, 1, 1, 2))
+    for mesh, by_python in (((2, 1, 1), 0.0), ((2, 1, 1, 1), 0.0), *((split, 1.0) for split in splits)):
         clock = StepClock(device(host=costs), mesh=mesh, efficiency=PEAK)
         clock.communicate("allreduce", 4, 2, "job")  # of a count, by the training step
         assert clock.host_seconds == 0.0

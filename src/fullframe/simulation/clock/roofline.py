@@ -251,7 +251,7 @@ class StepClock:
 
     def _is_of_function(self) -> bool:
         """Whether a small message in backward is that of a function on split tensors."""
-        return _running_node() is not None and self.mesh[1] * self.mesh[2] > 1
+        return _running_node() is not None and math.prod(self.mesh[1:]) > 1
 
     def start(
         self, of: str, transport: str, bytes: int, ranks: int, axis: str, at: float, communicator: str = ""

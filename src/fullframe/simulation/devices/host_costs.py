@@ -21,8 +21,8 @@ class HostCosts:
 
 # The host of a GPU that was not calibrated. Hosts differ, by perhaps a factor of two: `fullframe calibrate` measures.
 USUAL_HOST = HostCosts(
-    function_seconds=8e-6,
-    exchange_seconds=330e-6,
-    reduction_seconds=190e-6,
+    function_seconds=7e-6,
+    exchange_seconds=185e-6,
+    reduction_seconds=155e-6,
     source="an AMD EPYC of 2 shared cores, 2026-11-22, by `fullframe calibrate` with torch 2.13",
 )
