@@ -68,8 +68,8 @@ def test_parts_are_made_whole_moved_and_cut_in_runs() -> None:
 
 
 @contextmanager
-def without_mailboxes(axis: Axis) -> Iterator[list[int]]:
-    """As between GPUs; how many gathers there were."""
+def as_between_gpus(axis: Axis) -> Iterator[list[int]]:
+    """Messages go by collectives without heads; how many gathers there were."""
     channel, counted = axis.channel, [0]
     kept, gather = (channel.boxes, channel.carrier, channel.tagged), collectives._gather_in_one
 
@@ -97,7 +97,7 @@ def _gathered() -> list[bool]:
         x = x.to(memory_format=torch.channels_last) if layout == "channels last" else x
         x.requires_grad_()
         seed = torch.randn(x.shape, generator=draws, dtype=torch.float64)
-        with without_mailboxes(axis) as gathers:
+        with as_between_gpus(axis) as gathers:
             shell = ff.shard(x, mesh, check=False).sin()
             made = shell.flatten(2).full().view(x.shape) if layout == "merged" else shell.full()
             (made * seed).sum().backward()
@@ -106,6 +106,6 @@ def _gathered() -> list[bool]:
     return found
 
 
-def test_equal_parts_are_gathered_by_one_collective_where_there_are_no_mailboxes() -> None:
+def test_equal_parts_are_gathered_by_one_collective() -> None:
     for found in rank_group(2).run(_gathered):
         assert all(found), found

@@ -14,8 +14,9 @@ from fullframe.ranks.shared_memory import Mailboxes, fits
 from fullframe.ranks.tags import line
 from fullframe.ranks.waiting import waiting_for_ranks
 
+# By their names since torch 2.13, or before.
+_gather_in_one: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_in_one: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_gather_in_one: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
 
 def all_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -125,11 +126,12 @@ def all_gather_no_grad(
     if channel.boxes is not None and value.device.type == "cpu" and fits(value):
         return _through(channel.boxes, channel, value, kind, at or line())
     channel.agree(kind, value, at)
-    everyone = value.new_empty((len(channel.ranks), *value.shape))
+    mine = value if channel.carrier is None else value.cpu()  # gloo gathers from the host
+    everyone = mine.new_empty((len(channel.ranks), *mine.shape))
     with waiting_for_ranks():
         # As bytes: gloo knows no int16, no complex numbers.
-        _gather_in_one(everyone.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8), group)
-    return everyone
+        _gather_in_one(everyone.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8), group)
+    return everyone.to(value.device)
 
 
 def device_of_facts(group: dist.ProcessGroup, otherwise: torch.device | str) -> torch.device | str:
