@@ -179,6 +179,22 @@ def test_a_second_backward_finds_everything_again() -> None:
     torch.testing.assert_close(x.grad, 4 * (2 * x).exp().detach())
 
 
+class Event:
+    """Of a copy that is under way."""
+
+    waited = False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+def test_a_forward_pass_does_not_hold_what_one_that_was_given_up_sent() -> None:
+    road, event = DeviceRoad(CPU), Event()
+    road._leaving.append((event, torch.zeros(5)))  # type: ignore[arg-type]
+    with Offload(road).saving():
+        assert event.waited and not road._leaving
+
+
 def with_offload(strategy: ff.Strategy) -> tuple[Any, Any]:
     """As on a GPU, for split tensors among others."""
     from fullframe.training import host as host_module

@@ -109,6 +109,10 @@ class ClockRoad:
         """Time passes until then."""
         self._clock.finish(arrival)
 
+    def begin(self) -> None:
+        """Nothing is given up in a simulation."""
+        self._let_go()
+
     def _let_go(self) -> None:
         while self._leaving:
             transfer, _ = self._leaving[0]

@@ -46,6 +46,9 @@ class Road(Protocol):
     def wait(self, arrival: Any) -> None:
         """Have the work that is queued from now on find the bytes there."""
 
+    def begin(self) -> None:
+        """A forward pass begins: hold nothing any longer that an earlier one sent, as after one that was given up."""
+
 
 class Offload:
     """`with offload.saving(): forward()`, for one microbatch after the other.
@@ -61,6 +64,7 @@ class Offload:
 
     def saving(self) -> AbstractContextManager[None]:
         """Inside, what is saved for backward is sent away."""
+        self._road.begin()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> "Tensor | _View":
@@ -164,6 +168,12 @@ class DeviceRoad:
         """The device waits, not the host."""
         if arrival is not None:
             torch.accelerator.current_stream().wait_event(arrival)
+
+    def begin(self) -> None:
+        """What left has arrived, in an ordinary step long ago."""
+        while self._leaving:
+            sent, _ = self._leaving.popleft()
+            sent.synchronize()
 
     def _copy(self, source: Tensor, target: Tensor) -> torch.Event | None:
         if self._stream is None:
