@@ -149,6 +149,19 @@ def test_activations_follow_the_part_that_a_rank_has() -> None:
     assert split == pytest.approx(whole / 2, rel=0.1)  # with the columns that it borrows
 
 
+def test_on_gpus_the_axes_have_communicators_of_their_own() -> None:
+    """NCCL holds 544 MiB for one of two ranks and 688 for a larger one; gradients travel by the job's."""
+    for strategy, expected in (
+        (ff.Strategy(data=2), 544),
+        (ff.Strategy(width=2), 544 + 544),
+        (ff.Strategy(data=2, width=2), 688 + 544),
+        (ff.Strategy(height=2, width=2), 688 + 544 + 544 + 688),
+    ):
+        found = ff.simulate(recipe(), strategy, f"{strategy.ranks}xA100-80GB")
+        assert found.terms["nccl"] == expected * 2**20
+        assert ff.simulate(recipe(), strategy, f"{strategy.ranks}xcpu").terms.get("nccl", 0) == 0
+
+
 def test_activations_of_volumes_follow_their_slices() -> None:
     """Two convolutions and two gelus keep a map each; a rank in the middle of four borrows a slice on either side."""
 

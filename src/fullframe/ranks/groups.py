@@ -29,12 +29,12 @@ class Groups(NamedTuple):
         return list(dict.fromkeys([*self.axes.values(), *self.pairs.values(), self.replica]))
 
 
-def groups_of(mesh: DeviceMesh) -> Groups:
+def groups_of(mesh: DeviceMesh, own: bool) -> Groups:
     """The groups of the mesh's spatial axes, which are all but the first; all ranks of the job call it.
 
-    Where one axis alone is split it is the whole replica, and one group serves for both.
+    With `own` none of them is the job's. Where one axis alone is split it is the whole replica, and one group serves
+    for both.
     """
-    own = device.sends_between_devices()
     names, ranks = (mesh.mesh_dim_names or ())[1:], mesh.mesh
     split = [name for dim, name in enumerate(names, start=1) if ranks.size(dim) > 1]
     axes = {name: mesh.get_group(name) for name in names}

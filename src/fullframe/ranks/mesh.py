@@ -245,10 +245,14 @@ def _of_attempt(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
-def spatial_of(mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], int] = drawn_seed) -> Spatial:
+def spatial_of(
+    mesh: DeviceMesh,
+    draw_seed: Callable[[torch.Generator | None], int] = drawn_seed,
+    own_groups: bool | None = None,
+) -> Spatial:
     """The spatial axes of `mesh`, made at the first call (which every rank must make) and kept with the mesh.
 
-    `draw_seed` counts at the first call alone.
+    `draw_seed` and `own_groups`, whether the axes share none with the job, count at the first call alone.
     """
     known: Spatial | None = getattr(mesh, "_fullframe_spatial", None)
     if known is None:
@@ -257,13 +261,13 @@ def spatial_of(mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], i
                 f"a mesh with axes {axes_of(3)} or {AXES} is needed, got {mesh.mesh_dim_names}; "
                 "make it with ff.init_mesh"
             )
-        known = _spatial(mesh, draw_seed)
+        known = _spatial(mesh, draw_seed, device.sends_between_devices() if own_groups is None else own_groups)
         mesh._fullframe_spatial = known  # type: ignore[attr-defined]
     return known
 
 
-def _spatial(mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], int]) -> Spatial:
-    groups = groups_of(mesh)
+def _spatial(mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], int], own_groups: bool) -> Spatial:
+    groups = groups_of(mesh, own_groups)
     mine = tuple(next(ranks for ranks in mesh.mesh.flatten(1).tolist() if dist.get_rank() in ranks))
     channel = channel_of(groups.replica)
     axes = tuple(_axis(mesh, name, group, channel) for name, group in groups.axes.items())

@@ -94,7 +94,8 @@ class _Simulation:
         self._recipe, self._strategy, self._terms, self._clock = recipe, strategy, terms, clock
         self._is_cuda = clock.device.is_cuda
         self._mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth)
-        spatial_of(self._mesh, draw_seed=lambda generator: 0)  # a fake tensor holds no number to read
+        # A fake tensor holds no number to read; groups are those that a job on such devices has.
+        self._spatial = spatial_of(self._mesh, draw_seed=lambda generator: 0, own_groups=self._is_cuda)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._sample = read_sample(recipe)  # before anything is fake: an augmentation may read its own random numbers
         self._model = abstract_model(recipe, self._fake)
@@ -158,9 +159,10 @@ class _Simulation:
         if not terms.has("caching_allocator"):
             peak = reserved = held.peak_bytes
         largest_scratch = max((b.bytes for b in trace.events if b.mark == "workspace" and b.died), default=0)
+        opened = {group.group_name: group.size() for group in self._spatial.groups.values()}
         named = {
             "context": terms.context_bytes,
-            "nccl": terms.nccl_bytes(self._tracer.groups.values()),
+            "nccl": terms.nccl_bytes((opened | self._tracer.groups).values()),
             "cublas_workspace": terms.cublas_bytes,
             "cudnn_workspace": largest_scratch,
             "ddp_buckets": sum(t.nbytes for t in model.buckets),
