@@ -197,9 +197,10 @@ def test_two_ranks_on_one_gpu_end_at_once_and_say_it_once(capfd):
 def test_a_device_that_waits_for_a_rank_that_is_gone(planted, monkeypatch):
     assert device.is_through(0.0)  # none is in use
     planted(1)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    assert device.is_through(10.0)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: time.sleep(1.0))
+    waited_for = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited_for.append)
+    assert device.is_through(10.0) and waited_for == [3], "the thread that waits has a current device of its own"
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda index: time.sleep(1.0))
     assert not device.is_through(0.1)
 
 

@@ -9,6 +9,7 @@ import torch
 
 import fullframe as ff
 from fullframe.errors import CheckpointError, FullframeError, RecipeError, RunError
+from fullframe.training import loop
 from tests.rank_group import rank_group
 from tests.training.tiny import Frames, Network, evaluate, recipe
 
@@ -270,3 +271,16 @@ def test_a_skipped_step_is_recorded_as_null(tmp_path):
     skipped = next(line for line in found if line["skipped"])
     assert skipped["loss"] is None and skipped["grad_norm"] is None
     assert any(f"step {skipped['step']} skipped: loss nan" in message for message in messages)
+
+
+def test_the_process_group_waits_longer_than_the_watch(tmp_path, monkeypatch):
+    asked = []
+
+    def init_mesh(*sizes, timeout_seconds, **more):
+        asked.append(timeout_seconds)
+        return ff.init_mesh(*sizes, **more)
+
+    monkeypatch.setattr(loop, "init_mesh", init_mesh)
+    for hang_timeout in (300.0, 3600.0, 0.0):
+        ff.fit(recipe(), ff.Strategy(), tmp_path / str(hang_timeout), steps=1, hang_timeout=hang_timeout)
+    assert asked == [1800.0, 7200.0, 86400.0]

@@ -1,7 +1,7 @@
 """The device of this rank: which one it is, whether it works, and what is asked of it beside tensors.
 
 By `torch.accelerator`, so of whatever GPU torch was built for; by torch's module of the device (`torch.cuda`, also for
-AMD) where there is no general call. Nothing but NVIDIA's is looked for where torch finds no GPU, and none was tried.
+AMD) where there is no general call. Read in torch 2.13's source; it has run on no GPU yet.
 """
 
 import json
@@ -21,7 +21,6 @@ _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MP
 _ON_THE_CPU = "CUDA_VISIBLE_DEVICES='' trains on the CPU"
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _SHORT_SHARE = 0.1  # of a device's memory: so little that a library may have got none
-_NODES = ("nvidia[0-9]*", "kfd")  # in /dev: what the drivers of NVIDIA and AMD show of a GPU
 
 
 def accelerator() -> torch.device | None:
@@ -140,7 +139,8 @@ def require_usable() -> None:
 
 def _there() -> bool:
     """Whether a driver shows a GPU, whatever torch makes of it."""
-    return any(any(Path("/dev").glob(pattern)) for pattern in _NODES)
+    # AMD's shows every processor with graphics too, so it counts only for a torch that was built for it.
+    return any(Path("/dev").glob("kfd" if torch.version.hip else "nvidia[0-9]*"))
 
 
 def take(store: dist.Store, rank: int, ranks: int) -> None:
@@ -289,8 +289,10 @@ def is_through(seconds: float) -> bool:
     """
     if not is_in_use():
         return True
-    # A daemon, which may wait for ever: a process that has to end does not wait for it.
-    waiting = threading.Thread(target=torch.accelerator.synchronize, name="waiting for the GPU", daemon=True)
+    # A daemon, which may wait for ever: a process that has to end does not wait for it. The current device is a
+    # thread's own.
+    own = torch.accelerator.current_device_index()
+    waiting = threading.Thread(target=torch.accelerator.synchronize, args=(own,), name="GPU", daemon=True)
     waiting.start()
     waiting.join(seconds)
     return not waiting.is_alive()

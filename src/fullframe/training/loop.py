@@ -87,8 +87,8 @@ def fit(
 
 
 def _patience(hang_timeout: float) -> float:
-    """How long a rank waits in the process group: until after the watch on hangs, which says more."""
-    return max(600.0, 2 * hang_timeout) if hang_timeout else 24 * 3600.0
+    """How long a rank waits in the process group: for one that gets on, and until after the watch on hangs."""
+    return max(1800.0, 2 * hang_timeout) if hang_timeout else 24 * 3600.0
 
 
 def _whole(recipe: Recipe, model: nn.Module) -> nn.Module:
