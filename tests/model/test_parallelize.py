@@ -149,3 +149,60 @@ def _accumulated() -> float:
 
 def test_no_sync_accumulates() -> None:
     assert max(rank_group(2).run(_accumulated)) < 1e-11
+
+
+def _other_model_on_one_rank(what: str) -> str:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    if torch.distributed.get_rank() == 2:
+        if what == "shape":
+            model[0] = nn.Conv2d(3, 5, 3)
+        elif what == "one more":
+            model.append(nn.PReLU())
+        elif what == "dtype":
+            model[1].double()
+        else:
+            model[0].bias.requires_grad_(False)  # type: ignore[union-attr]
+    try:
+        ff.parallelize(model, mesh(1, 3))
+    except ff.FullframeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_models_are_told_before_anything_is_sent() -> None:
+    for what, told in (
+        ("shape", "where rank 0 has 0.weight (4, 3, 3, 3) float32, trained, rank 2 has 0.weight (5, 3, 3, 3) float32,"),
+        ("one more", "where rank 0 has 1.running_mean (4,) float32, rank 2 has 2.weight (1,) float32, trained; build"),
+        ("dtype", "where rank 0 has 1.weight (4,) float32, trained, rank 2 has 1.weight (4,) float64, trained; build"),
+        ("frozen", "where rank 0 has 0.bias (4,) float32, trained, rank 2 has 0.bias (4,) float32; build the same"),
+    ):
+        for said in rank_group(3).run(_other_model_on_one_rank, what):
+            assert told in said
+
+
+class Odd(nn.Module):
+    """What DDP alone would not send by NCCL or could not write: 16-bit integers, and an expanded buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3).t())  # its memory has another order
+        self.register_buffer("counts", torch.full((3,), 7 + torch.distributed.get_rank(), dtype=torch.int16))
+        self.register_buffer("scale", torch.full((1,), 2.0 + torch.distributed.get_rank()).expand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight.sum() * self.scale.sum()).sum() + self.counts.sum()  # type: ignore[operator]
+
+
+def _odd() -> tuple[list[float], float]:
+    torch.manual_seed(torch.distributed.get_rank())
+    model = Odd()
+    wrapped = ff.parallelize(model, mesh(1, 2))
+    wrapped(ff.shard(torch.ones(1, 1, 4, 6), mesh(1, 2))).backward()
+    values = [float(model.counts[0]), *model.scale.tolist(), *model.weight.flatten().tolist()]  # type: ignore[index, operator]
+    return values, float(model.weight.grad[0, 0])  # type: ignore[index]
+
+
+def test_odd_buffers_and_parameters_are_the_first_ranks() -> None:
+    first, second = rank_group(2).run(_odd)
+    assert first == second
+    assert first[0][:5] == [7.0, 2.0, 2.0, 2.0, 2.0] and first[1] == 24 * 8.0

@@ -23,7 +23,7 @@ def values(rank):
     """Tensors of every kind, with numbers of their own on each rank."""
     made = [torch.arange(35).reshape(5, 7).add(10 * rank).to(dtype) for dtype in DTYPES]
     made += [made[0].t(), made[4].t().requires_grad_(), torch.full((), 3 + rank, dtype=torch.int16)]
-    made += [torch.arange(5.0).add(rank)[:, None].expand(5, 4), torch.full((2,), rank, dtype=torch.uint16)[None, :]]
+    made += [torch.arange(5.0).add(rank)[:, None].expand(5, 4), torch.full((1,), 2.0 + rank).expand(4)]
     made += [torch.full((2, 3, 4, 5), 7.0 + rank).to(memory_format=torch.channels_last), torch.empty(0, 3)]
     made += [torch.full((600, 600), 1.0 + rank), torch.full((600, 1200), 2.0 + rank).t()[::2]]  # a message each, or not
     return made

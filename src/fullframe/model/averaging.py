@@ -85,6 +85,7 @@ class Averaging:
             self._ddp = self._make_ddp(
                 self._door,
                 gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
+                init_sync=False,  # `parallelize` has compared and shared what the ranks hold
                 **{_SYNC_BUFFERS: several},
             )
         self.sync(self.syncing)

@@ -3,8 +3,10 @@
 DDP looks for plain tensors and their graphs, which shells do not have, so shells are taken off at its door.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -14,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from fullframe.errors import GradientError, MeshError, StrategyError
+from fullframe.errors import GradientError, MeshError, ShapeError, StrategyError
 from fullframe.model.averaging import Averaging
 from fullframe.model.buffers import share_buffers
 from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
 from fullframe.model.same_program import Agreement
+from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.mesh import Spatial, spatial_of
 from fullframe.ranks.random_states import share_random_states
 from fullframe.ranks.raw_bytes import share_values
@@ -63,6 +66,7 @@ def parallelize(
     if dist.get_world_size() > 1:
         if not shard_parameters:
             require_whole(model)
+        _require_same_tensors(model)
         # Not what is sharded, whose parts are equal by nature.
         share_values(tensor for tensor in (*model.parameters(), *model.buffers()) if not is_sharded(tensor))
         if shard_parameters:
@@ -258,3 +262,22 @@ def _within(leaves: list[Any]) -> Iterator[Tensor]:
 def _wrapped(leaves: list[Any], shells: _Shells) -> Any:
     dressed = [wrap(leaf, spec) if spec is not None else leaf for leaf, spec in zip(leaves, shells.specs, strict=True)]
     return tree_unflatten(dressed, shells.tree)
+
+
+def _require_same_tensors(model: nn.Module) -> None:
+    """Raises ShapeError on all ranks, naming the first difference, where they have other parameters or buffers."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    mine = [
+        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{', trained' * (name in trained)}"
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    if len(set(from_all_ranks(hashlib.sha256("\n".join(mine).encode()).digest()))) == 1:
+        return
+    everyone = from_all_ranks(mine)
+    places = zip_longest(*everyone, fillvalue="nothing")
+    first = next(different for different in places if len(set(different)) > 1)
+    rank = next(rank for rank, one in enumerate(first) if one != first[0])
+    raise ShapeError(
+        f"the ranks have different models: where rank 0 has {first[0]}, rank {rank} has {first[rank]}; build the same "
+        "model on all ranks"
+    )

@@ -33,7 +33,9 @@ def share_values(tensors: Iterable[Tensor]) -> None:
         elif tensor.numel():
             together.append(tensor)
     for bucket in _buckets(together):
-        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in bucket])
+        # Clones, as what is contiguous for want of several elements may have any strides.
+        plain = [tensor.clone(memory_format=torch.contiguous_format).view(-1) for tensor in bucket]
+        flat = torch.cat([tensor.view(torch.uint8) for tensor in plain])
         dist.broadcast(flat, 0)
         for tensor, raw in zip(bucket, flat.split([tensor.nbytes for tensor in bucket]), strict=True):
             tensor.copy_(raw.clone().view(tensor.dtype).view(tensor.shape))  # a clone begins where any dtype may
