@@ -27,6 +27,10 @@ def pixels(op: Op) -> Case:
 SINGULAR, SUMS = ("nuc", 2, -2), ("fro", 1, -1, math.inf, -math.inf)
 CASES: dict[str, Case] = {
     "inv": pixels(linalg.inv),
+    "lstsq": pixels(lambda m: [t for d in ("gels", "gelsd") for t in linalg.lstsq(m[..., :2], m.cos(), driver=d)]),
+    "lstsq of vectors": pixels(lambda m: linalg.lstsq(m[..., :2].detach(), m[..., 2].sin())[:3]),
+    "lstsq, one without residuals": pixels(lambda m: [t * m.mean() for t in linalg.lstsq(
+        m.detach()[..., :2] * (torch.arange(m.shape[2]) > 0)[:, None, None], m.detach(), driver="gelsd")]),
     "inverse": pixels(lambda m: m.inverse()),
     "det": pixels(linalg.det),
     "slogdet": pixels(linalg.slogdet),

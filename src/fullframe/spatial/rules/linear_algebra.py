@@ -8,8 +8,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fullframe.ranks.collectives import all_sum_no_grad, device_of_facts
-from fullframe.spatial.operands import aligned, united
-from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.operands import aligned, has_values, united
+from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
@@ -55,7 +55,27 @@ _SYSTEM = _named([_l], "solve solve_ex solve_triangular") + _named([torch, Tenso
 def _of_systems(func: Any, A: Tensor, B: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Linear systems (..., k, k) and (..., k, n), or (..., k) of vectors, split in their leading dims."""
     vectors = func in (_l.solve, _l.solve_ex) and (B.dim() == 1 or tuple(B.shape) == tuple(A.shape[:-1]))
-    given = [(A, 2), (B, 1 if vectors else 2)]
+    spec, parts = _cut_alike([(A, 2), (B, 1 if vectors else 2)])
+    return _results(lambda: func(*parts, *args, **kwargs), spec, parts[0].device)
+
+
+@rule(_l.lstsq)
+def _lstsq(func: Any, A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
+    """Least squares of (..., m, n) and (..., m, k), or (..., m), split in their leading dims.
+
+    There are residuals only where every matrix of every rank has them.
+    """
+    vectors = B.dim() == A.dim() - 1 and tuple(B.shape) == tuple(A.shape[:-1])
+    spec, parts = _cut_alike([(A, 2), (B, 1 if vectors else 2)])
+    for p in spec.placements:
+        if p.extents.has_empty:
+            raise TooSmall([p.axis])
+    found = _results(lambda: tuple(func(*parts, rcond, driver=driver)), spec, parts[0].device, optional=True)
+    return torch.return_types.linalg_lstsq(found)  # type: ignore[attr-defined]
+
+
+def _cut_alike(given: Sequence[tuple[Tensor, int]]) -> tuple[Spec, list[Tensor]]:
+    """The spec of the leading dims of tensors, each with so many dims behind them, and the tensors' local parts."""
     lead = tuple(torch.broadcast_shapes(*(tuple(t.shape[: t.dim() - core]) for t, core in given)))
     cuts = []
     for t, core in given:
@@ -63,12 +83,14 @@ def _of_systems(func: Any, A: Tensor, B: Tensor, *args: Any, **kwargs: Any) -> A
             t.spec.require_whole(_WHOLE, *range(t.dim() - core, t.dim()))
             cuts.append([p.at(p.dim + len(lead) + core - t.dim()) for p in t.spec.placements])
     spec = next(t.spec for t, _ in given if isinstance(t, SpatialTensor)).with_(lead, united(cuts))
-    parts = [aligned(t, spec.with_((*lead, *t.shape[t.dim() - core :]), spec.placements)) for t, core in given]
-    return _results(lambda: func(*parts, *args, **kwargs), spec, parts[0].device)
+    return spec, [aligned(t, spec.with_((*lead, *t.shape[t.dim() - core :]), spec.placements)) for t, core in given]
 
 
-def _results(call: Callable[[], Any], batch: Spec, device: torch.device) -> Any:
-    """What the call gives, split in the leading dims as `batch` is; its error, where a rank has one, on all ranks."""
+def _results(call: Callable[[], Any], batch: Spec, device: torch.device, optional: bool = False) -> Any:
+    """What the call gives, split in the leading dims as `batch` is; its error, where a rank has one, on all ranks.
+
+    `optional`: of what has no elements (0,) on some rank there are none at all.
+    """
     error: Exception | None = None
     found: Any = None
     try:
@@ -88,6 +110,12 @@ def _results(call: Callable[[], Any], batch: Spec, device: torch.device) -> Any:
 
     if isinstance(found, Tensor):
         return shelled(found)
+    if optional:
+        none_here = [int(t.shape == (0,)) for t in found]
+        missing = torch.tensor(none_here, device=device_of_facts(batch.group, device))
+        missing = all_sum_no_grad(missing, batch.group)
+        gone = missing.tolist() if has_values(missing) else none_here
+        return tuple(t.new_empty(0) if none else shelled(t) for t, none in zip(found, gone, strict=True))
     parts = [shelled(t) for t in found]
     return tuple(parts) if type(found) is tuple else type(found)(parts)
 
