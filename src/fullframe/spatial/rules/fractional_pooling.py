@@ -27,6 +27,8 @@ def _fractional_max_pool(
     _random_samples: Tensor | None = None,
 ) -> Any:
     """(N, C, ...) or (C, ...), with one process's draws; the split moves to samples or channels and back."""
+    if isinstance(_random_samples, SpatialTensor):
+        _random_samples = _random_samples.full()
     if not isinstance(input, SpatialTensor):
         return func(input, kernel_size, output_size, output_ratio, return_indices, _random_samples)
     planes = tuple(range(input.dim() - _DIMS[func], input.dim()))
