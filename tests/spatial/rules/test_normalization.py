@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.exactness import differences_from, one_process
+from tests.rank_group import rank_group
 from tests.spatial.cases import MESHES, Case, Op, one, require_the_numbers_of_one_process
 from tests.spatial.corners import BF16, F16, F32, Corners, autocast, last, noise, require_no_faults, spoiled
 
@@ -17,6 +19,10 @@ CASES: dict[str, Case] = {
     "batch_norm without affine": one(lambda x: F.batch_norm(x, None, None, None, None, True)),
     "batch_norm eval": Case(
         lambda x, w: F.batch_norm(x, torch.ones(4).double(), torch.ones(4).double(), w), whole=((4,),)
+    ),
+    "weights with gaps": Case(
+        lambda x, w: [F.batch_norm(x, None, None, w[:, 0], w[:, 1], True), F.group_norm(x, 2, w[:, 2], w[:, 0])],
+        whole=((4, 3),),
     ),
     "instance_norm": Case(lambda x, w, b: F.instance_norm(x, None, None, w, b), whole=((4,), (4,))),
     "group_norm": Case(lambda x, w, b: F.group_norm(x, 2, w, b), whole=((4,), (4,))),
@@ -141,3 +147,39 @@ def test_as_in_one_process(name: str) -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_corners(mesh: tuple[int, int]) -> None:
     require_no_faults(__name__, *mesh)
+
+
+def _of_one_sample(height: int, width: int) -> list[float]:
+    """Norms of one sample whose gradient lies channels last, against their formulas: torch's CPU kernel is wrong."""
+    x, w, mix = noise(1, 3, 6, 9), noise(3), noise(3, 2)
+    mean, var = noise(3, 1, 1), noise(3, 1, 1).square() + 0.5
+    given = mean.flatten(), var.flatten()
+
+    def standard(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return (x - mean) * (var + 1e-5).rsqrt()
+
+    def of_image(x: Tensor) -> Tensor:
+        return standard(x, x.mean((2, 3), True), x.var((2, 3), correction=0, keepdim=True))
+
+    norms: list[tuple[Op, Op]] = [
+        (lambda x, w: F.batch_norm(x, *given, w), lambda x, w: standard(x, mean, var) * w[:, None, None]),
+        (
+            lambda x, w: F.instance_norm(x, *given, w, None, False),
+            lambda x, w: standard(x, mean, var) * w[:, None, None],
+        ),
+        (lambda x, w: F.batch_norm(x, None, None, w, None, True), lambda x, w: of_image(x) * w[:, None, None]),
+        (lambda x, w: F.instance_norm(x, None, None, w), lambda x, w: of_image(x) * w[:, None, None]),
+    ]
+    found = []
+    for norm, formula in norms:
+        for tokens in (lambda y: (y.flatten(2).mT @ mix).sin(), lambda y: (y.permute(0, 2, 3, 1) @ mix).sin()):
+            here = one_process(lambda x, w, f=formula, g=tokens: g(f(x, w)), [x], [w])
+            split = lambda x, w, f=norm, g=tokens: g(f(x, w))  # noqa: E731
+            found += differences_from(here, split, [x], [w], height, width).values()
+    return found
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
+def test_gradients_of_one_sample_laid_channels_last(mesh: tuple[int, int]) -> None:
+    for found in rank_group(2).run(_of_one_sample, *mesh):
+        assert len(found) == 24 and max(found) < 1e-11, found

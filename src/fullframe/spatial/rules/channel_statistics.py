@@ -142,7 +142,8 @@ def normalized(
 def _repeated(values: Tensor | None, kind: torch.dtype, copies: int) -> Tensor | None:
     if values is None:
         return None
-    return values.to(kind).repeat(copies) if copies > 1 else values.to(kind)
+    # Contiguous: where channels lie last the CPU's kernel reads them as if they were.
+    return values.to(kind).repeat(copies) if copies > 1 else values.to(kind).contiguous()
 
 
 class _Normalize(torch.autograd.Function):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fullframe.ranks.memory_format import memory_format_of
 from fullframe.spatial.operands import say_gathered
 from fullframe.spatial.rules.channel_statistics import (
     Holders,
@@ -77,8 +78,19 @@ def _batch_norm(func: Any, *args: Any, **kwargs: Any) -> Tensor:
         return func(*call._replace(input=moved_from(call.input, 1)))  # type: ignore[no-any-return]
     spec, x = call.input.spec, local_of(call.input)
     if not call.training or 0 in spec.shape:
-        return wrap(func(x, *call[1:]), spec)
+        return wrap(_laid_as(x, func(x, *call[1:])), spec)
     return wrap(_over_ranks(x, call, holders(spec, x.shape[1])), spec)
+
+
+def _laid_as(x: Tensor, result: Tensor) -> Tensor:
+    """`result`, whose gradient comes in the memory format of `x`.
+
+    Of one sample, whose stride says nothing, torch 2.13's kernel on the CPU takes one of two formats for the other.
+    """
+    if result.requires_grad and x.device.type == "cpu" and len(x) == 1:
+        kept = memory_format_of(x)
+        result.register_hook(lambda gradient: gradient.contiguous(memory_format=kept))
+    return result
 
 
 def _over_ranks(x: Tensor, call: _BatchNorm, over: Holders) -> Tensor:
@@ -146,7 +158,7 @@ def _instance_norm(
     spec, x = input.spec, local_of(input)
     spec.require_whole("the samples are split", 0)
     if not use_input_stats:
-        return wrap(func(x, running_mean, running_var, weight, bias, False, momentum, eps), spec)
+        return wrap(_laid_as(x, func(x, running_mean, running_var, weight, bias, False, momentum, eps)), spec)
     samples = x.shape[0]
     over = holders(spec, samples * x.shape[1])
     if running_mean is None and running_var is None and has_kernels(x, over):
