@@ -284,7 +284,7 @@ def _windowed(g: dict[str, Any]) -> dict[str, float]:
     return differences_from(one_process(cut, [x], [weight]), cut, [x], [weight], height, width, depth=depth)
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(geometries)
 def test_any_window(g: dict[str, Any]) -> None:
     pooled = g["kind"] in ("max", "average")
