@@ -8,6 +8,8 @@ import threading
 from collections import Counter
 from typing import NamedTuple
 
+import pytest
+
 import fullframe as ff
 from tests.cuda_like.cases import Ran, on_device, on_host
 from tests.cuda_like.ranks import device_ranks
@@ -98,10 +100,11 @@ _asked: list[list[Answer]] = []
 def answers() -> list[list[Answer]]:
     """By rank; asked once."""
     if not _asked:
-        _asked.extend(device_ranks().run(_answers, timeout_seconds=300))
+        _asked.extend(device_ranks().run(_answers, timeout_seconds=800))
     return _asked
 
 
+@pytest.mark.timeout(900)
 def test_the_numbers_are_those_of_one_process() -> None:
     for rank in answers():
         assert len(rank) == len(all_cases()) > 500
