@@ -18,33 +18,51 @@ from tests.spatial.cases import TOLERANCE, all_cases
 
 # The host waits there although torch's own function does not. It only shrinks: what does not wait any more fails.
 WAITS_THOUGH_TORCH_DOES_NOT: dict[str, str] = {
+    "spatial/rules/counting.py _unique": "of `isin`, whose split set is made one of different elements",
     "spatial/rules/grid_sample.py _borrowed": "which rows are read decides what is sent",
     "spatial/rules/grid_sample.py _reach": "the same",
     "spatial/rules/grid_sample.py _reach.<locals>.<listcomp>": "the same",
     "spatial/rules/order.py _from_candidates": "equal values decide whether whole rows are sent",
-    "spatial/rules/pooling.py _average_pool": "the divisors come from the host at each call; keep them on the device",
     "spatial/rules/quantiles.py _nth": "bincount and a mask; eight times a median",
     "spatial/rules/scattering.py _those_of": "the number of positions that this rank holds",
-    "spatial/rules/taps.py weighted": "taps and weights come from the host at each call; keep them on the device",
     "spatial/rules/unpooling.py _all_in_reach": "where the places lie decides what is sent",
 }
 # torch's own function waits as well, for the shape, the number or the error that it gives hangs on values.
 WAITS_AS_TORCH_DOES = {
-    "spatial/rules/counting.py _all_of", "spatial/rules/counting.py _bincount", "spatial/rules/counting.py _histc",
-    "spatial/rules/counting.py _histogram", "spatial/rules/counting.py _range", "spatial/rules/counting.py _unique",
-    "spatial/rules/counting.py _unique_consecutive", "spatial/rules/indexing.py _as_tensor",
+    "spatial/dispatch.py _with_whole_views",
+    "spatial/rules/counting.py _bincount",
+    "spatial/rules/counting.py _different",
+    "spatial/rules/counting.py _histc",
+    "spatial/rules/counting.py _histogram",
+    "spatial/rules/counting.py _range",
+    "spatial/rules/counting.py _unique_consecutive",
+    "spatial/rules/counting.py _unique_slices",
+    "spatial/rules/covariance.py _cov",
+    "spatial/rules/indexing.py _as_tensor",
+    "spatial/rules/indexing.py _write_into_whole",
     "spatial/rules/indexing.py as_number",
     "spatial/rules/linear_algebra.py _of_matrices.<locals>.<lambda>",
-    "spatial/rules/linear_algebra.py _of_systems.<locals>.<lambda>", "spatial/rules/linear_algebra.py _results",
-    "spatial/rules/loss.py _gaussian_nll", "spatial/rules/masks.py _nonzero",
-    "spatial/rules/masks.py _nonzero.<locals>.<listcomp>", "spatial/rules/masks.py _picked_from",
-    "spatial/rules/masks.py write", "spatial/rules/pointwise.py _new", "spatial/rules/reduction.py _allclose",
-    "spatial/rules/reduction.py _equal", "spatial/selection.py Selection.of_all",
-    "spatial/selection.py Selection.of_all.<locals>.<listcomp>", "spatial/selection.py _picks",
-    "spatial/selection.py _true_places", "spatial/selection.py picked.<locals>.take", "spatial/selection.py selected",
-}  # fmt: skip
-# Under NCCL no message goes through the host. A constant is sent to the device once.
+    "spatial/rules/linear_algebra.py _of_systems.<locals>.<lambda>",
+    "spatial/rules/loss.py _gaussian_nll",
+    "spatial/rules/masks.py _beside_tensors",
+    "spatial/rules/masks.py _nonzero",
+    "spatial/rules/masks.py _nonzero.<locals>.<listcomp>",
+    "spatial/rules/masks.py _picked_from",
+    "spatial/rules/masks.py write",
+    "spatial/rules/pointwise.py _new",
+    "spatial/rules/reduction.py _allclose",
+    "spatial/rules/reduction.py _equal",
+    "spatial/rules/reshape.py _repeat_interleave",
+    "spatial/selection.py Selection.of_all",
+    "spatial/selection.py Selection.of_all.<locals>.<listcomp>",
+    "spatial/selection.py _picks",
+    "spatial/selection.py _true_places",
+    "spatial/selection.py picked.<locals>.take",
+    "spatial/selection.py selected",
+}
+# Under NCCL no message goes through the host. What is sent to the device once and kept is not counted either.
 NOT_COUNTED = {f"ranks/{name}.py" for name in ("shared_memory", "exchange", "collectives", "constants")}
+KEPT = {"spatial/rules/taps.py _of_rows"}
 
 
 class Answer(NamedTuple):
@@ -73,8 +91,9 @@ def _answers() -> list[Answer]:
         faults = [] if _faults(plain) else [f"{what}, {line}" for what, line in _faults(split)]
         waits: Counter[tuple[str, str]] = Counter()
         for (why, line), times in (split.forward.waits + split.backward.waits).items():
-            if line.ours and line.path not in NOT_COUNTED:
-                waits[f"{line.path} {line.function}", why] += times
+            function = f"{line.path} {line.function}"
+            if line.ours and line.path not in NOT_COUNTED and function not in KEPT:
+                waits[function, why] += times
         torch_waits = bool(plain.forward.waits or plain.backward.waits)
         only_here = split.backward.threads == {threading.get_ident()}
         found.append(Answer(name, "", _difference(here, split), faults, dict(waits), torch_waits, only_here))
