@@ -78,7 +78,10 @@ class RankGroup:
             if any(kind == "EOFError" for _, kind, _, _ in errors):
                 self.close()  # what the dead rank owed the others never comes
             elif not silent and function is not _forget_meshes:
-                self.run(_forget_meshes)
+                try:
+                    self.run(_forget_meshes)
+                except RankFailure:  # what the first error left behind; that is the one to see
+                    self.close()
             raise RankFailure(errors)
         return [answers[rank][1] for rank in range(self.size)]
 

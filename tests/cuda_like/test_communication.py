@@ -25,10 +25,10 @@ from tests.models.networks import FPN, UNet
 from tests.spatial.cases import Case, all_cases, one
 
 # What is sent hangs on values, which a rank alone has not.
-DECIDED_BY_VALUES = {
+DECIDED_BY_VALUES = (
     "unpooling: a small SegNet", "counting: unique slices", "linear_algebra: lstsq, one without residuals",
     "reshape: repeat_interleave by a tensor", "tables: isin of split elements",
-}  # fmt: skip
+)  # fmt: skip
 MORE = {
     "16-bit integers": one(lambda x: x.detach().to(torch.int16).roll((1, 1), (2, 3))),
     "8-bit integers": one(lambda x: x.detach().to(torch.uint8).roll((1, 1), (2, 3))),

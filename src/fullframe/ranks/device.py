@@ -229,7 +229,7 @@ def repeat_kernels() -> None:
 
 def begin() -> None:
     """Start to use the GPU where there is one, so that its random state is there."""
-    if accelerator() is not None:
+    if accelerator() is not None and hasattr(_module(), "init"):
         _module().init()
 
 
