@@ -72,7 +72,8 @@ class Reconstruction(nn.Module):
     ):
         super().__init__()
         self.scan, self.memory = scan, memory
-        self.unrolled = ff.unroll(Iteration(scan, channels, memory), iterations, recompute=recompute)
+        blocks = [Iteration(scan, channels, memory) for _ in range(iterations)]
+        self.unrolled = ff.unroll(blocks, iterations, recompute=recompute)
 
     def forward(self, guess: Tensor, sinogram: Tensor) -> Tensor:
         nothing = torch.zeros_like(guess)  # the step from there to the guess tells the first iteration the curvature

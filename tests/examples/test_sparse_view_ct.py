@@ -85,7 +85,8 @@ def test_the_quasi_newton_direction() -> None:
 def network(recompute: Any, iterations: int = 5) -> Any:
     torch.manual_seed(0)
     model = module("reconstruction").Reconstruction(scan(), iterations, channels=4, memory=2, recompute=recompute)
-    torch.nn.init.normal_(model.unrolled.block.regulariser[-1].weight, std=0.1)  # its zeros would stop gradients
+    for block in model.unrolled.block:
+        torch.nn.init.normal_(block.regulariser[-1].weight, std=0.1)  # its zeros would stop gradients
     return model.double()
 
 
@@ -95,8 +96,8 @@ def looped(model: Any, guess: Tensor, sinogram: Tensor) -> Tensor:
     nothing = torch.zeros_like(guess)
     gradient = made.misfit_gradient(scan(), nothing, sinogram)
     state = made.State(guess, nothing, gradient, nothing.expand(-1, model.memory, -1, -1))
-    for _ in range(model.unrolled.iterations):
-        state = model.unrolled.block(state, sinogram)
+    for block in model.unrolled.block:
+        state = block(state, sinogram)
     return state.image
 
 
