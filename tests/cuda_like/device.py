@@ -159,7 +159,9 @@ class TestsOnDevice(TorchFunctionMode):
 def register() -> None:
     """Make the device known to torch and to its fake process group, in this process for good."""
     _setup_privateuseone_for_python_backend(NAME)
-    torch.get_device_module(NAME).__class__.get_amp_supported_dtype = lambda self: [torch.float16, torch.bfloat16]
+    module = torch.get_device_module(NAME)
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    module.init, module.get_rng_state, module.set_rng_state = lambda: None, torch.get_rng_state, torch.set_rng_state
     _libraries.append(Library("_", "IMPL"))
     _libraries[-1].fallback(_run_here, "PrivateUse1")
     _libraries.append(Library("aten", "IMPL"))

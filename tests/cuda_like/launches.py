@@ -24,7 +24,7 @@ from tests.cuda_like.device import Counts, TestsOnDevice, counted, register, to_
 from tests.spatial.cases import Case, all_cases
 
 TABLE = Path(__file__).with_suffix(".json")
-MASKS = ("a mask as an index", "nonzero", "masked_select", "unique_consecutive", "_unique2", "bincount")
+MASKS = ("a mask as an index", "nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim", "bincount")
 RANK, RANKS = 1, 4  # along the width, so that there is a neighbour on either side
 
 

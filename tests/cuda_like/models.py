@@ -1,7 +1,13 @@
 """Networks and steps on the CUDA-like device, on one rank of a job whose messages go nowhere."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
+from fullframe.model import parallelize
+from fullframe.simulation.fake.replaced import replaced
+from fullframe.simulation.fake.world import fake_job
 from tests.cuda_like.device import to_device
 
 
@@ -15,3 +21,10 @@ def moved(model: nn.Module) -> nn.Module:
             if buffer is not None:
                 module._buffers[name] = to_device(buffer)
     return model
+
+
+@contextmanager
+def one_rank(rank: int, ranks: int) -> Iterator[None]:
+    """`fake_job`, in which a rank keeps its own random state, as nobody sends it another."""
+    with fake_job(rank, ranks), replaced(parallelize, "share_random_states", lambda spatial: None):
+        yield
