@@ -18,6 +18,7 @@ NAMESPACE = "torch.ops.aten"
 KERNELS = ("batch_norm_", "native_", "cudnn_", "miopen_")  # of the names of `torch` itself
 
 CALLS = {
+    ("ranks/collectives.py", "_unsafe_view", 1): "no kernel; needs strides that allow the view",
     ("spatial/rules/channel_statistics.py", "_unsafe_view", 1): "no kernel; needs strides that allow the view",
     ("spatial/rules/channel_statistics.py", "batch_norm_update_stats", 1):
         "asked on the CPU alone; CUDA's also updates running statistics, which are None here",
