@@ -26,7 +26,13 @@ PRODUCTS = frozenset({
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
 })  # fmt: skip
 # Shapes there hang on what all ranks have.
-DECIDED_BY_VALUES = ("masks: ", "counting: ", "quantiles: of what a mask", "quantiles: where one rank")
+DECIDED_BY_VALUES = (
+    "masks: ",
+    "counting: ",
+    "covariance: weights",
+    "quantiles: of what a mask",
+    "quantiles: where one rank",
+)
 # Strict, with the reason.
 FOR_EVER = "dispatch widens the `.float()` that widens its operands, where a view of a split tensor was cut anew"
 KNOWN = {
