@@ -34,11 +34,7 @@ DECIDED_BY_VALUES = (
     "quantiles: where one rank",
 )
 # Strict, with the reason.
-FOR_EVER = "dispatch widens the `.float()` that widens its operands, where a view of a split tensor was cut anew"
 KNOWN = {
-    "attention: class token": FOR_EVER,
-    "attention: multi-head attention": "its weights come out in fp32, so dispatch runs all of it in fp32, products too",
-    "loss: labels split along another dim": FOR_EVER,
     "products: addr": "an outer product is a pointwise one, in 16 bit too",
 }
 

@@ -234,8 +234,8 @@ def begin() -> None:
 
 
 def random_state() -> Tensor | None:
-    """The state of this rank's GPU's generator; None where it is not in use."""
-    return _module().get_rng_state() if is_in_use() else None
+    """The state of this rank's GPU's generator; None where it is not in use, or has none."""
+    return _module().get_rng_state() if is_in_use() and hasattr(_module(), "get_rng_state") else None
 
 
 def set_random_state(state: Tensor | None) -> None:

@@ -23,6 +23,7 @@ from fullframe.spatial.module_path import module_path
 from fullframe.spatial.operands import aligned, shells_in
 from fullframe.spatial.redistribute import gather_axes, in_runs
 from fullframe.spatial.rules.registry import (
+    COMPOSED,
     RULES,
     UNCHECKED,
     Merged,
@@ -157,7 +158,7 @@ def _ruled(
         for operand in operands:
             if type(operand) is SpatialTensor:
                 operand.spec.require_in_order()
-    widens = expected is not None and expected.widens
+    widens = expected is not None and expected.widens and func not in COMPOSED
     first: Any = args[0] if args else None
     is_view = type(first) is SpatialTensor and first._view is not None
     before = version_of(local_of(first)) if is_view else 0
@@ -205,9 +206,9 @@ def _in_fp32(rule: Any) -> Any:
 
     @wraps(rule)
     def wide_rule(func: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
         device = next(t._local.device.type for t in tree_iter((args, kwargs)) if type(t) is SpatialTensor)
         with torch.autocast(device, enabled=False):
+            args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
             return rule(func, *args, **kwargs)
 
     return wide_rule

@@ -19,6 +19,7 @@ _IN_ANY_ORDER = {
 
 RULES: dict[Any, Rule] = {}
 UNCHECKED: set[Any] = set()  # functions whose calls are not held to what torch does with the whole tensors
+COMPOSED: set[Any] = set()  # functions whose rules call torch's, each of which autocast casts by itself
 QUICK: dict[Any, Rule] = {}  # (func, args, kwargs) -> the result, or NotImplemented for the general way
 general: list[Rule] = []  # the general way, put in by `dispatch`; in a list, as it needs the tensor that calls it
 

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.registry import COMPOSED, Unsupported, rule
 from fullframe.spatial.tensor import SpatialTensor
+
+COMPOSED.add(F.multi_head_attention_forward)
 
 
 @rule(F.multi_head_attention_forward)
