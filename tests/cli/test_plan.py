@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from fullframe.cli.application import run
@@ -17,6 +16,7 @@ from fullframe.cli.plan import _table
 from fullframe.cli.strategy_file import first_plan, strategy_of
 from fullframe.errors import RunError, StrategyError
 from fullframe.planning.plan import PlanRequest, plan_in_full
+from fullframe.ranks import device
 from fullframe.recipe import load_recipe
 from fullframe.simulation.devices.calibration import load_rates
 from fullframe.strategy import Strategy, describe
@@ -104,7 +104,7 @@ def test_a_plan_for_gpus_that_are_not_here_is_refused(
     path.write_text(json.dumps([plan]))
     words = ["train", str(recipe), "--plan", str(path), "--run-dir", str(tmp_path / "run")]
     for gpus, said in ((0, "this machine has no GPU"), (8, "needs 16 GPUs, this machine has 8")):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(device, "count", lambda gpus=gpus: gpus)
         assert run(words) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
