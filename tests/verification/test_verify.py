@@ -169,7 +169,7 @@ BAD = {
 def test_a_step_that_fails_in_one_process(tmp_path: Path, what: str) -> None:
     middle, code, said = BAD[what]
     with pytest.raises(RankFailure) as caught:
-        rank_group(2).run(_verified, str(written(tmp_path, middle, code)), 1, 1, 2, "error")
+        rank_group(2).run(_verified, str(written(tmp_path, middle, code)), 1, 1, 2, "error", 1)
     assert [name for _, name, _, _ in caught.value.errors] == ["RecipeError"] * 2
     for _, _, message, _ in caught.value.errors:
         assert all(words in message for words in said), message
