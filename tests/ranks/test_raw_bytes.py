@@ -30,7 +30,7 @@ def values(rank):
 
 
 def shared(bucket_bytes):
-    raw_bytes._BUCKET_BYTES, before, real, sent = bucket_bytes, raw_bytes._BUCKET_BYTES, dist.broadcast, []
+    raw_bytes.BUCKET_BYTES, before, real, sent = bucket_bytes, raw_bytes.BUCKET_BYTES, dist.broadcast, []
 
     def by_the_rules(tensor, source):
         assert tensor.is_contiguous() and tensor.dtype in NCCL and not tensor.requires_grad
@@ -43,7 +43,7 @@ def shared(bucket_bytes):
     try:
         share_values(mine)
     finally:
-        raw_bytes._BUCKET_BYTES, dist.broadcast = before, real
+        raw_bytes.BUCKET_BYTES, dist.broadcast = before, real
     assert [tensor.stride() for tensor in mine] == layouts
     return [torch.equal(own, first) for own, first in zip(mine, values(0), strict=True)], len(sent)
 

@@ -25,7 +25,6 @@ from fullframe.spatial.gradients import Hook, is_accumulated, manage, mean_over_
 _SYNC_BUFFERS = "forward_sync_buffers"  # in each forward; torch before 2.13 calls it broadcast_buffers
 if _SYNC_BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
     _SYNC_BUFFERS = "broadcast_buffers"
-BUCKET_BYTES = 25 << 20  # of a message in which tensors travel together, as in DDP
 _CHUNK_NUMBERS = 1 << 22  # of a message in which gradients travel together
 
 

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fullframe.model.averaging import BUCKET_BYTES
 from fullframe.model.fsdp import is_sharded
+from fullframe.ranks.raw_bytes import share_values
 
 Buffer = tuple[nn.Module, str, Tensor]
 
@@ -78,6 +77,4 @@ class KeptBuffers:
 
 def share_buffers(model: nn.Module) -> None:
     """Every rank takes the buffers of the job's first rank."""
-    buffers = [buffer for buffer in model.buffers() if buffer.numel() and not is_sharded(buffer)]
-    if buffers:
-        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, BUCKET_BYTES, 0)
+    share_values(buffer for buffer in model.buffers() if buffer.numel() and not is_sharded(buffer))

@@ -29,7 +29,7 @@ from fullframe.spatial.gradients import manage
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
 from fullframe.spatial.spec import Spec, spec_of
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 from fullframe.strategy import Strategy
 
 
@@ -239,7 +239,7 @@ class _Undressed(nn.Module):
 def _unwrapped(tree: Any) -> tuple[list[Any], _Shells]:
     leaves, shells = tree_flatten(tree)
     specs = [leaf.spec if isinstance(leaf, SpatialTensor) else None for leaf in leaves]
-    return [local_of(leaf) if isinstance(leaf, SpatialTensor) else leaf for leaf in leaves], _Shells(shells, specs)
+    return [local_or_whole(leaf) for leaf in leaves], _Shells(shells, specs)
 
 
 def _within(leaves: list[Any]) -> Iterator[Tensor]:
@@ -254,7 +254,7 @@ def _within(leaves: list[Any]) -> Iterator[Tensor]:
         seen.add(id(value))
         for leaf in tree_leaves([getattr(value, name, None) for name in names]):
             if isinstance(leaf, Tensor):
-                yield local_of(leaf) if isinstance(leaf, SpatialTensor) else leaf
+                yield local_or_whole(leaf)
             elif not isinstance(leaf, (nn.Module, type)):
                 waiting.append(leaf)
 

@@ -10,7 +10,7 @@ _KNOWN = {  # to NCCL, through torch 2.13
     torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
 }  # fmt: skip
-_BUCKET_BYTES = 25 << 20  # of a message in which tensors travel together
+BUCKET_BYTES = 25 << 20  # of a message in which tensors travel together, as in DDP
 _LARGE_BYTES = 1 << 20  # of a tensor that makes a message by itself
 
 
@@ -46,7 +46,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     for tensor in tensors:
         other = bucket and tensor.device != bucket[0].device
-        if other or sum(one.nbytes for one in bucket) >= _BUCKET_BYTES:
+        if other or sum(one.nbytes for one in bucket) >= BUCKET_BYTES:
             yield bucket
             bucket = []
         bucket.append(tensor)

@@ -155,6 +155,11 @@ def local_of(shell: SpatialTensor) -> Tensor:
     return shell._local
 
 
+def local_or_whole(value: Any) -> Any:
+    """The local tensor of a split one; anything else as it is."""
+    return local_of(value) if isinstance(value, SpatialTensor) else value
+
+
 def described(shells: Sequence[SpatialTensor]) -> tuple[str, ...]:
     """Split tensors as an error's message names them."""
     return tuple(repr(shell) for shell in shells)

@@ -20,7 +20,7 @@ from fullframe.model.buffers import borrow_buffers, return_buffers
 from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.model.runs import part
 from fullframe.ranks.agreement import from_all_ranks
-from fullframe.spatial.tensor import SpatialTensor, local_of
+from fullframe.spatial.tensor import local_or_whole
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class _Ledger:
                 self._takers[self._key(leaf)].add(self.block)
 
     def _key(self, tensor: Tensor) -> int:
-        storage = (local_of(tensor) if isinstance(tensor, SpatialTensor) else tensor).untyped_storage()
+        storage = local_or_whole(tensor).untyped_storage()
         reference = StorageWeakRef(storage)
         key: int = reference.cdata
         if key not in self._seen:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from fullframe.errors import ShapeError, StrategyError, require_count
 from fullframe.ranks.collectives import all_sum_no_grad
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 
 _KINDS = ("implicit", "unrolled", "phantom")
 
@@ -120,10 +120,10 @@ class FixedPoint(nn.Module):
     def _with_adjoint(self, state: Any, inputs: tuple[Any, ...]) -> Any:
         """The block's result at the fixed point, whose gradient is first solved for."""
         leaves, form = tree_flatten(state)
-        at = [_dressed(leaf, _inner(_local(leaf))) for leaf in leaves]
+        at = [_dressed(leaf, _inner(local_or_whole(leaf))) for leaf in leaves]
         results = tree_flatten(self._next(tree_unflatten(at, form), inputs))[0]
         group = next((t.spec.spatial.replica for t in results if isinstance(t, SpatialTensor)), None)
-        outs, ins = [_local(t) for t in results], [_local(t) for t in at]
+        outs, ins = [local_or_whole(t) for t in results], [local_or_whole(t) for t in at]
 
         def solve(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
             return self._adjoint(outs, ins, gradients, group)
@@ -179,10 +179,6 @@ class _Adjoint(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return None, *ctx.solve(gradients)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return local_of(tensor) if isinstance(tensor, SpatialTensor) else tensor
 
 
 def _inner(values: Tensor) -> Tensor:

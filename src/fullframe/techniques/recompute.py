@@ -25,7 +25,7 @@ from fullframe.model.blocks import repeated_blocks
 from fullframe.model.buffers import borrow_buffers, buffers_of, return_buffers
 from fullframe.model.forward_patch import PatchedForward
 from fullframe.model.runs import part, runs_of_layers
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 from fullframe.strategy import Strategy
 from fullframe.techniques.budget import Costs, choose
 from fullframe.techniques.precision import Fp32Math, fp32_math
@@ -103,7 +103,7 @@ class Recomputed(PatchedForward):
         # which may offload them.
         leaves, spec = tree_flatten((args, kwargs))
         specs = [leaf.spec if isinstance(leaf, SpatialTensor) else None for leaf in leaves]
-        locals_ = [local_of(leaf) if isinstance(leaf, SpatialTensor) else leaf for leaf in leaves]
+        locals_ = [local_or_whole(leaf) for leaf in leaves]
         given = [(args, kwargs)]  # the first pass gets the very objects, which it may change; and lets go of them
         versions = [(tensor, tensor._version) for tensor in locals_ if isinstance(tensor, Tensor)]
         del leaves, args, kwargs

@@ -18,7 +18,7 @@ def in_place(iterations: int) -> Schedule:
 
 def each_again(iterations: int) -> Schedule:
     """All states are kept; each iteration but the last is run twice."""
-    return (*((number,) for number in range(iterations - 1)), iterations - 1)
+    return _each_again(range(iterations))
 
 
 def nested(iterations: int) -> Schedule:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from fullframe.errors import DeviceError, GradientError, ShapeError, StrategyError, require_count
 from fullframe.ranks.tags import line
-from fullframe.spatial.tensor import SpatialTensor, local_of
+from fullframe.spatial.tensor import local_or_whole
 from fullframe.techniques import schedules
 from fullframe.techniques.offload import saving_to_host
 from fullframe.techniques.recompute import Recomputed
@@ -101,7 +101,7 @@ class Unrolled(nn.Module):
         run.bring_buffers_home()
         states = [_moved(each, home) for each in states] if self._devices else states
         for tensor in _tensors(states[-1]):
-            node: Any = _local(tensor).grad_fn
+            node: Any = local_or_whole(tensor).grad_fn
             if node is not None:
                 node.metadata[_MADE_AT] = line()
         return states if self.return_all else states[-1]
@@ -114,7 +114,7 @@ class Unrolled(nn.Module):
             return schedules.each_again(self.iterations)
         if self._recompute == "nested":
             return schedules.nested(self.iterations)
-        state_bytes = sum(_local(tensor).nbytes for tensor in _tensors(state))
+        state_bytes = sum(local_or_whole(tensor).nbytes for tensor in _tensors(state))
         fitting = self._recompute // max(state_bytes, 1)
         if not fitting:
             raise StrategyError(
@@ -263,10 +263,6 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return local_of(tensor) if isinstance(tensor, SpatialTensor) else tensor
-
-
 def _form(tree: Any) -> tuple[Any, list[Any]]:
     leaves, spec = tree_flatten(tree)
     return spec, [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
@@ -296,7 +292,7 @@ def _require_device(block: nn.Module, state: torch.device) -> None:
 def _require_live(tensors: Sequence[Tensor]) -> None:
     """Raises GradientError where the state hangs on an earlier result whose graph a backward pass has freed."""
     for tensor in tensors:
-        nodes: deque[Any] = deque([_local(tensor).grad_fn])
+        nodes: deque[Any] = deque([local_or_whole(tensor).grad_fn])
         seen, made_at = 0, ""
         while nodes and seen < _MOST_NODES:
             node = nodes.popleft()

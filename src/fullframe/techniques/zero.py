@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullframe.model.averaging import BUCKET_BYTES
+from fullframe.ranks.raw_bytes import BUCKET_BYTES
 
 
 def trainable(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -33,7 +33,7 @@ from fullframe.ranks.randomness import mixed_seed, seed_everything
 from fullframe.recipe import Recipe, load_recipe
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 from fullframe.strategy import Strategy
 from fullframe.training.loading.delivery import mesh_device
 from fullframe.training.loading.loader import ShardedLoader
@@ -188,7 +188,7 @@ class _Comparison:
             self.found.unexpected.append(place)
             return
         spec = tensor.spec if isinstance(tensor, SpatialTensor) else None
-        local = local_of(tensor) if isinstance(tensor, SpatialTensor) else tensor
+        local = local_or_whole(tensor)
         found = self.found.forward[place[:4]] = self._compared(number, local, spec)
         if self._known.get(local, None) == local._version:
             return  # its gradient is that of all its uses, and belongs to the value that it was first

@@ -1,17 +1,14 @@
 """Writing at index tensors."""
 
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
 from torch import Tensor
 
 import fullframe as ff
-from fullframe.spatial.rules import points
-from tests.exactness import differences, mesh
+from tests.exactness import mesh
 from tests.rank_group import rank_group
 from tests.spatial.cases import MESHES, WORLDS, Case, Op, require_the_numbers_of_one_process, small
+from tests.spatial.many_positions import require_many_exact
 from tests.spatial.traffic import bytes_of_messages
 from tests.spatial.values import found, on_all_meshes, with_nan
 
@@ -243,19 +240,9 @@ def large(x: Tensor, dim: int) -> Tensor:
     return (x.detach().abs() * 50).long() % x.shape[dim]
 
 
-def _of_many(world: int) -> dict[str, Any]:
-    x = torch.randn(2, 4, 7, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    with mock.patch.object(points, "FEW", 0):
-        return {
-            f"{name} on {shape}": max(differences(op, [x], [], *shape).values())
-            for shape in MESHES if shape[0] * shape[1] == world for name, op in MANY.items()
-        }  # fmt: skip
-
-
 @pytest.mark.parametrize("world", WORLDS)
 def test_many_positions_are_written_where_each_rank_has_whole_rows(world: int) -> None:
-    for errors in rank_group(world).run(_of_many, world):
-        assert not {name: error for name, error in errors.items() if not error <= 1e-12}
+    require_many_exact(__name__, world)
 
 
 def _sent(height: int, width: int) -> list[float]:

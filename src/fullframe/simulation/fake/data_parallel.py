@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullframe.model.averaging import BUCKET_BYTES
+from fullframe.ranks.raw_bytes import BUCKET_BYTES
 
 _FIRST_BYTES = 1 << 20  # of DDP's first bucket
 

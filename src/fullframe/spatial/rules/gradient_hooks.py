@@ -14,7 +14,7 @@ from fullframe.spatial.gradients import enter, is_seen, see_leaf, seen, unseen
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.rules.registry import getter, rule, setters
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, wrap
 
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 
@@ -191,7 +191,7 @@ def _autograd_grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = Non
     if options.get("is_grads_batched"):
         raise _by_hand("autograd.grad", [*_listed(outputs), *wanted], "is_grads_batched asks for several at once")
     tensors, seeds = _seeded(outputs, grad_outputs)
-    locals_ = [local_of(x) if isinstance(x, SpatialTensor) else x for x in wanted]
+    locals_ = [local_or_whole(x) for x in wanted]
     found = func(tensors, locals_, seeds, **options)
     results = tuple(
         wrap(g if is_seen(local) else seen(g, x.spec), x.spec) if isinstance(x, SpatialTensor) and g is not None else g
@@ -210,7 +210,7 @@ def _autograd_backward(
     for x in wanted or ():
         if isinstance(x, SpatialTensor) and not local_of(x).is_leaf:
             raise _by_hand("backward", [x], "inputs has a split tensor that is no leaf", "Use autograd.grad for it.")
-    wanted = wanted and [local_of(x) if isinstance(x, SpatialTensor) else x for x in wanted]
+    wanted = wanted and [local_or_whole(x) for x in wanted]
     func(outputs, seeds, *args, inputs=wanted, **options)
 
 

@@ -16,7 +16,7 @@ from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.spatial.operands import aligned, has_values, merged
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, wrap
 from fullframe.spatial.whole_rows import held_numbers
 
 
@@ -169,7 +169,7 @@ def _gumbel_softmax(
     if not hard:
         return soft  # type: ignore[no-any-return]
     best: Any = soft.detach().max(dim, keepdim=True).indices
-    best = local_of(best) if isinstance(best, SpatialTensor) else best
+    best = local_or_whole(best)
     numbers = held_numbers(x.spec, dim, best.device).unflatten(
         0, [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
     )

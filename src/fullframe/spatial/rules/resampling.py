@@ -19,7 +19,7 @@ from fullframe.spatial.redistribute import refetched, sliced
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.rules.taps import Taps, repeats, taps_of, weighted
 from fullframe.spatial.rules.window_plan import nonempty
-from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, on_local, wrap
 
 _NEAREST = ("nearest", "nearest-exact")
 _REACH = {"bicubic": 2, "nearest": 0, "nearest-exact": 0}  # input rows beyond its own that an output row may read; or 1
@@ -58,7 +58,7 @@ def resampled(x: Tensor, dim: int, taps: Taps) -> Tensor:
 
 def in_format(x: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in `dtype`, its local part in the memory format of the local part of `like`."""
-    kept = memory_format_of(local_of(like) if isinstance(like, SpatialTensor) else like)
+    kept = memory_format_of(local_or_whole(like))
     return on_local(x, lambda t: t.to(dtype).contiguous(memory_format=kept))
 
 

@@ -16,7 +16,7 @@ from fullframe.spatial.operands import united
 from fullframe.spatial.redistribute import gather_axes, sliced
 from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, wrap
 
 
 def along(x: SpatialTensor, dim: int, op: Callable[[Tensor], Tensor]) -> Tensor:
@@ -66,7 +66,7 @@ def with_whole(x: Tensor, dims: Sequence[int], op: Callable[[Tensor], Tensor]) -
     axis, found = x.spec.spatial.axis(placement.axis), with_whole(moved, dims, op)
     extents = nonempty(proportional_extents(placement.extents, found.shape[dim]))
     spec = found.spec if isinstance(found, SpatialTensor) else x.spec.with_(tuple(found.shape), ())
-    local = local_of(found) if isinstance(found, SpatialTensor) else found
+    local = local_or_whole(found)
     there = next((p for p in spec.placements if p.axis == axis.name), None)
     if extents is None:
         return wrap(*gather_axes(local, spec, [axis.name]))

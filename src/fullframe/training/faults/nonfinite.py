@@ -10,7 +10,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fullframe.model.fsdp import is_sharded
 from fullframe.ranks.agreement import from_all_ranks
-from fullframe.spatial.tensor import SpatialTensor, local_of
+from fullframe.spatial.tensor import local_or_whole
 
 _Found = tuple[int, str] | None  # how early, and what
 
@@ -69,6 +69,6 @@ def _first(values: Iterable[tuple[str, Any]]) -> _Found:
 def _is_broken(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return False
-    tensor: Any = local_of(value) if isinstance(value, SpatialTensor) else value
+    tensor = local_or_whole(value)
     tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
