@@ -1,0 +1,1 @@
+"""What always-on observation costs: the timeline and the watch on leaks, beside the same step without them."""

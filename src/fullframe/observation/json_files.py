@@ -1,0 +1,95 @@
+"""JSON that another process writes meanwhile, and values of whatever type they should be, or None."""
+
+import json
+import os
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+_MOST = 1e18
+
+
+class JsonLines:
+    """The objects of a file of JSON lines that is written meanwhile."""
+
+    def __init__(self, path: Path):
+        self._path, self._offset, self._file_number = path, 0, 0
+        self.unreadable = 0
+
+    def fresh(self) -> tuple[list[dict[str, Any]], bool]:
+        """What came since the last call; and whether the file is another one than then, and this all of it."""
+        try:
+            with open(self._path, "rb") as file:
+                found = os.fstat(file.fileno())
+                again = found.st_ino != self._file_number or found.st_size < self._offset
+                if again:
+                    self._offset, self._file_number, self.unreadable = 0, found.st_ino, 0
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            again = self._offset > 0
+            self._offset = self._file_number = self.unreadable = 0
+            return [], again
+        whole, newline, _ = data.rpartition(b"\n")  # what follows the last newline may still be written
+        self._offset += len(whole) + len(newline)
+        return list(self._parsed(whole)), again
+
+    def _parsed(self, lines: bytes) -> Iterator[dict[str, Any]]:
+        for line in lines.splitlines():
+            found = _parse(line)
+            if found is not None:
+                yield found
+            elif line.strip():
+                self.unreadable += 1
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none."""
+    try:
+        return _parse(path.read_bytes())
+    except OSError:
+        return None
+
+
+def number(value: Any) -> float | None:
+    """A number that bytes, seconds or steps may have; truth is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < _MOST else None
+
+
+def whole_number(value: Any) -> int | None:
+    """A finite number without its fraction."""
+    found = number(value)
+    return None if found is None else int(found)
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """An object, or an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def numbers(value: Any) -> dict[str, float]:
+    """The entries of an object that are finite numbers."""
+    return {name: found for name, each in mapping(value).items() if (found := number(each)) is not None}
+
+
+def sizes(value: Any) -> dict[str, int]:
+    """The entries of an object that are finite numbers, without fractions."""
+    return {name: int(each) for name, each in numbers(value).items()}
+
+
+def moment(value: Any) -> datetime | None:
+    """An ISO 8601 time, with the zone of this machine where it names none."""
+    try:
+        return datetime.fromisoformat(value).astimezone()
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,58 @@
+"""observed/rank<k>.jsonl: a line for an observed step; thinned, so that it stays short however long a run is."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fullframe.processes.whole_files import replace_text
+
+_LINES = 1200  # then every second one goes, but those with a trace
+
+
+class TimelineFile:
+    """Lines by `add`, of every step at first, later of every second, fourth, ...; a disk that is full is left alone."""
+
+    def __init__(self, run_dir: Path, rank: int, done: int):
+        """`done` steps are done: what a file of before says of later ones is forgotten."""
+        self._path = run_dir / "observed" / f"rank{rank}.jsonl"
+        self._lines, self._every = 0, 1
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [row for row in _rows(self._path) if row.get("step", 0) <= done] if done else []
+            self._replace(kept)
+
+    def wants(self, step: int) -> bool:
+        """Whether a line of this step is kept, if nothing special is in it."""
+        return step % self._every == 0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """One more line."""
+        with suppress(OSError):
+            with open(self._path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+            self._lines += 1
+            if self._lines >= _LINES:
+                self._thin()
+
+    def _thin(self) -> None:
+        self._every *= 2
+        rows = _rows(self._path)
+        kept = [row for row in rows if "bytes" in row or row["step"] % self._every == 0]
+        if len(kept) > _LINES // 2 + 1:  # mostly traces
+            kept = kept[len(kept) % 2 :: 2]
+        self._replace(kept)
+
+    def _replace(self, rows: list[dict[str, Any]]) -> None:
+        replace_text(self._path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._lines = len(rows)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]

@@ -1,0 +1,347 @@
+"""What one wants to know of a run at a glance: how fast, how full, who is slow, and what needs a look."""
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from fullframe.observation.out_of_memory.account import PAGE
+from fullframe.observation.out_of_memory.words import happened
+from fullframe.observation.run_files import Observed, RunFiles
+from fullframe.observation.units import duration_text, seconds_text, size_text
+from fullframe.wording import plural
+
+_RECENT = 50  # observed steps, or recorded ones, that "now" means
+_WAITING = ("exchange", "all_reduce")  # where a rank waits for a slower one
+_QUIET_SECONDS = 120.0
+_DATA_SHARE, _SLOW_SHARE, _FULL_SHARE, _SLOWER_SHARE = 0.1, 0.1, 0.95, 0.3
+_BYTES_OFF, _SECONDS_OFF, _OTHERS_SHARE = 0.1, 0.25, 0.01
+_SAID_IN_LOG = ("warning:", "started again", "out of memory", "left out")
+_SAID_ELSEWHERE = ("ran out of memory in ", " out of memory: ")  # a finding of its own
+
+Level = Literal["bad", "warn", "info"]
+
+
+class Finding(NamedTuple):
+    """Something about a run that a person should know; `remedy` may be empty."""
+
+    level: Level
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankNow:
+    """One rank's last steps: median seconds by kind, and the newest memory."""
+
+    rank: int
+    step: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    modules: Mapping[str, int] = field(default_factory=dict)
+    reserved_bytes: int | None = None
+    limit_bytes: int | None = None
+    host_bytes: int | None = None
+    gpu_percent: float | None = None
+    others_bytes: int | None = None
+
+    @property
+    def busy_seconds(self) -> float:
+        """What it works itself; in exchanges and all-reduces a rank waits for the others too."""
+        return sum(value for kind, value in self.seconds.items() if kind not in _WAITING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A run in a few numbers; None where they cannot be known.
+
+    `slowest` is the rank that the others wait for, with its share of work above the median rank's, where that is
+    more than a tenth. `peak` is the observed step that held most bytes, of all ranks.
+    """
+
+    step: int
+    steps: int | None
+    loss: float | None
+    first_loss: float | None
+    best_loss: float | None
+    step_seconds: float | None
+    images_per_second: float | None
+    seconds_left: float | None
+    lasted_seconds: float | None
+    skipped: int
+    ranks: tuple[RankNow, ...]
+    slowest: tuple[int, float] | None
+    peak: tuple[int, Observed] | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def level(self) -> Literal["good", "bad", "warn", "info"]:
+        """The worst of the findings."""
+        levels = {finding.level for finding in self.findings}
+        return "bad" if "bad" in levels else "warn" if "warn" in levels else "good"
+
+
+def summarize(run: RunFiles, now: float | None = None) -> Summary:
+    """The run at a glance; `now` is the time since 1970, this moment's unless given."""
+    now = time.time() if now is None else now
+    ranks = tuple(_rank_now(rank, rows) for rank, rows in run.observed.items())
+    _, losses = run.table.known("loss")
+    seconds = _step_seconds(run, ranks)
+    batch_size = run.facts.batch_size if run.facts is not None else None
+    left = run.steps - run.step if run.steps is not None and run.state == "running" else None
+    pace = _pace(run) or seconds
+    summary = Summary(
+        step=run.step,
+        steps=run.steps,
+        loss=run.table.last("loss"),
+        first_loss=losses[0] if losses else None,
+        best_loss=min(losses, default=None),
+        step_seconds=seconds,
+        images_per_second=batch_size / seconds if batch_size and seconds else None,
+        seconds_left=left * pace if left is not None and pace else None,
+        lasted_seconds=_lasted(run, now),
+        skipped=int(sum(run.table.known("skipped")[1])),
+        ranks=ranks,
+        slowest=slowest_of(ranks),
+        peak=_peak(run),
+        findings=(),
+    )
+    return _with_findings(summary, run, now)
+
+
+def _with_findings(summary: Summary, run: RunFiles, now: float) -> Summary:
+    order = {"bad": 0, "warn": 1, "info": 2}
+    return replace(summary, findings=tuple(sorted(_findings(run, summary, now), key=lambda f: order[f.level])))
+
+
+def slowest_of(ranks: Sequence[RankNow]) -> tuple[int, float] | None:
+    """The rank with most work of its own, where it is more than a tenth above the median."""
+    busy = {rank.rank: rank.busy_seconds for rank in ranks if rank.seconds}
+    if len(busy) < 2:
+        return None
+    most, usual = max(busy, key=lambda rank: busy[rank]), statistics.median_low(busy.values())
+    share = busy[most] / usual - 1 if usual else 0.0
+    return (most, share) if share > _SLOW_SHARE else None
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of each value and its neighbours, a fortieth of all on either side; ends have fewer neighbours."""
+    given = np.array(values, dtype=float)
+    known = np.isfinite(given)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, given, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    places = np.arange(len(given))
+    # As many before as after, or the mean would lag.
+    side = np.minimum(max(len(given) // 40, 2), np.minimum(places, places[::-1]))
+    first, stop = places - side, places + side + 1
+    count = counts[stop] - counts[first]
+    means: list[float] = np.where(count > 0, (sums[stop] - sums[first]) / np.maximum(count, 1), np.nan).tolist()
+    return means
+
+
+def _rank_now(rank: int, rows: Sequence[Observed]) -> RankNow:
+    recent = rows[-_RECENT:]
+    kinds = dict.fromkeys(kind for row in recent for kind in row.seconds)
+    seconds = {}
+    for kind in kinds:
+        known = [row.seconds[kind] for row in recent if kind in row.seconds]
+        if known:
+            seconds[kind] = statistics.median(known)
+
+    def newest(name: str) -> Any:
+        return next((found for row in reversed(rows) if (found := getattr(row, name))), None)
+
+    def latest(name: str) -> Any:  # the driver is asked once a second: of a few rows, those that know
+        return next((found for row in reversed(recent) if (found := getattr(row, name)) is not None), None)
+
+    return RankNow(
+        rank=rank,
+        step=rows[-1].step,
+        seconds=seconds,
+        peak_bytes=newest("peak_bytes"),
+        bytes=newest("bytes") or {},
+        modules=newest("modules") or {},
+        reserved_bytes=newest("reserved_bytes"),
+        limit_bytes=newest("limit_bytes"),
+        host_bytes=newest("host_bytes"),
+        gpu_percent=latest("gpu_percent"),
+        others_bytes=latest("others_bytes"),
+    )
+
+
+def _step_seconds(run: RunFiles, ranks: Sequence[RankNow]) -> float | None:
+    """Of a usual step now, reading its batch included where that was observed."""
+    _, known = run.table.known("step_seconds")
+    if not known:
+        whole = [sum(rank.seconds.values()) for rank in ranks if rank.seconds]
+        return max(whole, default=None)
+    return statistics.median(known[-_RECENT:]) + max((rank.seconds.get("data", 0.0) for rank in ranks), default=0.0)
+
+
+def _pace(run: RunFiles) -> float | None:
+    """Seconds a step by the clock, evaluations included, over the steps observed last."""
+    for rows in run.observed.values():
+        timed = [(row.step, row.time) for row in rows[-_RECENT:] if row.time is not None]
+        if len(timed) > 1:
+            (step, begun), (last, ended) = timed[0], timed[-1]
+            return (ended - begun) / (last - step)
+    return None
+
+
+def _lasted(run: RunFiles, now: float) -> float | None:
+    facts = run.facts
+    if facts is None or facts.started is None:
+        return None
+    if facts.ended is not None:
+        return (facts.ended - facts.started).total_seconds()
+    end = now if run.state == "running" else run.written
+    return None if end is None else end - facts.started.timestamp()
+
+
+def _peak(run: RunFiles) -> tuple[int, Observed] | None:
+    rows = [(rank, row) for rank, found in run.observed.items() for row in found if row.peak_bytes]
+    # Of equal peaks one that says what it is made of.
+    return max(rows, key=lambda pair: (pair[1].peak_bytes or 0, bool(pair[1].bytes)), default=None)
+
+
+def _findings(run: RunFiles, summary: Summary, now: float) -> Iterator[Finding]:
+    yield from _of_state(run, now)
+    yield from _of_loss(run, summary)
+    for leak in run.leaks:
+        yield Finding("bad", f"leak: {leak_sentence(leak)}")
+    yield from _of_memory(run, summary)
+    yield from _of_others(summary)
+    yield from _of_time(run, summary)
+    yield from _of_prediction(run, summary)
+    if run.facts is not None and run.facts.restarts:
+        times = "once" if run.facts.restarts == 1 else f"{run.facts.restarts} times"
+        yield Finding("warn", f"the ranks were started again {times}", "the messages say why")
+    known = [str(leak.get("text")) for leak in run.leaks]
+    said = [line for line in run.log if any(sign in line for sign in _SAID_IN_LOG) and not line.endswith(tuple(known))]
+    said = [line for line in said if not any(sign in line for sign in _SAID_ELSEWHERE)]
+    yield from (Finding("info", line) for line in dict.fromkeys(said[-5:]))
+    if run.unreadable:
+        yield Finding("info", f"{plural(run.unreadable, 'line')} of the run's files could not be read and left out")
+
+
+def _of_state(run: RunFiles, now: float) -> Iterator[Finding]:
+    reason = f": {run.facts.reason}" if run.facts is not None and run.facts.reason else ""
+    recipe = (run.facts.recipe if run.facts is not None else "") or "RECIPE"
+    go_on = f"go on with: fullframe train {recipe} --run-dir {run.path} --resume, and the options it was started with"
+    if run.state == "died":
+        pid = run.facts.pid if run.facts is not None else None
+        yield Finding("bad", f"the run died after step {run.step}: process {pid} is gone and said nothing", go_on)
+    elif run.state == "failed":
+        yield Finding("bad", f"the run failed after step {run.step}{reason}", go_on)
+    elif run.state == "stopped":
+        yield Finding("info", f"the run was stopped after step {run.step}{reason}", go_on)
+    elif run.state == "running" and run.written is not None and now - run.written > _QUIET_SECONDS:
+        quiet = duration_text(now - run.written)
+        yield Finding("warn", f"nothing was written for {quiet}", "a step may take that long; or look into stacks/")
+    elif run.state == "unknown":
+        yield Finding("info", "there is no run.json, so it is not known whether the run goes on")
+    lost = run.out_of_memory
+    if lost is not None:
+        survived = run.state != "failed" and (run.goes_on or run.step >= lost.step)
+        went_on = f"; {run.goes_on}" if run.goes_on else ""
+        remedy = lost.ways[0].command if lost.ways else f"see {run.path / PAGE}" if (run.path / PAGE).exists() else ""
+        yield Finding("warn" if survived else "bad", f"{happened(lost)}{went_on}", remedy)
+
+
+def _of_loss(run: RunFiles, summary: Summary) -> Iterator[Finding]:
+    column = run.table.column("loss")
+    if summary.skipped:
+        share = summary.skipped / len(run.table)
+        level: Level = "bad" if share > 0.1 else "warn"
+        steps = plural(summary.skipped, "step")
+        yield Finding(
+            level,
+            f"{steps} of {len(run.table)} skipped: the loss or a gradient was not finite",
+            "a lower learning rate, or clip_norm",
+        )
+    elif len(column) and column[-1] != column[-1]:
+        yield Finding("bad", "the last loss is not finite")
+    known = run.table.known("loss")[1]
+    if len(known) >= 20:
+        part = max(len(known) // 10, 5)
+        first, last = statistics.median(known[:part]), statistics.median(known[-part:])
+        if last > first:
+            yield Finding(
+                "warn",
+                f"the loss is higher than at the start: {last:.4g} after {first:.4g}",
+                "a lower learning rate, or clip_norm",
+            )
+
+
+def _of_memory(run: RunFiles, summary: Summary) -> Iterator[Finding]:
+    full = []
+    for rank in summary.ranks:
+        held = max(rank.peak_bytes or 0, rank.reserved_bytes or 0)
+        if rank.limit_bytes and held > _FULL_SHARE * rank.limit_bytes:
+            full.append((held / rank.limit_bytes, held, rank))
+    if full:
+        _, held, rank = max(full, key=lambda each: each[0])
+        others = f", and {len(full) - 1} more nearly as much" if len(full) > 1 else ""
+        text = f"rank {rank.rank} holds {size_text(held)} of {size_text(rank.limit_bytes or 0)}{others}: little is left"
+        yield Finding("warn", text, "more microbatches, recompute, or more ranks")
+
+
+def _of_others(summary: Summary) -> Iterator[Finding]:
+    """Memory of a rank's own GPU that other processes have."""
+    for rank in summary.ranks:
+        if rank.limit_bytes and (rank.others_bytes or 0) > _OTHERS_SHARE * rank.limit_bytes:
+            size = size_text(rank.others_bytes or 0)
+            yield Finding("warn", f"other processes hold {size} of rank {rank.rank}'s GPU", "fullframe watch gpus")
+
+
+def _of_time(run: RunFiles, summary: Summary) -> Iterator[Finding]:
+    whole = {rank.rank: sum(rank.seconds.values()) for rank in summary.ranks}
+    waits = {r.rank: r.seconds.get("data", 0.0) / whole[r.rank] for r in summary.ranks if whole[r.rank]}
+    if waits and max(waits.values()) > _DATA_SHARE:
+        rank = max(waits, key=lambda number: waits[number])
+        text = f"rank {rank} waits for data {waits[rank]:.0%} of a step"
+        yield Finding("warn", text, "more workers in the recipe, or a reader that decodes only its slice")
+    if summary.slowest is not None:
+        rank, share = summary.slowest
+        yield Finding("warn", f"rank {rank} works {share:.0%} longer on a step than the others, who wait for it")
+    known = run.table.known("step_seconds")[1]
+    if len(known) >= 100:
+        part = len(known) // 10
+        early, late = statistics.median(known[part : 2 * part]), statistics.median(known[-part:])
+        if late > (1 + _SLOWER_SHARE) * early:
+            yield Finding("warn", f"steps became slower: {late:.3g} s after {early:.3g} s")
+
+
+def _of_prediction(run: RunFiles, summary: Summary) -> Iterator[Finding]:
+    for name, predicted, found, most in compared(run, summary):
+        share = found / predicted - 1
+        if abs(share) > most:
+            shown = (
+                (size_text(predicted), size_text(found))
+                if name == "peak memory"
+                else (seconds_text(predicted), seconds_text(found))
+            )
+            yield Finding("info", f"{name}: {shown[0]} predicted, {shown[1]} measured ({share:+.0%})")
+
+
+def compared(run: RunFiles, summary: Summary) -> Iterator[tuple[str, float, float, float]]:
+    """What was predicted and measured: name, predicted, measured, and how far off is worth saying."""
+    prediction = run.facts.prediction if run.facts is not None else None
+    if prediction is None:
+        return
+    if prediction.peak_bytes and summary.peak is not None and summary.peak[1].peak_bytes:
+        yield "peak memory", prediction.peak_bytes, summary.peak[1].peak_bytes, _BYTES_OFF
+    _, known = run.table.known("step_seconds")
+    if prediction.step_seconds and known:
+        yield "step time", prediction.step_seconds, statistics.median(known[-_RECENT:]), _SECONDS_OFF
+
+
+def leak_sentence(leak: Mapping[str, Any]) -> str:
+    """What a leak's record says, with its place."""
+    text = str(leak.get("text") or leak.get("leak") or "").removeprefix("leak: ")
+    place = f"{leak['path']}:{leak.get('line', '?')}" if leak.get("path") else ""
+    return text if not place or place in text else f"{text} ({place})"

@@ -1,0 +1,65 @@
+"""metrics.jsonl as columns of numbers."""
+
+import bisect
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+
+_MOST = 2**63  # of what is not written as a float
+
+
+class Table:
+    """metrics.jsonl as columns of numbers: 8 bytes a value, so that a run of a million steps can be held.
+
+    `steps` grows strictly; `column(name)` has a value for each of them, NaN where there is none. A step that comes
+    again, after a resume, takes the place of what there was from that step on.
+    """
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def names(self) -> list[str]:
+        """What was recorded, in the order of its first appearance."""
+        return list(self._columns)
+
+    def column(self, name: str) -> Sequence[float]:
+        """One value a step; all NaN where `name` was never recorded."""
+        return self._columns.get(name) or array("d", [math.nan]) * len(self.steps)
+
+    def known(self, name: str) -> tuple[list[int], list[float]]:
+        """The steps on which `name` is a number, and the numbers."""
+        values = np.array(self.column(name))
+        there = ~np.isnan(values)
+        return np.array(self.steps)[there].tolist(), values[there].tolist()
+
+    def last(self, name: str) -> float | None:
+        """The newest number."""
+        return next((value for value in reversed(self.column(name)) if value == value), None)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """One line that has a step."""
+        step = int(record["step"])
+        start = bisect.bisect_left(self.steps, step)
+        if start < len(self.steps):
+            del self.steps[start:]
+            for column in self._columns.values():
+                del column[start:]
+        for name, value in record.items():
+            if name != "step" and _is_number(value) and name not in self._columns:
+                self._columns[name] = array("d", [math.nan]) * len(self.steps)
+        self.steps.append(step)
+        for name, column in self._columns.items():
+            value = record.get(name)
+            column.append(float(value) if _is_number(value) else math.nan)
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < _MOST)

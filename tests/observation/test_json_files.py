@@ -1,0 +1,38 @@
+"""What a file says when it is torn, gone, or of other types than it should."""
+
+import math
+from pathlib import Path
+
+from fullframe.observation.json_files import JsonLines, moment, number, numbers, read_object, sizes, whole_number
+
+
+def test_lines_are_given_once_and_again_when_the_file_is_another(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    lines = JsonLines(path)
+    assert lines.fresh() == ([], False), "not there yet"
+    path.write_text('{"a": 1}\n\n[2]\n{"a": 3')
+    assert lines.fresh() == ([{"a": 1}], True) and lines.unreadable == 1
+    assert lines.fresh() == ([], False)
+    path.write_text('{"b": 1}\n')  # shorter
+    assert lines.fresh() == ([{"b": 1}], True) and lines.unreadable == 0
+    path.unlink()
+    assert lines.fresh() == ([], True), "what was read is no longer there"
+
+
+def test_values_of_other_types_are_none() -> None:
+    wrong = ["3", None, True, math.nan, math.inf, [], {}]
+    assert [number(value) for value in wrong] == [None] * len(wrong)
+    assert (number(3), whole_number(3.9)) == (3.0, 3)
+    assert numbers({"a": 1, "b": "2"}) == {"a": 1.0} and numbers([1]) == {}
+    assert sizes({"a": 1.7, "b": math.inf}) == {"a": 1}
+    assert moment("soon") is None and moment(None) is None
+    found = moment("2026-03-14T09:26:00+00:00")
+    assert found is not None and found.timestamp() == 1773480360
+
+
+def test_an_object_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "object"
+    assert read_object(path) is None
+    for text, found in (("{", None), ("[1]", None), ('{"a": 1}', {"a": 1})):
+        path.write_text(text)
+        assert read_object(path) == found

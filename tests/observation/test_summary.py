@@ -1,0 +1,164 @@
+"""What a run looks like at a glance, and what is found to need a look."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fullframe.observation.run_files import read_run
+from fullframe.observation.summary import Finding, compared, leak_sentence, slowest_of, smoothed, summarize
+from tests.observation.run_writer import (
+    LEAK,
+    MIB,
+    STARTED,
+    WAYS,
+    facts,
+    good_run,
+    observations,
+    out_of_memory,
+    records,
+    troubled_run,
+    write_run,
+)
+
+
+def texts(findings: tuple[Finding, ...], level: str) -> list[str]:
+    return [finding.text for finding in findings if finding.level == level]
+
+
+def test_a_good_run_needs_no_look(tmp_path: Path) -> None:
+    summary = summarize(read_run(good_run(tmp_path / "run")))
+    assert (summary.level, summary.findings) == ("good", ())
+    assert (summary.step, summary.steps, summary.skipped, summary.slowest) == (300, 300, 0, None)
+    assert summary.lasted_seconds == 123
+    assert summary.step_seconds == pytest.approx(0.43 + 0.004, abs=0.02), "a step, and reading its batch"
+    assert summary.images_per_second == pytest.approx(4 / summary.step_seconds)
+    assert summary.peak is not None and summary.peak[0] == 1, "rank 1 holds one per cent more"
+    assert summary.peak[1].peak_bytes == max(row.peak_bytes or 0 for row in read_run(tmp_path / "run").observed[1])
+
+
+def test_troubles_are_found_each_once_the_worst_first(tmp_path: Path) -> None:
+    summary = summarize(read_run(troubled_run(tmp_path / "run")))
+    assert summary.level == "bad" and summary.slowest is not None
+    assert summary.slowest[0] == 2 and summary.slowest[1] == pytest.approx(0.3)
+    bad, warn = texts(summary.findings, "bad"), texts(summary.findings, "warn")
+    assert bad == [
+        "the run failed after step 300: RunError: 3 steps in a row were skipped",
+        LEAK["text"],
+    ]
+    assert warn == [
+        "3 steps of 200 skipped: the loss or a gradient was not finite",
+        "rank 3 holds 3.1 GiB of 3.1 GiB, and 3 more nearly as much: little is left",
+        "rank 2 works 30% longer on a step than the others, who wait for it",
+        "the ranks were started again 2 times",
+    ]
+    assert texts(summary.findings, "info") == ["2026-03-14 09:27:01 warning: rank 3 died (SIGKILL)"]
+    assert [finding.level for finding in summary.findings] == ["bad"] * 2 + ["warn"] * 4 + ["info"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "now", "level", "said"),
+    [
+        ({"state": "stopped", "reason": "by SIGTERM"}, 0.0, "info", "the run was stopped after step 300: by SIGTERM"),
+        ({"state": "running", "pid": 2**22 + 1, "ended": None}, 0.0, "bad", "the run died after step 300: process"),
+        ({"state": "running", "ended": None}, 600.0, "warn", "nothing was written for 10 min 00 s"),
+        ({"restarts": 1}, 0.0, "warn", "the ranks were started again once"),
+    ],
+)
+def test_the_state_of_a_run_is_said(tmp_path: Path, changes, now, level, said) -> None:
+    path = good_run(tmp_path / "run", **changes)
+    written = read_run(path).written
+    assert written is not None
+    summary = summarize(read_run(path), written + now)
+    assert next(iter(texts(summary.findings, level))).startswith(said)
+
+
+def test_a_live_run_knows_how_long_it_will_take(tmp_path: Path) -> None:
+    path = good_run(tmp_path / "run", state="running", ended=None)
+    run = facts(state="running", ended=None, steps=500, step=300)
+    summary = summarize(read_run(write_run(path, run=run)), STARTED.timestamp() + 130)
+    assert summary.lasted_seconds == 130
+    assert summary.seconds_left == pytest.approx(200 * 0.41), "by the clock of what was observed"
+
+
+def test_a_loss_that_rises_or_breaks_is_told(tmp_path: Path) -> None:
+    rising = [{"step": n, "loss": 1 + 0.1 * n, "step_seconds": 0.1} for n in range(1, 41)]
+    summary = summarize(read_run(write_run(tmp_path / "rising", metrics=rising)))
+    assert texts(summary.findings, "warn") == ["the loss is higher than at the start: 4.8 after 1.3"]
+    broken = [*records(30), {"step": 31, "loss": None, "skipped": False}]
+    assert texts(summarize(read_run(write_run(tmp_path / "nan", metrics=broken))).findings, "bad") == [
+        "the last loss is not finite"
+    ]
+
+
+def test_waiting_for_data_and_slower_steps_are_told(tmp_path: Path) -> None:
+    metrics = [{"step": n, "loss": 1 / n, "step_seconds": 0.1 if n < 150 else 0.2} for n in range(1, 201)]
+    rows = observations(0, range(1, 201))
+    for row in rows:
+        row["seconds"]["data"] = 0.2
+    run = read_run(write_run(tmp_path / "run", metrics=metrics, observed={0: rows}))
+    assert texts(summarize(run).findings, "warn") == [
+        "rank 0 waits for data 33% of a step",
+        "steps became slower: 0.2 s after 0.1 s",
+    ]
+
+
+def test_a_prediction_that_is_off_is_told_and_one_that_holds_is_not(tmp_path: Path) -> None:
+    path = good_run(tmp_path / "run")
+    run = read_run(path)
+    assert [name for name, *_ in compared(run, summarize(run))] == ["peak memory", "step time"]
+    wrong = facts(prediction={"peak_bytes": 1500 * MIB, "step_seconds": 0.2})
+    found = texts(summarize(read_run(write_run(path, run=wrong))).findings, "info")
+    assert [text.split(":")[0] for text in found] == ["peak memory", "step time"]
+    assert "1.46 GiB predicted, 2.9" in found[0] and "200 ms predicted, 43" in found[1]
+
+
+def test_an_out_of_memory_and_unreadable_lines_are_told(tmp_path: Path) -> None:
+    path = good_run(tmp_path / "run")
+    (path / "oom.json").write_text(json.dumps(out_of_memory(step=301, strategy={})))
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write("\x00\x00\n")
+    summary = summarize(read_run(path))
+    text = "rank 1 ran out of memory in step 301, in forward; 0.586 GiB were asked for"
+    assert texts(summary.findings, "bad") == [text]
+    assert texts(summary.findings, "info") == ["1 line of the run's files could not be read and left out"]
+
+
+def test_an_out_of_memory_that_the_run_survived_is_a_warning(tmp_path: Path) -> None:
+    path = good_run(tmp_path / "run")
+    (path / "oom.json").write_text(json.dumps(out_of_memory(ways=WAYS)))
+    with open(path / "log.txt", "a") as file:
+        file.write("2026-03-14 09:28 rank 1 ran out of memory in step 201\n2026-03-14 09:28 out of memory: oom.html\n")
+    (found,) = summarize(read_run(path)).findings
+    assert found.level == "warn" and found.remedy == WAYS[0]["command"]
+    assert found.text.endswith("asked for; going on with 2 microbatches in place of 1")
+
+
+def test_the_slowest_rank_is_the_one_that_works_most_not_the_one_that_waits(tmp_path: Path) -> None:
+    rows = {rank: observations(rank, [1, 2, 3], 1.5 if rank == 1 else 1.0) for rank in range(3)}
+    for rank in (0, 2):  # what the others wait for is rank 1: their steps take as long as its
+        for row in rows[rank]:
+            row["seconds"]["exchange"] += 2.0
+    ranks = summarize(read_run(write_run(tmp_path / "run", metrics=records(3), observed=rows))).ranks
+    slowest = slowest_of(ranks)
+    assert slowest is not None and slowest[0] == 1
+    assert slowest_of(ranks[:1]) is None and slowest_of(()) is None
+
+
+def test_smoothing_does_not_lag_and_skips_what_is_not_finite() -> None:
+    line = [float(n) for n in range(100)]
+    assert smoothed(line) == pytest.approx(line), "a straight line stays where it is"
+    line[50] = math.nan
+    assert all(map(math.isfinite, smoothed(line)))
+    assert smoothed([]) == []
+
+
+def test_a_leak_without_a_sentence_still_has_its_place() -> None:
+    assert f"leak: {leak_sentence(LEAK)}" == LEAK["text"]
+    assert leak_sentence({"leak": "list", "path": "job.py", "line": 7}) == "list (job.py:7)"
+
+
+def test_a_time_without_a_zone_is_this_machines(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", run=facts(started="2026-03-14T09:26:00", ended="2026-03-14T09:27:00")))
+    assert summarize(run).lasted_seconds == 60

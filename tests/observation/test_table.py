@@ -1,0 +1,24 @@
+"""Columns of numbers, one row a step."""
+
+import math
+
+from fullframe.observation.table import Table
+
+
+def test_a_step_that_comes_again_replaces_what_followed() -> None:
+    table = Table()
+    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 5.0)):
+        table.add({"step": step, "loss": loss} | ({"extra": 1.0} if step == 3 else {}))
+    assert (list(table.steps), list(table.column("loss"))) == ([1, 2], [1.0, 5.0])
+    assert table.known("extra") == ([], [])
+
+
+def test_a_name_that_comes_late_or_goes_has_gaps() -> None:
+    table = Table()
+    table.add({"step": 1, "loss": 1.0, "text": "no number", "skipped": False})
+    table.add({"step": 5, "loss": None, "error": 3})
+    table.add({"step": 6, "error": 4.5})
+    assert table.names == ["loss", "skipped", "error"]
+    assert (table.known("loss"), table.known("error")) == (([1], [1.0]), ([5, 6], [3.0, 4.5]))
+    assert (table.last("loss"), table.last("error"), table.last("nothing")) == (1.0, 4.5, None)
+    assert all(map(math.isnan, table.column("nothing"))) and len(table.column("nothing")) == len(table) == 3
