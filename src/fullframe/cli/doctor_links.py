@@ -1,0 +1,27 @@
+"""One rank of the bandwidth measurement: `python -m fullframe.cli.doctor_links FILE`."""
+
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Measure, and end."""
+    from fullframe.processes.orphans import die_with_launcher
+
+    die_with_launcher()
+    import torch
+    import torch.distributed as dist
+
+    from fullframe.doctor.environment.links import measure_links
+    from fullframe.ranks import device
+
+    gpus = device.count() > 1
+    if gpus:
+        torch.accelerator.set_device_index(device.index_of_rank())
+    dist.init_process_group("nccl" if gpus else "gloo")
+    measure_links(Path(sys.argv[1]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

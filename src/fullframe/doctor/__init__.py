@@ -1,0 +1,1 @@
+"""Mistakes that waste memory or break gradients, found and named."""

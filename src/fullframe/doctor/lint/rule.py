@@ -1,0 +1,69 @@
+"""What a lint rule is: a kind of finding, and a function from a program to the places that have it."""
+
+import ast
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fullframe.doctor.finding import Kind, Severity
+from fullframe.doctor.lint.training import Training
+
+ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
+_LONGEST = 40
+
+
+class Found(NamedTuple):
+    """One place; `message` is a sentence with its names."""
+
+    node: ast.AST
+    message: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`check` yields places, the same one as often as it likes."""
+
+    kind: Kind
+    check: Callable[[Training], Iterable[Found]]
+
+
+def rule(
+    code: str,
+    title: str,
+    severity: Severity,
+    *,
+    reason: str,
+    fix: str,
+    example: str,
+    instead: str,
+    default: bool = True,
+) -> Callable[[Callable[[Training], Iterable[Found]]], Rule]:
+    """Makes a rule of the function below it."""
+    kind = Kind(
+        code=code,
+        title=title,
+        severity=severity,
+        reason=reason,
+        fix=fix,
+        example=textwrap.dedent(example).strip(),
+        instead=textwrap.dedent(instead).strip(),
+        default=default,
+    )
+    return lambda check: Rule(kind, check)
+
+
+def said(node: ast.AST | None) -> str:
+    """The source of an expression, shortened."""
+    text = " ".join(ast.unparse(node).split()) if node is not None else "it"
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def is_true(node: object) -> bool:
+    """Whether an argument's value is the literal True."""
+    return getattr(node, "constant", None) is True
+
+
+def is_false(node: object) -> bool:
+    """Whether an argument's value is the literal False."""
+    return getattr(node, "constant", None) is False

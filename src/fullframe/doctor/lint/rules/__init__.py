@@ -1,0 +1,1 @@
+"""All rules of `doctor lint`, one file a family."""

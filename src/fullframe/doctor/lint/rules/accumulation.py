@@ -1,0 +1,281 @@
+"""FF135 to FF139: gradient accumulation, schedules, and parameters that no optimizer has."""
+
+from collections.abc import Iterator
+
+from fullframe.doctor.lint.program import Call, Frame, FrameKind
+from fullframe.doctor.lint.roles import Role
+from fullframe.doctor.lint.rule import ERROR, NOTE, WARNING, Found, rule, said
+from fullframe.doctor.lint.rules.gradients import accumulation
+from fullframe.doctor.lint.training import Backward, Training
+from fullframe.doctor.lint.values import Origin, Value, cone
+
+_SCALES = ("Div", "FloorDiv", "Mult")
+
+
+@rule(
+    "FF135",
+    "accumulated gradients are not divided",
+    WARNING,
+    reason=(
+        "The sum of n microbatches' gradients is n times that of their mean: the learning rate is silently n "
+        "times as large."
+    ),
+    fix="Divide the loss by the number of microbatches before backward.",
+    example="""
+    for i, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    """,
+    instead="""
+    for i, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y) / 4
+        loss.backward()
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    """,
+)
+def not_divided(training: Training) -> Iterator[Found]:
+    """Nothing between the criterion and backward divides or multiplies, and nothing is done to the gradients."""
+    for loop, _, backward in accumulation(training):
+        if _is_divided(backward) or not any(map(training.has_graph, backward.losses)):
+            continue
+        if backward.call.value.arguments or _scales_gradients(training, loop) or _sums(backward):
+            continue
+        if any(_is_opaque(loss) for loss in backward.losses):
+            continue
+        yield Found(backward.call.node, "the loss of each microbatch goes in whole, and the step comes every n-th time")
+
+
+def _is_divided(backward: Backward) -> bool:
+    stack, seen = list(backward.losses), set[int]()
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value.origin is Origin.OPERATION and value.text in _SCALES:
+            return True
+        if value.method in ("div", "mul", "div_", "mul_", "__truediv__") or value.path in ("torch.div", "torch.mul"):
+            return True
+        if value.origin in (Origin.OPERATION, Origin.EITHER):
+            stack += value.inputs
+        elif value.method == "scale":
+            stack += value.inputs[1:]
+        elif value.method in ("mean", "sum", "to", "float", "squeeze"):
+            stack.append(value.function.inputs[0])
+    return False
+
+
+def _is_opaque(loss: Value) -> bool:
+    """Whether the loss comes out of a function whose text is not known, which may have divided."""
+    for member in loss.members():
+        if member.method == "scale" and member.arguments:
+            member = member.arguments[0]
+        while member.origin in (Origin.ITEM, Origin.ATTRIBUTE):
+            member = member.inputs[0]
+        if member.origin is Origin.PARAMETER or member.method in ("training_step", "compute_loss", "forward_step"):
+            return True
+        if member.origin is Origin.CALL and member.path and not member.path.startswith("torch."):
+            return True
+    return False
+
+
+def _scales_gradients(training: Training, loop: Frame) -> bool:
+    if any(store.name == "grad" for store in training.program.stores_in(loop)):
+        return True
+    calls = training.program.calls_in(
+        loop, "div_", "mul_", "_foreach_div_", "_foreach_mul_", "register_hook", "accumulate"
+    )
+    return any(calls)
+
+
+def _sums(backward: Backward) -> bool:
+    """Whether the criterion sums over its samples, where the sum of sums is meant."""
+    for value in cone(backward.losses, 60):
+        given = (value.keywords or {}).get("reduction")
+        if given is not None and given.constant != "mean":
+            return True
+        if value.method == "sum" or value.path == "torch.sum":
+            return True
+    return False
+
+
+@rule(
+    "FF136",
+    "microbatches count alike though the loss ignores items",
+    WARNING,
+    reason=(
+        "A mean over the items that are not ignored has another count in each microbatch, so the mean of the means is "
+        "not the loss of the batch: items of sparse microbatches weigh more."
+    ),
+    fix="Use reduction='sum' and divide by the number of counted items of the whole batch.",
+    example="""
+    criterion = nn.CrossEntropyLoss(ignore_index=255)
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y) / 4
+        loss.backward()
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    """,
+    instead="""
+    criterion = nn.CrossEntropyLoss(ignore_index=255, reduction="sum")
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y) / items_of_batch
+        loss.backward()
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    """,
+)
+def uneven_means(training: Training) -> Iterator[Found]:
+    """Accumulation over a criterion that was given ignore_index or weight and takes the mean."""
+    for _, _, backward in accumulation(training):
+        for value in cone(backward.losses, 100):
+            criterion = (
+                value if value.path.startswith("torch.nn.functional.") else value.inputs[0] if value.inputs else value
+            )
+            if value.origin is not Origin.CALL or not criterion.path.startswith("torch.nn."):
+                continue
+            given = criterion.keywords or {}
+            last = criterion.path.rpartition(".")[2].lower().replace("_", "")
+            if not last.startswith(("crossentropy", "nllloss")) or not {"ignore_index", "weight"} & set(given):
+                continue
+            if "reduction" not in given or given["reduction"].constant == "mean":
+                yield Found(backward.call.node, f"{said(criterion.node)} takes a mean over another count each time")
+
+
+@rule(
+    "FF137",
+    "last microbatches are left over",
+    NOTE,
+    reason=(
+        "Where the batches are no multiple of n, the last gradients are not used, and stay to be added to the "
+        "next epoch's."
+    ),
+    fix="Take the step also at the last batch: `or i + 1 == len(loader)`.",
+    default=False,
+    example="""
+    for epoch in range(9):
+        for i, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(model(x), y) / 4
+            loss.backward()
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    """,
+    instead="""
+    for epoch in range(9):
+        for i, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(model(x), y) / 4
+            loss.backward()
+            if (i + 1) % 4 == 0 or i + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+    """,
+)
+def left_over(training: Training) -> Iterator[Found]:
+    """The test of the branch has a remainder and no length, and no update follows the loop."""
+    for loop, update, _ in accumulation(training):
+        branch = update.call.frame.innermost(FrameKind.IF)
+        if branch is None or branch.value is None or loop.parent is None:
+            continue
+        made_of = list(cone([branch.value], 80))
+        is_last = any(v.path == "builtins.len" or v.text == "Or" for v in made_of)
+        later = any(u.call.index >= loop.stop for u in training.updates_in(loop.parent))
+        if not is_last and not later:
+            yield Found(update.call.node, "gradients of the last, incomplete group are neither used nor emptied")
+
+
+@rule(
+    "FF138",
+    "scheduler steps before the optimizer",
+    WARNING,
+    reason="The first learning rate of the schedule is never used; torch warns of it once at run time.",
+    fix="Call `scheduler.step()` after `optimizer.step()`.",
+    example="""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+    for x, y in loader:
+        scheduler.step()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    """,
+    instead="""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    """,
+)
+def scheduled_too_early(training: Training) -> Iterator[Found]:
+    """In a loop all updates come after the scheduler's step."""
+    for call in training.program.calls("step"):
+        receiver = call.value.receiver
+        if receiver is None or not training.is_a(receiver, Role.SCHEDULER) or call.followed:
+            continue
+        loop = call.frame.innermost(FrameKind.LOOP)
+        if loop is None or not call.frame.is_always_run_in(loop) or call.value.arguments:
+            continue
+        updates = [u.call.index for u in training.updates_in(loop)]
+        if updates and min(updates) > call.index and not _updates_before(training, loop):
+            yield Found(call.node, f"{said(call.node.func)} comes before the first optimizer step")
+
+
+def _updates_before(training: Training, loop: Frame) -> bool:
+    return any(u.call.index < loop.start for u in training.updates)
+
+
+@rule(
+    "FF139",
+    "layer replaced after the optimizer was made",
+    ERROR,
+    reason="The optimizer holds the parameters of the old layer; those of the new one are never updated.",
+    fix="Make the optimizer after the last change of the model.",
+    example="""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.head = nn.Linear(8, 10)
+    model(x).sum().backward()
+    optimizer.step()
+    """,
+    instead="""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    model.head = nn.Linear(8, 10)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(x).sum().backward()
+    optimizer.step()
+    """,
+)
+def replaced(training: Training) -> Iterator[Found]:
+    """`model.x = nn...` after an optimizer was given the model's parameters, and no optimizer made later."""
+    made = [e for e in training.program.events if isinstance(e, Call) and _makes_optimizer(training, e)]
+    for store in training.program.stores():
+        if store.holder is None or not isinstance(store.place[2], str) or not training.is_a(store.holder, Role.MODEL):
+            continue
+        if not store.new.path.startswith("torch.nn.") or not training.is_a(store.new, Role.MODEL):
+            continue
+        before = [m for m in made if m.index < store.index and _is_given(training, m, store.holder)]
+        after = [m for m in training.program.calls("add_param_group", "parameters") if m.index > store.index]
+        if before and not after and any(u.call.index > store.index for u in training.updates):
+            yield Found(store.node, f"parameters of {said(store.new.node)} are not in the optimizer made before")
+
+
+def _makes_optimizer(training: Training, call: Call) -> bool:
+    return bool(call.value.path) and training.is_a(call.value, Role.OPTIMIZER)
+
+
+def _is_given(training: Training, made: Call, model: Value) -> bool:
+    given = (v for v in cone(made.value.inputs[1:], 100) if v.method in ("parameters", "named_parameters"))
+    return any(v.receiver is not None and training.same_model(v.receiver, model) for v in given)
+
+
+RULES = (not_divided, uneven_means, left_over, scheduled_too_early, replaced)

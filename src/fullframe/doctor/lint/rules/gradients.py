@@ -1,0 +1,231 @@
+"""FF131 to FF134: gradients that are not emptied, or emptied or clipped in the wrong place."""
+
+import ast
+from collections.abc import Iterator
+
+from fullframe.doctor.lint.program import Call, Frame, FrameKind
+from fullframe.doctor.lint.roles import Role
+from fullframe.doctor.lint.rule import ERROR, Found, rule, said
+from fullframe.doctor.lint.training import Backward, Training, Update
+from fullframe.doctor.lint.values import Origin, Value, cone
+
+CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_gradients")
+
+
+def empties(training: Training, frame: Frame) -> list[Call]:
+    """Calls of `zero_grad` inside `frame` that are not followed into this file."""
+    return [call for call in training.program.calls_in(frame, "zero_grad") if not call.followed]
+
+
+def counted_branch(frame: Frame, loop: Frame) -> Frame | None:
+    """The branch between `frame` and `loop` that is taken every n-th time only: its test has a remainder."""
+    for inner in frame.up_to(loop):
+        made_of = (
+            cone([inner.value], 60) if inner.kind is FrameKind.IF and inner.value is not None and inner.arm else ()
+        )
+        if any(value.origin is Origin.OPERATION and value.text == "Mod" for value in made_of):
+            return inner
+    return None
+
+
+def accumulation(training: Training) -> Iterator[tuple[Frame, Update, Backward]]:
+    """Loops with a backward pass each time and an update every n-th time."""
+    for update in training.updates:
+        loop = update.call.frame.innermost(FrameKind.LOOP)
+        if loop is None or counted_branch(update.call.frame, loop) is None:
+            continue
+        for backward in training.backwards_in(loop):
+            if backward.call.frame.is_always_run_in(loop) and backward.call.value.path == "":
+                yield loop, update, backward
+
+
+def owns(training: Training, receiver: Value, update: Update) -> bool:
+    """Whether emptying `receiver`'s gradients empties those that `update` reads: the optimizer, or its model."""
+    if update.optimizer is None:
+        return False
+    if any(a is b for a in receiver.members() for b in update.optimizer.members()):
+        return True
+    made_of = list(cone([update.optimizer], 60))
+    return training.is_a(receiver, Role.MODEL) and any(training.same_model(receiver, v) for v in made_of)
+
+
+@rule(
+    "FF131",
+    "gradients are never emptied",
+    ERROR,
+    reason="backward adds to the gradients, so each update uses the sum of all steps so far.",
+    fix="Call `optimizer.zero_grad()` once for every update, before backward or after the step.",
+    example="""
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    """,
+    instead="""
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    """,
+)
+def never_emptied(training: Training) -> Iterator[Found]:
+    """A loop with backward pass and update, in which nothing empties gradients."""
+    for update in training.updates:
+        loop = training.step_loop(update.call.frame)
+        if loop is None or update.optimizer is None or empties(training, loop) or _empties_by_hand(training, loop):
+            continue
+        models = [c.value.function for c in training.model_calls_in(loop)]
+        if training.escapes([update.optimizer, *models], loop) or _may_empty(training, loop):
+            continue
+        outer = next((f for f in loop.enclosing() if f is not loop and empties(training, f)), None)
+        what = "only outside the loop" if outer is not None and outer.kind is FrameKind.LOOP else "nowhere in the loop"
+        yield Found(update.call.node, f"gradients of {said(_object(update))} are emptied {what}")
+
+
+def _object(update: Update) -> ast.AST:
+    func = update.call.node.func
+    return func.value if isinstance(func, ast.Attribute) and update.scaler is None else update.call.node
+
+
+def _empties_by_hand(training: Training, frame: Frame) -> bool:
+    if any(store.name == "grad" for store in training.program.stores_in(frame)):
+        return True
+    return any(c.value.receiver is not None and c.receiver.text == "grad"
+               for c in training.program.calls_in(frame, "zero_", "fill_", "copy_", "mul_"))  # fmt: skip
+
+
+def _may_empty(training: Training, frame: Frame) -> bool:
+    """Whether a method whose text is not in the file, or a callback, may do it."""
+    for event in training.program.events_in(frame):
+        if not isinstance(event, Call) or event.followed or event.value.path:
+            continue
+        base = event.value.receiver
+        is_own = base is not None and base.origin in (Origin.INSTANCE, Origin.PARAMETER) and base.text == "self"
+        name = event.value.function.text.lower()
+        is_suspect = any(word in name for word in ("zero", "reset", "clear"))
+        is_suspect = is_suspect or (base is not None and base.origin is Origin.INSTANCE)
+        if is_suspect and not training.is_a(event.value.function, Role.MODEL | Role.CRITERION):
+            return True
+        if is_own or (event.value.function.origin is Origin.PARAMETER and not event.value.arguments):
+            return True
+    return False
+
+
+@rule(
+    "FF132",
+    "gradients are emptied between backward and step",
+    ERROR,
+    reason="The update then has no gradients, so nothing is trained; no error is raised.",
+    fix="Call `zero_grad` before backward or after the step.",
+    example="""
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.zero_grad()
+        optimizer.step()
+    """,
+    instead="""
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    """,
+)
+def emptied_too_early(training: Training) -> Iterator[Found]:
+    """backward, zero_grad, step in this order, with no further backward pass in between."""
+    for update in training.updates:
+        loop = update.call.frame.innermost(FrameKind.LOOP, FrameKind.MODULE) or update.call.frame
+        for call in empties(training, loop):
+            if call.index >= update.call.index or not owns(training, call.receiver, update):
+                continue
+            before = [b for b in training.backwards_in(loop) if b.call.index < call.index]
+            between = [b for b in training.backwards_in(loop) if call.index < b.call.index < update.call.index]
+            earlier = [u for u in training.updates_in(loop) if u.optimizer is update.optimizer and u is not update]
+            if any(before and before[-1].call.index < u.call.index < call.index for u in earlier):
+                continue
+            if before and not between and _same_branch(call.frame, update.call.frame, loop):
+                yield Found(
+                    call.node, f"{said(call.node.func)} throws away what backward made before the step reads it"
+                )
+
+
+def _same_branch(first: Frame, second: Frame, loop: Frame) -> bool:
+    """Whether whenever `second` runs, `first` has run in the same round."""
+    around = {id(frame) for frame in second.up_to(loop)}
+    return all(
+        id(f) in around or f.kind in (FrameKind.WITH, FrameKind.TRY, FrameKind.FUNCTION) for f in first.up_to(loop)
+    )
+
+
+@rule(
+    "FF133",
+    "gradients are emptied more often than used",
+    ERROR,
+    reason=(
+        "The update comes every n-th time but gradients are emptied every time, so those of n - 1 microbatches "
+        "are lost."
+    ),
+    fix="Call `zero_grad` in the same branch as the step.",
+    example="""
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y) / 4
+        loss.backward()
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+    """,
+    instead="""
+    for i, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y) / 4
+        loss.backward()
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    """,
+)
+def emptied_every_time(training: Training) -> Iterator[Found]:
+    """zero_grad outside the branch that the update stands in."""
+    for loop, update, _ in accumulation(training):
+        for call in empties(training, loop):
+            if call.frame.is_always_run_in(loop) and owns(training, call.receiver, update):
+                yield Found(call.node, f"{said(call.node.func)} runs every time, the step only every n-th")
+
+
+@rule(
+    "FF134",
+    "clipping that changes nothing",
+    ERROR,
+    reason="Gradients are clipped after the update has read them, or before backward has made them.",
+    fix="Clip between backward and step.",
+    example="""
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    """,
+    instead="""
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    """,
+)
+def clipped_too_late(training: Training) -> Iterator[Found]:
+    """In the loop no update follows the clipping, or no backward pass of this round comes before it."""
+    for call in training.program.calls(*CLIPS):
+        loop = training.step_loop(call.frame)
+        if loop is None or call.followed or call.frame.innermost(FrameKind.LOOP) is not loop:
+            continue
+        emptied = any(c.index < call.index for c in empties(training, loop))
+        before = any(b.call.index < call.index for b in training.backwards_in(loop))
+        after = any(u.call.index > call.index for u in training.updates_in(loop))
+        if not after or (not before and emptied):
+            when = "before backward made the gradients" if after else "after the step has read the gradients"
+            yield Found(call.node, f"{said(call.node.func)} stands {when}")
+
+
+RULES = (never_emptied, emptied_too_early, emptied_every_time, clipped_too_late)

@@ -1,0 +1,316 @@
+"""FF180 to FF184: what several ranks must do together, or each for itself."""
+
+import ast
+from collections.abc import Iterator
+
+from fullframe.doctor.lint.program import Call, Frame, FrameKind, Program
+from fullframe.doctor.lint.roles import Role
+from fullframe.doctor.lint.rule import ERROR, WARNING, Found, rule, said
+from fullframe.doctor.lint.rules.data import loops_over
+from fullframe.doctor.lint.training import Training
+from fullframe.doctor.lint.values import Origin, cone
+
+_COLLECTIVES = frozenset(
+    [
+        "all_reduce",
+        "barrier",
+        "broadcast",
+        "all_gather",
+        "all_gather_object",
+        "all_gather_into_tensor",
+        "reduce",
+        "reduce_scatter",
+        "gather",
+        "scatter",
+        "reduce_scatter_tensor",
+        "broadcast_object_list",
+        "gather_object",
+        "all_to_all",
+        "monitored_barrier",
+    ]
+)
+_SENDS = frozenset(
+    [
+        "all_reduce",
+        "all_gather",
+        "all_gather_object",
+        "all_gather_into_tensor",
+        "reduce",
+        "gather",
+        "gather_object",
+        "gather_for_metrics",
+        "sync",
+        "synchronize_between_processes",
+        "compute",
+        "reduce_dict",
+    ]
+)
+_RANK_WORDS = ("rank", "is_main", "is_master", "main_process", "is_world", "primary", "is_zero", "master")
+
+
+def _is_distributed(training: Training) -> bool:
+    return any(training.program.calls("init_process_group"))
+
+
+def asks_rank(frame: Frame) -> bool:
+    """Whether a branch depends on which rank it is."""
+    test = getattr(frame.node, "test", None)
+    return frame.kind is FrameKind.IF and test is not None and any(w in ast.unparse(test).lower() for w in _RANK_WORDS)
+
+
+def on_one_rank(program: Program, call: Call) -> bool:
+    """Whether a place is reached by some ranks only: by a branch around it, or a return before it."""
+    if any(asks_rank(frame) for frame in call.frame.enclosing()):
+        return True
+    function = call.frame.innermost(FrameKind.FUNCTION)
+    body = getattr(function.node, "body", []) if function is not None else []
+    for statement in body if isinstance(body, list) else []:
+        if isinstance(statement, ast.If) and statement.lineno < call.node.lineno:
+            leaves = isinstance(statement.body[-1], ast.Return | ast.Raise | ast.Continue)
+            if leaves and any(w in ast.unparse(statement.test).lower() for w in _RANK_WORDS):
+                return True
+    decorators = function.definition.decorators if function is not None and function.definition is not None else ()
+    return any(any(w in d.text.lower() for w in _RANK_WORDS) for d in decorators)
+
+
+@rule(
+    "FF180",
+    "collective that not all ranks reach",
+    ERROR,
+    reason=(
+        "All ranks of a group must make the same calls in the same order: those that do wait until a time-out, "
+        "often for hours."
+    ),
+    fix="Take the call out of the branch; let rank 0 alone do only what sends nothing.",
+    example="""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        dist.all_reduce(total)
+        print(total)
+    """,
+    instead="""
+    import torch.distributed as dist
+
+    dist.all_reduce(total)
+    if dist.get_rank() == 0:
+        print(total)
+    """,
+)
+def not_reached(training: Training) -> Iterator[Found]:
+    """A collective of the whole world in one arm of a branch that compares the rank, and none in the other arm."""
+    calls = [c for c in training.program.calls(*_COLLECTIVES) if c.value.path.startswith("torch.distributed.")]
+    for call in calls:
+        if "group" in "".join(map(ast.unparse, call.node.args)) or "group" in (call.value.keywords or {}):
+            continue
+        for frame in call.frame.enclosing():
+            if frame.kind is not FrameKind.IF or not _compares_rank(frame):
+                continue
+            others = [c for c in calls for f in c.frame.enclosing() if f.node is frame.node and f.arm is not frame.arm]
+            if not others and not _leaves_elsewhere(frame):
+                yield Found(
+                    call.node, f"{said(call.node.func)} is reached only where {said(getattr(frame.node, 'test', None))}"
+                )
+            break
+
+
+def _compares_rank(frame: Frame) -> bool:
+    """`rank == 0` and its likes, by where the value comes from or, for a parameter, by its name."""
+    value = frame.value
+    if value is None or value.origin is not Origin.OPERATION or value.text not in ("Eq", "NotEq", "Not", "Gt"):
+        return False
+    if value.text != "Not" and not any(isinstance(m.constant, int) for i in value.inputs for m in i.members()):
+        return False  # of a rank that has a name, more is known elsewhere
+    for operand in value.inputs:
+        for member in operand.members():
+            if member.path in ("torch.distributed.get_rank",):
+                return True
+            is_named = member.origin in (Origin.PARAMETER, Origin.ATTRIBUTE, Origin.UNKNOWN)
+            if is_named and member.text.lower() in ("rank", "global_rank", "world_rank"):
+                return True
+            if any(v.constant == "RANK" for v in cone([member], 6)):
+                return True
+    return False
+
+
+def _leaves_elsewhere(frame: Frame) -> bool:
+    """Whether the other arm ends the function, so that what follows it may hold the other ranks' calls."""
+    node = frame.node
+    other = getattr(node, "orelse" if frame.arm else "body", [])
+    mine = getattr(node, "body" if frame.arm else "orelse", [])
+    return any(b and isinstance(b[-1], ast.Return | ast.Raise) for b in (other, mine))
+
+
+@rule(
+    "FF181",
+    "all ranks use the same GPU",
+    ERROR,
+    reason=(
+        "A fixed device number puts every rank of a machine onto one GPU: it runs out of memory, and NCCL refuses it."
+    ),
+    fix='Use `int(os.environ["LOCAL_RANK"])` as the number.',
+    example="""
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    model = nn.Linear(8, 8).to("cuda:0")
+    """,
+    instead="""
+    import os
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    model = nn.Linear(8, 8).to("cuda")
+    """,
+)
+def one_gpu(training: Training) -> Iterator[Found]:
+    """A literal device number for a model or as the current device, in a program of several ranks."""
+    if not _is_distributed(training):
+        return
+    for call in training.program.calls("to", "cuda", "set_device", "device"):
+        given = call.value.argument(0, "device")
+        if given is None or on_one_rank(training.program, call):
+            continue
+        is_number = isinstance(given.constant, int) and not isinstance(given.constant, bool)
+        is_name = isinstance(given.constant, str) and given.constant.startswith("cuda:")
+        is_device = call.value.path in ("torch.device", "torch.cuda.set_device")
+        if not is_device and (call.value.receiver is None or not training.is_a(call.value.receiver, Role.MODEL)):
+            continue
+        if (is_number and call.value.path != "torch.device") or is_name:
+            yield Found(call.node, f"{said(call.node)} is the same on every rank")
+
+
+@rule(
+    "FF182",
+    "no device chosen for the rank",
+    ERROR,
+    reason='"cuda" without a number is the current device, which is cuda:0 on every rank unless each one sets its own.',
+    fix='Call `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` before anything is put on the GPU.',
+    example="""
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    model = nn.Linear(8, 8).cuda()
+    """,
+    instead="""
+    import os
+    import torch.distributed as dist
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    model = nn.Linear(8, 8).cuda()
+    """,
+)
+def no_device(training: Training) -> Iterator[Found]:
+    """A group is made for NCCL, a model is moved to "cuda", and nothing in the file chooses a device."""
+    starts = [c for c in training.program.calls("init_process_group") if _uses_nccl(c)]
+    if not starts or any(training.program.calls("set_device", "set_device_index", "init_device_mesh")):
+        return
+    is_hidden = any("CUDA_VISIBLE_DEVICES" in line for line in training.program.lines)
+    if is_hidden or any("device_id" in (c.value.keywords or {}) for c in starts):
+        return
+    for call in training.program.calls("cuda", "to"):
+        receiver, given = call.value.receiver, call.value.argument(0, "device")
+        is_bare = call.value.method == "cuda" and given is None
+        if receiver is None or not training.is_a(receiver, Role.MODEL):
+            continue
+        if is_bare or (given is not None and given.constant == "cuda"):
+            yield Found(call.node, f"{said(call.node)} is cuda:0 on every rank")
+
+
+def _uses_nccl(call: Call) -> bool:
+    backend = call.value.argument(0, "backend")
+    return backend is not None and isinstance(backend.constant, str) and "nccl" in backend.constant
+
+
+@rule(
+    "FF183",
+    "validation figures of one rank",
+    WARNING,
+    reason="Each rank sums over its own samples only; what is printed or used to choose a model is one rank's part.",
+    fix="Sum counts and totals over the ranks with `all_reduce` before dividing.",
+    example="""
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    model = DistributedDataParallel(model)
+    loader = DataLoader(data, sampler=DistributedSampler(data, shuffle=False))
+    model.eval()
+    correct = 0
+    with torch.no_grad():
+        for x, y in loader:
+            correct += (model(x).argmax(1) == y).sum().item()
+    print(correct / len(data))
+    """,
+    instead="""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    model = DistributedDataParallel(model)
+    loader = DataLoader(data, sampler=DistributedSampler(data, shuffle=False))
+    model.eval()
+    correct = torch.zeros((), device="cuda")
+    with torch.no_grad():
+        for x, y in loader:
+            correct += (model(x).argmax(1) == y).sum()
+    dist.all_reduce(correct)
+    print(correct / len(data))
+    """,
+)
+def not_reduced(training: Training) -> Iterator[Found]:
+    """Something is summed in a loop without autograd over a DistributedSampler's loader, and never sent."""
+    if any(training.program.calls(*_SENDS)):
+        return
+    for call in training.program.calls("DataLoader"):
+        sampler = call.value.argument(3, "sampler")
+        if sampler is None or not training.is_a(sampler, Role.SAMPLER):
+            continue
+        for loop in loops_over(training, call.value):
+            evaluated = {id(c.value) for c in training.model_calls_in(loop) if c.value.grad is False}
+            for store in training.program.stores_in(loop) if evaluated else ():
+                is_summed = isinstance(store.node, ast.AugAssign) and any(
+                    id(v) in evaluated for v in cone([store.new], 200)
+                )
+                if is_summed and not training.escapes([store.new], loop):
+                    yield Found(store.node, f"{store.name} is one rank's part and is never put together")
+
+
+@rule(
+    "FF184",
+    "every rank writes the file",
+    WARNING,
+    reason=(
+        "Ranks write the same file at the same time, which can leave it broken, and takes as many times the bandwidth."
+    ),
+    fix="Save on rank 0 only, or give each rank its own name.",
+    example="""
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    torch.save(model.state_dict(), "model.pt")
+    """,
+    instead="""
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), "model.pt")
+    """,
+)
+def saved_by_all(training: Training) -> Iterator[Found]:
+    """`torch.save` to a literal path under no branch that asks the rank, where the file starts a process group."""
+    if not _is_distributed(training):
+        return
+    for call in training.program.calls("save"):
+        target = call.value.argument(1, "f")
+        if call.value.path != "torch.save" or target is None or on_one_rank(training.program, call):
+            continue
+        plain = (Origin.CONSTANT, Origin.OPERATION, Origin.PATH)
+        is_fixed = all(v.origin in plain or v.path.startswith(("os.path", "pathlib")) for v in cone([target], 40))
+        if is_fixed:
+            yield Found(call.node, f"{said(call.node)} runs on every rank")
+
+
+RULES = (not_reached, one_gpu, no_device, not_reduced, saved_by_all)

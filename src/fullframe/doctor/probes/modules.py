@@ -1,0 +1,175 @@
+"""The modules that a program trains: seen as they are called from outside any other module, and named."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from fullframe.doctor.probes.sketches import part_of, tensors_in
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "ParallelModel", "DeepSpeedEngine", "DataParallel")
+
+
+class Modules:
+    """Watches calls; `oddity(kind, text, where)` is told what a call alone shows."""
+
+    def __init__(self, oddity: Callable[[str, str, str], None]):
+        self._oddity = oddity
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._known: set[int] = set()
+        self._depth = 0
+        self._not_used_yet = ""  # a module that was called in eval mode, whose graph nobody has used so far
+        self.in_backward = False
+        self._recomputed: dict[_BatchNorm, Tensor] = {}  # what they had counted before the batch came again
+        self.trained: set[int] = set()  # ids of parameters that optimizers hold
+
+    def attach(self) -> list[Any]:
+        """Start to watch; what ends it."""
+        return [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, always_call=True),
+        ]
+
+    def roots(self) -> list[nn.Module]:
+        """Modules that were called from outside and that no other of them holds."""
+        found = [module for reference in self._roots if (module := reference()) is not None]
+        inner = {id(child) for module in found for child in module.modules() if child is not module}
+        return [module for module in found if id(module) not in inner]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters of the roots; wrappers' `module.` is left out. Sharded ones name their part."""
+        taken: set[str] = set()
+        for number, root in enumerate(self.roots()):
+            plain = unwrapped(root)
+            for name, parameter in plain.named_parameters():
+                name = name.replace("_orig_mod.", "")
+                if name in taken:
+                    name = f"{type(plain).__name__}{number}.{name}"
+                taken.add(name)
+                yield name + part_of(parameter), parameter
+
+    def unwrapped_classes(self) -> tuple[str, ...]:
+        """Classes of the roots with trainable parameters that no data parallel wrapper holds, nor its hooks."""
+        return tuple(
+            type(root).__name__
+            for root in self.roots()
+            if not _is_wrapped(root) and any(p.requires_grad for p in root.parameters())
+        )
+
+    def evaluating(self) -> tuple[str, ...]:
+        """Trained roots in eval mode which have layers that then do something else."""
+        return tuple(
+            type(unwrapped(root)).__name__
+            for root in self.roots()
+            if not unwrapped(root).training
+            and any(id(p) in self.trained for p in root.parameters())
+            and any(_depends_on_mode(module) for module in root.modules())
+        )
+
+    def synchronizes(self) -> bool:
+        """Whether a pass of backward that begins now averages gradients, where a DDP is in use."""
+        found = [root for root in self.roots() if isinstance(root, DistributedDataParallel)]
+        return all(bool(root.require_backward_grad_sync) for root in found)
+
+    def counted_again(self) -> tuple[str, ...]:
+        """Batch norms that have counted a batch in the backward pass that ends now; forgotten with the answer."""
+        found = [module for module, before in self._recomputed.items() if module.num_batches_tracked != before]
+        self._recomputed.clear()
+        return tuple(self.name_of(module) for module in found)
+
+    def used(self) -> None:
+        """A backward pass has used what was computed."""
+        self._not_used_yet = ""
+
+    def name_of(self, wanted: nn.Module) -> str:
+        """The path of a module."""
+        for root in self.roots():
+            for name, module in unwrapped(root).named_modules():
+                if module is wanted:
+                    return name or type(wanted).__name__
+        return type(wanted).__name__
+
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        if isinstance(module, _BatchNorm):
+            self._look_at_batch_norm(module, inputs)
+        if not self._depth and not self.in_backward:
+            self._from_outside(module)
+        self._depth += 1
+
+    def _from_outside(self, module: nn.Module) -> None:
+        if id(module) not in self._known and next(module.parameters(), None) is not None:
+            self._known.add(id(module))
+            self._roots.append(weakref.ref(module))
+        if self._not_used_yet:
+            self._oddity("evaluation keeps a graph", self._not_used_yet, "")
+            self._not_used_yet = ""
+        if not _grad_mode() and module.training and self._is_trained(module):
+            norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
+            if norms:
+                self._oddity("statistics of evaluation", type(unwrapped(module)).__name__, self.name_of(norms[0]))
+
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth or self.in_backward or unwrapped(module).training or not self._is_trained(module):
+            return
+        if any(tensor.requires_grad for tensor in tensors_in(output)):
+            self._not_used_yet = type(unwrapped(module)).__name__
+
+    def _is_trained(self, module: nn.Module) -> bool:
+        return any(id(p) in self.trained and p.requires_grad for p in module.parameters())
+
+    def _look_at_batch_norm(self, module: _BatchNorm, inputs: Any) -> None:
+        if not module.training:
+            return
+        counted = module.num_batches_tracked
+        if self.in_backward and module.track_running_stats and counted is not None:
+            self._recomputed.setdefault(module, counted.clone())
+        found = next(tensors_in(inputs), None)
+        if isinstance(found, Tensor) and found.dim() > 1 and _grad_mode() and not isinstance(module, nn.SyncBatchNorm):
+            values = found.numel() // max(found.shape[1], 1)
+            if values < _FEW_VALUES:
+                self._oddity("few values in a batch norm", f"{values}", self.name_of(module))
+
+
+_FEW_VALUES = 16
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside the wrappers of data parallel training and of torch.compile."""
+    while True:
+        inner = module._modules.get("module") if type(module).__name__ in _WRAPPERS else None
+        inner = inner or module._modules.get("_orig_mod")
+        if inner is None:
+            return module
+        module = inner
+
+
+def wrapper_of(module: nn.Module) -> str:
+    """The class that averages this module's gradients over ranks; "" where none does."""
+    if type(module).__name__ in _WRAPPERS:
+        return type(module).__name__
+    if any(type(part).__name__.startswith("FSDP") for part in module.modules()):
+        return "fully_shard"
+    return ""
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return bool(wrapper_of(module)) or any(bool(part_of(p)) for p in module.parameters())
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    if isinstance(module, (_BatchNorm, _InstanceNorm)):
+        return bool(module.track_running_stats)
+    return isinstance(module, _DropoutNd) and module.p > 0
+
+
+def _grad_mode() -> bool:
+    import torch
+
+    return torch.is_grad_enabled()

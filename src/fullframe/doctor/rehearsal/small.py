@@ -1,0 +1,93 @@
+"""A recipe made small, so that a wrong set-up shows in seconds: small frames, and repeated layers once.
+
+The model's code, the loss, the optimizer and the ranks are the real ones.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from fullframe.data.slices import SliceReader
+from fullframe.doctor.probes.sketches import tensors_in
+from fullframe.recipe import Recipe
+
+FRAME = 128  # rows and columns of a small frame, at most
+_SCALES = (1, 2, 4, 8, 16, 32)  # what a label may be smaller than its frame
+
+
+class SmallFrames(Dataset[Any]):
+    """The first `FRAME` rows and columns of every frame, and of what is smaller by a power of 2 as much."""
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self._dataset[index]
+        frame = _frame(sample)
+        return sample if frame is None else _cropped(sample, frame)
+
+
+def made_small(recipe: Recipe, fewer_layers: bool = True) -> Recipe:
+    """`recipe` with small frames and, unless layers are to be found by their names or numbers, fewer of them."""
+    model, data = recipe.model, recipe.data
+    evaluation: Callable[[], Any] | None = recipe.evaluation_data
+    return dataclasses.replace(
+        recipe,
+        model=(lambda: with_fewer_layers(model())) if fewer_layers else model,
+        data=lambda: SmallFrames(data()),
+        evaluation_data=None if evaluation is None else lambda: SmallFrames(evaluation()),
+        workers=0,
+    )
+
+
+def with_fewer_layers(model: nn.Module) -> nn.Module:
+    """`model`, where of children of a Sequential that follow each other and are alike only the first stays."""
+    for module in list(model.modules()):
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+            before: object = None
+            for name, child in list(module.named_children()):
+                kind = type(child), tuple((n, tuple(p.shape)) for n, p in child.named_parameters())
+                if kind[1] and kind == before:
+                    del module._modules[name]
+                before = kind
+    return model
+
+
+def is_small(dataset: Any) -> bool:
+    """Whether the frames of a dataset are small as they are."""
+    size = tuple(dataset.size(0)) if isinstance(dataset, SliceReader) else _frame(dataset[0])
+    return size is None or max(size) <= FRAME
+
+
+def _frame(sample: Any) -> tuple[int, int] | None:
+    """Rows and columns of the largest tensor that has them."""
+    found = [tensor for tensor in tensors_in(sample) if tensor.dim() >= 3]
+    if not found:
+        return None
+    largest = max(found, key=Tensor.numel)
+    return int(largest.shape[-2]), int(largest.shape[-1])
+
+
+def _cropped(value: Any, frame: tuple[int, int]) -> Any:
+    if isinstance(value, Tensor):
+        return _crop(value, frame)
+    if isinstance(value, Mapping):
+        return {name: _cropped(item, frame) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_cropped(item, frame) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _crop(tensor: Tensor, frame: tuple[int, int]) -> Tensor:
+    for scale in _SCALES:
+        rows, columns = frame[0] // scale, frame[1] // scale
+        if tensor.dim() >= 2 and tuple(tensor.shape[-2:]) == (rows, columns):
+            return tensor[..., : min(FRAME // scale, rows), : min(FRAME // scale, columns)].clone()
+    return tensor

@@ -1,0 +1,88 @@
+"""Whether a rank's model learns."""
+
+from typing import Any
+
+import pytest
+
+from fullframe.doctor.judgement.learning import judged_learning
+from fullframe.doctor.probes.notes import Oddity, Repeated, Sketch, Untrained
+from tests.doctor.judgement.made import ONE, backward, codes, job, ranks, update, weights
+
+ZERO, BROKEN = Sketch(0, 0.0, (0.0,)), Sketch(5, float("nan"), (float("nan"),))
+
+
+def judged(*events: Any) -> list[str]:
+    return codes(judged_learning(ranks([job(), *events])))
+
+
+def steps(count: int = 4, **fields: Any) -> list[Any]:
+    return [event for n in range(1, count + 1) for event in (backward(n, nodes=9), update(n, alive=9, **fields))]
+
+
+def test_a_sound_run() -> None:
+    assert judged(weights(), *steps()) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "code"),
+    [
+        ([backward(attached=False)], "FF310"),
+        (steps(missing=("spare",)), "FF311"),
+        ([weights(frozen_in_optimizer=("conv",)), *steps()], "FF312"),
+        ([Untrained(names=("head",)), *steps()], "FF313"),
+        (steps(gradient=ZERO), "FF314"),
+        (steps(unchanged=("w",)), "FF315"),
+        (steps(stale=("w",)), "FF316"),
+        ([backward(n, nodes=3 * n) for n in range(1, 5)], "FF317"),
+        ([update(n, alive=3 * n) for n in range(1, 6)], "FF318"),
+        (steps(gradient=BROKEN), "FF323"),
+        ([Oddity(kind="nothing updated", text="step 1 has loss nan")], "FF323"),
+        ([Repeated(first={"loss": 1.0}, second={"loss": 1.5}, contents=(1, 1))], "FF325"),
+        ([Repeated(first={"loss": 1.0}, second={"loss": 1.5}, contents=(1, 2))], "FF326"),
+        ([Oddity(kind="few values in a batch norm", text="4", where="tail")], "FF328"),
+        ([Oddity(kind="statistics of evaluation", text="Net", where="norm")], "FF329"),
+        ([backward(modules=("norm",))], "FF330"),
+        ([backward(1), *(backward(n, evaluating=("Net",)) for n in (2, 3))], "FF331"),
+        ([Oddity(kind="evaluation keeps a graph", text="Net")], "FF332"),
+    ],
+)
+def test_each_fault_is_named(events: list[Any], code: str) -> None:
+    assert judged(*events) == [code]
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [*steps(1, missing=("spare",)), *steps(3)],  # used in other steps
+        [*steps(1, gradient=ZERO), *steps(3)],  # as behind a layer scale of zero
+        [*steps(1, unchanged=("w",)), *steps(3)],  # the first step of a warm-up
+        [backward(n, nodes=9 + n % 2) for n in range(1, 6)],
+        [update(n, alive=9 + n % 2) for n in range(1, 6)],
+        [Repeated(first={"loss": float("nan")}, second={"loss": float("nan")}, contents=(1, 1))],
+    ],
+)
+def test_what_is_no_fault(events: list[Any]) -> None:
+    assert judged(*events) == []
+
+
+def test_a_bias_whose_updates_are_below_its_rounding_is_no_fault() -> None:
+    from dataclasses import replace
+
+    many = {"w": ONE, "b": ONE, "c": ONE}
+    still = [replace(update(n), gradients=many, parameters=many, unchanged=("b",)) for n in (1, 2)]
+    assert judged(*still) == []
+    assert judged(*(replace(one, unchanged=("b", "c")) for one in still)) == ["FF315"]
+
+
+def test_messages_of_every_microbatch() -> None:
+    ddp = job(frameworks=("DistributedDataParallel",))
+    twice = [event for n in (1, 2) for event in (backward(), backward(), update(n))]
+    once = [event for n in (1, 2) for event in (backward(synchronizes=False), backward(), update(n))]
+    assert codes(judged_learning(ranks([ddp, *twice]))) == ["FF333"]
+    assert codes(judged_learning(ranks([ddp, *once]))) == []
+
+
+def test_unused_parameters_that_are_sought() -> None:
+    asked = job(unused_are_sought=True)
+    assert codes(judged_learning(ranks([asked, *steps(missing=("spare",))]))) == []
+    assert codes(judged_learning(ranks([asked, *steps()]))) == ["FF338"]

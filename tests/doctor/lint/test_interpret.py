@@ -1,0 +1,48 @@
+"""Which statements are run, and in which order."""
+
+import ast
+
+from fullframe.doctor.lint.interpret import interpret
+from fullframe.doctor.lint.program import Call
+from fullframe.doctor.lint.values import Origin
+from tests.doctor.lint.test_values import run, stored
+
+
+def order(source: str) -> list[str]:
+    """The last names of what is called, in order."""
+    return [e.value.function.text.rpartition(".")[2] for e in run(source).events if isinstance(e, Call)]
+
+
+def test_calls_are_followed_where_they_stand() -> None:
+    assert order("def f():\n    b()\na()\nf()\nc()") == ["a", "f", "b", "c"]
+    assert order("class A:\n    def f(self):\n        self.g()\n    def g(self):\n        b()\nA().f()\nc()") == [
+        "A", "f", "g", "b", "c",
+    ]  # fmt: skip
+
+
+def test_what_no_call_reaches_is_run_by_itself_afterwards() -> None:
+    assert order("def f(x):\n    a(x)\n    def g():\n        b()\nc()") == ["c", "a", "b"]
+    program = run("class A:\n    def __init__(self, x):\n        self.x = x\n    def g(self):\n        y = self.x")
+    (y,) = (s.new for s in program.stores() if s.name == "y")
+    assert y.origin is Origin.PARAMETER and y.text == "x"
+
+
+def test_a_function_that_calls_itself_ends() -> None:
+    assert order("def f():\n    a()\n    f()\nf()") == ["f", "a", "f"]
+
+
+def test_functions_that_are_not_wanted_are_left_out() -> None:
+    source = "def f():\n    a()\ndef g():\n    b()\n"
+    tree = ast.parse(source)
+    program = interpret(source, tree, lambda node: getattr(node, "name", "") == "g")
+    assert [c.value.function.text for c in program.calls("a", "b")] == ["b"]
+
+
+def test_a_generator_gives_what_it_yields() -> None:
+    assert stored("def f():\n    yield 3\nfor x in f():\n    pass", "x").constant == 3
+
+
+def test_nonlocal_and_global_names_are_written_where_they_live() -> None:
+    source = "def f():\n    a = 1\n    def g():\n        nonlocal a\n        a = 2\n    g()\n    x = a\nf()"
+    assert stored(source, "x").constant == 2
+    assert stored("a = 1\ndef f():\n    global a\n    a = 2\nf()\nx = a", "x").constant == 2

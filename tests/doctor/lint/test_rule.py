@@ -1,0 +1,18 @@
+"""What a rule is made of."""
+
+import ast
+
+from fullframe.doctor.finding import Severity
+from fullframe.doctor.lint.rule import Found, rule, said
+
+
+def test_the_function_below_becomes_the_check() -> None:
+    made = rule("FF1", "t", Severity.NOTE, reason="r", fix="f", example="\n    a\n      b\n", instead="\n    c\n")(
+        lambda training: [Found(ast.Pass(), "here")]
+    )
+    assert (made.kind.code, made.kind.example, made.kind.instead, made.kind.default) == ("FF1", "a\n  b", "c", True)
+
+
+def test_long_source_is_shortened() -> None:
+    assert said(ast.parse("f(a)").body[0]) == "f(a)"
+    assert said(ast.parse("f(" + "a" * 60 + ")").body[0]).endswith("...")

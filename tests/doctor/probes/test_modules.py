@@ -1,0 +1,87 @@
+"""Modules as they are called from outside."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullframe.doctor.probes.modules import Modules, unwrapped, wrapper_of
+
+
+def called(model: nn.Module, trained: bool = True) -> tuple[Modules, list[tuple[str, str, str]]]:
+    said: list[tuple[str, str, str]] = []
+    modules = Modules(lambda *words: said.append(words))
+    modules.trained = {id(p) for p in model.parameters()} if trained else set()
+    return modules, said
+
+
+def run(modules: Modules, *calls: Any) -> None:
+    handles = modules.attach()
+    try:
+        for call in calls:
+            call()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_roots_are_what_is_called_from_outside() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    modules, said = called(model)
+    run(
+        modules,
+        lambda: model[0](torch.ones(1, 2)),
+        lambda: model(torch.ones(1, 2)),
+        lambda: nn.MSELoss()(*torch.ones(2, 1)),
+    )
+    assert modules.roots() == [model]
+    assert [name for name, _ in modules.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert said == []
+
+
+def test_a_module_that_raises_is_left() -> None:
+    model = nn.Linear(2, 2)
+    modules, _ = called(model)
+
+    def fails() -> None:
+        with contextlib.suppress(RuntimeError):
+            model(torch.ones(1, 3))
+
+    run(modules, fails, lambda: model(torch.ones(1, 2)))
+    assert modules.roots() == [model]
+
+
+def test_evaluation_in_training_mode_changes_statistics_only_of_what_is_trained() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.ones(1, 1, 8, 8))
+
+    modules, said = called(model)
+    run(modules, evaluate)
+    assert said == [("statistics of evaluation", "Sequential", "1")]
+    modules, said = called(model, trained=False)  # a teacher, say
+    run(modules, evaluate)
+    assert said == []
+
+
+def test_a_graph_of_evaluation_that_is_used_is_none_of_its_faults() -> None:
+    model = nn.Linear(2, 1).eval()
+    modules, said = called(model)
+    run(modules, lambda: (model(torch.ones(1, 2)), modules.used(), model(torch.ones(1, 2)), modules.used()))
+    assert said == []
+    run(modules, lambda: (model(torch.ones(1, 2)), model(torch.ones(1, 2))))
+    assert [kind for kind, *_ in said] == ["evaluation keeps a graph"]
+
+
+def test_wrappers_are_known_and_taken_off() -> None:
+    class DataParallel(nn.Module):
+        def __init__(self, module: nn.Module):
+            super().__init__()
+            self.module = module
+
+    plain = nn.Linear(2, 2)
+    assert unwrapped(DataParallel(plain)) is plain and wrapper_of(DataParallel(plain)) == "DataParallel"
+    assert unwrapped(plain) is plain and wrapper_of(plain) == ""
