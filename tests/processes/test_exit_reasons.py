@@ -1,13 +1,15 @@
 """What a rank leaves behind for its launcher, and what counts as the machine's fault."""
 
 import json
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fullframe.errors import RunError
-from fullframe.processes.exit_reasons import AGAIN, StartAgain, is_machines_fault, report, restart_reason
+from fullframe.processes.exit_reasons import AGAIN, StartAgain, is_machines_fault, report, restart_reason, users_words
+from fullframe.processes.rank_processes import environment_of
 
 LOST = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9095"
 CASES = [
@@ -63,3 +65,13 @@ def test_why_a_rank_was_started_again(monkeypatch):
     assert restart_reason() == "a rank had failed"
     monkeypatch.setenv("FULLFRAME_RESTART_REASON", "rank 1 died (SIGKILL)")
     assert restart_reason() == "rank 1 died (SIGKILL)"
+
+
+def test_a_rank_knows_the_words_that_its_launcher_was_given(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fullframe", "train", "a recipe.py"])
+    told = environment_of("job", 1, "a reason")
+    monkeypatch.setattr(sys, "argv", ["fullframe", "train", "a recipe.py", "--width", "2", "--stopped-code", "85"])
+    assert users_words() == sys.argv[1:]
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert users_words() == ["train", "a recipe.py"] and restart_reason() == "a reason"

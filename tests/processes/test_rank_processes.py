@@ -38,7 +38,7 @@ def test_a_death_by_a_signal_is_named() -> None:
 
 
 def test_a_signal_reaches_every_rank(tmp_path: Path) -> None:
-    with Ranks(2, ["-c", "import time; time.sleep(60)"], tmp_path / "ranks", {}) as ranks:
+    with Ranks(2, ["-c", "import time; time.sleep(1000)"], tmp_path / "ranks", {}) as ranks:
         ranks.send(signal.SIGKILL)
         while ranks.running():
             time.sleep(0.05)
@@ -53,14 +53,14 @@ def runs(pid: int) -> bool:
 
 
 def test_leaving_ends_those_that_run_with_their_children(tmp_path: Path) -> None:
-    script = "import os, time; os.fork(); open(f'{os.environ[\"FOLDER\"]}/{os.getpid()}', 'w'); time.sleep(60)"
+    script = "import os, time; os.fork(); open(f'{os.environ[\"FOLDER\"]}/{os.getpid()}', 'w'); time.sleep(1000)"
     pids = tmp_path / "pids"
     pids.mkdir()
     with Ranks(2, ["-c", script], tmp_path / "ranks", {"FOLDER": str(pids)}):
         while len(os.listdir(pids)) < 4:
             time.sleep(0.05)
     for pid in map(int, os.listdir(pids)):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while runs(pid):
             assert time.monotonic() < deadline, f"process {pid} was left behind"
             time.sleep(0.05)

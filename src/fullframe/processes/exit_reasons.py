@@ -6,8 +6,10 @@ import sys
 import time
 
 AGAIN = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the job; start it again from its last checkpoint
+STOPPED = 85  # of a rank, to its launcher: asked to stop, it has written a checkpoint and can go on
 
 RESTART_REASON = "FULLFRAME_RESTART_REASON"  # where our launcher says why it has started the ranks again
+COMMAND = "FULLFRAME_COMMAND"  # and by which words it was started itself
 
 # Torch's exceptions for lost connections and failing devices, and what it says in a plain RuntimeError.
 _MACHINE = {"DistError", "AcceleratorError"}
@@ -78,3 +80,8 @@ def restart_reason() -> str:
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return ""
     return os.environ.get(RESTART_REASON) or "a rank had failed"
+
+
+def users_words() -> list[str]:
+    """The words of the command line as the user gave them: a rank that our launcher started has others of its own."""
+    return list(json.loads(os.environ[COMMAND])) if COMMAND in os.environ else sys.argv[1:]

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fullframe.processes.exit_reasons import COMMAND, RESTART_REASON, STOPPED
+
 _LOCAL = "127.0.0.1"  # not the name, which may mean an IPv6 address that nobody listens on
 _REAP_SECONDS = 30.0  # a process that waits in the kernel, for a GPU say, does not even die of SIGKILL
 
@@ -33,33 +35,77 @@ class Death:
         return f"rank {self.rank} died ({_signal_name(-self.code) if self.code < 0 else f'exit code {self.code}'})"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which of a job's machines this one is, and where the store is through which all ranks find each other.
+
+    `listening` is the store's socket on the machine that holds it, None on the others.
+    """
+
+    node: int
+    nodes: int
+    address: str
+    port: int
+    listening: socket.socket | None
+
+
+def only_machine() -> Place:
+    """The place of a machine that has the job for itself."""
+    listening = socket.create_server((_LOCAL, 0))
+    return Place(0, 1, _LOCAL, listening.getsockname()[1], listening)
+
+
+def environment_of(job: str, attempt: int, reason: str) -> dict[str, str]:
+    """What ranks are told of their launcher's attempt, counted from 0, and why the one before ended."""
+    return {
+        "TORCHELASTIC_RUN_ID": job,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        RESTART_REASON: reason,
+        COMMAND: json.dumps(sys.argv[1:]),
+    }
+
+
 class Ranks:
     """`count` processes `python *arguments`, with the environment that torchrun would give them.
 
-    Rank 0 shares this terminal, the others write into `folder`. Every rank leads a session of its own, so that
+    They are this machine's of the job; every machine of `place` starts as many.
+
+    The first shares this terminal, the others write into `folder`. Every rank leads a session of its own, so that
     Ctrl-C reaches it only through `send`. Leaving the `with` block kills those that did not end well, with their
     children.
     """
 
-    def __init__(self, count: int, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]):
+    def __init__(
+        self,
+        count: int,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        place: Place | None = None,
+    ):
         folder.mkdir(parents=True)
         self._folder = folder
         self._deaths: dict[int, Death] = {}
         # The ranks start before this process has loaded torch: they find a socket that listens, and wait.
-        listening = socket.create_server((_LOCAL, 0))
+        place = only_machine() if place is None else place
         shared = {
-            "WORLD_SIZE": str(count),
+            "WORLD_SIZE": str(place.nodes * count),
             "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": _LOCAL,
-            "MASTER_PORT": str(listening.getsockname()[1]),
+            "GROUP_RANK": str(place.node),
+            "GROUP_WORLD_SIZE": str(place.nodes),
+            "MASTER_ADDR": place.address,
+            "MASTER_PORT": str(place.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             **environment,
         }
+        self._first = place.node * count
         self._processes = [self._start(rank, arguments, shared) for rank in range(count)]
-        self._store = _store(listening)
+        self._store = None if place.listening is None else _store(place.listening)
 
     def _start(self, rank: int, arguments: Sequence[str], shared: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(self._report(rank))}
+        """The rank by its number on this machine."""
+        own = {"RANK": str(self._first + rank), "LOCAL_RANK": str(rank)}
+        own["TORCHELASTIC_ERROR_FILE"] = str(self._report(rank))
         with contextlib.ExitStack() as files:
             # Append: two descriptors of one file must not write over each other.
             out = files.enter_context(open(self._log(rank, "out"), "ab")) if rank else None
@@ -85,10 +131,11 @@ class Ranks:
         """The ranks that ended with an error so far."""
         for rank, process in enumerate(self._processes):
             code = process.poll()
-            if code and rank not in self._deaths:
+            if code not in (None, 0, STOPPED) and rank not in self._deaths:
                 report = _read_report(self._report(rank))
                 seconds = float(report.get("seconds", time.time()))
-                self._deaths[rank] = Death(rank, code, seconds, report, _tail(self._log(rank, "err")))
+                last_words = _tail(self._log(rank, "err"))
+                self._deaths[rank] = Death(self._first + rank, code, seconds, report, last_words)
         return list(self._deaths.values())
 
     def send(self, number: int) -> None:
@@ -102,7 +149,7 @@ class Ranks:
 
     def __exit__(self, *error: object) -> None:
         for process in self._processes:
-            if process.poll() != 0:
+            if process.poll() not in (0, STOPPED):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # also what a dead rank left: its loader's workers
         for process in self._processes:

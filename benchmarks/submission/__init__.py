@@ -1,0 +1,1 @@
+"""How long hundreds of runs take to be submitted, and to be shown."""

@@ -1,0 +1,1 @@
+"""Jobs on a cluster: scripts and manifests that start them, and what became of them. Loads no torch."""

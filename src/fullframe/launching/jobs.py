@@ -1,0 +1,227 @@
+"""How runs stand: from their directories, and from Slurm's queue where they were launched on it.
+
+Accounting is not asked, which many clusters do not have. Of a file that has not changed nothing is read again.
+"""
+
+import fnmatch
+import json
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fullframe.errors import LaunchError
+from fullframe.launching.job import read_launch
+from fullframe.launching.slurm import Queued, queue
+
+STATES = ("running", "starting", "pending", "requeued", "stopped", "finished", "failed", "died", "lost", "unknown")
+_RUN_FILE = "run.json"
+_SKIPPED = {"checkpoints", "observed", "stacks", "trace", "__pycache__"}
+_DEPTH = 4  # folders below the given one in which runs are looked for
+_TAIL_BYTES = 16384
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED", "CONFIGURING", "RESV_DEL_HOLD")
+_UNDER_WAY = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "STOPPED")
+_WARNINGS = ("warning: ", "error: ", "started again: ", "skipped: ", "out of memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRow:
+    """One run. What is not known is None.
+
+    state:      one of STATES; "lost": it was submitted, is in no queue and has written nothing; "died": it says that
+                it runs, and its process or job is gone; "unknown": Slurm does not answer
+    peak_bytes: the most that a rank has held; predicted_bytes: what was predicted of it
+    """
+
+    run: str
+    state: str
+    reason: str
+    job: str | None
+    step: int | None
+    steps: int | None
+    loss: float | None
+    images_per_second: float | None
+    peak_bytes: int | None
+    predicted_bytes: int | None
+    requeues: int | None
+    restarts: int | None
+    warning: str | None
+    started: str | None
+    values: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class Files:
+    """Ends of files, read again only when they have changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, int], Any]] = {}
+
+    def read(self, path: Path, parse: Callable[[str], Any]) -> Any:
+        """What `parse` makes of the file's last kilobytes; of "" where it cannot be read."""
+        try:
+            found = os.stat(path)
+            stamp = found.st_mtime_ns, found.st_size
+            if path not in self._known or self._known[path][0] != stamp:
+                with open(path, "rb") as file:
+                    file.seek(max(found.st_size - _TAIL_BYTES, 0))
+                    self._known[path] = stamp, parse(file.read().decode(errors="replace"))
+            return self._known[path][1]
+        except OSError:
+            return parse("")
+
+
+def jobs(folders: Sequence[Path], files: Files) -> tuple[list[JobRow], str]:
+    """The runs in these folders and below, and why Slurm was of no help, "" where it was, or was not needed.
+
+    Raises LaunchError for a folder that is none.
+    """
+    found: list[tuple[Path, Mapping[str, Any], int]] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise LaunchError(f"there is no folder {folder}; name one that holds runs")
+        found += _runs_below(folder)
+    queued, problem = dict[tuple[str, int], Queued](), ""
+    if any(launch.get("on") == "slurm" and launch.get("job_id") for _, launch, _ in found):
+        try:
+            queued = {(job.array or job.job, job.task): job for job in queue()}
+        except LaunchError as error:
+            problem = str(error)
+    return [_row(path, launch, task, queued, problem, files) for path, launch, task in found], problem
+
+
+def selected(rows: Iterable[JobRow], states: Sequence[str], patterns: Sequence[str]) -> list[JobRow]:
+    """Those in one of the states, and of a name that holds one of the patterns; all where none is given."""
+    return [
+        row
+        for row in rows
+        if (not states or row.state in states)
+        and (not patterns or any(fnmatch.fnmatchcase(row.run, f"*{pattern}*") for pattern in patterns))
+    ]
+
+
+def _runs_below(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Path, Mapping[str, Any], int]]:
+    """Each run's directory, the launch that it is of ({} for none), and its number in it."""
+    launch = read_launch(folder)
+    places = [str(run["place"]) for run in launch.get("runs", ())]
+    for task, place in enumerate(places):
+        yield folder / place, launch, task
+    if not places and (folder / _RUN_FILE).exists():
+        yield folder, {}, 0
+    if depth and "." not in places:
+        with os.scandir(folder) as entries:
+            names = [e.name for e in entries if e.name not in _SKIPPED and e.is_dir(follow_symlinks=False)]
+        for name in sorted(names):
+            if name not in places and not name.startswith("."):
+                yield from _runs_below(folder / name, depth - 1)
+
+
+def _row(
+    path: Path,
+    launch: Mapping[str, Any],
+    task: int,
+    queued: Mapping[tuple[str, int], Queued],
+    problem: str,
+    files: Files,
+) -> JobRow:
+    known: Mapping[str, Any] = files.read(path / _RUN_FILE, _json)
+    last: Mapping[str, Any] = files.read(path / "metrics.jsonl", _last_step)
+    job = launch.get("job_id")
+    entry = queued.get((str(job), task)) if job else None
+    state, reason = _state(known, launch, entry, problem)
+    seconds, batch = last.get("step_seconds"), known.get("batch_size")
+    values = launch["runs"][task]["values"] if launch else ()
+    in_array = bool(launch) and launch["runs"][0]["place"] != "."
+    return JobRow(
+        run=os.path.relpath(path),
+        state=state,
+        reason=reason,
+        job=f"{job}_{task}" if job and in_array else job,
+        step=last.get("step", known.get("step")),
+        steps=known.get("steps"),
+        loss=last.get("loss"),
+        images_per_second=batch / seconds if batch and seconds else None,
+        peak_bytes=_peak(path, files),
+        predicted_bytes=(known.get("prediction") or {}).get("peak_bytes"),
+        requeues=_requeues(known),
+        restarts=known.get("restarts"),
+        warning=files.read(path / "log.txt", _last_warning),
+        started=known.get("started"),
+        values=tuple(values),
+    )
+
+
+def _state(known: Mapping[str, Any], launch: Mapping[str, Any], entry: Queued | None, problem: str) -> tuple[str, str]:
+    """The state, and what is to be said of it."""
+    said, reason = str(known.get("state", "")), str(known.get("reason", ""))
+    if launch.get("on") != "slurm":
+        return ("died", _died(known)) if said == "running" and _is_gone(known) else (said or "unknown", reason)
+    if not launch.get("job_id"):
+        return "lost", "Slurm has given it no id; submit it again"
+    if entry is not None and entry.state in _WAITING:
+        return ("requeued" if known else "pending"), entry.reason
+    if entry is not None and entry.state in _UNDER_WAY:
+        ends = entry.state == "COMPLETING" and bool(said)
+        return (said if said == "running" or ends else "starting"), reason
+    if said and said != "running":
+        return said, reason
+    if problem:
+        return "unknown", "Slurm does not answer"
+    ended = "is in the queue no more" if entry is None else entry.state.lower()
+    return (
+        ("died", f"its job {ended}") if said else ("lost", f"its job {ended} and has written nothing; see slurm-*.log")
+    )
+
+
+def _is_gone(known: Mapping[str, Any]) -> bool:
+    return known.get("host") == socket.gethostname() and not Path(f"/proc/{known.get('pid')}").exists()
+
+
+def _died(known: Mapping[str, Any]) -> str:
+    return f"process {known.get('pid')} is gone" + (f"; {known['reason']}" if known.get("reason") else "")
+
+
+def _requeues(known: Mapping[str, Any]) -> int | None:
+    if not known:
+        return None
+    return int(known.get("environment", {}).get("SLURM_RESTART_COUNT", 0))
+
+
+def _peak(path: Path, files: Files) -> int | None:
+    """The most that any rank has said it held."""
+    peaks = [files.read(rank, _largest_peak) for rank in (path / "observed").glob("rank*.jsonl")]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def _largest_peak(text: str) -> int | None:
+    return max((int(line["peak_bytes"]) for line in _lines(text) if "peak_bytes" in line), default=None)
+
+
+def _last_step(text: str) -> dict[str, Any]:
+    return next((line for line in reversed(list(_lines(text))) if "step" in line), {})
+
+
+def _lines(text: str) -> Iterator[dict[str, Any]]:
+    """The whole objects among the lines: the first and the last may be cut off."""
+    for line in text.splitlines():
+        found = _json(line)
+        if found:
+            yield found
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _last_warning(text: str) -> str | None:
+    lines = [line for line in text.splitlines() if any(sign in line for sign in _WARNINGS)]
+    return lines[-1][len("2026-01-01 00:00:00 ") :] if lines else None

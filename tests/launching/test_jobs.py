@@ -1,0 +1,121 @@
+"""How runs stand, from what lies in their directories and what Slurm says of them."""
+
+import json
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullframe.errors import LaunchError
+from fullframe.launching.jobs import STATES, Files, JobRow, jobs, selected
+
+ALIVE = {"state": "running", "pid": os.getpid(), "host": socket.gethostname(), "steps": 10, "batch_size": 8}
+GONE = ALIVE | {"pid": 2**22 + 1}
+
+
+def run(folder: Path, facts: dict[str, Any], *records: dict[str, Any], log: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps(facts))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "log.txt").write_text(log)
+
+
+def launched(folder: Path, places: list[str], job: str | None = "7") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = [{"place": place, "values": [f"v={place}"]} for place in places]
+    (folder / "launch.json").write_text(json.dumps({"on": "slurm", "job_id": job, "runs": runs}))
+
+
+def slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str, fails: str = "") -> None:
+    """Slurm's squeue is a script that says this."""
+    text = "\n".join(f"echo '{line}'" for line in lines)
+    (folder / "squeue").write_text(f"#!/bin/bash\n{text}\n{f'echo {fails!r} >&2; exit 1' if fails else ''}\n")
+    (folder / "squeue").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def found(folder: Path) -> dict[str, JobRow]:
+    """The rows by the name of their directory."""
+    return {Path(row.run).name: row for row in jobs([folder], Files())[0]}
+
+
+def test_runs_of_this_machine(tmp_path: Path) -> None:
+    record = {"step": 4, "loss": 0.5, "step_seconds": 2.0}
+    run(tmp_path / "alive", ALIVE, record, {"leak": "list", "after_step": 9}, log="2026-01-01 00:00:00 warning: hot\n")
+    run(tmp_path / "gone", GONE | {"reason": "RuntimeError: x"})
+    run(tmp_path / "elsewhere", GONE | {"host": "another"})
+    run(tmp_path / "sub" / "done", GONE | {"state": "finished"})
+    observed = tmp_path / "alive" / "observed"
+    observed.mkdir()
+    for rank, peak in ((0, 100), (1, 300)):
+        (observed / f"rank{rank}.jsonl").write_text(f'{{"peak_bytes": {peak}}}\n{{"peak_bytes": 50}}\n{{"peak_by')
+    rows = found(tmp_path)
+    assert {name: row.state for name, row in rows.items()} == {
+        "alive": "running",
+        "gone": "died",
+        "elsewhere": "running",
+        "done": "finished",
+    }
+    alive = rows["alive"]
+    assert (alive.step, alive.steps, alive.loss, alive.images_per_second) == (4, 10, 0.5, 4.0)
+    assert (alive.peak_bytes, alive.warning) == (300, "warning: hot")
+    assert rows["gone"].reason == f"process {GONE['pid']} is gone; RuntimeError: x"
+
+
+def test_runs_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["waits", "again", "begins", "trains", "done", "cut", "gone", "ends"]
+    launched(tmp_path / "sweep", names)
+    for name, state in (("again", "stopped"), ("begins", "stopped"), ("trains", "running"), ("done", "finished"),
+                        ("cut", "running"), ("ends", "stopped")):  # fmt: skip
+        run(tmp_path / "sweep" / name, GONE | {"state": state, "environment": {"SLURM_RESTART_COUNT": "2"}})
+    (tmp_path / "sweep" / "waits").mkdir()
+    states = ["PENDING", "PENDING", "RUNNING", "RUNNING", "COMPLETED", "NODE_FAIL", None, "COMPLETING"]
+    lines = [f"{10 + i}|7|{i}|{state}|Why|/" for i, state in enumerate(states) if state]
+    slurm(tmp_path, monkeypatch, *lines, "99|99|N/A|RUNNING|None|/else|where")
+    rows = found(tmp_path)
+    assert {name: row.state for name, row in rows.items()} == {
+        "waits": "pending",
+        "again": "requeued",
+        "begins": "starting",
+        "trains": "running",
+        "done": "finished",
+        "cut": "died",
+        "gone": "lost",
+        "ends": "stopped",
+    }
+    assert (rows["waits"].reason, rows["waits"].job, rows["waits"].values) == ("Why", "7_0", ("v=waits",))
+    assert (rows["cut"].reason, rows["again"].requeues) == ("its job node_fail", 2)
+    assert {row.state for row in rows.values()} <= set(STATES)
+
+
+def test_a_controller_that_does_not_answer_hides_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(tmp_path / "sweep", ["a", "b"])
+    run(tmp_path / "sweep" / "b", GONE | {"state": "failed", "reason": "KeyError"})
+    launched(tmp_path / "unsent", ["."], job=None)
+    slurm(tmp_path, monkeypatch, fails="slurm_load_jobs error: Unable to contact slurm controller")
+    rows, problem = jobs([tmp_path], Files())
+    assert [(Path(row.run).name, row.state) for row in rows] == [("a", "unknown"), ("b", "failed"), ("unsent", "lost")]
+    assert "Unable to contact slurm controller" in problem
+
+
+def test_filters(tmp_path: Path) -> None:
+    for name, state in (("lr=1,seed=2", "finished"), ("lr=1,seed=3", "failed"), ("lr=2,seed=2", "finished")):
+        run(tmp_path / name, {"state": state})
+    rows, _ = jobs([tmp_path], Files())
+    assert [Path(row.run).name for row in selected(rows, ["finished"], ["lr=1"])] == ["lr=1,seed=2"]
+    assert len(selected(rows, [], ["lr=*seed=2"])) == 2
+    assert selected(rows, [], []) == rows
+    with pytest.raises(LaunchError, match="there is no folder"):
+        jobs([tmp_path / "none"], Files())
+
+
+def test_a_file_that_has_not_changed_is_read_once(tmp_path: Path) -> None:
+    files, parsed = Files(), []
+    path = tmp_path / "file"
+    for text in ("one", "two!"):
+        path.write_text(text)
+        assert [files.read(path, lambda found: parsed.append(found) or found) for _ in range(3)] == [text] * 3
+    assert parsed == ["one", "two!"]
