@@ -1,0 +1,127 @@
+"""One rank's parameters, optimizer state and objects, made everybody's."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullframe.horovod.context import world
+from fullframe.horovod.handles import synchronize
+from fullframe.horovod.movements import allgather, broadcast, broadcast_async_
+from fullframe.horovod.objects import pickled, unpickled
+from fullframe.horovod.process_sets import ProcessSet, global_process_set
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrite tensors with those of rank `root_rank`: a `state_dict()`, `named_parameters()` or `parameters()`.
+
+    What is no tensor is left as it is. Raises ValueError for anything else.
+    """
+    world()
+    if isinstance(params, Mapping):
+        named = list(params.items())
+    elif isinstance(params, Tensor | str) or not hasattr(params, "__iter__"):
+        raise ValueError(f"invalid params of type: {type(params)}")
+    else:
+        named = [item if isinstance(item, tuple) else (str(number), item) for number, item in enumerate(params)]
+    tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
+    handles = [
+        broadcast_async_(tensor.detach(), root_rank, f"broadcast_parameters.{name}", process_set)
+        for name, tensor in tensors
+    ]
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Give every rank the optimizer state and options of rank `root_rank`, also where only that one has any.
+
+    `model` is there for Horovod's sake. Raises ValueError for LBFGS, as Horovod does.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    state = optimizer.state_dict()
+    is_root = world().rank == root_rank
+    skeleton, tensors = _skeleton(state) if is_root else (None, [])
+    skeleton, kinds = broadcast_object(
+        (skeleton, [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]),
+        root_rank,
+        "optimizer_state",
+        process_set,
+    )
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    if not is_root:
+        places = [device if kind == "cuda" else torch.device("cpu") for _, _, kind in kinds]
+        tensors = [
+            torch.empty(shape, dtype=dtype, device=d) for (shape, dtype, _), d in zip(kinds, places, strict=True)
+        ]
+    named = [(f"optimizer.{number}", tensor) for number, tensor in enumerate(tensors)]
+    broadcast_parameters(named, root_rank, process_set)
+    if not is_root:
+        optimizer.load_state_dict(_filled(skeleton, tensors))
+
+
+class _Slot(int):
+    """Where a tensor stands in what is sent."""
+
+
+def _skeleton(state: Any) -> tuple[Any, list[Tensor]]:
+    """A state dict without its tensors, and these; contiguous, as they are written from afar."""
+    tensors: list[Tensor] = []
+
+    def without(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value.detach().contiguous())
+            return _Slot(len(tensors) - 1)
+        if isinstance(value, dict):
+            return {key: without(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(without(item) for item in value)
+        return value
+
+    return without(state), tensors
+
+
+def _filled(skeleton: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(skeleton, _Slot):
+        return tensors[skeleton]
+    if isinstance(skeleton, dict):
+        return {key: _filled(value, tensors) for key, value in skeleton.items()}
+    if isinstance(skeleton, list | tuple):
+        return type(skeleton)(_filled(value, tensors) for value in skeleton)
+    return skeleton
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The object of rank `root_rank`, which can be pickled; the root gets its own back."""
+    label = f"broadcast_object.{name}" if name else ""
+    is_root = world().rank == root_rank
+    data = pickled(obj) if is_root else torch.zeros(0, dtype=torch.uint8)
+    length = broadcast(torch.tensor([data.numel()]), root_rank, label and f"{label}.length", process_set)
+    if not is_root:
+        data = torch.zeros(int(length), dtype=torch.uint8)
+    received = broadcast(data, root_rank, label or None, process_set)
+    return obj if is_root else unpickled(received, 1)[0]
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[Any], Any]:
+    """`broadcast_object` with everything but the object given."""
+    return lambda obj: broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """The objects of all ranks, by rank."""
+    whole = allgather(pickled(obj), f"allgather_object.{name}" if name else None, process_set)
+    return unpickled(whole, process_set.size() or 1)

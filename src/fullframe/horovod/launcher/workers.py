@@ -1,0 +1,120 @@
+"""One worker of a job as a process, here or through ssh; its output goes line by line to ours, its rank in front."""
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, TextIO
+
+from fullframe.horovod.launcher.hosts import Seat
+
+# What goes along to another host, beside what is set for the job.
+_ALONG = ("HOROVOD_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "TORCH", "PYTHON", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_GRACE_SECONDS = 5.0
+_lock = threading.Lock()
+
+
+def is_here(host: str) -> bool:
+    """Whether a host's name means this machine."""
+    return host in ("localhost", socket.gethostname(), socket.getfqdn()) or host.startswith("127.")
+
+
+class Worker:
+    """A running command. `name` is the worker's for as long as it lives, whatever its rank becomes."""
+
+    def __init__(
+        self,
+        name: str,
+        seat: Seat,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        ssh_port: int | None = None,
+        output: Path | None = None,
+        stdout: TextIO = sys.stdout,
+    ):
+        self.name, self.seat = name, seat
+        here = is_here(seat.host)
+        words = list(command) if here else _ssh(seat.host, ssh_port, command, environment)
+        self._process = subprocess.Popen(
+            words,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that its children end with it
+        )
+        self._pumps = []
+        for kind, source, sink in (
+            ("stdout", self._process.stdout, stdout),
+            ("stderr", self._process.stderr, sys.stderr),
+        ):
+            assert source is not None
+            file = None
+            if output is not None:
+                folder = output / f"rank.{seat.rank}"
+                folder.mkdir(parents=True, exist_ok=True)
+                file = (folder / kind).open("ab")
+            pump = threading.Thread(target=self._pump, args=(kind, source, sink, file), daemon=True)
+            pump.start()
+            self._pumps.append(pump)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, 128 + the signal for one that died of it; None while it runs."""
+        code = self._process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def send(self, number: int) -> None:
+        """Send a signal to the worker and its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def drain(self) -> None:
+        """Wait until what it printed is printed."""
+        for pump in self._pumps:
+            pump.join(_GRACE_SECONDS)
+
+    def _pump(self, kind: str, source: IO[bytes], sink: TextIO, file: IO[bytes] | None) -> None:
+        with source:
+            for line in source:
+                if file is not None:
+                    file.write(line)
+                    file.flush()
+                    continue
+                text = line.decode(errors="replace")
+                with _lock:
+                    sink.write(f"[{self.seat.rank}]<{kind}>:{text}" + ("" if text.endswith("\n") else "\n"))
+                    sink.flush()
+        if file is not None:
+            file.close()
+
+
+def end(workers: Sequence[Worker]) -> None:
+    """End all that still run: told first, killed after a few seconds, with their children."""
+    running = [worker for worker in workers if worker.code is None]
+    for worker in running:
+        worker.send(signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(worker.code is None for worker in running) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for worker in workers:
+        worker.send(signal.SIGKILL)
+    for worker in workers:
+        worker.drain()
+
+
+def _ssh(host: str, port: int | None, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    kept = {name: value for name, value in os.environ.items() if name.startswith(_ALONG)}
+    sets = " ".join(f"{name}={shlex.quote(value)}" for name, value in {**kept, **environment}.items())
+    line = f"cd {shlex.quote(os.getcwd())} && exec env {sets} {shlex.join(command)}"
+    ports = [] if port is None else ["-p", str(port)]
+    # -tt: the connection's end is the end of the command.
+    return ["ssh", "-tt", "-o", "BatchMode=yes", *ports, host, line]

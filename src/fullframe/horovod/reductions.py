@@ -1,0 +1,244 @@
+"""What makes one tensor of those of all ranks: allreduce and reducescatter, in every form that Horovod has.
+
+`op` is Average unless given; `average=` is its old form. Factors scale before and after the reduction. Names are
+optional and must be the same on all ranks; ranks may ask for named tensors in different orders.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullframe.horovod.compression import Compression, Compressor
+from fullframe.horovod.gradients import Allreduce, Reducescatter, with_gradient
+from fullframe.horovod.handles import Handle, begin, complete, synchronize
+from fullframe.horovod.movements import allgather_async
+from fullframe.horovod.process_sets import ProcessSet, global_process_set
+from fullframe.horovod.request import ReduceOp, Request
+from fullframe.horovod.requests_of import allreduce_request, reduction, request_of
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """The reduction of every rank's `tensor`, a new one of its shape and dtype; has a gradient."""
+    small, ctx = compression.compress(tensor)
+    request = allreduce_request([small], name, reduction(op, average), prescale_factor, postscale_factor, process_set)
+    (whole,) = _reduced(Allreduce, request, [small], process_set)
+    return compression.decompress(whole, ctx)
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """`allreduce` in place."""
+    request = allreduce_request([tensor], name, reduction(op, average), prescale_factor, postscale_factor, process_set)
+    tensors = [tensor]
+    complete(request, tensors, process_set, _nothing, targets=tensors)
+    return tensor
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin an `allreduce`; `synchronize` of the handle gives the result. Leave the tensor alone until then."""
+    request = allreduce_request([tensor], name, reduction(op, average), prescale_factor, postscale_factor, process_set)
+    return begin(request, [tensor], process_set, _first)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin an `allreduce_`."""
+    request = allreduce_request([tensor], name, reduction(op, average), prescale_factor, postscale_factor, process_set)
+    tensors = [tensor]
+    return begin(request, tensors, process_set, lambda _: tensor, targets=tensors)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """`allreduce` of several tensors as one: done once all ranks have asked for all of them."""
+    small = [compression.compress(tensor) for tensor in tensors]
+    sent = [tensor for tensor, _ in small]
+    request = allreduce_request(sent, name, reduction(op, average), prescale_factor, postscale_factor, process_set)
+    wholes = _reduced(Allreduce, request, sent, process_set)
+    return [compression.decompress(whole, ctx) for whole, (_, ctx) in zip(wholes, small, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """`grouped_allreduce` in place."""
+    request = allreduce_request(tensors, name, reduction(op, average), prescale_factor, postscale_factor, process_set)
+    complete(request, tensors, process_set, _nothing, targets=tensors)
+    return list(tensors)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin a `grouped_allreduce`."""
+    request = allreduce_request(tensors, name, reduction(op, average), prescale_factor, postscale_factor, process_set)
+    return begin(request, tensors, process_set, list)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin a `grouped_allreduce_`."""
+    request = allreduce_request(tensors, name, reduction(op, average), prescale_factor, postscale_factor, process_set)
+    return begin(request, tensors, process_set, lambda _: list(tensors), targets=tensors)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Begin the Sum or Average of sparse COO tensors, by gathering what they hold; call the result to wait for it."""
+    if op not in (ReduceOp.Sum, ReduceOp.Average):
+        raise NotImplementedError(f"a sparse allreduce can be Sum or Average, not {ReduceOp(op).name}")
+    entries = tensor.coalesce() if tensor.is_sparse else tensor.to_sparse()
+    indices = allgather_async(entries.indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(entries.values(), f"{name}.values", process_set)
+
+    def result() -> Tensor:
+        all_values, all_indices = synchronize(values), synchronize(indices)
+        if op == ReduceOp.Average:
+            all_values = all_values / process_set.size()
+        return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=False)
+
+    return result
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """This rank's rows of the reduction; the first ranks get one row more where they do not divide. Has a gradient."""
+    small, ctx = compression.compress(tensor)
+    request = _scatter_request([small], name, op, prescale_factor, postscale_factor)
+    (own,) = _reduced(Reducescatter, request, [small], process_set)
+    return compression.decompress(own, ctx)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Begin a `reducescatter`."""
+    request = _scatter_request([tensor], name, op, prescale_factor, postscale_factor)
+    return begin(request, [tensor], process_set, _first)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """`reducescatter` of several tensors as one."""
+    small = [compression.compress(tensor) for tensor in tensors]
+    sent = [tensor for tensor, _ in small]
+    request = _scatter_request(sent, name, op, prescale_factor, postscale_factor)
+    owns = _reduced(Reducescatter, request, sent, process_set)
+    return [compression.decompress(own, ctx) for own, (_, ctx) in zip(owns, small, strict=True)]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Begin a `grouped_reducescatter`."""
+    request = _scatter_request(tensors, name, op, prescale_factor, postscale_factor)
+    return begin(request, tensors, process_set, list)
+
+
+def _scatter_request(
+    tensors: Sequence[Tensor], name: str | None, op: int, prescale: float, postscale: float
+) -> Request:
+    if op not in (ReduceOp.Sum, ReduceOp.Average):
+        raise ValueError(f"a reducescatter can be Sum or Average, not {ReduceOp(op).name}")
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError("reducescatter needs tensors of at least one dim")
+    kind, factors = "reducescatter", {"prescale": float(prescale), "postscale": float(postscale)}
+    return request_of(kind, tensors, name, op=ReduceOp(op), **factors)
+
+
+def _reduced(function: Any, request: Request, tensors: Sequence[Tensor], process_set: ProcessSet) -> list[Tensor]:
+    found = with_gradient(function, request, process_set, tensors)
+    return list(found) if found is not None else complete(request, tensors, process_set, list)
+
+
+def _first(found: list[Tensor]) -> Tensor:
+    return found[0]
+
+
+def _nothing(found: object) -> None:
+    return None

@@ -1,0 +1,1 @@
+"""The modules of `horovod.common` that scripts import from."""

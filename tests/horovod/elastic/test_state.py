@@ -1,0 +1,64 @@
+"""State kept, put back and sent."""
+
+import pytest
+import torch
+
+import fullframe.horovod as hvd
+from fullframe.horovod.elastic import ElasticSampler, ObjectState, TorchState, run
+from tests.rank_group import rank_group
+
+
+def test_objects_go_back_to_the_last_commit() -> None:
+    state = ObjectState(epoch=1, seen=[1])
+    state.epoch, state.seen = 2, [1, 2]
+    state.commit()
+    state.seen.append(3)
+    state.epoch = 5
+    state.restore()
+    assert (state.epoch, state.seen) == (2, [1, 2])
+    state.seen.append(4)
+    state.restore()
+    assert state.seen == [1, 2]
+
+
+def on_rank() -> None:
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (hvd.rank() + 1))
+    sampler = ElasticSampler(range(8), shuffle=False)  # type: ignore[arg-type]
+    state = TorchState(model, optimizer, sampler=sampler, batch=hvd.rank())
+    sampler.record_batch(0, 2)  # rank 0: 0 2, rank 1: 1 3
+    state.sync()
+    assert state.batch == 0 and optimizer.param_groups[0]["lr"] == 0.1
+    assert sampler.processed_indices == {0, 1, 2, 3} and len(sampler) == 2
+    weights = hvd.allgather_object(model.weight.tolist())
+    assert weights[0] == weights[1]
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state.batch = 3
+    assert not torch.equal(model.weight, before)
+    state.restore()
+    assert torch.equal(model.weight, before) and state.batch == 0 and not optimizer.state_dict()["state"]
+    called = []
+    state.register_reset_callbacks([lambda: called.append(1)])
+    state.on_reset()
+    assert called == [1]
+    hvd.shutdown()
+
+
+def test_rank_0s_state_becomes_everybodys() -> None:
+    rank_group(2).run(on_rank)
+
+
+def test_without_an_elastic_launcher_a_failure_is_raised() -> None:
+    def fails(state: ObjectState) -> None:
+        raise hvd.HorovodInternalError("a rank is gone")
+
+    hvd.init()
+    try:
+        with pytest.raises(hvd.HorovodInternalError, match="a rank is gone"):
+            run(fails)(ObjectState(epoch=0))
+    finally:
+        hvd.shutdown()

@@ -1,0 +1,284 @@
+"""DistributedOptimizer on 2 ranks against one process with the whole batch, in float64; and its misuse."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullframe as ff
+import fullframe.horovod as hvd
+from fullframe.errors import GradientError
+from tests.rank_group import RankFailure, rank_group
+
+STEPS, BATCH = 3, 8
+
+
+@contextlib.contextmanager
+def initialized() -> Iterator[None]:
+    hvd.init()
+    try:
+        yield
+    finally:
+        hvd.shutdown()
+
+
+class Model(nn.Module):
+    """With a table whose gradient may be sparse, and a branch that is not always taken."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, 4, sparse=sparse).double()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        self.other = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor, other: bool) -> Tensor:
+        rows = self.table(x)
+        return self.body(rows) + self.other(rows) if other else self.body(rows)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 7, (BATCH,), generator=generator), torch.randn(
+        BATCH, 3, generator=generator, dtype=torch.float64
+    )
+
+
+def weights_of_one_process(kind: str, other: bool, options: dict[str, Any]) -> list[Tensor]:
+    model = Model()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
+    for step in range(STEPS):
+        x, target = batch(step)
+        optimizer.zero_grad()
+        losses = (model(x, False) - target).square()
+        if other:  # on the first rank's half only
+            losses = torch.cat([(model(x[:4], True) - target[:4]).square(), losses[4:]])
+        losses.mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def train(kind: str, other: bool, sparse: bool, options: dict[str, Any], distributed: dict[str, Any]) -> list[Tensor]:
+    with initialized():
+        model = Model(sparse)
+        plain = getattr(torch.optim, kind)(model.parameters(), **options)
+        distributed = {**distributed}
+        if distributed.get("groups") == "lists":
+            distributed["groups"] = [list(model.body.parameters()), list(model.other.parameters())]
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), **distributed)
+        assert isinstance(optimizer, type(plain))
+        passes = distributed.get("backward_passes_per_step", 1)
+        scale = hvd.size() if distributed.get("op") == hvd.Sum else 1
+        for step in range(STEPS):
+            x, target = (part.tensor_split(hvd.size())[hvd.rank()] for part in batch(step))
+            optimizer.zero_grad()
+            for some, wanted in zip(x.split(4 // passes), target.split(4 // passes), strict=True):
+                loss = (model(some, other and hvd.rank() == 0) - wanted).square().mean()
+                (loss / passes / scale).backward()
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+VARIANTS: dict[str, tuple[str, bool, bool, dict[str, Any], dict[str, Any]]] = {
+    "SGD": ("SGD", False, False, {"lr": 0.1, "momentum": 0.9}, {}),
+    "Adam": ("Adam", False, False, {"lr": 0.01}, {}),
+    "sum": ("SGD", False, False, {"lr": 0.1}, {"op": hvd.Sum}),
+    "two passes": ("SGD", False, False, {"lr": 0.1}, {"backward_passes_per_step": 2}),
+    "predivided": ("SGD", False, False, {"lr": 0.1}, {"gradient_predivide_factor": 2.0}),
+    "two groups": ("SGD", False, False, {"lr": 0.1}, {"groups": 2}),
+    "groups": ("SGD", False, False, {"lr": 0.1}, {"groups": "lists"}),
+    "unused on one rank": ("SGD", True, False, {"lr": 0.1}, {}),
+    "sparse": ("SGD", False, True, {"lr": 0.1}, {}),
+    "sparse as dense": ("Adam", False, True, {"lr": 0.01}, {"sparse_as_dense": True}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_numbers_are_those_of_one_process(name: str) -> None:
+    kind, other, sparse, options, distributed = VARIANTS[name]
+    expected = weights_of_one_process(kind, other, options)
+    for found in rank_group(2).run(train, kind, other, sparse, options, distributed):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+def doubled() -> list[Tensor]:
+    """Gradients that are changed before `step`, which reduces them, as `other` has none; and have a graph."""
+    with initialized():
+        model = Model()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        for step in range(STEPS):
+            x, target = (part.tensor_split(hvd.size())[hvd.rank()] for part in batch(step))
+            optimizer.zero_grad()
+            with warnings.catch_warnings(action="ignore"):  # torch's, of the graph that gradients keep
+                (model(x, False) - target).square().mean().backward(create_graph=True)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.detach().mul_(2)
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_what_is_reduced_in_step_is_what_gradients_are_then() -> None:
+    expected = weights_of_one_process("SGD", False, {"lr": 0.2})
+    for found in rank_group(2).run(doubled):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+def test_compressed_gradients_are_near() -> None:
+    options, compressed = {"lr": 0.1}, {"compression": hvd.Compression.fp16}
+    expected = weights_of_one_process("SGD", False, options)
+    for found in rank_group(2).run(train, "SGD", False, False, options, compressed):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+        assert not all(map(torch.equal, found, expected))
+
+
+def adasum_step() -> tuple[list[Tensor], list[list[Tensor]]]:
+    """The weights after one step, and each rank's own update."""
+    with initialized():
+        model = Model()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=hvd.Adasum)
+        x, target = (part.tensor_split(hvd.size())[hvd.rank()] for part in batch(0))
+        (model(x, True) - target).square().mean().backward()
+        own = [-0.1 * parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        optimizer.step()
+        with pytest.raises(AssertionError, match="not supported when using Adasum"), optimizer.skip_synchronize():
+            pass
+        changes = [p.detach() - start for p, start in zip(model.parameters(), before, strict=True)]
+        return changes, hvd.allgather_object(own)
+
+
+def test_adasum_reduces_the_updates() -> None:
+    for changes, (first, second) in rank_group(2).run(adasum_step):
+        for change, a, b in zip(changes, first, second, strict=True):
+            dot = (a * b).sum()
+            expected = (1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b
+            torch.testing.assert_close(change, expected, rtol=1e-9, atol=1e-12)
+
+
+def uneven() -> tuple[int, list[Tensor]]:
+    """Rank 1 has two batches, rank 0 one; zeros stand in."""
+    with initialized():
+        model = Model()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        for step in range(hvd.rank() + 1):
+            x, target = batch(step)
+            optimizer.zero_grad()
+            (model(x, False) - target).square().mean().backward()
+            optimizer.step()
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        return last, [parameter.detach() for parameter in model.parameters()]
+
+
+def test_uneven_data_through_join() -> None:
+    model = Model()
+    for step in range(2):
+        model.zero_grad()
+        x, target = batch(step)
+        ((model(x, False) - target).square().mean() * (1.0 if step == 0 else 0.5)).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+    for last, found in rank_group(2).run(uneven):
+        assert last == 1
+        torch.testing.assert_close(found, [parameter.detach() for parameter in model.parameters()])
+
+
+def misuse(which: str) -> None:
+    with initialized():
+        model = Model()
+        plain, named = torch.optim.SGD(model.parameters(), lr=0.1), list(model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(plain, named)
+
+        def backward() -> None:
+            model(batch(0)[0], True).sum().backward()
+
+        def twice() -> None:
+            backward()
+            backward()
+
+        def zero() -> None:
+            backward()
+            optimizer.zero_grad()
+
+        calls: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
+            "no tuples": (
+                ValueError,
+                lambda: hvd.DistributedOptimizer(plain, [p for _, p in named]),
+                "sequence of tuples",
+            ),
+            "same names": (
+                ValueError,
+                lambda: hvd.DistributedOptimizer(plain, [("a", p) for _, p in named]),
+                "duplicates: a",
+            ),
+            "without names": (ValueError, lambda: hvd.DistributedOptimizer(plain, named[1:]), "were not named"),
+            "predivided sum": (
+                ValueError,
+                lambda: hvd.DistributedOptimizer(plain, named, op=hvd.Sum, gradient_predivide_factor=2.0),
+                "not supported with op != Average",
+            ),
+            "maximum": (ValueError, lambda: hvd.DistributedOptimizer(plain, named, op=hvd.Max), "not Max"),
+            "groups": (ValueError, lambda: hvd.DistributedOptimizer(plain, named, groups=-1), "non-negative"),
+            "too many passes": (AssertionError, twice, "Increase backward_passes_per_step"),
+            "zero_grad too early": (AssertionError, zero, "prohibited as it can cause a race condition"),
+        }
+        kind, call, said = calls[which]
+        with pytest.raises(kind, match=said):
+            call()
+        optimizer.synchronize()
+
+
+@pytest.mark.parametrize("which", ["no tuples", "same names", "without names", "predivided sum", "maximum", "groups",
+                                   "too many passes", "zero_grad too early"])  # fmt: skip
+def test_misuse_is_refused(which: str) -> None:
+    rank_group(2).run(misuse, which)
+
+
+def clipped() -> list[Tensor]:
+    with initialized():
+        model = Model()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        x, target = (part.tensor_split(hvd.size())[hvd.rank()] for part in batch(0))
+        (model(x, False) - target).square().mean().backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        with warnings.catch_warnings(), optimizer.skip_synchronize():
+            warnings.simplefilter("error")
+            optimizer.step()
+        optimizer.synchronize()
+        with pytest.warns(UserWarning, match="without optimizer.skip_synchronize"):
+            optimizer.step()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_gradients_can_be_clipped_between_synchronize_and_step() -> None:
+    for grads in rank_group(2).run(clipped):
+        assert sum(grad.square().sum() for grad in grads).sqrt() < 0.0101  # type: ignore[union-attr]
+
+
+def beside_the_split() -> None:
+    mesh = ff.init_mesh(width=2)
+    with initialized():
+        model = nn.Conv2d(3, 4, 3, padding=1)
+        split = ff.parallelize(model, mesh)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        x = torch.ones(1, 3, 8, 8)
+        with pytest.raises(GradientError, match=r"ff\.parallelize averages the gradient of 'weight'|'bias'"):
+            split(ff.shard(x, mesh)).sum().backward()
+        del optimizer
+
+
+def test_gradients_that_the_split_averages_are_refused() -> None:
+    with contextlib.suppress(RankFailure):  # what the broken backward pass leaves behind is DDP's
+        rank_group(2).run(beside_the_split)
+        return
+    rank_group(2).close()
+    rank_group(2).run(beside_the_split)

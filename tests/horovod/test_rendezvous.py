@@ -1,0 +1,60 @@
+"""Which rank this process is, by what each launcher puts into the environment."""
+
+import pytest
+
+from fullframe.horovod.rendezvous import Place, first_host, place_from
+
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "gpu[07-09]",
+    "SLURM_JOB_ID": "123456",
+}
+TORCHRUN = {
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "9",
+}
+HOROVODRUN = {
+    "HOROVOD_RANK": "1",
+    "HOROVOD_SIZE": "3",
+    "HOROVOD_LOCAL_RANK": "0",
+    "HOROVOD_LOCAL_SIZE": "1",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "b",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "8",
+}
+
+
+def test_alone() -> None:
+    assert place_from({}) == Place(0, 1, 0, 1)
+
+
+def test_horovodrun_comes_first() -> None:
+    assert place_from({**SLURM, **TORCHRUN, **HOROVODRUN}) == Place(1, 3, 0, 1, "b", 8)
+
+
+def test_torchrun() -> None:
+    assert place_from({**SLURM, **TORCHRUN}) == Place(2, 4, 0, 2, "a", 9)
+    assert place_from({**TORCHRUN, "RANK": "0"}).hosts_store
+    assert not place_from({**TORCHRUN, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).hosts_store
+
+
+def test_slurm() -> None:
+    assert place_from(SLURM) == Place(3, 5, 1, 2, "gpu07", 20000 + 123456 % 20000)
+    last = {**SLURM, "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
+    assert place_from(last).local_size == 1
+    assert place_from({**SLURM, "SLURM_PROCID": "0"}).hosts_store
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu[07-09]", "gpu07"), ("a[3,5]", "a3"), ("node1", "node1"), ("x1,y2", "x1"), ("n[1-2],m3", "n1")],
+)
+def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
