@@ -4,6 +4,7 @@ import json as json_text
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from benchmarks import machine, show
 from benchmarks.unroll.measure import STATE_BYTES
 from fullframe.techniques.schedules import extra_runs
 
-CHOICES = ("loop", "none", "iterations", "nested", "6", "3", "1")  # a number: so many states are kept
+ON_STAGES = {"2 stages": "none", "2 stages, iterations": "iterations"}  # what each of two ranks recomputes
+CHOICES = ("loop", "none", "iterations", "nested", "6", "3", "1", *ON_STAGES)  # a number: so many states are kept
 _MAPPED = {"MALLOC_MMAP_THRESHOLD_": "262144"}  # what is freed goes back to the kernel, as the count is the kernel's
 
 
@@ -24,14 +26,42 @@ def measured(counts: tuple[int, ...]) -> list[dict[str, Any]]:
     """A row for a choice and a number of iterations, each from a process of its own."""
     rows = []
     for choice in CHOICES:
-        for count in counts:
-            command = [sys.executable, "-m", "benchmarks.unroll.measure", str(count), choice]
-            done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **_MAPPED})
+        for count in counts if choice not in ON_STAGES else counts[1:]:
             states = min(int(choice), count) if choice.isdigit() else None
             theory = None if states is None else count + extra_runs(count, states)
-            found = json_text.loads(done.stdout)
+            found = _on_two_ranks(count, choice) if choice in ON_STAGES else _in_one_process(count, choice)
             rows.append({"choice": choice, "iterations": count, "runs_in_theory": theory, **found})
     return rows
+
+
+def _command(count: int, choice: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.unroll.measure", str(count), choice]
+
+
+def _in_one_process(count: int, choice: str) -> dict[str, Any]:
+    environment = {**os.environ, **_MAPPED}
+    done = subprocess.run(_command(count, choice), check=True, capture_output=True, text=True, env=environment)
+    return json_text.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def _on_two_ranks(count: int, choice: str) -> dict[str, Any]:
+    """Of the rank that holds more; the seconds are that one's too."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            subprocess.Popen(
+                [*_command(count, ON_STAGES[choice]), str(rank), f"{folder}/store"],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **_MAPPED},
+            )
+            for rank in range(2)
+        ]
+        found = [json_text.loads(rank.communicate()[0]) for rank in ranks]
+    return max(found, key=lambda each: each["peak_bytes"])  # type: ignore[no-any-return]
+
+
+def _named(choice: str) -> str:
+    return f"{choice} state{'s' * (choice != '1')}" if choice.isdigit() else choice
 
 
 def print_table(found: dict[str, Any], console: Console) -> None:
@@ -47,9 +77,12 @@ def print_table(found: dict[str, Any], console: Console) -> None:
     for choice in CHOICES:
         cells = []
         for count in counts:
+            if (choice, count) not in at:
+                cells.append("")
+                continue
             row, loop = at[choice, count], at["loop", count]
             cells.append(f"{row['peak_bytes'] / 2**20:.0f} {row['seconds'] / loop['seconds']:.2f} {row['runs']}")
-        table.add_row(f"{choice} states" if choice.isdigit() else choice, *cells)
+        table.add_row(_named(choice), *cells)
     console.print(table)
 
 
@@ -60,7 +93,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for choice in CHOICES:
         line = [row for row in rows if row["choice"] == choice]
-        label = f"{choice} states" if choice.isdigit() else choice
+        label = _named(choice)
         counts = [row["iterations"] for row in line]
         left.plot(counts, [row["peak_bytes"] / 2**20 for row in line], marker="o", label=label)
         right.plot(counts, [row["seconds"] for row in line], marker="o", label=label)
@@ -75,13 +108,13 @@ def main(json: bool = False, plot: Path | None = None, iterations: tuple[int, ..
 
     Args:
         json: Print one JSON object and nothing else.
-        plot: Draw the findings into this file too; needs matplotlib.
+        plot: Draw the findings into this file too (png, svg or pdf); needs matplotlib.
         iterations: Numbers of iterations.
     """
     found = {"machine": machine(), "state_bytes": STATE_BYTES, "rows": measured(iterations)}
+    show(found, print_table, json)
     if plot is not None:
         draw(found["rows"], plot)
-    show(found, print_table, json)
 
 
 if __name__ == "__main__":

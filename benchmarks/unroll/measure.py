@@ -1,7 +1,8 @@
 """One fresh process: the most memory and the time of a forward and backward pass of unrolled iterations.
 
 `python -m benchmarks.unroll.measure ITERATIONS CHOICE` prints `{"peak_bytes", "seconds", "runs"}`; CHOICE is "loop"
-for a plain loop, or what `recompute` of `ff.unroll` is given, a budget as a number of states.
+for a plain loop, or what `recompute` of `ff.unroll` is given, a budget as a number of states. With RANK and STORE it is
+one of two ranks, on whose stages the iterations are, and CHOICE says what each recomputes.
 """
 
 import json
@@ -10,6 +11,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullframe as ff
@@ -44,7 +46,10 @@ def model(block: Step, iterations: int, choice: str) -> Any:
 
         return loop
     kind: Any = int(choice) * STATE_BYTES if choice.isdigit() else choice
-    return ff.unroll(block, iterations, recompute=kind)
+    if not dist.is_initialized():
+        return ff.unroll(block, iterations, recompute=kind)
+    mesh = ff.init_mesh(stages=2)
+    return ff.unroll(block, iterations, recompute=kind, placement="stages", mesh=mesh)
 
 
 def measured(iterations: int, choice: str) -> dict[str, float]:
@@ -65,5 +70,15 @@ def measured(iterations: int, choice: str) -> dict[str, float]:
     return {"peak_bytes": status_bytes("VmHWM") - before, "seconds": seconds, "runs": block.runs}
 
 
+def main(iterations: str, choice: str, rank: str | None = None, store: str = "") -> None:
+    """Prints what was measured, here or on one of two ranks."""
+    if rank is not None:
+        dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=int(rank), world_size=2)
+    print(json.dumps(measured(int(iterations), choice)), flush=True)
+    if rank is not None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    print(json.dumps(measured(int(sys.argv[1]), sys.argv[2])))
+    main(*sys.argv[1:])

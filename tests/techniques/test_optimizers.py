@@ -12,6 +12,7 @@ import fullframe as ff
 from fullframe.errors import StrategyError
 from fullframe.model.fsdp import whole_value
 from fullframe.model.parallelize import parallelize_for
+from fullframe.recipe import Parameters
 from fullframe.simulation.memory.trace import storages
 from fullframe.techniques.optimizers import build_optimizer, set_learning_rate
 from tests.rank_group import RankFailure, rank_group
@@ -86,7 +87,7 @@ def warmed_up(number):
 def plainly(make, schedule=lambda number: 1.0):
     """By plain PyTorch in one process."""
     model = network()
-    optimizer = make(model.parameters())
+    optimizer = make(Parameters(model.named_parameters()))
     rates = [group["lr"] for group in optimizer.param_groups]
     for number in range(STEPS):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -98,6 +99,18 @@ def plainly(make, schedule=lambda number: 1.0):
     return changes([p.detach() for p in model.parameters()])
 
 
+def by_name(parameters):
+    """A recipe's optimizer that decays weights and gives the last layer another learning rate."""
+    names = [name for name, _ in parameters.named()]
+    last = names[-1].rpartition(".")[0]
+    groups = [
+        {"params": [p for name, p in parameters.named() if not name.startswith(last)]},
+        {"params": [p for name, p in parameters.named() if name.startswith(last)], "lr": 3e-2},
+    ]
+    assert names == [name for name, _ in network().named_parameters()] and len(parameters) == len(list(parameters))
+    return AdamW(groups, lr=1e-2)
+
+
 # The named optimizer, the recipe's, and the optimizer that must come of it.
 NAMED = {
     "recipe": ("recipe", grouped(AdamW), grouped(AdamW)),
@@ -106,6 +119,7 @@ NAMED = {
     "sgd": ("sgd", grouped(AdamW), grouped(SGD, momentum=0.9)),
     "sgd of sgd": ("sgd", grouped(SGD, momentum=0.5, nesterov=True), grouped(SGD, momentum=0.5, nesterov=True)),
     "adafactor": ("adafactor", grouped(AdamW), grouped(Adafactor)),
+    "by name": ("recipe", by_name, by_name),
     "maximize": ("sgd", grouped(AdamW, maximize=True), grouped(SGD, momentum=0.9, maximize=True)),
 }
 SPREAD = {
@@ -153,6 +167,16 @@ def test_8_bit_state():
             found = [p - q.detach() for p, q in zip(parameters, wide(torch.float32).parameters(), strict=True)]
             assert 1e-4 < error(found, moved) < 0.05
             assert held < most_bytes * exact_bytes
+
+
+def test_hooks_of_an_8_bit_step_run_once():
+    """Also where torchao's own class was used before, of which torch has wrapped the step since."""
+    pytest.importorskip("torchao.optim").AdamW8bit([nn.Parameter(torch.zeros(3))])
+    optimizer, calls = build_optimizer(grouped(Adam), network(), ff.Strategy(optimizer="adamw8bit")), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.step()
+    assert calls == ["before", "after"]
 
 
 def test_8_bit_state_without_torchao_names_the_extra(monkeypatch):

@@ -181,6 +181,14 @@ def test_which_blocks(patterns: tuple[str, ...], names: tuple[str, ...]) -> None
     assert blocks_to_recompute(blocks.network(), strategy) == names
 
 
+def test_iterations_are_blocks() -> None:
+    def names(unrolled: nn.Module) -> tuple[str, ...]:
+        return blocks_to_recompute(nn.Sequential(nn.Conv2d(3, 3, 1), unrolled), ff.Strategy(recompute="blocks"))
+
+    assert names(ff.unroll(nn.Conv2d(3, 3, 1), 4)) == ("1.block",)
+    assert names(ff.unroll([nn.Conv2d(3, 3, 1) for _ in range(2)], 2)) == ("1.block.0", "1.block.1")
+
+
 def test_names_that_are_not_there() -> None:
     strategy = ff.Strategy(recompute="blocks", recompute_modules=("blocks.0", "layers.*"))
     with pytest.raises(StrategyError, match=r"names 'layers\.\*', which no module of Blocks .* stem, stem.0"):

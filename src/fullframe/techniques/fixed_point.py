@@ -17,8 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from fullframe.errors import ShapeError, StrategyError, require_count
 from fullframe.ranks.collectives import all_sum_no_grad
+from fullframe.ranks.recording import as_they_are
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 
+_SEVERAL_TIMES = "in the last iteration of an implicit ff.fixed_point backward goes through it several times"
 _KINDS = ("implicit", "unrolled", "phantom")
 
 
@@ -79,7 +81,7 @@ class FixedPoint(nn.Module):
         return f"tolerance={self.tolerance}, iterations={self.iterations}, backward={self.backward_by!r}"
 
     def forward(self, state: Any, *inputs: Any) -> Any:
-        """The fixed point."""
+        """The fixed point of `block(state, *inputs)`: a tree of tensors of the shapes of `state`."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.backward_by == "unrolled"):
             state = self._found(state, inputs)
         if not torch.is_grad_enabled() or self.backward_by == "unrolled":
@@ -121,7 +123,8 @@ class FixedPoint(nn.Module):
         """The block's result at the fixed point, whose gradient is first solved for."""
         leaves, form = tree_flatten(state)
         at = [_dressed(leaf, _inner(local_or_whole(leaf))) for leaf in leaves]
-        results = tree_flatten(self._next(tree_unflatten(at, form), inputs))[0]
+        with as_they_are(_SEVERAL_TIMES):
+            results = tree_flatten(self._next(tree_unflatten(at, form), inputs))[0]
         group = next((t.spec.spatial.replica for t in results if isinstance(t, SpatialTensor)), None)
         outs, ins = [local_or_whole(t) for t in results], [local_or_whole(t) for t in at]
 

@@ -1,6 +1,7 @@
 """The optimizer a strategy asks for: the recipe's own, or a leaner one in its place."""
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,15 +10,16 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 from fullframe.errors import StrategyError
 from fullframe.model.fsdp import is_sharded
-from fullframe.strategy import OptimizerName, Strategy
+from fullframe.model.parallelize import ParallelModel
+from fullframe.recipe import Parameters
+from fullframe.strategy import Strategy
+from fullframe.technique import OptimizerName
 from fullframe.techniques.zero import shard_state, trainable
 
 _MOMENTUM = 0.9  # of "sgd" in the place of an optimizer that has none
 
 
-def build_optimizer(
-    make: Callable[[Iterable[nn.Parameter]], Optimizer], model: nn.Module, strategy: Strategy
-) -> Optimizer:
+def build_optimizer(make: Callable[[Parameters], Optimizer], model: nn.Module, strategy: Strategy) -> Optimizer:
     """The optimizer of the parameters of `model`, which `parallelize` returned, as `strategy` wants it.
 
     `make` is the recipe's; of another optimizer's parameter groups, learning rate and weight decay are kept, of one
@@ -25,7 +27,7 @@ def build_optimizer(
 
     Raises StrategyError when the optimizer is not installed or cannot update sharded parameters.
     """
-    optimizer = make(model.parameters())
+    optimizer = make(Parameters((model.module if isinstance(model, ParallelModel) else model).named_parameters()))
     if strategy.optimizer != "recipe":
         optimizer = _replaced(optimizer, strategy.optimizer)
     if isinstance(optimizer, Adafactor) and any(map(is_sharded, trainable(optimizer))):
@@ -84,10 +86,13 @@ def _adamw8bit(groups: list[dict[str, Any]]) -> Optimizer:
             f"optimizer 'adamw8bit' needs torchao ({error}): pip install 'fullframe[adamw8bit]'"
         ) from error
 
+    # Without torch's wrapper, which an earlier optimizer of that class has left there: it would run the hooks again.
+    of_torchao = inspect.unwrap(torchao.optim.AdamW8bit.step, stop=lambda step: not getattr(step, "hooked", False))
+
     class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
         def step(self, closure: Any = None) -> Any:
             with torch.compiler.set_stance("force_eager"):  # CPUs would take minutes to compile a kernel for each shape
-                return super().step(closure)
+                return of_torchao(self, closure)
 
     on_host = all(p.device.type == "cpu" for group in groups for p in group["params"])
     optimizer: Optimizer = (AdamW8bit if on_host else torchao.optim.AdamW8bit)(groups)

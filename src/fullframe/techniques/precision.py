@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fullframe.strategy import Precision
+from fullframe.technique import Precision
 
 T = TypeVar("T")
 

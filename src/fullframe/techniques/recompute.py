@@ -9,7 +9,6 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -21,63 +20,37 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from fullframe.errors import StrategyError
-from fullframe.model.blocks import repeated_blocks
+from fullframe.model.blocks import blocks_that_repeat, examples, matching
 from fullframe.model.buffers import borrow_buffers, buffers_of, return_buffers
 from fullframe.model.forward_patch import PatchedForward
-from fullframe.model.runs import part, runs_of_layers
+from fullframe.model.runs import part
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 from fullframe.strategy import Strategy
 from fullframe.techniques.budget import Costs, choose
 from fullframe.techniques.precision import Fp32Math, fp32_math
 
 _NOT_IN_PLACE = "use inplace=False in its first layer, or name other modules with recompute_modules"
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which are never called
 
 
 def blocks_to_recompute(model: nn.Module, strategy: Strategy) -> tuple[str, ...]:
     """Names of the modules that `strategy` may compute again, none within another; () without recompute.
 
-    Without patterns the model's repeated blocks, or where it has none runs of the layers of its Sequentials.
+    Without patterns the blocks of its `ff.unroll`, else its repeated blocks, or where it has none runs of the layers
+    of its Sequentials. With "nested" none: there each `ff.unroll` does it.
 
     Raises StrategyError when a pattern names no module, or without patterns there is neither.
     """
-    if strategy.recompute == "none":
+    if strategy.recompute in ("none", "nested"):
         return ()
     if strategy.recompute_modules:
-        return tuple(_matching(model, strategy.recompute_modules))
-    found = repeated_blocks(model) or runs_of_layers(model)
+        return tuple(matching(model, strategy.recompute_modules, "strategy.recompute_modules"))
+    found = blocks_that_repeat(model)
     if not found:
         raise StrategyError(
             f"strategy.recompute is {strategy.recompute!r}, but {type(model).__name__} has no repeated blocks, and no "
-            f"nn.Sequential of four layers; name modules with recompute_modules, of {_examples(model)}"
+            f"nn.Sequential of four layers; name modules with recompute_modules, of {examples(model)}"
         )
     return tuple(found)
-
-
-def _matching(model: nn.Module, patterns: Sequence[str]) -> Iterator[str]:
-    """The outermost modules that match; a list of modules stands for what is in it."""
-    modules = {name: module for name, module in model.named_modules() if name}
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in modules):
-            raise StrategyError(
-                f"strategy.recompute_modules names {pattern!r}, which no module of {type(model).__name__} matches; "
-                f"there are {_examples(model)}"
-            )
-    covered: set[str] = set()
-    for name, module in modules.items():  # a parent comes before its children
-        parent = name.rpartition(".")[0]
-        is_in_list = parent in covered and isinstance(modules[parent], _CONTAINERS)
-        if parent in covered and not is_in_list:
-            covered.add(name)
-        elif is_in_list or any(fnmatchcase(name, pattern) for pattern in patterns):
-            covered.add(name)
-            if not isinstance(module, _CONTAINERS):
-                yield name
-
-
-def _examples(model: nn.Module) -> str:
-    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
-    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") or "which it has none"
 
 
 def recompute(model: nn.Module, names: Sequence[str]) -> None:

@@ -32,6 +32,11 @@ def _each_again(run: range) -> Schedule:
     return (*((number,) for number in run[:-1]), run[-1])
 
 
+def later(schedule: Schedule, by: int) -> Schedule:
+    """The same for iterations that come `by` numbers later."""
+    return tuple(each + by if isinstance(each, int) else later(each, by) for each in schedule)
+
+
 def binomial(iterations: int, states: int) -> Schedule:
     """At most `states` states are kept at once, the first one among them; the fewest iterations are run again.
 

@@ -5,26 +5,33 @@ kept for backward is chosen by a schedule of states that are kept and iterations
 on several.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.distributed.device_mesh import DeviceMesh
 
-from fullframe.errors import DeviceError, GradientError, ShapeError, StrategyError, require_count
-from fullframe.ranks.tags import line
+from fullframe.errors import ShapeError, StrategyError, require_count
 from fullframe.spatial.tensor import local_or_whole
 from fullframe.techniques import schedules
 from fullframe.techniques.offload import saving_to_host
 from fullframe.techniques.recompute import Recomputed
 from fullframe.techniques.schedules import Schedule
+from fullframe.techniques.stage_chain import Criterion, Stages
+from fullframe.techniques.stages import through_stages
+from fullframe.techniques.unrolled_states import (
+    form_of,
+    moved,
+    note_made,
+    require_device,
+    require_live,
+    tensors_of,
+    told,
+)
 
 _KINDS = ("none", "iterations", "nested")
-_MOST_NODES = 200  # of the state's graph that are looked through for an earlier result
-_MADE_AT = "fullframe: unrolled at"
 
 
 def unroll(
@@ -33,6 +40,8 @@ def unroll(
     *,
     recompute: bool | str | int = "none",
     placement: str | Sequence[torch.device | str] = "here",
+    mesh: DeviceMesh | None = None,
+    microbatches: int = 1,
     return_all: bool = False,
 ) -> "Unrolled":
     """A module called as `module(state, *inputs)`, each iteration `state = block(state, *inputs)`.
@@ -51,11 +60,26 @@ def unroll(
     with its graphs: blocks of their own move there for good, a shared one is copied there in each call, and its
     gradients come home; the result is on the device of the state.
 
+    `placement="stages"` runs equal parts of the iterations on the ranks along the axis "stage" of `mesh`
+    (`ff.init_mesh(stages=2)`), each with its graphs alone. All of these ranks call it with equal arguments and get the
+    result; `ff.parallelize` averages the gradients of the weights over them, as over any ranks. With `microbatches` the
+    stages work at the same time, each on another slice of the samples; batch norm sees one slice at a time.
+
     Raises StrategyError for options that are none; in a call ShapeError where an iteration changes the shape of the
-    state, StrategyError where one that is run again writes to its state, GradientError where the state hangs on a graph
-    that an earlier backward pass has freed.
+    state, StrategyError where one that is run again writes to its state, DeviceError where it is not on the block's
+    device, GradientError where it hangs on a graph that an earlier backward pass has freed.
     """
-    return Unrolled(block, iterations, recompute, placement, return_all)
+    unrolled = Unrolled(block, iterations, recompute, placement, return_all)
+    if (placement == "stages") != (mesh is not None):
+        raise StrategyError(
+            f"placement is {placement!r} and mesh {'given' if mesh is not None else 'not given'}; iterations on "
+            'several ranks take both: placement="stages", mesh=ff.init_mesh(stages=2)'
+        )
+    if mesh is not None:
+        unrolled.spread(mesh, microbatches)
+    elif microbatches != 1:
+        raise StrategyError(f"microbatches={microbatches} is for stages; give placement='stages' and a mesh with them")
+    return unrolled
 
 
 class Unrolled(nn.Module):
@@ -69,72 +93,139 @@ class Unrolled(nn.Module):
         if isinstance(block, nn.ModuleList) and len(block) != iterations:
             raise StrategyError(f"{len(block)} blocks for {iterations} iterations; give one for each, or one for all")
         self.block, self.iterations, self.return_all = block, iterations, return_all
-        self._recompute = _known_kind(recompute)
-        self._on_host = placement == "host"
-        self._devices = () if isinstance(placement, str) else tuple(map(torch.device, placement))
-        if isinstance(placement, str) and placement not in ("here", "host"):
-            raise StrategyError(f'placement must be "here", "host" or a list of devices, got {placement!r}')
+        self._own_recompute = self._recompute = _known_kind(recompute)
+        self._states: int | None = None  # that "nested" may keep; None: about two square roots of them
+        self.on_host = placement == "host"
+        self.devices = () if isinstance(placement, str) else tuple(map(torch.device, placement))
+        if isinstance(placement, str) and placement not in ("here", "host", "stages"):
+            raise StrategyError(f'placement must be "here", "host", "stages" or a list of devices, got {placement!r}')
+        self.stages: Stages | None = None
         self._saving: Callable[[], AbstractContextManager[None]] | None = None
-        if self._devices and isinstance(block, nn.ModuleList):
+        if self.devices and isinstance(block, nn.ModuleList):
             for number, own in enumerate(block):
-                own.to(self.device_of(number))
+                if not any(parameter.is_meta for parameter in own.parameters()):  # there is nothing to move yet
+                    own.to(self.device_of(number))
 
     def extra_repr(self) -> str:
         return f"iterations={self.iterations}, recompute={self._recompute!r}"
 
+    def iterated_blocks(self) -> dict[str, nn.Module]:
+        """By its name, each block that an iteration runs."""
+        own = enumerate(self.block) if isinstance(self.block, nn.ModuleList) else ()
+        return {f"block.{number}": block for number, block in own} or {"block": self.block}
+
+    def spread(self, mesh: DeviceMesh, microbatches: int = 1) -> None:
+        """From now on the iterations are on stages, in `microbatches`; StrategyError where they have another place."""
+        if self.on_host or self.devices:
+            raise StrategyError("iterations that wait on the host or run on several devices cannot be on stages too")
+        self.stages = Stages(mesh, microbatches)
+
+    def keep(self, recompute: str | None, states: int | None = None) -> None:
+        """From now on another `recompute`, of which "nested" may keep so many `states`; None: its own again."""
+        self._recompute = self._own_recompute if recompute is None else _known_kind(recompute)
+        self._states = states
+
+    def save_by(self, saving: Callable[[], AbstractContextManager[None]]) -> None:
+        """With placement="host", enter what `saving` makes around each call, in place of the way to the host."""
+        self._saving = saving
+
     def forward(self, state: Any, *inputs: Any) -> Any:
-        """The last state, or a list of all of them."""
-        tensors = _tensors(state)
+        """The last state, or a list of all of them; `inputs` are what every iteration reads."""
+        tensors = tensors_of(state)
         if not tensors:
             raise ShapeError(f"the state holds no tensor: {type(state).__name__}")
-        _require_live(tensors)
+        require_live(tensors)
         home = tensors[0].device
-        if not self._devices:
-            _require_device(self.block, home)
-        if self._on_host and self._saving is None:
+        if not self.devices:
+            require_device(self.block, home)
+        if self.on_host and self._saving is None:
             self._saving = saving_to_host(home)
-        run, schedule = _Run(self, state), self.schedule_for(state)
-        states: list[Any] = []
-        with self._saving() if self._saving is not None else nullcontext():
-            for each in run.states(schedule, state, inputs):
-                states = [*states, each] if self.return_all else [each]
-        run.bring_buffers_home()
-        states = [_moved(each, home) for each in states] if self._devices else states
-        for tensor in _tensors(states[-1]):
-            node: Any = local_or_whole(tensor).grad_fn
-            if node is not None:
-                node.metadata[_MADE_AT] = line()
+        with self._saving() if self.on_host and self._saving is not None else nullcontext():
+            if self.stages is not None:
+                states = through_stages(_Iterations(self), self.stages, state, inputs, self.return_all)
+            else:
+                states = self.run(range(self.iterations), state, inputs)
+        states = [moved(each, home) for each in states] if self.devices else states
+        note_made(tensors_of(states[-1]))
         return states if self.return_all else states[-1]
 
-    def schedule_for(self, state: Any) -> Schedule:
-        """What is run, and run again, for a state like this one."""
+    def loss(self, criterion: Callable[..., Tensor], targets: Sequence[Any], state: Any, *inputs: Any) -> Tensor:
+        """The sum over the microbatches of `criterion(last state, *targets)`, a scalar on all ranks.
+
+        On stages each microbatch goes back as soon as the criterion is known (1F1B), inside this call, so that a stage
+        keeps the graphs of no more microbatches than there are stages; `backward` then multiplies and hands on. Where
+        the criterion has parameters it must be a module. Elsewhere there is one microbatch, and nothing special.
+
+        Raises StrategyError with `return_all`, as the other states are not where the criterion is.
+        """
+        if self.return_all:
+            raise StrategyError(
+                "loss() knows the last state alone; with return_all, call the module and take the losses"
+            )
+        if self.stages is None:
+            return criterion(self(state, *inputs), *targets)
+        of = Criterion(criterion, tuple(targets))
+        loss: Tensor = through_stages(_Iterations(self), self.stages, state, inputs, criterion=of)[0]
+        return loss
+
+    def run(
+        self, part: range, state: Any, inputs: tuple[Any, ...], before: Callable[[int], None] | None = None
+    ) -> list[Any]:
+        """The states after the iterations `part`, or the last alone; `before` is told the number of each."""
+        run = _Run(self, state, before)
+        states: list[Any] = []
+        for each in run.states(schedules.later(self.schedule_for(state, len(part)), part.start), state, inputs):
+            states = [*states, each] if self.return_all else [each]
+        run.bring_buffers_home()
+        return states
+
+    def schedule_for(self, state: Any, iterations: int) -> Schedule:
+        """What is run, and run again, of so many `iterations`, for a state like this one."""
         if self._recompute == "none" or not torch.is_grad_enabled():
-            return schedules.in_place(self.iterations)
+            return schedules.in_place(iterations)
         if self._recompute == "iterations" or self.return_all:
-            return schedules.each_again(self.iterations)
-        if self._recompute == "nested":
-            return schedules.nested(self.iterations)
-        state_bytes = sum(local_or_whole(tensor).nbytes for tensor in _tensors(state))
+            return schedules.each_again(iterations)
+        if self._recompute == "nested" and self._states is None:
+            return schedules.nested(iterations)
+        if self._states is not None:
+            return schedules.binomial(iterations, min(iterations, self._states))
+        state_bytes = sum(local_or_whole(tensor).nbytes for tensor in tensors_of(state))
         fitting = self._recompute // max(state_bytes, 1)
         if not fitting:
             raise StrategyError(
                 f"a budget of {self._recompute} bytes does not hold one state, which has {state_bytes}; give unroll "
                 f"recompute={2 * state_bytes} or more"
             )
-        return schedules.binomial(self.iterations, min(self.iterations, fitting))
+        return schedules.binomial(iterations, min(iterations, fitting))
 
     def block_of(self, number: int) -> nn.Module:
-        """The block of an iteration."""
+        """The block of iteration `number`, counted from 0."""
         return self.block[number] if isinstance(self.block, nn.ModuleList) else self.block
 
     def device_of(self, number: int) -> torch.device:
-        """Where an iteration runs, of several devices."""
-        return self._devices[number * len(self._devices) // self.iterations]
+        """Where iteration `number`, counted from 0, runs, of several devices."""
+        return self.devices[number * len(self.devices) // self.iterations]
 
     @property
     def has_own_blocks(self) -> bool:
         """Whether each iteration has a block of its own."""
         return isinstance(self.block, nn.ModuleList)
+
+
+class _Iterations:
+    """The iterations as a chain that can be cut into stages."""
+
+    def __init__(self, unrolled: Unrolled):
+        self.whole, self._unrolled = unrolled.block, unrolled
+        self.parts = [unrolled.block_of(number) for number in range(unrolled.iterations)]
+
+    def run(self, part: range, state: Any, inputs: tuple[Any, ...], before: Callable[[int], None]) -> list[Any]:
+        """As `Unrolled.run`."""
+        return self._unrolled.run(part, state, inputs, before)
+
+    def likeness(self, count: int, state: Any) -> Any:
+        """The given one: no iteration changes its form."""
+        return state
 
 
 def _known_kind(recompute: Any) -> Any:
@@ -150,12 +241,12 @@ def _known_kind(recompute: Any) -> Any:
 class _Run:
     """One call."""
 
-    def __init__(self, unrolled: Unrolled, state: Any):
-        self._of = unrolled
-        self._form = _form(state)
+    def __init__(self, unrolled: Unrolled, state: Any, before: Callable[[int], None] | None):
+        self._of, self._before = unrolled, before
+        self._form = form_of(state)
         self._weights: dict[torch.device, dict[str, Tensor]] = {}  # of a shared block, on the devices so far
         self.buffers: dict[str, Tensor] = {}  # of a shared block, where the last iteration ran
-        if unrolled._devices and not unrolled.has_own_blocks:
+        if unrolled.devices and not unrolled.has_own_blocks:
             self.buffers = dict(unrolled.block.named_buffers())
 
     def states(self, schedule: Schedule, state: Any, inputs: tuple[Any, ...]) -> Iterator[Any]:
@@ -173,20 +264,22 @@ class _Run:
 
     def _iterate(self, number: int, state: Any, inputs: tuple[Any, ...]) -> Any:
         block = self._of.block_of(number)
-        if self._of._devices:
+        if self._before is not None:
+            self._before(number)
+        if self._of.devices:
             result = self._iterate_on(self._of.device_of(number), block, state, inputs)
         else:
             result = block(state, *inputs)
-        form = _form(result)
+        form = form_of(result)
         if form != self._form:
             raise ShapeError(
-                f"iteration {number} of {type(block).__name__} got a state of {_told(self._form, form)} and returned "
-                f"{_told(form, self._form)}; bring it back to that inside the block, as the next iteration gets it"
+                f"iteration {number} of {type(block).__name__} got a state of {told(self._form, form)} and returned "
+                f"{told(form, self._form)}; bring it back to that inside the block, as the next iteration gets it"
             )
         return result
 
     def _iterate_on(self, device: torch.device, block: nn.Module, state: Any, inputs: tuple[Any, ...]) -> Any:
-        state, inputs = _moved(state, device), _moved(inputs, device)
+        state, inputs = moved(state, device), moved(inputs, device)
         if self._of.has_own_blocks:
             return block(state, *inputs)
         if device not in self._weights:
@@ -257,65 +350,3 @@ def _first(schedule: Schedule) -> int:
 
 def _last(schedule: Schedule) -> int:
     return schedule[-1] if isinstance(schedule[-1], int) else _last(schedule[-1])
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _form(tree: Any) -> tuple[Any, list[Any]]:
-    leaves, spec = tree_flatten(tree)
-    return spec, [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
-
-
-def _told(form: tuple[Any, list[Any]], other: tuple[Any, list[Any]]) -> str:
-    """A state's form, as far as it differs from another's."""
-    if form[0] != other[0]:
-        return f"{len(form[1])} parts ({form[0]})"
-    number = next(number for number, (a, b) in enumerate(zip(form[1], other[1], strict=True)) if a != b)
-    return f"shape {form[1][number]}" + (f" (part {number})" if len(form[1]) > 1 else "")
-
-
-def _moved(tree: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
-
-
-def _require_device(block: nn.Module, state: torch.device) -> None:
-    parameter = next(block.parameters(), None)
-    if parameter is not None and parameter.device != state:
-        raise DeviceError(
-            f"the state is on {state} and the weights of {type(block).__name__} on {parameter.device}; move one of "
-            "them, or give unroll the devices: placement=[...]"
-        )
-
-
-def _require_live(tensors: Sequence[Tensor]) -> None:
-    """Raises GradientError where the state hangs on an earlier result whose graph a backward pass has freed."""
-    for tensor in tensors:
-        nodes: deque[Any] = deque([local_or_whole(tensor).grad_fn])
-        seen, made_at = 0, ""
-        while nodes and seen < _MOST_NODES:
-            node = nodes.popleft()
-            if node is None:
-                continue
-            seen += 1
-            made_at = made_at or node.metadata.get(_MADE_AT, "")
-            if made_at and _is_freed(node):
-                raise GradientError(
-                    f"the state hangs on the result of an earlier call at {made_at}, whose graph a backward pass has "
-                    "freed, so the next one would end with 'Trying to backward through the graph a second time'; "
-                    "give unroll state.detach() to start anew from its values, or call backward once, on the sum of "
-                    "the losses"
-                )
-            nodes += [following for following, _ in node.next_functions]
-
-
-def _is_freed(node: Any) -> bool:
-    """Whether backward has let go of what the node saved; a node that saves nothing cannot tell."""
-    try:
-        for name in dir(node):
-            if name.startswith("_saved_") or name == "saved_tensors":
-                getattr(node, name)
-    except RuntimeError:
-        return True
-    return False

@@ -19,13 +19,20 @@ _INFINITE = 1e30  # attention masks use a dtype's least number for minus infinit
 class ModuleTensors:
     """Calls `seen(place, tensor)` for the inputs and outputs of all modules of `model` between `with` and its end.
 
-    Inputs are seen before the forward, outputs after it; what backward runs again is not seen.
+    Inputs are seen before the forward, outputs after it; what backward runs again is not seen, nor what runs without
+    numbers, on the meta device, to learn of shapes.
     """
 
-    def __init__(self, model: nn.Module, seen: Callable[[Place, Tensor], None]):
-        self._model, self._seen = model, seen
+    def __init__(
+        self,
+        model: nn.Module,
+        seen: Callable[[Place, Tensor], None],
+        entering: Callable[[str, str | None, Counter[str]], None] = lambda path, caller, calls: None,
+    ):
+        """`entering(path, caller, calls)` is called before each call of a module, whose number is `calls[path]`."""
+        self._model, self._seen, self._entering = model, seen, entering
         self._paths = {module: path for path, module in model.named_modules()}
-        self._calls = Counter[str]()
+        self.calls = Counter[str]()  # begun so far, by the module's path
         self._running: list[tuple[nn.Module, int]] = []
         self._handles: list[Any] = []
 
@@ -40,24 +47,35 @@ class ModuleTensors:
             handle.remove()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not _in_backward():
+        if not _in_backward() and _have_numbers((args, kwargs)):
             path = self._paths[module]
-            self._report("input", module, self._calls[path], (args, kwargs))
-            self._running.append((module, self._calls[path]))
-            self._calls[path] += 1
+            self._entering(path, self._caller[0], self.calls)
+            call = self.calls[path]
+            self._report("input", module, call, (args, kwargs))
+            self._running.append((module, call))
+            self.calls[path] += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not _in_backward():
+        if not _in_backward() and _have_numbers((args, output)):
             _, call = self._running.pop()
             self._report("output", module, call, output)
 
     def _report(self, kind: str, module: nn.Module, call: int, values: Any) -> None:
-        caller: tuple[str | None, str] = (None, "")
-        if self._running:
-            running, _ = self._running[-1]
-            caller = self._paths[running], type(running).__name__
+        caller = self._caller
         for leaf, tensor in enumerate(tensors_in(values)):
             self._seen(Place(kind, self._paths[module], call, leaf, type(module).__name__, *caller), tensor)
+
+    @property
+    def _caller(self) -> tuple[str | None, str]:
+        """Path and class of the module whose forward runs."""
+        if not self._running:
+            return None, ""
+        running, _ = self._running[-1]
+        return self._paths[running], type(running).__name__
+
+
+def _have_numbers(values: Any) -> bool:
+    return not any(tensor.is_meta for tensor in tensors_in(values))
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

@@ -1,9 +1,9 @@
 """The step in one process: plain tensors, no ranks, every module's inputs, outputs and their gradients kept as files.
 
-`python -m fullframe.verification.reference RECIPE FOLDER` reads what the ranks wrote to the folder with `hand_over` and
-writes there what it computed. A process of its own, so that nothing in it can know of ranks. The batch goes through
-replica by replica, each from the same initial buffers, and the gradients are added up: batch norm sees a replica's
-samples at a time, as it does in data-parallel training.
+`python -m fullframe.verification.reference RECIPE FOLDER NAME=VALUE ...` reads what the ranks wrote to the folder with
+`hand_over` and writes there what it computed. A process of its own, so that nothing in it can know of ranks. The batch
+goes through replica by replica, each from the same initial buffers, and the gradients are added up: batch norm sees a
+replica's samples at a time, as it does in data-parallel training.
 """
 
 import os
@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import FullframeError, RecipeError
 from fullframe.ranks.randomness import seed_everything
-from fullframe.recipe import Recipe, load_recipe
+from fullframe.recipe import Recipe, load_recipe, values_of
 from fullframe.training.step import sum_and_count
 from fullframe.verification.module_tensors import ModuleTensors
 from fullframe.verification.verdict import Place, Value
@@ -76,14 +76,14 @@ def hand_over(folder: Path, parts: Sequence[Any], seeds: Sequence[int], model: n
     torch.save({"parts": list(parts), "seeds": list(seeds), "state": state, "device": device}, folder / "given.pt")
 
 
-def compute(recipe: Path, folder: Path) -> None:
+def compute(recipe: Path, folder: Path, values: Sequence[str] = ()) -> None:
     """Run the reference in a process of its own and wait; raises RecipeError with what went wrong there."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
     # The ranks wait, so their threads are free.
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = int(os.environ.get("OMP_NUM_THREADS", "1")) * ranks_here
     environment["OMP_NUM_THREADS"] = str(max(min(threads, len(os.sched_getaffinity(0))), 1))
-    command = [sys.executable, "-m", "fullframe.verification.reference", str(recipe), str(folder)]
+    command = [sys.executable, "-m", "fullframe.verification.reference", str(recipe), str(folder), *values]
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip() or f"it ended with exit code {done.returncode}, without a word"
@@ -97,10 +97,10 @@ def read(folder: Path, replica: int) -> tuple[Answers, Part]:
     return answers, part
 
 
-def main(recipe_path: Path, folder: Path) -> None:
+def main(recipe_path: Path, folder: Path, values: Sequence[str] = ()) -> None:
     """Compute the reference in this process."""
     given = torch.load(folder / "given.pt", weights_only=False)
-    recipe, device = load_recipe(recipe_path), torch.device(given["device"])
+    recipe, device = load_recipe(recipe_path, values_of(values)), torch.device(given["device"])
     model, _ = double_model(recipe, device)
     initial = {name: tensor.to(device) for name, tensor in given["state"].items()}
     _restore(model, initial)
@@ -203,7 +203,7 @@ if __name__ == "__main__":
     from fullframe.verification import reference
 
     try:
-        reference.main(Path(sys.argv[1]), Path(sys.argv[2]))
+        reference.main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
     except FullframeError as error:
         sys.exit(str(error))
     except Exception:

@@ -28,9 +28,9 @@ from fullframe.data.slices import SliceReader
 from fullframe.errors import FullframeError, RecipeError, UnsupportedOp
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.collectives import all_sum_no_grad
-from fullframe.ranks.mesh import Spatial, init_mesh, spatial_of
+from fullframe.ranks.mesh import has_stages, init_mesh, spatial_of, stage_axis
 from fullframe.ranks.randomness import mixed_seed, seed_everything
-from fullframe.recipe import Recipe, load_recipe
+from fullframe.recipe import Recipe, load_recipe, values_of
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
@@ -43,6 +43,7 @@ from fullframe.verification import reference
 from fullframe.verification.diagnosis import Evidence, Named, PartEvidence, judged, refused
 from fullframe.verification.module_tensors import ModuleTensors, compared
 from fullframe.verification.reference import Answers, Part
+from fullframe.verification.stages import StagedCalls
 from fullframe.verification.verdict import Found, Place, Verdict
 
 DEFAULT_TOLERANCE = 1e-9
@@ -55,6 +56,7 @@ def verify(
     path: Path,
     strategy: Strategy,
     *,
+    values: Sequence[str] = (),
     unsupported: Literal["error", "gather"] | None = None,
     tolerance: float = DEFAULT_TOLERANCE,
 ) -> Verdict:
@@ -67,31 +69,32 @@ def verify(
     It proves these numbers for this batch, this mesh and this device. It does not prove other sizes or meshes, code
     that this batch does not reach, lower precision, the optimizer, or evaluation. With data replicas, the reference
     takes each replica's samples separately, so that batch norm sees in both what it sees in data-parallel training.
+    `values` are words for the recipe, as `name=value`.
 
     Raises MeshError or RecipeError on all ranks; an op without an exact rule gives a verdict with `refused`.
     """
-    recipe = load_recipe(path)
+    recipe = load_recipe(path, values_of(values))
     recipe = dataclasses.replace(
         recipe,
         unsupported=unsupported or recipe.unsupported,
         find_unused_parameters=True,  # a note names them
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),  # weights stay as they are
     )
-    mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth)
+    mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, stages=strategy.stages)
     notes: list[str] = []
     about = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)), mesh_device(mesh).type, tolerance, notes
     plain, step, batch, kept = _prepared(recipe, strategy, mesh, notes)
     with _machine_folder() as folder:
-        _run_reference(path, folder, recipe, mesh, plain, kept.batch)
+        _run_reference(path, values, folder, recipe, mesh, plain, kept.batch)
         answers, part = reference.read(folder, mesh.get_local_rank("data"))
         if answers.draws:
             notes.append(
                 "the loss depends on the seed also without nn.Dropout: what is drawn for whole samples is equal in "
                 "both runs, what is drawn for every pixel is not"
             )
-        comparison = _Comparison(part, spatial_of(mesh))
+        comparison = _Comparison(part, mesh, plain, step)
         try:
-            with _gather_warnings(notes), ModuleTensors(plain, comparison.seen):
+            with _gather_warnings(notes), comparison.tensors:
                 seed_everything(_seed(recipe, comparison.replica))
                 loss = step(batch).loss
         except UnsupportedOp as error:  # on every rank of the replica alike; from here on nobody sends anything
@@ -137,7 +140,9 @@ def _prepared(
     return plain, step, batch, kept
 
 
-def _run_reference(path: Path, folder: Path, recipe: Recipe, mesh: DeviceMesh, plain: nn.Module, mine: Any) -> None:
+def _run_reference(
+    path: Path, values: Sequence[str], folder: Path, recipe: Recipe, mesh: DeviceMesh, plain: nn.Module, mine: Any
+) -> None:
     """One rank of each machine has the reference computed; raises RecipeError on all ranks when it fails on any."""
     first_ranks = mesh.mesh.flatten(1)[:, 0].tolist()
     parts = []
@@ -150,7 +155,7 @@ def _run_reference(path: Path, folder: Path, recipe: Recipe, mesh: DeviceMesh, p
     if _first_of_machine():
         try:
             reference.hand_over(folder, parts, seeds, plain, str(mesh_device(mesh)))
-            reference.compute(path, folder)
+            reference.compute(path, folder, values)
         except (FullframeError, OSError) as error:
             problem = error
     for found in from_all_ranks(problem):
@@ -164,6 +169,7 @@ class _Hooked(NamedTuple):
     spec: Spec | None
     empty: Tensor  # of its dtype and device
     local_shape: tuple[int, ...]
+    times: int  # the true gradient that all stages together get back, each of which has the loss
 
     def zeros(self) -> Tensor:
         return self.empty.new_zeros(self.local_shape)
@@ -172,9 +178,12 @@ class _Hooked(NamedTuple):
 class _Comparison:
     """The values of the split step against those of one process, as they appear."""
 
-    def __init__(self, part: Part, spatial: Spatial):
-        self.part, self._spatial = part, spatial
-        self.replica = spatial.mesh.get_local_rank("data")
+    def __init__(self, part: Part, mesh: DeviceMesh, plain: nn.Module, step: TrainStep):
+        self.part, self._spatial = part, spatial_of(mesh)
+        self.replica = mesh.get_local_rank("data")
+        self._stage = stage_axis(mesh).coordinate if has_stages(mesh) else 0
+        self._calls = _staged_calls(part, plain, step)
+        self.tensors = ModuleTensors(plain, self.seen, self._calls.entering)
         self.found = PartEvidence(places=part.places, values=part.values, forward={}, backward={}, unexpected=[])
         self._numbers: dict[_Key, int] = {place[:4]: number for place, number in part.places}
         self._known = WeakIdKeyDictionary()  # local tensor -> its version
@@ -190,11 +199,15 @@ class _Comparison:
         spec = tensor.spec if isinstance(tensor, SpatialTensor) else None
         local = local_or_whole(tensor)
         found = self.found.forward[place[:4]] = self._compared(number, local, spec)
+        is_another_s = self._calls.leaving(place, self.tensors.calls) or self._calls.begins_part(place)
         if self._known.get(local, None) == local._version:
             return  # its gradient is that of all its uses, and belongs to the value that it was first
         self._known[local] = local._version
+        if is_another_s:
+            return  # a copy of what a stage has made, which gets a part of the gradient
         if local.requires_grad and not found.problem and number not in self._hooked:
-            self._hooked[number] = _Hooked(spec, local.detach().new_empty(0), tuple(local.shape))
+            times = self._calls.stages if self._calls.are_inside else 1
+            self._hooked[number] = _Hooked(spec, local.detach().new_empty(0), tuple(local.shape), times)
             local.register_hook(lambda gradient: self._arrived(number, gradient))
 
     def _compared(self, number: int, local: Tensor, spec: Spec | None) -> Found:
@@ -208,11 +221,11 @@ class _Comparison:
 
     def _arrived(self, number: int, gradient: Tensor) -> None:
         """In backward. The true gradient is the mean over the replica's ranks of what each holds, zero elsewhere."""
-        spec = self._hooked[number].spec
+        spec, times = self._hooked[number].spec, self._hooked[number].times
         if self._parts(spec) == self._spatial.size:
-            self._judge(number, gradient / self._spatial.size, spec)
+            self._judge(number, gradient / (self._spatial.size * times), spec)
         else:
-            self._shares[number] = gradient.detach().clone()
+            self._shares[number] = gradient.detach() / times
 
     def _parts(self, spec: Spec | None) -> int:
         """How many ranks of a replica hold different parts."""
@@ -235,7 +248,8 @@ class _Comparison:
                 shared[number] = str(hooked.spec and hooked.spec.placements)
             elif number not in self.found.backward:  # no gradient came
                 self._judge(number, hooked.zeros(), hooked.spec)
-        replica = [theirs for replica, theirs in from_all_ranks((self.replica, shared)) if replica == self.replica]
+        mine = self.replica, self._stage
+        replica = [theirs for whose, theirs in from_all_ranks((mine, shared)) if whose == mine]
         agreed = [n for n, cuts in sorted(replica[0].items()) if all(theirs.get(n) == cuts for theirs in replica)]
         for number in agreed:
             hooked = self._hooked[number]
@@ -245,6 +259,17 @@ class _Comparison:
                 whole = wrap(whole, hooked.spec).full()  # type: ignore[attr-defined]
             total = all_sum_no_grad(whole, self._spatial.replica)  # of equal wholes, one for each part of it
             self._judge(number, total / (self._spatial.size * self._parts(hooked.spec)), None)
+
+
+def _staged_calls(part: Part, plain: nn.Module, step: TrainStep) -> StagedCalls:
+    """What this rank's stage runs of the modules that are on stages."""
+    staged = step.staged
+    paths = {module: path for path, module in plain.named_modules()}
+
+    def shares() -> dict[str, range]:
+        return {} if staged is None else {paths[module]: share for module, share in staged.shares().items()}
+
+    return StagedCalls([place for place, _ in part.places], shares, 1 if staged is None else staged.count)
 
 
 def _evidence(answers: Answers, comparison: _Comparison, plain: nn.Module, loss: float) -> Evidence:

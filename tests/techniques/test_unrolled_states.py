@@ -1,0 +1,53 @@
+"""What is said of states: their form, where they are, which call has made them."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullframe.errors import DeviceError, GradientError
+from fullframe.techniques.unrolled_states import (
+    form_of,
+    moved,
+    note_made,
+    require_device,
+    require_live,
+    tensors_of,
+    told,
+)
+
+
+def test_a_state_is_a_tree_of_tensors() -> None:
+    image, memory = torch.ones(2, 3), torch.ones(4)
+    assert tensors_of({"x": image, "more": (memory, "name")}) == [image, memory]
+    on_meta = moved({"x": image, "more": (memory, "name")}, torch.device("meta"))
+    assert on_meta["x"].is_meta and on_meta["more"][0].is_meta and on_meta["more"][1] == "name"
+
+
+def test_its_form_is_told_as_far_as_it_differs() -> None:
+    one, two = form_of([torch.ones(2, 3), torch.ones(4)]), form_of([torch.ones(2, 3), torch.ones(5)])
+    assert one != two and form_of([torch.zeros(2, 3), torch.zeros(4)]) == one
+    assert told(two, one) == "shape (5,) (part 1)"
+    assert told(form_of(torch.ones(5)), form_of(torch.ones(4))) == "shape (5,)"
+    assert told(one, form_of(torch.ones(2, 3))).startswith("2 parts (")
+
+
+def test_weights_and_state_are_on_one_device() -> None:
+    require_device(nn.Identity(), torch.device("meta"))
+    require_device(nn.Linear(2, 2), torch.device("cpu"))
+    with pytest.raises(DeviceError, match="the state is on meta and the weights of Linear on cpu"):
+        require_device(nn.Linear(2, 2), torch.device("meta"))
+
+
+def made(x: Tensor) -> Tensor:
+    result = x.exp()
+    note_made([result])
+    return result
+
+
+def test_a_freed_graph_is_seen_and_its_line_named() -> None:
+    state = made(torch.ones(3, requires_grad=True))
+    require_live([state * 2])
+    state.sum().backward()
+    with pytest.raises(GradientError, match=r"call at .*test_unrolled_states\.py:\d+.*state\.detach\(\)"):
+        require_live([state * 2])
+    require_live([state.detach()])
