@@ -1,5 +1,7 @@
 """What people put around blocks: recompute, autocast, DDP's unused parameters, channels_last, evaluation."""
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -206,3 +208,29 @@ def test_odd_buffers_and_parameters_are_the_first_ranks() -> None:
     first, second = rank_group(2).run(_odd)
     assert first == second
     assert first[0][:5] == [7.0, 2.0, 2.0, 2.0, 2.0] and first[1] == 24 * 8.0
+
+
+def _whole() -> tuple[list[str], list[str], list[str], float]:
+    """Warnings of two steps with a whole image, of evaluation with one, of a step with a split one; the difference."""
+    said = []
+    on = mesh(1, 2)
+    plain = _net()
+    _loss(plain(_image())).backward()
+    for image, evaluated in ((_image(), False), (_image(), True), (ff.shard(_image(), on), False)):
+        model = ff.parallelize(_net(), on, find_unused_parameters=True).train(not evaluated)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model.zero_grad()
+                _loss(model(image)).backward()
+        said.append([str(each.message) for each in caught if "not split" in str(each.message)])
+        if len(said) == 1:
+            worst = _worst(plain, model.module)
+    return (*said, worst)  # type: ignore[return-value]
+
+
+def test_images_that_come_in_whole_are_told_once() -> None:
+    for whole, evaluated, split, worst in rank_group(2).run(_whole):
+        assert len(whole) == 1 and "the model got an image (2, 3, 26, 38) that is not split" in whole[0]
+        assert "2 ranks" in whole[0] and "ff.ShardedLoader" in whole[0] and worst < 1e-12
+        assert evaluated == split == []

@@ -1,9 +1,12 @@
 """A message and its adjoint are each other's backward; a constant that the message adds is in no derivative."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
-from fullframe.ranks.adjoint import linear
+from fullframe.ranks.adjoint import applied, linear
 
 
 def _padded(rows: Tensor, fill: float = 0.0) -> Tensor:
@@ -22,3 +25,29 @@ def test_derivatives_of_any_order_are_messages_without_the_constant() -> None:
 
     assert of(x)[3:].tolist() == [343.0, 343.0]
     assert torch.autograd.gradcheck(of, x) and torch.autograd.gradgradcheck(of, x)
+
+
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return factor * x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return 3 * ctx.factor * x**2 * gradient, None
+
+
+def test_applied_is_apply() -> None:
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    cube = applied(_Cube)
+    assert cube(x, 2.0).equal(_Cube.apply(x, 2.0))
+    assert torch.autograd.gradgradcheck(lambda x: cube(x, 2.0), x)
+
+
+def test_applied_is_refused_under_transforms_as_apply_is() -> None:
+    for apply in (_Cube.apply, applied(_Cube)):
+        with pytest.raises(RuntimeError, match="setup_context"):
+            torch.func.grad(lambda x, apply=apply: apply(x, 2.0).sum())(torch.randn(3))

@@ -19,7 +19,7 @@ from fullframe.ranks.mesh import forget_meshes
 from fullframe.ranks.shared_memory import SLOT_BYTES
 from tests.rank_group import rank_group
 
-AT_ONCE = 20.0  # seconds, on a busy machine
+AT_ONCE = 100.0  # seconds, on a busy machine; who waits for an answer that never comes waits for 200
 
 
 def image(*shape):
@@ -375,6 +375,20 @@ def test_ranks_that_hash_differently_are_told_once():
     first, second = rank_group(2).run(outcome, warned, "mailbox", (1, 2))
     assert len(first) == 1 and "PYTHONHASHSEED=0" in first[0] and second == []
     assert rank_group(2).run(outcome, warned, "mailbox", (1, 1)) == [[], []]
+
+
+def channels_asked_for_in_turns():
+    """Whether each group's channel is its own however they are asked for, and whether it is new once forgotten."""
+    groups = [dist.group.WORLD, dist.new_group([0, 1])]
+    first = [channel.channel_of(group) for group in groups]
+    again = [channel.channel_of(group) for group in (*groups, groups[1], groups[0])]
+    channel.forget_channels()
+    later = channel.channel_of(groups[0])
+    return first[0] is not first[1], [first.index(found) for found in again], later is not first[0]
+
+
+def test_each_group_has_its_own_channel_until_they_are_forgotten():
+    assert rank_group(2).run(channels_asked_for_in_turns) == [(True, [0, 1, 1, 0], True)] * 2
 
 
 def test_the_errors_are_of_one_family():

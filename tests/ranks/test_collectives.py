@@ -57,6 +57,24 @@ def test_what_one_rank_has_arrives_to_the_last_bit() -> None:
     assert rank_group(2).run(_owned) == [("[-0.0, nan]", [3, 3], True, (2,))] * 2
 
 
+def _under_autocast() -> list[Tensor]:
+    found = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for value in (_mine(2).half(), _mine(2).bfloat16(), _mine(2)):
+            found += [all_gather_no_grad(value, _group()), all_sum_no_grad(value, _group())]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_autocast_leaves_values_as_they_are(ranks: int) -> None:
+    for found in rank_group(ranks).run(_under_autocast):
+        for n, dtype in enumerate((torch.float16, torch.bfloat16, torch.float64)):
+            everyone, total = found[2 * n], found[2 * n + 1]
+            assert everyone.dtype == total.dtype == dtype
+            assert everyone.double().tolist() == [[10.0**rank, 2 * 10.0**rank] for rank in range(ranks)]
+            assert total.double().tolist() == everyone.double().sum(0).to(dtype).tolist()
+
+
 def _of_any_kind() -> list[object]:
     short, empty = _mine(3).to(torch.int16), torch.zeros(0, 4)
     turned = _mine(2, 3).t()  # not contiguous

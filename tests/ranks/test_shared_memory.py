@@ -47,6 +47,21 @@ def test_messages_are_read_in_any_order():
     assert all(rank_group(2).run(read_backwards))
 
 
+def in_rank_order(turns):
+    boxes, _ = boxes_and_other()
+    ranks, me = (0, 1), dist.get_rank()
+    kept = []
+    for turn in range(turns):
+        value = torch.arange(6.0).view(2, 3).t() + 10 * me + turn
+        made = boxes.together(ranks, HEAD, value, lambda values: torch.stack(values) * 2)
+        kept.append(torch.equal(made, 2 * torch.stack([value + 10 * (rank - me) for rank in ranks])))
+    return all(kept) and len(kept) == turns
+
+
+def test_values_of_all_ranks_together():
+    assert all(rank_group(2).run(in_rank_order, 3 * SLOTS))
+
+
 def many(count):
     """The sender runs ahead until all slots are full, and waits there."""
     boxes, other = boxes_and_other()
@@ -124,7 +139,7 @@ def wait_for_the_dead():
     boxes, other = boxes_and_other()
     if dist.get_rank() == 1:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-        time.sleep(60)
+        time.sleep(1000)
     try:
         boxes.receive(boxes.expect(other), HEAD, torch.empty(1))
     except dist.DistNetworkError as error:
@@ -135,7 +150,7 @@ def answer_of_the_first(group):
     """What rank 0 says; rank 1 says nothing any more."""
     for pipe in group._pipes:
         pipe.send((wait_for_the_dead, ()))
-    assert group._pipes[0].poll(30)
+    assert group._pipes[0].poll(100)
     return group._pipes[0].recv()
 
 
@@ -149,16 +164,9 @@ def test_a_rank_that_waits_for_a_dead_one_learns_it():
 
 
 def test_nothing_is_left_in_shared_memory():
-    before = set(Path("/dev/shm").glob("fullframe-*"))  # of others, on a machine that is shared
+    before = set(Path("/dev/shm").glob("fullframe-*"))
     rank_group(2).run(read_backwards)
-    assert set(Path("/dev/shm").glob("fullframe-*")) <= before
-
-
-def test_a_full_shared_memory_is_noticed_before_it_is_written(monkeypatch, tmp_path):
-    def full(descriptor, start, size):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(mailbox, "_FOLDER", tmp_path)
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    assert mailbox._reserved(4096) is None
-    assert not list(tmp_path.iterdir())
+    new, until = set(Path("/dev/shm").glob("fullframe-*")) - before, time.monotonic() + 60
+    while any(path.exists() for path in new):  # those of others, on a machine that is shared, go soon
+        assert time.monotonic() < until
+        time.sleep(0.1)

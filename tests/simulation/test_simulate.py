@@ -182,6 +182,86 @@ def test_activations_of_volumes_follow_their_slices(monkeypatch: pytest.MonkeyPa
         assert whole / strategy.parts <= kept <= whole / strategy.parts + 3 * slice_bytes
 
 
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(8)), nn.GELU())
+
+
+def unrolled() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), ff.unroll(nn.Conv2d(8, 8, 3, padding=1), 8))
+
+
+@pytest.mark.parametrize("model", [layers, unrolled])
+def test_a_stage_keeps_its_own_layers_and_waits_for_the_others(model: Any) -> None:
+    whole = simulated(ff.Strategy(microbatches=1), model=model)
+    halves = [simulated(ff.Strategy(stages=2, microbatches=count), model=model) for count in (1, 2, 4)]
+    for half in halves:  # all microbatches wait for backward, whatever their number
+        assert 0.4 < half.bytes["activation"] / whole.bytes["activation"] < 0.75
+    waits = [half.seconds["stages"] / half.step_seconds for half in halves]
+    assert waits[0] > waits[1] > waits[2] > 0 and whole.seconds["stages"] == 0
+    two = ff.Strategy(stages=2)
+    of_ranks = [ff.simulate(recipe(model=model), two, "A100-80GB", rank=rank, without=PLAIN) for rank in (0, 1)]
+    assert of_ranks[0].bytes["activation"] == pytest.approx(of_ranks[1].bytes["activation"], rel=0.3)
+    assert halves[0].device_bytes == max(each.device_bytes for each in of_ranks)
+    assert halves[0].step_seconds == max(each.step_seconds for each in of_ranks)
+
+
+def iterated(channels: int = 8, **options: Any) -> nn.Module:
+    """Sixteen iterations that keep two maps each, of which one is the next state."""
+    step = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.GELU())
+    return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), ff.unroll(step, 16, **options))
+
+
+def test_of_nested_iterations_few_states_are_kept() -> None:
+    changed = {"model": iterated, "sample": lambda: {"image": torch.zeros(3, 32, 48)}, "batch_size": 1}
+
+    def kept(**fields: Any) -> float:
+        """In states."""
+        return simulated(ff.Strategy(**fields), **changed).bytes["activation"] / (4 * 8 * 32 * 48)
+
+    assert 31 <= kept() <= 35 and 16 <= kept(recompute="blocks") <= 20 and kept(recompute="nested") <= 11
+    for states in (8, 4, 2):
+        assert kept(recompute="nested", recompute_states=states) <= states + 4
+    seconds = [
+        simulated(ff.Strategy(recompute="nested", recompute_states=states), **changed).step_seconds
+        for states in (8, 4, 2)
+    ]
+    assert seconds[0] < seconds[1] < seconds[2]
+
+
+def test_what_the_recipe_has_wait_on_the_host_waits_there_in_a_simulation() -> None:
+    sample: Any = {"sample": lambda: {"image": torch.zeros(3, 128, 128)}, "batch_size": 1}
+
+    def here() -> nn.Module:  # of so many sums that the copies keep up
+        return iterated(256, recompute=True)
+
+    def away() -> nn.Module:
+        return iterated(256, recompute=True, placement="host")
+
+    kept = simulated(ff.Strategy(), model=here, **sample).peak_bytes
+    for model, strategy in ((away, ff.Strategy()), (here, ff.Strategy(offload=True))):
+        found = simulated(strategy, model=model, **sample)
+        assert found.peak_bytes < 0.7 * kept, found.bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        of_cpu = simulated(ff.Strategy(), "cpu", model=away, **sample)  # whose memory is the host's
+    assert of_cpu.bytes == simulated(ff.Strategy(), "cpu", model=here, **sample).bytes
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_several_devices_of_one_process_are_not_simulated(own: bool) -> None:
+    def model() -> nn.Module:
+        blocks = [nn.Conv2d(3, 3, 1) for _ in range(4)]
+        return nn.Sequential(ff.unroll(blocks if own else blocks[0], 4, placement=["cuda:0", "cuda:1"]))
+
+    with pytest.raises(StrategyError, match=r"iterations of 0 are on cuda:0, cuda:1 of one process"):
+        simulated(ff.Strategy(), model=model)
+
+
+def test_stages_of_split_images() -> None:
+    both = simulated(ff.Strategy(stages=2, width=2), model=layers)
+    assert both.bytes["activation"] < 0.65 * simulated(ff.Strategy(width=2), model=layers).bytes["activation"]
+
+
 def test_recompute_drops_what_lies_within_the_blocks() -> None:
     kept = simulated(ff.Strategy())
     saved = simulated(ff.Strategy(recompute="blocks", recompute_modules=("blocks.*",)))

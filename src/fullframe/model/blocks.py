@@ -5,9 +5,13 @@ Found by structure alone: residual layers, transformer layers, encoder levels, w
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 
 from torch import nn
+
+from fullframe.errors import StrategyError
+from fullframe.model.runs import runs_of_layers
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
@@ -50,3 +54,48 @@ def _innermost(module: nn.Module, name: str, repeated: set[nn.Module]) -> list[s
 
 def _size(*modules: nn.Module) -> int:
     return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
+
+
+def blocks_that_repeat(model: nn.Module) -> list[str]:
+    """Names of what is recomputed or compiled where nothing is named; none where the model repeats nothing."""
+    return _iterated_blocks(model) or repeated_blocks(model) or runs_of_layers(model)
+
+
+def _iterated_blocks(model: nn.Module) -> list[str]:
+    """The blocks of each `ff.unroll`, shared by its iterations or one for each."""
+    found: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        iterated: Callable[[], dict[str, nn.Module]] | None = getattr(module, "iterated_blocks", None)
+        for own, block in iterated().items() if iterated is not None else ():
+            found.setdefault(block, f"{name}.{own}" if name else own)
+    return list(found.values())
+
+
+def matching(model: nn.Module, patterns: Sequence[str], field: str) -> Iterator[str]:
+    """Names of the outermost modules that match; a list of modules stands for what is in it.
+
+    Raises StrategyError, of `field`, where a pattern matches none.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise StrategyError(
+                f"{field} names {pattern!r}, which no module of {type(model).__name__} matches; "
+                f"there are {examples(model)}"
+            )
+    covered: set[str] = set()
+    for name, module in modules.items():  # a parent comes before its children
+        parent = name.rpartition(".")[0]
+        is_in_list = parent in covered and isinstance(modules[parent], _NEVER_CALLED)
+        if parent in covered and not is_in_list:
+            covered.add(name)
+        elif is_in_list or any(fnmatchcase(name, pattern) for pattern in patterns):
+            covered.add(name)
+            if not isinstance(module, _NEVER_CALLED):
+                yield name
+
+
+def examples(model: nn.Module) -> str:
+    """The names of some of its modules, for an error."""
+    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") or "which it has none"

@@ -4,7 +4,8 @@ DDP looks for plain tensors and their graphs, which shells do not have, so shell
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, Literal
@@ -19,15 +20,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from fullframe.errors import GradientError, MeshError, ShapeError, StrategyError
 from fullframe.model.averaging import Averaging
 from fullframe.model.buffers import share_buffers
+from fullframe.model.compiled.blocks import CompiledBlocks, compiled_blocks
 from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
 from fullframe.model.same_program import Agreement
 from fullframe.ranks.agreement import from_all_ranks
-from fullframe.ranks.mesh import Spatial, spatial_of
+from fullframe.ranks.mesh import Spatial, has_stages, spatial_of, stage_axis
 from fullframe.ranks.random_states import share_random_states
 from fullframe.ranks.raw_bytes import share_values
 from fullframe.spatial.gradients import manage
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
+from fullframe.spatial.shard import even_spec
 from fullframe.spatial.spec import Spec, spec_of
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 from fullframe.strategy import Strategy
@@ -41,6 +44,7 @@ def parallelize(
     find_unused_parameters: bool = False,
     shard_parameters: bool = False,
     average_gradients: bool = True,
+    compile: bool | str | Sequence[str] = False,
     data_parallel: Callable[..., nn.Module] = DistributedDataParallel,
 ) -> "ParallelModel":
     """`model`, unchanged, for split tensors on `mesh`, with gradients averaged over all ranks of it.
@@ -51,16 +55,27 @@ def parallelize(
     unless `find_unused_parameters` says that it is meant. With `shard_parameters` each rank keeps its part of
     parameters, gradients and optimizer state (FSDP2, by repeated block and the rest; modules that were given to
     `fully_shard` before stay as they are): make the optimizer after this call. Without `average_gradients` each rank
-    is left with its own gradient, of which the mean over all ranks is the model's.
+    is left with its own gradient, of which the mean over all ranks is the model's. With `compile` the model's repeated
+    blocks, the modules of these names (fnmatch patterns), or with "all" the whole of it as one program, run compiled
+    (experimental). `data_parallel` is called in the place of DistributedDataParallel, with its arguments.
+
+    Raises ValueError for options that contradict each other, MeshError for a model that is wrapped already or a mesh
+    that `init_mesh` did not make, ShapeError on all ranks where they have different models.
     """
     if unsupported not in ("error", "gather"):
         raise ValueError(f"unsupported must be 'error' or 'gather', got {unsupported!r}")
     if shard_parameters and not average_gradients:
         raise ValueError("shard_parameters averages gradients; leave out average_gradients=False")
+    if shard_parameters and compile == "all":
+        raise ValueError(
+            'compile="all" makes one program, inside which sharded parameters cannot be gathered block by block; use '
+            "compile=True, or leave out shard_parameters"
+        )
     if isinstance(model, (ParallelModel, DistributedDataParallel)):
         raise MeshError(f"the model is wrapped already ({type(model).__name__}); pass the plain model")
     spatial = spatial_of(mesh)
-    share_random_states(spatial)
+    along = stage_axis(mesh) if has_stages(mesh) else None
+    share_random_states(spatial, along)
     run: nn.Module = _Undressed(model, unsupported == "gather")
     sharded, averaging = None, None
     if dist.get_world_size() > 1:
@@ -76,7 +91,11 @@ def parallelize(
         else:
             for parameter in model.parameters():
                 manage(parameter, None)
-    return ParallelModel(model, run, sharded, averaging, spatial, find_unused_parameters, average_gradients)
+    stages = 1 if along is None else along.size
+    compiled = compiled_blocks(model, compile) if compile else None
+    return ParallelModel(
+        model, run, sharded, averaging, spatial, find_unused_parameters, average_gradients, stages, compiled
+    )
 
 
 def parallelize_for(strategy: Strategy, model: nn.Module, mesh: DeviceMesh, **options: Any) -> "ParallelModel":
@@ -86,6 +105,7 @@ def parallelize_for(strategy: Strategy, model: nn.Module, mesh: DeviceMesh, **op
         mesh,
         shard_parameters=strategy.shard_parameters,
         average_gradients=not strategy.update_in_backward,
+        compile=strategy.compile,
         **options,
     )
 
@@ -96,6 +116,12 @@ def require_parallelized_for(strategy: Strategy, model: Any) -> None:
         "shard_parameters": (any(map(is_sharded, model.parameters())), strategy.shard_parameters),
         "average_gradients": (getattr(model, "average_gradients", True), not strategy.update_in_backward),
     }
+    stages = getattr(model, "stages", 1)
+    if stages != strategy.stages:
+        raise StrategyError(
+            f"the model was parallelized over a mesh with {stages} stages, strategy.stages is {strategy.stages}; pass "
+            f"fullframe.parallelize(model, fullframe.init_mesh(..., stages={strategy.stages}))"
+        )
     for option, (is_so, should_be) in wanted.items():
         if is_so != should_be:
             raise StrategyError(
@@ -116,6 +142,8 @@ class ParallelModel(nn.Module):
         spatial: Spatial,
         find_unused_parameters: bool,
         average_gradients: bool,
+        stages: int,
+        compiled: CompiledBlocks | None,
     ):
         super().__init__()
         self.module = model
@@ -123,20 +151,30 @@ class ParallelModel(nn.Module):
         self._sharded, self._averaging = sharded, averaging
         self._replicas = dist.get_world_size() // spatial.size
         self._agreement = Agreement(spatial)
+        self._spatial, self._said_whole = spatial, False
         self._syncing = True  # outside no_sync()
         self._queued = False  # a check at the end of the backward pass that is running
         self.find_unused_parameters = find_unused_parameters
         self.average_gradients = average_gradients
+        self.stages = stages  # of the mesh
+        self.compiled = compiled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward; split tensors anywhere in nested arguments and results."""
+        """The model's own forward of `args` and `kwargs`; split tensors anywhere in nested arguments and results.
+
+        Raises what the model raises. Its backward pass raises GradientError for gradients of gradients
+        (create_graph=True) with `shard_parameters`.
+        """
         run = self.run
         if self._replicas > 1 and self.training and not isinstance(run, DistributedDataParallel):
             share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
         if self._sharded is not None:
             self._sharded.begin()
         leaves, shells = _unwrapped((args, kwargs))
-        self._agreement.before_forward(any(spec is not None for spec in shells.specs))
+        is_split = any(spec is not None for spec in shells.specs)
+        if not is_split and not self._said_whole and self.training and torch.is_grad_enabled():
+            self._say_whole(leaves)
+        self._agreement.before_forward(is_split)
         results, shells, within = run(leaves, shells)
         self._agreement.after_forward([*results, *within])
         if self._averaging is not None:
@@ -155,8 +193,22 @@ class ParallelModel(nn.Module):
 
     @property
     def buckets(self) -> list[Tensor]:
-        """The memory in which a simulated DDP keeps gradients; torch's own shows none."""
+        """The memory in which a simulated DDP keeps gradients, tensors with one dim; torch's own shows none."""
         return getattr(self.run, "buckets", [])
+
+    def _say_whole(self, leaves: list[Any]) -> None:
+        """Where images come in whole that could be split."""
+        images = (tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 3)
+        whole = [shape for shape in images if even_spec(shape, self._spatial.mesh).placements]
+        if self._spatial.size == 1 or not whole:
+            return
+        self._said_whole = True
+        warnings.warn(
+            f"the model got an image {whole[0]} that is not split, so each of the {self._spatial.size} ranks of a "
+            "replica computes all of it: the numbers are right, and no memory or time is saved; pass split tensors, "
+            "from ff.ShardedLoader or ff.shard",
+            stacklevel=5,
+        )
 
     def _watch_backward(self, results: list[Any]) -> None:
         """In the backward pass in which gradients are averaged: see which parameters get none."""
@@ -187,7 +239,7 @@ class ParallelModel(nn.Module):
         self._sharded.forget_zeros()
 
     def train(self, mode: bool = True) -> "ParallelModel":
-        """As `nn.Module.train`, for the model and for DDP around it."""
+        """As `nn.Module.train(mode)`, for the model and for DDP around it."""
         super().train(mode)
         self.run.train(mode)
         return self

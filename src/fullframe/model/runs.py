@@ -33,6 +33,19 @@ def _outermost(module: nn.Module, name: str) -> list[tuple[str, Any]]:
     return [found for child, submodule in children for found in _outermost(submodule, child)]
 
 
+def outermost_sequentials(model: nn.Module) -> list[nn.Sequential]:
+    """The Sequentials that are in no other and run their children one after another."""
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        return [model]
+    return [found for child in model.children() for found in outermost_sequentials(child)]
+
+
+def layers_in_runs(module: nn.Sequential) -> list[nn.Module]:
+    """What the Sequential calls one after another: its children, or the runs of them that `part` has made."""
+    patch = _patch_of(module)
+    return list(module) if patch is None else list(patch.calls())
+
+
 def _with_weights(module: Iterable[nn.Module]) -> list[int]:
     """Numbers of the children that have weights; norms and biases have one dim."""
     return [number for number, child in enumerate(module) if any(p.dim() > 1 for p in child.parameters())]
@@ -70,11 +83,19 @@ def part(model: nn.Module, name: str) -> nn.Module:
     module: Any = model.get_submodule(parent)
     if not bracket:
         return model.get_submodule(name)
-    if not isinstance(module.__dict__.get("forward"), _InRuns):
-        module.forward = _InRuns(module)
+    patch = _patch_of(module)
+    if patch is None:
+        patch = module.forward = _InRuns(module)
     start, stop = map(int, rows.rstrip("]").split(":"))
-    patch: _InRuns = module.forward
     return patch.run(start, stop)
+
+
+def _patch_of(module: nn.Module) -> "_InRuns | None":
+    """The one by which a Sequential runs in runs, under others perhaps."""
+    patch = module.__dict__.get("forward")
+    while patch is not None and not isinstance(patch, _InRuns):
+        patch = getattr(patch, "original", None)
+    return patch
 
 
 class _InRuns(PatchedForward):
@@ -90,15 +111,20 @@ class _InRuns(PatchedForward):
             self._runs[start] = nn.Sequential(*list(self._module)[start:stop])
         return self._runs[start]
 
-    def __call__(self, input: Any) -> Any:
+    def calls(self) -> Iterator[nn.Module]:
+        """What is called one after another."""
         layers, number = list(self._module), 0
         while number < len(layers):
             run = self._runs.get(number)
             if run is None:
-                input = layers[number](input)
+                yield layers[number]
                 number += 1
             else:
                 run._modules.update(zip(run._modules, layers[number:], strict=False))  # one may have been replaced
-                input = run.forward(input)
+                yield run
                 number += len(run)
+
+    def __call__(self, input: Any) -> Any:
+        for module in self.calls():
+            input = module.forward(input) if module in self._runs.values() else module(input)
         return input

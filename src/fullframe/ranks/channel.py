@@ -19,6 +19,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from fullframe.errors import DivergenceError, FullframeError
 from fullframe.ranks import shared_memory as mailbox
 from fullframe.ranks.device import is_short_of_memory, place_of_numbers, sends_between_devices
+from fullframe.ranks.recording import recorder
 from fullframe.ranks.shared_memory import APART_RULE, Mailboxes, mailboxes_between
 from fullframe.ranks.tags import HEAD_BYTES, Rows, head_of, line, padded, text_of
 from fullframe.ranks.waiting import waiting_for_ranks
@@ -135,6 +136,7 @@ class Channel:
         self.tagged = self.carrier is not None or record is not None
         self.sent: dict[int, int] = defaultdict(int)  # contents by gloo, for their tags
         self.expected: dict[int, int] = defaultdict(int)
+        self.coalesces: bool | None = None  # whether the backend makes one call of many messages; asked once
 
     def head(self, kind: str, at: str, like: Tensor, rows: Rows | None = None) -> bytes:
         """The head of a message like `like` that belongs to the exchange `kind` at line `at`."""
@@ -156,6 +158,7 @@ class Channel:
 
 
 _channels: "WeakKeyDictionary[dist.ProcessGroup, Channel]" = WeakKeyDictionary()
+_last: list[tuple[Any, Channel | None]] = [(None, None)]  # the group that was asked for last, and its channel
 _announced = [0]  # errors, where no mailbox counts them
 _generation = [0]  # of channels: what nobody received before they were forgotten must not meet what comes later
 _MOST_MESSAGES = 2**20  # until a tag is used again
@@ -163,10 +166,18 @@ _MOST_MESSAGES = 2**20  # until a tag is used again
 
 def channel_of(group: dist.ProcessGroup) -> Channel:
     """The channel of a group; all its ranks make the first call."""
+    last, known = _last[0]
+    if known is not None and last() is group:
+        return known
     known = _channels.get(group)
     if known is None:
         known = _channels[group] = _channel(group)
+    _last[0] = ref(group, _forget_last), known
     return known
+
+
+def _forget_last(_: Any = None) -> None:
+    _last[0] = None, None
 
 
 def gloo_tag(number: int, is_head: bool) -> int:
@@ -188,6 +199,7 @@ def share_channel(group: dist.ProcessGroup, within: Channel) -> Channel:
 def forget_channels() -> None:
     """Make new ones from now on, on all ranks."""
     _channels.clear()
+    _forget_last()
     _announced[0] = 0
     _generation[0] += 1
 
@@ -201,13 +213,16 @@ def _channel(group: dist.ProcessGroup) -> Channel:
     return Channel(ranks, boxes, heads, Record() if between_devices else None)
 
 
-def announce(error: Exception) -> None:
+def announce(error: Exception, even_ours: bool = False) -> None:
     """A rule has raised `error`, which the other ranks may not meet: tell them, once.
 
-    Not what is decided alike everywhere, nor what the whole job is started again for: another rank's or memory's end.
-    Nor that by which recompute ends when it has what it needs.
+    Not what is decided alike everywhere, but with `even_ours`, nor what the whole job is started again for: another
+    rank's or memory's end. Nor that by which recompute ends when it has what it needs.
     """
-    if isinstance(error, (FullframeError, dist.DistError, _StopRecomputationError)) or is_out_of_memory(error):
+    alike = DivergenceError if even_ours else FullframeError
+    if recorder() is not None:  # this rank's block will run as it is
+        return
+    if isinstance(error, (alike, dist.DistError, _StopRecomputationError)) or is_out_of_memory(error):
         return
     if not getattr(error, "_fullframe_announced", False):
         error._fullframe_announced = True  # type: ignore[attr-defined]

@@ -6,17 +6,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from fullframe.ranks.adjoint import linear
-from fullframe.ranks.channel import Channel, channel_of
+from fullframe.ranks.channel import channel_of
 from fullframe.ranks.memory_format import memory_format_of
-from fullframe.ranks.shared_memory import Mailboxes, fits
+from fullframe.ranks.recording import recorder
+from fullframe.ranks.shared_memory import fits
 from fullframe.ranks.tags import line
 from fullframe.ranks.waiting import waiting_for_ranks
 
-# By their names since torch 2.13, or before.
-_gather_in_one: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# By its name since torch 2.13, or before.
 _scatter_in_one: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# The process group is called itself, as `dist.all_reduce` calls it, in a third of that one's time.
+_TO_SUM, _TO_GATHER = c10d.AllreduceOptions(), c10d.AllgatherOptions()
+_TO_SUM.asyncOp = _TO_GATHER.asyncOp = False
+_COMMON = frozenset((torch.float32, torch.float64, torch.int64, torch.uint8))  # to all backends; others go as bytes
 
 
 def all_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -30,21 +36,47 @@ def all_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return linear(value, add, add)
 
 
-def all_sum_no_grad(value: Tensor, group: dist.ProcessGroup, into_itself: bool = False) -> Tensor:
+def all_sum_no_grad(
+    value: Tensor, group: dist.ProcessGroup, into_itself: bool = False, at: str | None = None
+) -> Tensor:
     """The sum of `value` over the ranks of `group`; outside autograd, in a new tensor.
 
-    `into_itself` allows to write it over `value`, which then is contiguous and nobody else's.
+    `into_itself` allows to write it over `value`, which then is contiguous and nobody else's. `at` stands for the line
+    where that is known already.
     """
+    by = recorder()
+    if by is not None:
+        return by.all_sum(value, group)
     channel = channel_of(group)
-    if channel.boxes is not None and value.device.type == "cpu" and value.numel() and fits(value):
-        everyone = _through(channel.boxes, channel, value.detach().contiguous(), "sum", line())
-        return everyone.sum(0, dtype=value.dtype)  # in rank order, so equal to the last bit on all ranks
-    total = value if into_itself else value.detach().clone(memory_format=torch.contiguous_format)
-    if total.numel():
-        channel.agree("sum", total)
+    boxes = channel.boxes
+    if boxes is not None and value.is_cpu and value.numel() and fits(value):
+        value = value.detach().contiguous()
+        return boxes.together(channel.ranks, channel.head("sum", at or line(), value), value, _sum)
+    total = value
+    if not into_itself:
+        total = (value.detach() if value.requires_grad else value).clone(memory_format=torch.contiguous_format)
+    if channel.others and total.numel():
+        if channel.tagged:
+            channel.agree("sum", total, at)
+        numbers = torch.view_as_real(total) if total.is_complex() else total
         with waiting_for_ranks():
-            dist.all_reduce(total, group=group)
+            work = group.allreduce([numbers], _TO_SUM)
+            if work is not None:  # else the backend has waited
+                work.wait()
     return total
+
+
+def _sum(values: list[Tensor]) -> Tensor:
+    """In rank order, so equal to the last bit on all ranks."""
+    if len(values) == 2:
+        return values[0] + values[1]
+    return _stacked(values).sum(0, dtype=values[0].dtype)
+
+
+def _stacked(values: list[Tensor]) -> Tensor:
+    """(ranks, ...), whatever autocast is on: the CPU's would refuse tensors of the other 16-bit dtype."""
+    with torch._C._DisableAutocast():
+        return torch.stack(values)
 
 
 def all_owned(value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -100,12 +132,18 @@ def in_one_row(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 def _shared_out(gradient: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The adjoint of `in_one_row`: each rank's part of the sum over all ranks."""
-    channel = channel_of(group)
-    ranks = len(channel.ranks)
+    ranks = dist.get_world_size(group)
     parts = gradient.unflatten(dim, (ranks, gradient.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+    by = recorder()
+    return share_out(parts, group) if by is None else by.share_out(parts, group)
+
+
+def share_out(parts: Tensor, group: dist.ProcessGroup, at: str | None = None) -> Tensor:
+    """This rank's part of the sum over the ranks of `parts` (ranks, ...), contiguous; outside autograd."""
+    channel = channel_of(group)
     mine = torch.empty_like(parts[0])
     if mine.numel():
-        channel.agree("gradient of all parts", mine)
+        channel.agree("gradient of all parts", mine, at)
         numbers = [torch.view_as_real(t) if t.is_complex() else t for t in (mine, parts)]
         with waiting_for_ranks():
             _scatter_in_one(*(t.view(-1) for t in numbers), group=group)
@@ -119,35 +157,31 @@ def all_gather_no_grad(
 
     `kind` says in a word what for. `at` stands for the line where ranks may come from different ones.
     """
-    value = value.detach().contiguous()
+    by = recorder()
+    if by is not None:
+        return by.all_gather(value, group, kind)
+    if value.requires_grad or not value.is_contiguous():
+        value = value.detach().contiguous()
     channel = channel_of(group)
     if not channel.others or not value.numel():
         return value.expand(len(channel.ranks), *value.shape).clone()
-    if channel.boxes is not None and value.device.type == "cpu" and fits(value):
-        return _through(channel.boxes, channel, value, kind, at or line())
-    channel.agree(kind, value, at)
+    boxes = channel.boxes
+    if boxes is not None and value.is_cpu and fits(value):
+        return boxes.together(channel.ranks, channel.head(kind, at or line(), value), value, _stacked)
+    if channel.tagged:
+        channel.agree(kind, value, at)
     mine = value if channel.carrier is None else value.cpu()  # gloo gathers from the host
-    everyone = mine.new_empty((len(channel.ranks), *mine.shape))
+    everyone = mine.new_empty(len(channel.ranks), *mine.shape)
+    rows, row = everyone.view(-1), mine if mine.dim() == 1 else mine.view(-1)
+    if mine.dtype not in _COMMON:
+        rows, row = rows.view(torch.uint8), row.view(torch.uint8)
     with waiting_for_ranks():
-        # As bytes: gloo knows no int16, no complex numbers.
-        _gather_in_one(everyone.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8), group)
-    return everyone.to(value.device)
+        work = group._allgather_base(rows, row, _TO_GATHER)
+        if work is not None:
+            work.wait()
+    return everyone if mine is value else everyone.to(value.device)
 
 
 def device_of_facts(group: dist.ProcessGroup, otherwise: torch.device | str) -> torch.device | str:
     """Where a tensor of what the host knows is made, to be sent: the host, if its messages go there."""
     return "cpu" if "gloo" in dist.get_backend_config(group) else otherwise
-
-
-def _through(boxes: Mailboxes, channel: Channel, value: Tensor, kind: str, at: str) -> Tensor:
-    """(ranks, ...) the values of all ranks, in rank order, through shared memory."""
-    head = channel.head(kind, at, value)
-    for rank in channel.others:
-        boxes.send(rank, head, value)
-    everyone = value.new_empty((len(channel.ranks), *value.shape))
-    for target, rank in zip(everyone, channel.ranks, strict=True):
-        if rank in channel.others:
-            boxes.receive(boxes.expect(rank), head, target)
-        else:
-            target.copy_(value)
-    return everyone

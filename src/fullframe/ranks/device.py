@@ -265,6 +265,11 @@ def properties() -> tuple[str, int]:
     return found.name, found.total_memory
 
 
+def uuid() -> str:
+    """What tells this rank's GPU from all others; "" where torch does not know it."""
+    return str(getattr(_module().get_device_properties(torch.accelerator.current_device_index()), "uuid", ""))
+
+
 def peak_bytes() -> tuple[int, int]:
     """The most that torch has allocated at once on this rank's GPU, and the most that it has taken from the driver."""
     return torch.accelerator.max_memory_allocated(), torch.accelerator.max_memory_reserved()

@@ -1,4 +1,8 @@
-"""The mesh ("data", "height", "width"), with "depth" where volumes are split, and the few facts that every op needs."""
+"""The mesh ("data", "height", "width"), with "depth" where volumes are split, and the few facts that every op needs.
+
+With "stage" between "data" and the spatial axes where parts of a model lie on different ranks: to all that splits
+images the stages are so many replicas, which happen to get the same samples.
+"""
 
 import os
 import warnings
@@ -21,6 +25,7 @@ from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_
 from fullframe.ranks.groups import groups_of
 
 AXES = ("data", "depth", "height", "width")  # of a mesh; "depth" where that has more than one rank along it
+STAGE = "stage"  # the axis along which ranks hold consecutive parts of a model, and the same samples
 _AND = " and "  # in the name of several axes as one: "height and width"
 
 P = ParamSpec("P")
@@ -47,7 +52,7 @@ class Axis:
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group of the axis; raises MeshError once the job has ended."""
-        return _still_there(self._group)
+        return self._group() or _still_there(self._group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +147,7 @@ class Spatial:
 
 
 def axes_of(count: int) -> tuple[str, ...]:
-    """The names of a mesh's 3 axes, or of 4 with depth."""
+    """The names of a mesh's 3 axes, or of 4 with depth; without stages."""
     return AXES if count == len(AXES) else (AXES[0], *AXES[2:])
 
 
@@ -151,10 +156,14 @@ def axes_in(name: str) -> tuple[str, ...]:
     return tuple(name.split(_AND))
 
 
-def init_mesh(height: int = 1, width: int = 1, *, depth: int = 1, timeout_seconds: float = 600.0) -> DeviceMesh:
+def init_mesh(
+    height: int = 1, width: int = 1, *, depth: int = 1, stages: int = 1, timeout_seconds: float = 600.0
+) -> DeviceMesh:
     """The mesh ("data", "height", "width") over all ranks; data = world / (height * width).
 
-    With `depth` > 1 it is ("data", "depth", "height", "width"), and volumes (..., D, H, W) are cut along D too.
+    With `depth` > 1 it is ("data", "depth", "height", "width"), and volumes (..., D, H, W) are cut along D too. With
+    `stages` > 1 an axis "stage" follows "data": along it ranks get the same samples, for `ff.unroll` to run some of its
+    iterations on each.
 
     Under torchrun it starts the process group (nccl with GPUs, else gloo), in which a rank waits `timeout_seconds` for
     the others before it gives up; without torchrun it is one process; a group that is already there is used. Every rank
@@ -164,7 +173,8 @@ def init_mesh(height: int = 1, width: int = 1, *, depth: int = 1, timeout_second
     Raises MeshError when the product of the axes does not divide the world, or the ranks have not a GPU each or none at
     all; DeviceError when there is a GPU that torch cannot use.
     """
-    sizes = ({"depth": depth} if depth != 1 else {}) | {"height": height, "width": width}
+    sizes = {"stages": stages} if stages != 1 else {}
+    sizes |= ({"depth": depth} if depth != 1 else {}) | {"height": height, "width": width}
     asked, parts = " x ".join(f"{name} {size}" for name, size in sizes.items()), prod(sizes.values())
     if min(sizes.values()) < 1:
         raise MeshError(f"a mesh needs at least one rank along each axis, got {asked}")
@@ -176,15 +186,20 @@ def init_mesh(height: int = 1, width: int = 1, *, depth: int = 1, timeout_second
         )
     _start_process_group(timedelta(seconds=timeout_seconds))
     made = _made.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
-    if tuple(sizes.values()) not in made:
+    shape = tuple(sizes.items())
+    if shape not in made:
+        within = init_mesh(height, width, depth=depth) if stages > 1 else None
         ranks = torch.arange(world).view(-1, *sizes.values())
-        mesh = DeviceMesh(device.kind_of_job(), ranks, mesh_dim_names=("data", *sizes))
-        made[tuple(sizes.values())] = mesh
+        names = ("data", *(STAGE if name == "stages" else name for name in sizes))
+        mesh = DeviceMesh(device.kind_of_job(), ranks, mesh_dim_names=names)
+        made[shape] = mesh
+        if within is not None:
+            mesh._fullframe_within = within  # type: ignore[attr-defined]
         # From torch 2.13 on it keeps the groups too, and their threads would outlive the job; it finds them by name.
         getattr(mesh, "_pg_registry", {}).clear()
-        if parts > 1:
+        if parts > 1 and within is None:
             _compare_hashing(ranks)
-    return made[tuple(sizes.values())]
+    return made[shape]
 
 
 def _compare_hashing(ranks: torch.Tensor) -> None:
@@ -202,7 +217,7 @@ def _compare_hashing(ranks: torch.Tensor) -> None:
         )
 
 
-_made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], DeviceMesh]]" = WeakKeyDictionary()
+_made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[str, int], ...], DeviceMesh]]" = WeakKeyDictionary()
 
 
 def forget_meshes() -> None:
@@ -210,7 +225,9 @@ def forget_meshes() -> None:
 
     After an error a message may lie between ranks of the old ones.
     """
-    groups = {group for meshes in _made.values() for mesh in meshes.values() for group in _groups_of(mesh)}
+    world = dist.group.WORLD  # groups of an earlier one ended with it, whoever may still hold it
+    meshes = {} if world is None else _made.get(world, {})
+    groups = {group for mesh in meshes.values() for group in _groups_of(mesh)}
     _made.clear()
     forget_channels()
     for group in groups - {dist.group.WORLD}:
@@ -255,6 +272,9 @@ def spatial_of(
     `draw_seed` and `own_groups`, whether the axes share none with the job, count at the first call alone.
     """
     known: Spatial | None = getattr(mesh, "_fullframe_spatial", None)
+    within: DeviceMesh | None = getattr(mesh, "_fullframe_within", None)
+    if known is None and within is not None:
+        known = mesh._fullframe_spatial = spatial_of(within, draw_seed, own_groups)  # type: ignore[attr-defined]
     if known is None:
         if mesh.mesh_dim_names != axes_of(mesh.ndim):
             raise MeshError(
@@ -263,6 +283,29 @@ def spatial_of(
             )
         known = _spatial(mesh, draw_seed, device.sends_between_devices() if own_groups is None else own_groups)
         mesh._fullframe_spatial = known  # type: ignore[attr-defined]
+    return known
+
+
+def has_stages(mesh: DeviceMesh) -> bool:
+    """Whether the mesh has an axis "stage"."""
+    return STAGE in (mesh.mesh_dim_names or ())
+
+
+def stage_axis(mesh: DeviceMesh) -> Axis:
+    """The axis "stage" as this rank sees it, made at the first call, which every rank must make.
+
+    Raises MeshError for a mesh without it.
+    """
+    known: Axis | None = getattr(mesh, "_fullframe_stages", None)
+    if known is None:
+        if not has_stages(mesh):
+            raise MeshError(
+                f"the mesh has the axes {mesh.mesh_dim_names}, and no stages; make it with ff.init_mesh(stages=2)"
+            )
+        group = mesh.get_group(STAGE)
+        channel = channel_of(group)
+        known = Axis(STAGE, len(channel.ranks), mesh.get_local_rank(STAGE), channel.ranks, channel, ref(group))
+        mesh._fullframe_stages = known  # type: ignore[attr-defined]
     return known
 
 

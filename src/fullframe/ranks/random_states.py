@@ -13,21 +13,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullframe.ranks import device
-from fullframe.ranks.mesh import Spatial
+from fullframe.ranks.mesh import Axis, Spatial
 from fullframe.ranks.randomness import random_state, set_random_state
 
 NAMES = ("torch", "random", "numpy.random", "torch's on the GPU")
 
 
-def share_random_states(spatial: Spatial) -> None:
-    """Torch's, Python's and numpy's on the ranks of a replica become those of its first rank."""
-    if spatial.size == 1 or not spatial.channel.tagged:  # a simulation's other ranks send nothing
-        return
-    device.begin()  # `random_state` leaves out a generator that is not there yet
-    states = [random_state()]
+def share_random_states(spatial: Spatial, stages: Axis | None = None) -> None:
+    """Torch's, Python's and numpy's on the ranks of a replica, of all its stages, become those of the first rank."""
     place = torch.device(spatial.mesh.device_type)
-    dist.broadcast_object_list(states, spatial.replica_ranks[0], group=spatial.replica, device=place)
-    set_random_state(states[0])
+    groups = [(spatial.replica, spatial.replica_ranks, spatial.channel)]
+    groups += [(stages.group, stages.ranks, stages.channel)] if stages is not None else []
+    for group, ranks, channel in groups:
+        if len(ranks) == 1 or not channel.tagged:  # a simulation's other ranks send nothing
+            continue
+        device.begin()  # `random_state` leaves out a generator that is not there yet
+        states = [random_state()]
+        dist.broadcast_object_list(states, ranks[0], group=group, device=place)
+        set_random_state(states[0])
 
 
 def digests() -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_KNOWN = {  # to NCCL, through torch 2.13
+KNOWN = {  # to NCCL, through torch 2.13
     torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
 }  # fmt: skip
@@ -14,10 +14,8 @@ BUCKET_BYTES = 25 << 20  # of a message in which tensors travel together, as in 
 _LARGE_BYTES = 1 << 20  # of a tensor that makes a message by itself
 
 
-def sendable(tensor: Tensor) -> Tensor:
-    """The tensor, whose memory has no gaps, or a view of its bytes where NCCL does not know the dtype."""
-    if tensor.dtype in _KNOWN:
-        return tensor
+def in_bytes(tensor: Tensor) -> Tensor:
+    """A view of the bytes of a tensor whose memory has no gaps, for where NCCL does not know the dtype."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -27,7 +25,7 @@ def share_values(tensors: Iterable[Tensor]) -> None:
     together = []
     for tensor in map(_without_repeats, tensors):
         is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-        is_ready = tensor.is_contiguous() and tensor.dtype in _KNOWN and tensor.nbytes >= _LARGE_BYTES
+        is_ready = tensor.is_contiguous() and tensor.dtype in KNOWN and tensor.nbytes >= _LARGE_BYTES
         if not is_plain or is_ready or tensor.is_inference():
             dist.broadcast(tensor, 0)
         elif tensor.numel():

@@ -2,7 +2,7 @@
 
 Each ordered pair of ranks has a few slots. Both sides count their messages in program order, so a message's slot is
 known without a word; a flag in the slot says whether it is there. What does not fit a slot goes by gloo, its head here.
-Only on x86-64, whose stores become visible in program order: Python has no memory fence.
+Only where `shared_file` can.
 
 A slot holds a head (see `tags`) that the receiver compares with the one it expects. Each rank has a cell where it says
 what it waits for, which errors it has met, and that the ranks run apart; whoever waits or sends looks there.
@@ -10,13 +10,10 @@ what it waits for, which errors it has met, and that the ranks run apart; whoeve
 
 import mmap
 import os
-import platform
-import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullframe.errors import DivergenceError
+from fullframe.ranks.shared_file import can_share_memory, life_of, mapped, reserve
 from fullframe.ranks.tags import HEAD_BYTES, padded, text_of
 from fullframe.ranks.waiting import waiting_for_ranks
 
@@ -31,7 +29,6 @@ SLOTS = 4
 SLOT_BYTES = 512 * 1024
 _FLAG_BYTES = 64 * SLOTS  # a flag in a cache line of its own for each slot
 _PAIR_BYTES = _FLAG_BYTES + SLOTS * (HEAD_BYTES + SLOT_BYTES)
-_FOLDER = Path("/dev/shm")
 _MOST_VIEWS = 4096
 _SPIN_SECONDS = 0.01
 _LOOKS = 20  # at the flag alone, before one at what the other ranks say
@@ -114,12 +111,37 @@ class Mailboxes:
         Raises DivergenceError when it is another message, and when its sender raised an error that this rank did not.
         """
         self._wait_for(place, place.full, head)
-        found = self._memory[place.head : place.head + HEAD_BYTES]
-        if found != head:
-            self._part(place.rank, text_of(found), text_of(head))
+        self._compare(place, head)
         if into is not None:
             into.copy_(self._contents(place, into))
         self._flags[place.flag] = place.full + 1
+
+    def together(
+        self, ranks: Sequence[int], head: bytes, value: Tensor, op: Callable[[list[Tensor]], Tensor]
+    ) -> Tensor:
+        """`op` of the `value` of each of `ranks`, in their order; it makes a new tensor.
+
+        This rank is one of them, and all of them call it. Values are read where they lie, not copied before. Raises as
+        `receive` does.
+        """
+        me = self._ranks[self._me]
+        for rank in ranks:
+            if rank != me:
+                self.send(rank, head, value)
+        values, places = [], []
+        for rank in ranks:
+            if rank == me:
+                values.append(value)
+                continue
+            place = self.expect(rank)
+            self._wait_for(place, place.full, head)
+            self._compare(place, head)
+            places.append(place)
+            values.append(self._contents(place, value))
+        result = op(values)
+        for place in places:
+            self._flags[place.flag] = place.full + 1
+        return result
 
     def was_read(self, place: Place, head: bytes) -> None:
         """Wait until the receiver has taken what was sent to `place`."""
@@ -150,6 +172,11 @@ class Mailboxes:
             start = place.head + HEAD_BYTES
             found = self._views[key] = self._bytes[start : start + like.nbytes].view(like.dtype).view(like.shape)
         return found
+
+    def _compare(self, place: Place, head: bytes) -> None:
+        found = self._memory[place.head : place.head + HEAD_BYTES]
+        if found != head:
+            self._part(place.rank, text_of(found), text_of(head))
 
     def _wait_for(self, place: Place, state: int, head: bytes) -> None:
         if self._flags[place.flag] < state:
@@ -245,7 +272,7 @@ class _Wait:
         if waited < self._looked_at + _LOOK_SECONDS:
             return
         self._looked_at = waited
-        if waited > _TIMEOUT_SECONDS or not _runs(self._boxes._pids[self._place.rank]):
+        if waited > _TIMEOUT_SECONDS or life_of(self._boxes._pids[self._place.rank]) is None:
             raise dist.DistNetworkError(f"rank {self._place.rank} died or sent nothing for {waited:.0f} s")
 
     def _say_for_whom(self) -> None:
@@ -270,14 +297,6 @@ class _Wait:
         return []
 
 
-def _runs(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (OSError, IndexError):
-        return False
-
-
 def fits(tensor: Tensor) -> bool:
     """Whether a tensor of this shape and dtype travels by mailbox; both sides decide alike."""
     return prod(tensor.shape) * tensor.element_size() <= SLOT_BYTES
@@ -300,36 +319,14 @@ def mailboxes_between(ranks: tuple[int, ...], group: dist.ProcessGroup) -> Mailb
     name: list[str | None] = [None]
     if len(ranks) == 1 or dist.get_backend(group) != "gloo":
         return None
-    possible = platform.machine() in ("x86_64", "AMD64") and _FOLDER.is_dir()
+    possible = can_share_memory()
     size = _CELLS + len(ranks) * _CELL_BYTES + len(ranks) ** 2 * _PAIR_BYTES
     if possible and dist.get_rank() == ranks[0]:
-        name = [_reserved(size)]
+        name = [reserve(size)]
     dist.broadcast_object_list(name, src=ranks[0], group=group)
-    memory = _mapped(name[0], size) if possible and name[0] else None
+    memory = mapped(name[0], size) if possible and name[0] else None
     pids = [0] * len(ranks)  # 0: could not map it
     dist.all_gather_object(pids, os.getpid() if memory is not None else 0, group=group)
     if name[0] and dist.get_rank() == ranks[0]:
         os.unlink(name[0])  # it lives as long as it is mapped, and no longer
     return Mailboxes(ranks, pids, memory) if memory is not None and all(pids) else None
-
-
-def _reserved(size: int) -> str | None:
-    """A new file with room for everything: to write beyond a full /dev/shm would kill the process."""
-    descriptor, name = tempfile.mkstemp(prefix="fullframe-", dir=_FOLDER)
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError:
-        os.unlink(name)
-        return None
-    finally:
-        os.close(descriptor)
-    return name
-
-
-def _mapped(name: str, size: int) -> mmap.mmap | None:
-    """The file, if it is of this machine: its random name is nowhere else."""
-    try:
-        with open(name, "r+b") as file:
-            return mmap.mmap(file.fileno(), size)
-    except OSError:
-        return None

@@ -16,7 +16,12 @@ from torch import Tensor
 
 HEAD_BYTES = 256
 
-_INSIDE = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep, "<frozen")
+_INSIDE = (
+    str(Path(torch.__file__).parent) + os.sep,
+    str(Path(__file__).parents[1]) + os.sep,
+    "<frozen",
+    "<eval_with_key",
+)
 _STANDARD = str(Path(os.__file__).parent) + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
 _MOST_KEPT = 20_000
@@ -26,6 +31,7 @@ _OPERATION = "__torch_function__"  # of a split tensor: its frame holds the op a
 # By identity, as to compare code objects takes longer; they are kept, so that no other gets the same.
 _files: dict[int, tuple[CodeType, str, bool]] = {}
 _lines: dict[tuple[Any, ...], str] = {}
+_generated: set[str] = set()  # folders of code that torch has written
 _heads: dict[tuple[Any, ...], bytes] = {}
 
 
@@ -50,10 +56,15 @@ def line() -> str:
         frame = outer
 
 
+def count_as_inside(folder: str) -> None:
+    """Code in this folder is written by torch: from now on its lines are none of the program's."""
+    _generated.add(folder.rstrip(os.sep) + os.sep)
+
+
 def _kept(code: CodeType) -> tuple[CodeType, str, bool]:
     """The code, its file ("" inside fullframe, torch or the standard library), and whether it runs an op."""
     name = code.co_filename
-    inside = name.startswith(_INSIDE)
+    inside = name.startswith(_INSIDE) or name.startswith(tuple(_generated))
     inside |= name.startswith(_STANDARD) and not any(folder in name for folder in _INSTALLED)
     if len(_files) > _MOST_KEPT:
         _files.clear()

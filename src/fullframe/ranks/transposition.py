@@ -32,5 +32,6 @@ def _transposed(local: Tensor, whole: int, rows: Extents, cut: int, pieces: Exte
         tuple(Transfer(peer, rows.ranges[peer]) for peer in peers),
     )
     shapes = [[*shape[:whole], rows.sizes[peer], *shape[whole + 1 :]] for peer in peers]
-    received = post(axis, plan, [parts[peer] for peer in peers], shapes, local, rows.size, "all with all").wait()
+    out = [parts[peer] for peer in peers]
+    received = post(axis, plan, out, shapes, local, rows.size, "all with all", at_once=True).wait()
     return joined([*received[:mine], parts[mine], *received[mine:]], whole)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,10 +22,9 @@ class SimulatedHost:
     """A `StepHost` for fake tensors, under `tracer`; time passes on `clock`."""
 
     def __init__(self, clock: StepClock, tracer: Tracer, strategy: Strategy):
-        self._clock, self._tracer = clock, tracer
+        self._clock, self._tracer, self._strategy = clock, tracer, strategy
         self._is_copied = not (strategy.recompute == "budget" or strategy.update_in_backward)
-        offloads = strategy.offload and clock.device.is_cuda
-        self._saving = Offload(ClockRoad(clock)).saving if offloads else nullcontext
+        self._saving = self.road() if strategy.offload else nullcontext
 
     def twice(self, step: TrainStep, batch: Any) -> None:
         """Two steps. The second does what the first did, so it is not run but copied, where nothing says otherwise.
@@ -46,6 +45,17 @@ class SimulatedHost:
             step(batch)
         self._tracer.end_step()
 
+    @contextmanager
+    def stage(self) -> Iterator[None]:
+        """Around what a stage does with one of M microbatches; of S stages it waits (S - 1) / M of its own time.
+
+        As if all stages took as long: that is what they are cut for.
+        """
+        began = self._clock.step_seconds
+        yield
+        took = self._clock.step_seconds - began
+        self._clock.wait_for_stages(took * (self._strategy.stages - 1) / self._strategy.microbatches)
+
     def read(self, scalars: Sequence[Tensor]) -> list[float]:
         """A loss of 1 over 1 element; nobody is broken or raises a hand. The host waits for them."""
         self._clock.synchronize()
@@ -58,6 +68,10 @@ class SimulatedHost:
     def saving(self) -> AbstractContextManager[None]:
         """Gone, with `offload` on a GPU."""
         return self._saving()
+
+    def road(self) -> Callable[[], AbstractContextManager[None]]:
+        """What to enter around a forward pass whose activations wait on the host; nothing where the device is it."""
+        return Offload(ClockRoad(self._clock)).saving if self._clock.device.is_cuda else nullcontext
 
     def block_costs(self, model: nn.Module, names: Sequence[str], forward: Callable[[], object]) -> Costs:
         """By the simulated clock."""
@@ -81,6 +95,13 @@ class SimulatedHost:
             with self._clock.stopped():
                 step()
         step()
+
+    def phase(self, name: str) -> None:
+        """The simulated clock counts by kinds of ops."""
+
+    def backward(self, loss: Tensor) -> None:
+        """As it is."""
+        loss.backward()
 
 
 class ClockRoad:

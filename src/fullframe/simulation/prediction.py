@@ -10,7 +10,10 @@ OUTSIDE_ALLOCATOR = ("context", "nccl")  # terms that no torch counter shows
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """When in a step ("forward", "backward", "recompute" of activations within it, "update") and in which module."""
+    """When in a step and in which module.
+
+    phase: "forward", "backward", "recompute" of activations within it, "update"
+    """
 
     step: int  # counted from 1; 0 is before the first
     phase: str
@@ -19,7 +22,10 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveTensor:
-    """A tensor that was live at the peak, and the module that made it."""
+    """A tensor that was live at the peak: its bytes, shape and dtype, and the module that made it.
+
+    category: as in `Prediction.bytes`
+    """
 
     bytes: int
     shape: tuple[int, ...]

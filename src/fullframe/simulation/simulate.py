@@ -2,8 +2,9 @@
 
 import logging
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from torch.utils.data import default_collate
 
 from fullframe.errors import RecipeError, StrategyError
 from fullframe.model.parallelize import ParallelModel
-from fullframe.ranks.mesh import init_mesh, spatial_of
+from fullframe.ranks.mesh import STAGE, has_stages, init_mesh, spatial_of, stage_axis
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.recipe import Recipe
 from fullframe.simulation.clock.roofline import StepClock
 from fullframe.simulation.clock.split_functions import functions_told_to
 from fullframe.simulation.clock.timed_ops import MeasuredClock, Timings
+from fullframe.simulation.compiled.blocks import SimulatedPrograms
 from fullframe.simulation.devices.table import Cluster, Device, cpu_device, parse_cluster
 from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
 from fullframe.simulation.fake.autocast import cuda_autocast
@@ -37,10 +39,11 @@ from fullframe.simulation.host import SimulatedHost
 from fullframe.simulation.memory.account import account
 from fullframe.simulation.memory.allocator import replay
 from fullframe.simulation.memory.terms import TERMS, Terms
-from fullframe.simulation.memory.trace import OutOfTime, Tracer
+from fullframe.simulation.memory.trace import OutOfTime, Trace, Tracer
 from fullframe.simulation.prediction import Prediction
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.strategy import Strategy
+from fullframe.techniques.unrolled_models import require_one_device, unrolled_in
 from fullframe.training.loading.delivery import Collation, Delivery, Grid
 from fullframe.training.session import prepare
 from fullframe.training.step import TrainStep
@@ -55,19 +58,20 @@ def simulate(
     without: Collection[str] = (),
     timings: Timings | None = None,
     until: float = math.inf,
+    on_trace: Callable[[Trace], None] = lambda trace: None,
 ) -> Prediction:
-    """What one rank of a job needs in memory and time, without the device, the other ranks, or the data.
+    """What one rank of a job under `strategy` needs in memory and time, without the device, other ranks, or the data.
 
-    `rank` is the one that needs most unless given: with a neighbour on each side where there is one. `without` names
-    terms of TERMS to leave out. With `timings` each distinct op is timed on this machine, once for all strategies that
-    are given the same dict, in place of a roofline. Where `until`, by `time.monotonic()`, comes before the end, the
-    simulation is given up.
+    `rank` is the one that needs most unless given: with a neighbour on each side where there is one, and of the stage
+    that needs most; the seconds are those of the stage that takes longest. `without` names terms of TERMS to leave
+    out. With `timings` each distinct op is timed on this machine, once for all strategies that are given the same dict,
+    in place of a roofline. Where `until`, by `time.monotonic()`, comes before the end, the simulation is given up.
+    `on_trace` gets all that the two steps allocate and free.
 
     Raises StrategyError when the batch cannot be spread or a term is unknown, RecipeError when what the step does
     depends on the numbers in its tensors, or when the recipe's own code raises something else; OutOfTime at `until`.
     """
-    rank = _fullest(strategy) if rank is None else rank
-    if not 0 <= rank < strategy.ranks:
+    if rank is not None and not 0 <= rank < strategy.ranks:
         raise StrategyError(f"rank {rank} is none of the {strategy.ranks} ranks of the strategy, 0 and up")
     if recipe.batch_size % (strategy.data * strategy.microbatches):
         raise StrategyError(
@@ -78,13 +82,38 @@ def simulate(
     if unknown:
         raise StrategyError(f"there is no term {', '.join(map(repr, unknown))}; the terms are {', '.join(TERMS)}")
     cluster = _cluster(device, strategy)
-    place = cluster, strategy.precision, tuple(strategy.mesh.values())
-    clock = StepClock(*place) if timings is None else MeasuredClock(*place, timings)
+    ranks = [_fullest(strategy) + stage * strategy.parts for stage in range(strategy.stages)]
+    ranks = ranks if rank is None else [rank]
+    traces: list[Trace] = []
+    found = [_of_rank(each, recipe, strategy, cluster, without, timings, until, traces.append) for each in ranks]
+    most = max(range(len(found)), key=lambda stage: found[stage].device_bytes)
+    on_trace(traces[most])
+    slowest = max(found, key=lambda each: each.step_seconds)
+    seconds = {name: getattr(slowest, name) for name in ("step_seconds", "seconds", "host_seconds")}
+    return replace(found[most], **seconds)
+
+
+def _of_rank(
+    rank: int,
+    recipe: Recipe,
+    strategy: Strategy,
+    cluster: Cluster,
+    without: Collection[str],
+    timings: Timings | None,
+    until: float,
+    on_trace: Callable[[Trace], None],
+) -> Prediction:
+    place = cluster, strategy.precision, tuple(size for name, size in strategy.mesh.items() if name != "stages")
+    clock = (
+        StepClock(*place, stages=strategy.stages)
+        if timings is None
+        else MeasuredClock(*place, timings, stages=strategy.stages)
+    )
     terms = Terms(cluster.device, strategy.precision, without)
     # As torch does for the norms of gradients that are plain tensors, which they are in the real step.
     types = replaced(foreach, "_foreach_supported_types", [*foreach._foreach_supported_types, FakeTensor])
     with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), types:
-        return _Simulation(recipe, strategy, terms, clock, until).prediction()
+        return _Simulation(recipe, strategy, terms, clock, until).prediction(on_trace)
 
 
 class _Simulation:
@@ -93,7 +122,7 @@ class _Simulation:
     def __init__(self, recipe: Recipe, strategy: Strategy, terms: Terms, clock: StepClock, until: float):
         self._recipe, self._strategy, self._terms, self._clock = recipe, strategy, terms, clock
         self._is_cuda = clock.device.is_cuda
-        self._mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth)
+        self._mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, stages=strategy.stages)
         # A fake tensor holds no number to read; groups are those that a job on such devices has.
         self._spatial = spatial_of(self._mesh, draw_seed=lambda generator: 0, own_groups=self._is_cuda)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -102,9 +131,10 @@ class _Simulation:
         names = {module: name for name, module in self._model.named_modules()}
         self._outcomes = Outcomes(self._fake)
         self._tracer = Tracer(names, _axes(self._mesh), self._outcomes, self._terms.scratch, self._clock, until)
+        self._programs = SimulatedPrograms(self._clock)
         self._host = SimulatedHost(self._clock, self._tracer, strategy)
 
-    def prediction(self) -> Prediction:
+    def prediction(self, on_trace: Callable[[Trace], None]) -> Prediction:
         """Take the steps and account for them."""
         tracer = self._tracer
         with tracer, functions_told_to(self._clock), _readable_errors(tracer), torch.compiler.set_stance("force_eager"):
@@ -114,11 +144,15 @@ class _Simulation:
             tracer.building = False
             with self._fake:
                 self._host.twice(step, batch)
+        on_trace(tracer.trace)
         return self._accounted(model, ahead)
 
     def _prepared(self) -> tuple[ParallelModel, TrainStep]:
         """As `fullframe.fit` has them, but for DDP, which refuses fake tensors."""
         tracer, plain = self._tracer, self._model
+        require_one_device(plain)
+        for unrolled in unrolled_in(plain).values():
+            unrolled.save_by(self._host.road())
         tracer.mark("parameter", list(plain.parameters()), list(plain.buffers()))
         for parameter in plain.parameters():
             if parameter.requires_grad:
@@ -127,12 +161,16 @@ class _Simulation:
         model, optimizer, step = prepare(
             self._recipe, self._strategy, self._mesh, plain, host=self._host, data_parallel=ddp
         )
+        if model.compiled is not None:
+            model.compiled.programs.simulated = self._programs
         tracer.mark("parameter", list(model.parameters()))  # where they are sharded, these are others
         tracer.mark("gradient", model.buckets)
         if self._is_cuda:
             _choose_as_on_cuda(optimizer)
         optimizer.register_step_pre_hook(lambda *_: setattr(self._outcomes, "updating", True))
         optimizer.register_step_post_hook(lambda *_: setattr(self._outcomes, "updating", False))
+        if step.staged is not None:
+            step.staged.watch(self._host.stage)
         if step.average is not None:
             tracer.mark("average", list(step.average.state_dict().values()))
         return model, step
@@ -159,7 +197,9 @@ class _Simulation:
         if not terms.has("caching_allocator"):
             peak = reserved = held.peak_bytes
         largest_scratch = max((b.bytes for b in trace.events if b.mark == "workspace" and b.died), default=0)
-        opened = {group.group_name: group.size() for group in self._spatial.groups.values()}
+        groups = [*self._spatial.groups.values()]
+        groups += [stage_axis(self._mesh).group] if has_stages(self._mesh) else []
+        opened = {group.group_name: group.size() for group in groups}
         named = {
             "context": terms.context_bytes,
             "nccl": terms.nccl_bytes((opened | self._tracer.groups).values()),
@@ -181,7 +221,7 @@ class _Simulation:
             modules=held.modules,
             terms={name: bytes for name, bytes in named.items() if bytes},
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            notes=tuple(sorted(self._outcomes.notes)),
+            notes=tuple(sorted({*self._outcomes.notes, *self._programs.notes})),
             host_seconds=self._clock.host_seconds,
         )
 
@@ -226,6 +266,7 @@ def _axes(mesh: DeviceMesh) -> dict[str, str]:
     groups = {
         "data": mesh.get_group("data"),
         **spatial.groups,
+        **({STAGE: stage_axis(mesh).group} if has_stages(mesh) else {}),
         "job": dist.group.WORLD,
     }
     return {group.group_name: axis for axis, group in groups.items()}  # type: ignore[union-attr]

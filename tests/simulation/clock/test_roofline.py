@@ -329,6 +329,33 @@ def test_messages_cost_the_host() -> None:
         assert sum(clock.seconds.values()) == pytest.approx(clock.step_seconds)
 
 
+def test_what_is_written_to_a_given_tensor_counts_as_a_new_one() -> None:
+    x, w, there = torch.ones(64, 8), torch.ones(8, 16), torch.empty(64, 16)
+    found = []
+    for func, given in ((torch.ops.aten.mm.default, {}), (torch.ops.aten.mm.out, {"out": there})):
+        clock = StepClock(device(), efficiency=PEAK)
+        clock.record(func, (x, w), given, func(x, w, **given))
+        found.append(clock.step_seconds)
+    assert found[0] == found[1] > 0
+
+
+def test_a_compiled_program_costs_the_host_less() -> None:
+    costs = HostCosts(exchange_seconds=100.0, reduction_seconds=100.0, function_seconds=1.0)
+    clock = StepClock(device(launch_seconds=1.0, host=costs), mesh=(1, 1, 2), efficiency=PEAK)
+    with clock.in_program():
+        assert clock.host_seconds == costs.program_seconds == 5.0
+        clock.communicate("send", 4, 2, "width")
+        assert clock.host_seconds == pytest.approx(5 + 83)
+        clock.communicate("allreduce", 4, 2, "replica")
+        assert clock.host_seconds == pytest.approx(5 + 83 + 38)
+        before = clock.seconds["memory"]
+        clock.fused(int(clock.device.memory_bytes_per_second))
+        assert clock.seconds["memory"] - before == pytest.approx(1.0)
+        assert clock.host_seconds == pytest.approx(5 + 83 + 38 + 1)
+    clock.communicate("send", 4, 2, "width")
+    assert clock.host_seconds == pytest.approx(5 + 83 + 38 + 1 + 100)
+
+
 def test_python_reduces_for_split_functions_alone() -> None:
     costs = HostCosts(reduction_seconds=1.0)
     splits = ((1, 1, 2), (1, 2, 1), (1, 2, 1, 1), (1, 1, 1, 2))

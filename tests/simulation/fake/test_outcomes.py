@@ -78,3 +78,29 @@ def test_a_number_that_is_known_is_read() -> None:
             assert torch.tensor(3.5).item() == 3.5
             outcomes.updating = True
             assert (torch.empty(()) * 2).item() == 1.0  # a norm, by which an update is scaled
+
+
+def _norm_backward(x: Tensor, mask: list[bool]) -> Any:
+    c = x.new_ones(3)
+    return aten.native_batch_norm_backward(x, x, c, c, c, None, None, False, 1e-5, mask)
+
+
+def _group_norm_backward(x: Tensor, mask: list[bool]) -> Any:
+    rows = x.new_ones(2, 3)
+    return aten.native_group_norm_backward(x, x, rows, rows, x.new_ones(3), 2, 3, 20, 3, mask)
+
+
+def _layer_norm_backward(x: Tensor, mask: list[bool]) -> Any:
+    c, rows = x.new_ones(5), x.new_ones(2, 3, 4, 1)
+    return aten.native_layer_norm_backward(x, x, [5], rows, rows, c, c, mask)
+
+
+@pytest.mark.parametrize("backward", [_norm_backward, _group_norm_backward, _layer_norm_backward])
+@pytest.mark.parametrize("mask", [(True, False, False), (False, True, True)], ids=str)
+def test_what_a_mask_leaves_out_is_not_made(backward: Any, mask: tuple[bool, ...]) -> None:
+    real = backward(torch.ones(2, 3, 4, 5), list(mask))
+    with FakeTensorMode() as fake, Remembering(Outcomes(fake)):
+        for _ in range(2):
+            out = backward(torch.empty(2, 3, 4, 5), list(mask))
+            assert [t is None for t in out] == [t is None for t in real]
+            assert [None if t is None else t.shape for t in out] == [None if t is None else t.shape for t in real]

@@ -52,8 +52,8 @@ def test_forward() -> None:
 
 def test_backward_is_the_larger_of_the_two_gradients_needs() -> None:
     x, weight, _ = maps()
-    for_x = MAP + WEIGHT + BLOCKED - MAP
-    for_weight = BLOCKED + MAP + WEIGHT - WEIGHT
+    for_x = BLOCKED + WEIGHT + BLOCKED - MAP
+    for_weight = BLOCKED + BLOCKED + WEIGHT - WEIGHT
     assert backward(x, weight, of_weight=False) == for_x
     assert backward(x, weight, of_x=False) == for_weight
     assert backward(x, weight) == MAP + for_weight - MAP
@@ -118,8 +118,30 @@ def test_large_volumes_are_onednn_s() -> None:
     assert found == 2 * x.nbytes + weight.nbytes  # 8 channels fill half of a block of 16
 
 
+ATTENTION = [
+    (torch.float32, 768, 768, 8),
+    (torch.float32, 100, 60, 16),
+    (torch.float64, 300, 2000, 32),
+    (torch.bfloat16, 20, 20, 8),
+]
+
+
+@pytest.mark.parametrize(("dtype", "queries", "keys", "channels"), ATTENTION)
+def test_attention_holds_a_tile_of_scores(dtype: torch.dtype, queries: int, keys: int, channels: int) -> None:
+    query, key = torch.randn(2, 4, queries, channels, dtype=dtype), torch.randn(2, 4, keys, channels, dtype=dtype)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    out, sums = forward(query, key, key)
+    assert allocated(partial(forward, query, key, key)) == cpu_scratch(forward, (query, key, key), out)
+    args = (out, query, key, key, out, sums, 0.0, False)
+    assert allocated(partial(backward, *args)) == cpu_scratch(backward, args, out)
+
+
 def test_which_maps_have_their_channels_last() -> None:
     x = torch.zeros(2, 8, 10, 10)
     assert is_channels_last(x, x.to(memory_format=torch.channels_last))
     assert not is_channels_last(x, torch.zeros(3))
     assert not is_channels_last(torch.zeros(2, 1, 10, 10).to(memory_format=torch.channels_last))  # both at once
+    one = torch.zeros(1, 10, 10, 8).permute(0, 3, 1, 2)
+    assert is_channels_last(one)
+    assert not is_channels_last(one.as_strided(one.shape, (8, *one.stride()[1:])))  # a row's stride of a size of 1

@@ -15,13 +15,14 @@ import torch
 import torch.distributed.fsdp  # which makes the ops of that name
 from torch.distributed.tensor import DTensor
 
-from fullframe.ranks.mesh import AXES, axes_in, axes_of
+from fullframe.ranks.mesh import AXES, STAGE, axes_in, axes_of
 from fullframe.simulation.clock.ops import Op, bytes_of, is_depthwise, tensors
 from fullframe.simulation.devices.calibration import Points, rate_at
 from fullframe.simulation.devices.table import Cluster, Device
 from fullframe.simulation.fake.sharded import own_parts
 
-KINDS = ("matmul", "convolution", "attention", "memory", "optimizer", "exchange", "gradients", "offload", "launch")
+KINDS = ("matmul", "convolution", "attention", "memory", "optimizer", "exchange", "gradients", "offload", "stages",
+         "launch")  # fmt: skip
 
 _SMALL_BYTES = 2**16  # what goes over all ranks and is less is no bucket of gradients but a count or a norm
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -105,14 +106,17 @@ class StepClock:
         precision: str = "fp32",
         mesh: tuple[int, ...] = (1, 1, 1),
         efficiency: Efficiency | None = None,
+        stages: int = 1,
     ):
+        self._stages = stages  # between data and the rest of the mesh
         if isinstance(cluster, Device):
-            cluster = Cluster(nodes=1, devices_per_node=math.prod(mesh), device=cluster)
+            cluster = Cluster(nodes=1, devices_per_node=math.prod(mesh) * stages, device=cluster)
         self.cluster, self.device, self.mesh = cluster, cluster.device, mesh
         self.efficiency = efficiency or (_MEASURED if self.device.measured else Efficiency())
         self._tf32 = precision != "fp32" and "tf32" in self.device.matmul_flops_per_second
         self._links: dict[str, tuple[bool, float, float]] = {}
         self.in_function = False  # on split tensors, which sends what it sends by Python
+        self._in_program = False  # of a compiled block
         self.reset()
 
     def reset(self) -> None:
@@ -166,6 +170,21 @@ class StepClock:
         self.work(op.kind, self.op_seconds(op, func, args, kwargs, out), issue)
         self._take_in()
 
+    def fused(self, bytes: int) -> None:
+        """One kernel of a compiled program, which reads and writes so many bytes."""
+        self._take_in()
+        self.work("memory", max(bytes / self._memory_rate(bytes), self.efficiency.kernel_seconds))
+
+    @contextmanager
+    def in_program(self) -> Iterator[None]:
+        """Around what a compiled program does in forward or backward: the host calls kernels, and no rules."""
+        self.issue(self.device.host.program_seconds)
+        self._in_program = True
+        try:
+            yield
+        finally:
+            self._in_program = False
+
     def _sharded_launches(self, func: Any, args: Sequence[Any]) -> float:
         """What sharded parameters cost the host beyond the op itself, in launches of an op."""
         held = args[0] if args and isinstance(args[0], list) else ()
@@ -184,13 +203,14 @@ class StepClock:
 
     def op_seconds(self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
         """The roofline: whichever is slower, operations or bytes."""
-        read = list(tensors(args)) + list(tensors(tuple(kwargs.values())))
+        given = tuple(value for name, value in kwargs.items() if name != "out")  # which is only written
+        read = list(tensors(args)) + list(tensors(given))
         moved = sum(map(bytes_of, read)) + sum(map(bytes_of, tensors((out,)))) * op.gives_new
         if op.writes and not op.only_writes:
             moved += sum(map(bytes_of, op.written(args, kwargs)))
         operations = op.operations(func, args, kwargs, out) if op.operations is not None else 0.0
-        device, share = self.device, self.efficiency
-        by_bytes = moved / (self._measured_rate("copy", None, moved) or device.memory_bytes_per_second * share.memory)
+        share = self.efficiency
+        by_bytes = moved / self._memory_rate(moved)
         by_operations = 0.0
         if operations:
             dtype = next((_NAMES[t.dtype] for t in read if t.dtype in _NAMES), "fp32")
@@ -217,6 +237,12 @@ class StepClock:
         self.seconds["launch"] += max(self._issued - self._now, 0.0)
         self._now = max(self._issued, self._now)
 
+    def wait_for_stages(self, seconds: float) -> None:
+        """Nothing to do until other stages are done."""
+        self._now += seconds
+        self._issued = max(self._issued, self._now)
+        self.seconds["stages"] += seconds
+
     def synchronize(self) -> None:
         """The host waits for the device, to read a number."""
         self._issued = max(self._issued, self._now)
@@ -235,12 +261,12 @@ class StepClock:
         library = self.efficiency.message_host_seconds * self.device.is_cuda
         if transport == "exchange":
             if self._borrowing is None:
-                self.issue(library + self.device.host.exchange_seconds)
+                self.issue(library + self.device.host.exchange(self._in_program))
                 self._borrowing = _Batch(max(self._now, self._issued), ranks, axis, communicator)
             self._borrowing.bytes += bytes
             return
         by_python = not whole_model and (self.in_function or self._is_of_function())
-        self.issue(library + self.device.host.reduction_seconds * by_python)
+        self.issue(library + self.device.host.reduction(self._in_program) * by_python)
         if whole_model and transport == "all_gather":
             self.finish(self.start("gradients", *facts, self._issued, communicator))
         elif whole_model and _running_node() is not None:
@@ -250,8 +276,8 @@ class StepClock:
             self.finish(self.start("exchange", *facts, self._now, communicator))
 
     def _is_of_function(self) -> bool:
-        """Whether a small message in backward is that of a function on split tensors."""
-        return _running_node() is not None and math.prod(self.mesh[1:]) > 1
+        """Whether a small message is of a compiled program, or in backward that of a function on split tensors."""
+        return self._in_program or (_running_node() is not None and math.prod(self.mesh[1:]) > 1)
 
     def start(
         self, of: str, transport: str, bytes: int, ranks: int, axis: str, at: float, communicator: str = ""
@@ -304,8 +330,9 @@ class StepClock:
         return self._links[axis]
 
     def _crosses(self, axis: str) -> bool:
-        sizes = dict(zip(axes_of(len(self.mesh)), self.mesh, strict=True))
-        along = {"replica": AXES[1:], "job": AXES}.get(axis) or axes_in(axis)
+        names = [AXES[0], STAGE, *axes_of(len(self.mesh))[1:]]
+        sizes = dict(zip(names, (self.mesh[0], self._stages, *self.mesh[1:]), strict=True))
+        along = {"replica": AXES[1:], "job": names}.get(axis) or axes_in(axis)
         each = self.cluster.devices_per_node
         inside, first, last = 1, [0], 0  # ranks of the axes done; first ranks of the groups, and how far the last is
         for name, size in reversed(sizes.items()):
@@ -324,6 +351,10 @@ class StepClock:
         dtype = "tf32" if dtype == "fp32" and self._tf32 else dtype
         measured = self._measured_rate("convolution" if op.kind == "convolution" else "matmul", dtype, operations)
         return measured or device.rate(dtype) * getattr(share, op.kind)
+
+    def _memory_rate(self, bytes: int) -> float:
+        device = self.device
+        return self._measured_rate("copy", None, bytes) or device.memory_bytes_per_second * self.efficiency.memory
 
     def _measured_rate(self, what: str, dtype: str | None, size: float) -> float | None:
         if self.device.measured is None:

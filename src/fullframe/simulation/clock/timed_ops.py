@@ -16,7 +16,7 @@ from fullframe.simulation.clock.ops import Op
 from fullframe.simulation.clock.roofline import StepClock
 from fullframe.simulation.devices.calibration import clock_of, on_threads
 from fullframe.simulation.devices.table import Cluster, Device
-from fullframe.strategy import Precision
+from fullframe.technique import Precision
 from fullframe.techniques.precision import Fp32Math, fp32_math
 
 _REPEATS = 5
@@ -38,12 +38,13 @@ class MeasuredClock(StepClock):
         precision: Precision = "fp32",
         mesh: tuple[int, ...] = (1, 1, 1),
         timings: Timings | None = None,
+        stages: int = 1,
     ):
-        super().__init__(cluster, precision, mesh)
+        super().__init__(cluster, precision, mesh, stages=stages)
         self.timings: Timings = {} if timings is None else timings
         self.guessed: dict[str, str] = {}  # op: why it could not be run
         self._place = torch.device("cuda" if self.device.is_cuda else "cpu")
-        sharing = min(math.prod(mesh), self.cluster.devices_per_node)
+        sharing = min(math.prod(mesh) * stages, self.cluster.devices_per_node)
         cores = len(os.sched_getaffinity(0)) // sharing
         self._threads = torch.get_num_threads() if self.device.is_cuda else max(cores, 1)
         self._precision = precision

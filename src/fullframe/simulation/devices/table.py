@@ -15,6 +15,7 @@ from itertools import pairwise
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from fullframe.errors import DeviceError
+from fullframe.ranks import device as gpu
 from fullframe.simulation.devices.calibration import Rates, calibrated, measured_now
 from fullframe.simulation.devices.host_costs import USUAL_HOST, HostCosts
 
@@ -225,6 +226,13 @@ def name_of_gpu(cuda_name: str, memory_bytes: int) -> str:
     fitting = [name for name in _DEVICES if name.partition("-")[0] in named]
     nearest = min(fitting, key=lambda name: abs(_DEVICES[name].memory_bytes - memory_bytes), default=None)
     return nearest or _folded(cuda_name)
+
+
+def cluster_here(ranks: int) -> str:
+    """The name of the devices that a job of so many ranks, of which this is one or its launcher, runs on."""
+    nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    name = "cpu" if gpu.accelerator() is None else name_of_gpu(*gpu.properties())
+    return f"{nodes}x{ranks // nodes}x{name}" if nodes > 1 else f"{ranks}x{name}"
 
 
 def device_names() -> tuple[str, ...]:

@@ -65,12 +65,12 @@ class Outcomes:
                 out = func(*args, **kwargs)
             return self._made(out) if isinstance(out, Tensor) else [self._made(tensor) for tensor in out]
         if key not in self._known:
-            out = func(*args, **kwargs)
+            out = _wanted(func, args, func(*args, **kwargs))
             self._known[key] = True if kind == "in place" else _described(out, args)
             return out
         known = self._known[key]
         if known is None:
-            return func(*args, **kwargs)
+            return _wanted(func, args, func(*args, **kwargs))
         if kind == "in place":
             return args[0]
         tensors = [None if meta is None else self._made(_empty(*meta)) for meta in known[1]]
@@ -113,6 +113,20 @@ class Outcomes:
         if self.updating and tensor.is_floating_point():
             return 1.0  # a norm, by which an update is scaled
         return _number_of(tensor)
+
+
+def _wanted(func: Any, args: Sequence[Any], out: Any) -> Any:
+    """`out` without what `output_mask` leaves out, which a kernel does not make and a fake one does."""
+    place = _place_of_mask(func)
+    if place is None or len(args) <= place:
+        return out
+    return tuple(made if wanted else None for made, wanted in zip(out, args[place], strict=True))
+
+
+@functools.cache
+def _place_of_mask(func: Any) -> int | None:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("output_mask") if "output_mask" in names else None
 
 
 class _NotPlain(Exception):

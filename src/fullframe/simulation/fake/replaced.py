@@ -11,7 +11,8 @@ from torch.library import Library
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """Inside, the attribute `name` of `owner` is `value`."""
-    original = getattr(owner, name)
+    # As it stands there: of a class's C++ method getattr gives a function that would no longer be bound.
+    original = vars(owner)[name] if name in getattr(owner, "__dict__", ()) else getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield

@@ -29,7 +29,7 @@ class Account:
 
 def account(trace: Trace) -> Account:
     """The account of a whole trace."""
-    kinds = {block: _category(trace, block) for block in trace.events}
+    kinds = {block: category_of(trace, block) for block in trace.events}
     peak = _highest(trace, lambda block: True)
     live = _live(trace, peak)
     bytes = Counter[str]()
@@ -44,7 +44,7 @@ def account(trace: Trace) -> Account:
     return Account(
         peak_bytes=bytes.total(),
         bytes=dict(bytes.most_common()),
-        moment=Moment(step=_step(trace, last), phase=_phase(trace, last), module=last.module),
+        moment=Moment(step=_step(trace, last), phase=phase_of(trace, last), module=last.module),
         largest=tuple(
             LiveTensor(bytes=b.bytes, shape=b.shape, dtype=b.dtype, category=kinds[b], module=b.module)
             for b in sorted(live, key=lambda block: -block.bytes)[:_LARGEST]
@@ -69,10 +69,11 @@ def _live(trace: Trace, event: int) -> list[Block]:
     return [block for block in born if block.died is None or block.died > event]
 
 
-def _category(trace: Trace, block: Block) -> str:
+def category_of(trace: Trace, block: Block) -> str:
+    """What a block is: by its mark, or by when it was born and died."""
     if block.mark is not None:
         return block.mark
-    phase, died = _phase(trace, block), len(trace.events) if block.died is None else block.died
+    phase, died = phase_of(trace, block), len(trace.events) if block.died is None else block.died
     step = _step(trace, block)
     stays = 0 < step <= len(trace.step_ends) and died >= trace.step_ends[step - 1]
     if phase == "build" or (stays and phase == "forward"):
@@ -86,7 +87,7 @@ def _category(trace: Trace, block: Block) -> str:
     return "temporary"
 
 
-def _phase(trace: Trace, block: Block) -> Phase:
+def phase_of(trace: Trace, block: Block) -> Phase:
     """The tracer cannot know that no backward follows: what it took for forward is the update then."""
     ends = [end for end in trace.step_ends if end > block.born]
     if block.phase == "forward" and ends and _next_backward(trace, block) >= ends[0]:

@@ -32,9 +32,33 @@ def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
         if not _is_pointwise(args[2]):
             return columns
         return 0 if out[0] is None else columns - (0 if out[1] is None else out[1].nbytes)
+    if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return _attention(*args[:2])
+    if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return _attention_backward(*args[1:3])
     if func in _AT_MASKS:
         return sum(index.numel() * index.dim() * _INT64 for index in args[1] if _is_mask(index))
     return 0
+
+
+def _tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
+    """Rows and columns of the scores that a thread has at once; bytes of a sum, and of the tile in the maps' dtype."""
+    size = query.shape[-2]
+    rows = min(size, 256 if size >= 768 else 64 if size >= 192 else 32)
+    columns, itemsize = min(512, key.shape[-2]), query.element_size()
+    return rows, columns, max(itemsize, _FP32), rows * columns * itemsize if itemsize < _FP32 else 0
+
+
+def _attention(query: Tensor, key: Tensor) -> int:
+    """Each thread's tile of scores, its rows' largest values and sums, and its part of the result."""
+    rows, columns, itemsize, narrow = _tile(query, key)
+    return torch.get_num_threads() * (rows * (columns + 2 + query.shape[-1]) * itemsize + narrow)
+
+
+def _attention_backward(query: Tensor, key: Tensor) -> int:
+    """Each thread's tiles of scores and of their gradients, and the gradient of the result laid out anew."""
+    rows, columns, itemsize, narrow = _tile(query, key)
+    return torch.get_num_threads() * (rows * (2 * columns + 1) * itemsize + 2 * narrow) + query.nbytes
 
 
 def _is_mask(index: Tensor | None) -> bool:
@@ -78,8 +102,8 @@ def _convolution_backward(
         return _depthwise_sums(x, weight) if depthwise and second else 2 * second + (sums or second)
     if not _is_copied(weight):
         return 0
-    for_x = max(grad.nbytes + weight.nbytes, first) + _blocked(x) if first else 0
-    for_weight = first + max(_blocked(x) + grad.nbytes + second, 2 * second) + sums if second else 0
+    for_x = max(_blocked(grad) + weight.nbytes, first) + _blocked(x) if first else 0
+    for_weight = first + max(_blocked(x) + _blocked(grad) + second, 2 * second) + sums if second else 0
     return max(for_x, for_weight) - first - second
 
 
@@ -104,10 +128,19 @@ def _is_copied(weight: Tensor) -> bool:
 
 
 def is_channels_last(*tensors: Tensor) -> bool:
-    """Whether any of these maps or kernels has its channels last in memory."""
-    return any(
-        t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last) for t in tensors
-    )
+    """Whether torch takes any of these maps or kernels for one with its channels last in memory."""
+    return any(t.dim() == 4 and not t.is_contiguous() and _has_strides_of_channels_last(t) for t in tensors)
+
+
+def _has_strides_of_channels_last(x: Tensor) -> bool:
+    """As the C++ of `suggest_memory_format` looks, which asks for the stride of a size of 1 too."""
+    least = 0
+    for dim in (1, 3, 2, 0):
+        stride, size = x.stride(dim), x.shape[dim]
+        if stride < least or (dim == 0 and least == x.stride(1)):
+            return False
+        least = stride * size
+    return x.stride(1) > 0 and x.numel() > 0
 
 
 def _blocked(x: Tensor) -> int:

@@ -9,7 +9,7 @@ import time
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
+from fullframe.ranks.operators import OPERATORS, as_it_runs
 from fullframe.simulation.clock.roofline import StepClock
 from fullframe.simulation.fake.replaced import replaced
 
@@ -168,6 +169,9 @@ class Tracer(TorchDispatchMode):
         if time.monotonic() > self._until:
             raise OutOfTime(f"before {func}")
         self._follow_backward()
+        if func.namespace == OPERATORS:  # of a compiled program: what it sends and draws
+            with _entered(self):
+                return as_it_runs(func)(*args, **kwargs)
         out = self._run(func, args, kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._communicated(func, args, out)
@@ -271,6 +275,16 @@ class Tracer(TorchDispatchMode):
             self._clock.communicate(
                 kind, bytes, group.size(), self._axes.get(group.group_name, "job"), group.group_name
             )
+
+
+@contextmanager
+def _entered(mode: TorchDispatchMode) -> Iterator[None]:
+    """Inside, ops come to the mode again, while it handles one."""
+    TorchDispatchMode.__enter__(mode)
+    try:
+        yield
+    finally:
+        TorchDispatchMode.__exit__(mode, None, None, None)
 
 
 def _group_of(func: Any, args: tuple[Any, ...]) -> torch.distributed.ProcessGroup:

@@ -1,0 +1,1 @@
+"""What compiled blocks bring a split model, and what it takes to compile them."""
