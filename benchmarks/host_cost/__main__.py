@@ -1,4 +1,4 @@
-"""`python -m benchmarks.host_cost [--rounds 200] [--steps 10] [--json]`."""
+"""`python -m benchmarks.host_cost [--rounds 200] [--steps 10] [--compiled] [--json]`."""
 
 from typing import Any
 
@@ -33,17 +33,34 @@ def print_table(found: dict[str, Any], console: Console) -> None:
         f"split {step['split'] / 1e3:.1f} ms, ratio {step['split'] / step['plain']:.2f}",
         highlight=False,
     )
+    console.print(f"of which convolutions, called apart: {step['convolutions'] / 1e3:.1f} ms", highlight=False)
+    for name, programs in step["programs"].items():
+        console.print(
+            f"{name} {step[name] / 1e3:.1f} ms, {step[name] / step['split']:.2f} of split; without the convolutions "
+            f"{step['host'][name]:.2f}; {len(programs)} programs, made in {sum(programs):.0f} s",
+            highlight=False,
+        )
+    if step["programs"]:
+        console.print(f"as they are: {step['as they are'] or 'none'}", highlight=False)
 
 
-def main(rounds: int = 200, steps: int = 10, json: bool = False) -> None:
+def main(rounds: int = 200, steps: int = 10, compiled: bool = False, json: bool = False) -> None:
     """Host time of split tensors, over plain torch's.
 
     Args:
         rounds: Calls of each op, of which the fastest counts.
         steps: Steps of the network, likewise.
+        compiled: The step compiled too, by blocks and as one program, which takes minutes to compile.
         json: Print one JSON object and nothing else.
     """
-    found = {"machine": machine(), "rank": RANK, "ranks": RANKS, "map": MAP, "image": IMAGE, **measured(rounds, steps)}
+    found = {
+        "machine": machine(),
+        "rank": RANK,
+        "ranks": RANKS,
+        "map": MAP,
+        "image": IMAGE,
+        **measured(rounds, steps, compiled),
+    }
     show(found, print_table, json)
 
 

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullframe as ff
 from benchmarks.networks import pair
+from fullframe.model.compiled.blocks import CompiledBlocks
 from fullframe.simulation.fake.world import fake_job
 from fullframe.spatial.gradients import manage
 from fullframe.spatial.tensor import wrap
@@ -127,26 +129,68 @@ def of_op(op: Op, mesh: Any, rounds: int) -> dict[str, float]:
     return fastest(runs, rounds)
 
 
-def of_step(mesh: Any, rounds: int) -> dict[str, float]:
-    """Forward and backward of the network, split and plain."""
+class Convolutions(TorchDispatchMode):
+    """The calls of torch's convolutions inside, forward and backward, kept to be made again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default):
+            self._calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+    def again(self) -> None:
+        """All of them, one after another."""
+        with torch.no_grad():
+            for func, args in self._calls:
+                func(*args)
+
+
+def of_step(mesh: Any, rounds: int, compiled: bool) -> dict[str, Any]:
+    """Forward and backward of the network, split and plain, and the convolutions in it.
+
+    Also split and compiled, by blocks and all in one, and why some blocks are not.
+    """
     torch.manual_seed(0)
     plain_model, model = ResNetUNet(), ResNetUNet()
     model = ff.parallelize(model, mesh, average_gradients=False)
     shell = ff.shard(torch.randn(*IMAGE[:-1], IMAGE[-1] * RANKS), mesh, check=False)
     local = shell.local.detach()
 
-    def step(net: nn.Module, image: Tensor) -> None:
-        net.zero_grad(set_to_none=True)
-        net(image).square().mean().backward()
+    def stepping(net: nn.Module, image: Tensor) -> Callable[[], None]:
+        parameters = list(net.parameters())
 
-    return fastest({"split": lambda: step(model, shell), "plain": lambda: step(plain_model, local)}, rounds)
+        def step() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+            net(image).square().mean().backward()
+
+        return step
+
+    runs = {"split": stepping(model, shell), "plain": stepping(plain_model, local)}
+    with Convolutions() as convolutions:
+        runs["plain"]()
+    runs["convolutions"] = convolutions.again
+    made: dict[str, CompiledBlocks] = {}
+    for name, which in (("compiled", True), ("compiled as one", "all")) if compiled else ():
+        parallel = ff.parallelize(ResNetUNet(), mesh, average_gradients=False, compile=which)
+        assert parallel.compiled is not None
+        runs[name], made[name] = stepping(parallel, shell), parallel.compiled
+    found: dict[str, Any] = dict(fastest(runs, rounds))
+    apart = found["convolutions"]
+    host = {name: (found[name] - apart) / (found["split"] - apart) for name in made}
+    programs = {name: [round(one.seconds, 1) for one in blocks.programs.said] for name, blocks in made.items()}
+    whys = {block: why for blocks in made.values() for block, why in blocks.programs.whys.items() if why}
+    return found | {"host": host, "programs": programs, "as they are": whys}
 
 
-def measured(rounds: int, steps: int) -> dict[str, Any]:
+def measured(rounds: int, steps: int, compiled: bool) -> dict[str, Any]:
     """Microseconds of each op, and of a step."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     with fake_job(RANK, RANKS):
         mesh = ff.init_mesh(width=RANKS)
         ops = {name: of_op(op, mesh, rounds) for name, op in OPS.items()}
-        return {"ops": ops, "step": of_step(mesh, steps)}
+        return {"ops": ops, "step": of_step(mesh, steps, compiled)}

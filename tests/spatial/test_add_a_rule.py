@@ -1,4 +1,4 @@
-"""The worked example of docs/add_a_rule.md, as it stands there, on two ranks against plain torch."""
+"""The worked example of docs/how_it_works/add_a_rule.md, as it stands there, on two ranks against plain torch."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from tests.exactness import differences
 from tests.rank_group import rank_group
 
-PAGE = Path(__file__).parents[2] / "docs" / "add_a_rule.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how_it_works" / "add_a_rule.md"
 
 
 def _differences(height: int, width: int, size: tuple[int, int]) -> dict[str, float]:

@@ -44,6 +44,8 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "a list": lambda x: torch.cat([x, x], dim=1),
     "another operand": lambda x: torch.where(x > 3, x, x),
     "parameters": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (3,)),
+    "a size of torch": lambda x: F.interpolate(x, size=torch.Size([2 * n for n in x.shape[2:]])),
+    "several results": lambda x: x.topk(2, dim=1).values,
     "a slice of channels": lambda x: x.narrow(1, 1, 2),
 }
 
@@ -112,3 +114,45 @@ def test_calls_that_are_not_told(x: Any) -> None:
     assert known_call(torch.sum, (x, 1), {}) is not None
     for args in ((1, x), (x, slice(1)), (x, object())):  # not split first, and what is no part of a key
         assert known_call(torch.sum, args, {}) is None
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a frozen weight": lambda layer: layer.weight.requires_grad_(False),
+    "a frozen bias": lambda layer: layer.bias.requires_grad_(False),
+    "no bias": lambda layer: setattr(layer, "bias", None),
+    "a weight that nobody averages": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach())),
+}
+OF_A_CONVOLUTION: dict[str, Callable[[Any], Any]] = {
+    "channels last": lambda layer: layer.to(memory_format=torch.channels_last),
+    "a longer kernel": lambda layer: setattr(layer.weight, "data", torch.ones(3, 3, 4, 1)),
+    "another padding": lambda layer: setattr(layer, "padding", (1, 0)),
+    "another stride": lambda layer: setattr(layer, "stride", (2, 1)),
+}
+OF_A_NORM: dict[str, Callable[[Any], Any]] = {
+    "double statistics": lambda layer: setattr(layer, "running_var", torch.ones(3, dtype=torch.float64)),
+    "another eps": lambda layer: setattr(layer, "eps", 1e-3),
+}
+
+
+@pytest.mark.parametrize("name", [*CHANGES, *OF_A_CONVOLUTION, *OF_A_NORM])
+def test_a_module_s_call_is_checked_where_anything_of_it_changed(name: str, x: Any, checks: list[Any]) -> None:
+    for layer, own in ((nn.Conv2d(3, 3, (3, 1)), OF_A_CONVOLUTION), (nn.BatchNorm2d(3).eval(), OF_A_NORM)):
+        change = {**CHANGES, **own}.get(name)
+        if change is None:
+            continue
+        for parameter in layer.parameters():
+            manage(parameter, None)
+        for asked in (True, False):
+            layer(x)
+            assert bool(checks) is asked
+            checks.clear()
+        change(layer)
+        try:
+            found = facts(layer(x))
+        except RuntimeError:  # as torch has it
+            with pytest.raises(RuntimeError):
+                layer(x.local)
+            found = None
+        assert checks, type(layer)
+        checks.clear()
+        assert found is None or found[-1] == layer(x.local).tolist()

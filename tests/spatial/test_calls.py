@@ -1,5 +1,8 @@
 """Every way torch lets a function be called works on split tensors, and what torch refuses is refused on all ranks."""
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import fullframe as ff
 from fullframe.errors import UnsupportedOp
+from fullframe.spatial.rules.registry import RULES
 from tests.exactness import mesh, relative
 from tests.rank_group import rank_group
 
@@ -162,3 +166,28 @@ def test_what_torch_refuses_is_refused_on_all_ranks(height: int, width: int) -> 
     assert all(found == answers[0] for found in answers)
     named = [name for name, said in answers[0].items() if said[1] == "UnsupportedOp"]
     assert len(named) <= 3, named  # nearly all with torch's own exception
+
+
+def _let_go() -> bool:
+    """Whether the operand of a call that raises, as one like it before did not, is freed at once."""
+    x = ff.shard(torch.arange(32.0).view(1, 2, 4, 4), mesh(1, 2))
+    F.batch_norm(x, None, None, training=True)
+    rule, local = RULES[F.batch_norm], weakref.ref(x.local)
+
+    def raising(func: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError
+
+    RULES[F.batch_norm] = raising
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            F.batch_norm(x, None, None, training=True)
+        del x
+        return local() is None
+    finally:
+        RULES[F.batch_norm] = rule
+        gc.enable()
+
+
+def test_an_error_keeps_no_operand() -> None:
+    assert rank_group(2).run(_let_go) == [True, True]

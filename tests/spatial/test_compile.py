@@ -1,12 +1,14 @@
 """torch.compile around split tensors: the graph breaks at each, and the numbers are those of one process."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import fullframe as ff
+from fullframe.spatial import tensor
 from tests.rank_group import rank_group
 
 
@@ -42,11 +44,16 @@ def compared(part):
     else:
         model = torch.compile(model, backend="eager")
     mesh = ff.init_mesh(width=2)
-    found = step(ff.parallelize(model, mesh), ff.shard(x, mesh))
-    return [float((a - b).abs().max()) for a, b in zip(found, step(plain, x), strict=True)]
+    tensor._warned_of_dynamo.clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = step(ff.parallelize(model, mesh), ff.shard(x, mesh))
+    told = [str(w.message) for w in said if "torch.compile breaks its graph" in str(w.message)]
+    return [float((a - b).abs().max()) for a, b in zip(found, step(plain, x), strict=True)], told
 
 
 @pytest.mark.parametrize("part", ["block", "model"])
-def test_a_compiled_model_is_exact(part):
-    for differences in rank_group(2).run(compared, part):
+def test_a_compiled_model_is_exact_and_told_what_compiles_instead(part):
+    for rank, (differences, told) in enumerate(rank_group(2).run(compared, part)):
         assert len(differences) == 10 and max(differences) < 1e-12
+        assert len(told) == (rank == 0) and all("compile=True" in one for one in told), told

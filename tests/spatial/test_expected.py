@@ -40,6 +40,17 @@ def test_what_torch_refuses_is_torch_s_own_exception() -> None:
         assert isinstance(asked(torch.sum, x, 3).error, IndexError)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_channels_that_come_last_are_named(autocast: bool) -> None:
+    with spatial(1, 2) as on, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        x = wrap(torch.zeros(2, 10, 6, 3), spec(on, (2, 10, 12, 3), on_width((0, 6, 12), 2)))
+        refused = asked(torch.conv2d, x, torch.zeros(16, 3, 3, 3)).error
+        assert isinstance(refused, RuntimeError) and "channel" in str(refused).partition(";")[0], "torch's own first"
+        assert "(2, 10, 12, 3) seems to have its channels last" in str(refused) and ".movedim(-1, 0)" in str(refused)
+        other = asked(torch.conv2d, x, torch.zeros(16, 5, 3, 3)).error
+        assert isinstance(other, RuntimeError) and "seems" not in str(other)
+
+
 def test_calls_differ_by_shape_dtype_option_and_type() -> None:
     x = torch.zeros(2, 3)
     calls: list[tuple[Any, dict[str, Any]]] = [

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fullframe as ff
 from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
-from fullframe.ranks import collectives
 from fullframe.ranks.mesh import Axis, spatial_of
+from fullframe.simulation.fake.replaced import replaced
 from fullframe.spatial.redistribute import gather_axes, in_runs, resplit, sliced
 from tests.rank_group import rank_group
 from tests.spatial.fake import on_height, on_width, spatial, spec
@@ -71,18 +72,17 @@ def test_parts_are_made_whole_moved_and_cut_in_runs() -> None:
 def as_between_gpus(axis: Axis) -> Iterator[list[int]]:
     """Messages go by collectives without heads; how many gathers there were."""
     channel, counted = axis.channel, [0]
-    kept, gather = (channel.boxes, channel.carrier, channel.tagged), collectives._gather_in_one
+    kept, gather = (channel.boxes, channel.carrier, channel.tagged), dist.ProcessGroup._allgather_base
 
-    def counting(*args: Any) -> Any:
+    def counting(group: dist.ProcessGroup, *args: Any) -> Any:
         counted[0] += 1
-        return gather(*args)
+        return gather(group, *args)
 
     channel.boxes, channel.carrier, channel.tagged = None, None, False
-    collectives._gather_in_one = counting
     try:
-        yield counted
+        with replaced(dist.ProcessGroup, "_allgather_base", counting):
+            yield counted
     finally:
-        collectives._gather_in_one = gather
         channel.boxes, channel.carrier, channel.tagged = kept
 
 

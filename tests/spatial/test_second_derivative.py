@@ -96,7 +96,9 @@ def _swept(height: int, width: int) -> dict[str, float]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("height", "width"), [(2, 2), (1, 3)])  # the smaller ones' borders are among theirs
+@pytest.mark.parametrize(  # the smaller meshes' borders are among theirs
+    ("height", "width"), [pytest.param(2, 2, marks=pytest.mark.slow), (1, 3)]
+)
 def test_every_rule_s_second_derivative(height: int, width: int) -> None:
     for found in rank_group(height * width).run(_swept, height, width, timeout_seconds=900):
         assert len(found) > 450

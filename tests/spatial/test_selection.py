@@ -76,3 +76,20 @@ def _in_torchs_order(height: int, width: int) -> list[bool]:
 def test_torchs_order(height: int, width: int) -> None:
     for answers in rank_group(height * width).run(_in_torchs_order, height, width):
         assert all(answers)
+
+
+def _of_a_mask_that_is_written_to() -> list[bool]:
+    """Equal masks share a selection; one that was written past torch's count of versions is another mask."""
+    x, mask = torch.arange(35.0).view(5, 7), torch.arange(35).view(5, 7) % 3 == 1
+    split, over = ff.shard(x, mesh(1, 2)), ff.shard(mask, mesh(1, 2))
+    assert isinstance(over, SpatialTensor)
+    kept, _ = selected(local_of(over), over.spec)
+    same = selected(local_of(over).clone(), over.spec)[0] is kept
+    before = split[over]
+    local_of(over).data.logical_not_()
+    other = selected(local_of(over), over.spec)[0] is not kept
+    return [same, other, torch.equal(before.full(), x[mask]), torch.equal(split[over].full(), x[~mask])]  # type: ignore[attr-defined]
+
+
+def test_a_mask_is_known_again_by_its_contents() -> None:
+    assert rank_group(2).run(_of_a_mask_that_is_written_to) == [[True] * 4] * 2

@@ -90,9 +90,9 @@ def _too_early() -> tuple[bool, bool]:
     case = all_cases()["convolution: conv 3/1/1"]
     waited = InFlight.wait
 
-    def at_once(flight: InFlight) -> list[Tensor]:
+    def at_once(flight: InFlight, *after: Any) -> list[Tensor]:
         taken = [message.tensor.clone() for message in flight._receives]
-        waited(flight)
+        waited(flight, *after)
         return taken
 
     with poisoned():

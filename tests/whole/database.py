@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
@@ -93,9 +94,11 @@ def _is_strided(tensor: Tensor) -> bool:
 def entries() -> dict[str, Entry]:
     """Every op and module of torch's database, by a name of its own."""
     _stand_in_for_expecttest()
-    from torch.testing._internal import common_methods_invocations, common_utils
-    from torch.testing._internal.common_methods_invocations import op_db
-    from torch.testing._internal.common_modules import module_db
+    # Its helpers forbid a process to set torch.backends' flags, which later tests on these ranks do.
+    with mock.patch.object(torch.backends, "disable_global_flags"):
+        from torch.testing._internal import common_methods_invocations, common_utils
+        from torch.testing._internal.common_methods_invocations import op_db
+        from torch.testing._internal.common_modules import module_db
 
     # It draws from one fixed seed and puts the random state back, which would hide what an op does to that state.
     common_methods_invocations.wrapper_set_seed = _called

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unf
 
 from fullframe.errors import FullframeError, UnsupportedOp
 from fullframe.ranks.channel import announce
-from fullframe.spatial.approved import KnownCall, known_call
+from fullframe.ranks.recording import recorder
+from fullframe.spatial.approved import AS_IT_IS, KnownCall, approve, conformed, known_call
 from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
 from fullframe.spatial.fallback import derived, memory_of, name_of, plain, settle, unsupported
 from fullframe.spatial.gradients import entered
@@ -44,15 +45,21 @@ _SO_NAMED = {"cosine_similarity", "pairwise_distance"}  # these are their operan
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, with split tensors among the arguments."""
-    if kwargs:
-        args, kwargs = _renamed(func, args, kwargs) if func in RULES else (args, dict(kwargs))
-    call = known_call(func, args, kwargs) if func in RULES else None
-    if call is not None and call.approved is not None:
+    rule = RULES.get(func)
+    if kwargs and rule is not None and not (args and _NUMPY_NAMES.keys().isdisjoint(kwargs)):
+        args, kwargs = _renamed(func, args, kwargs)
+    call = None if rule is None else known_call(func, args, kwargs)
+    approved = None if call is None else call[1].get(call[0])
+    if approved is not None:
         try:
-            return call.conformed(_run(RULES[func], func, args, kwargs))
+            try:  # as `_run` does it, one call less
+                made = rule(func, *args, **kwargs)  # type: ignore[misc]
+            except Exception as error:
+                made = _answered(error, rule, func, args, kwargs)
+            return made if approved is AS_IT_IS else conformed(made, approved)
         except Unsupported:  # by what it holds, not by what it is
             pass
-    args, kwargs = entered(SpatialTensor, func, args, kwargs)
+    args, kwargs = entered(SpatialTensor, func, args, dict(kwargs))
     operands: list[Tensor] = []
     target = kwargs.pop("out", None)
     facts = facts_of(func, args, kwargs, operands)
@@ -132,7 +139,7 @@ def _renamed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         first = next((name for name in ("condition", "input", "self") if name in kwargs), None)
         if first is not None:
             return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
-    return args, dict(kwargs)
+    return args, kwargs
 
 
 def _number(value: Any) -> Any:
@@ -168,8 +175,8 @@ def _ruled(
     written = writes(func, kwargs)
     if is_view and (written or (result is first and _changed(first, before))):
         settle(first)
-    if call is not None and not (widens or written):
-        call.approve(made, result)
+    if call is not None and not (widens or written) and recorder() is None:  # tensors of a capture may share otherwise
+        approve(call, made, result)
     return result
 
 
@@ -184,17 +191,26 @@ def _run(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     An error that this rank alone may meet is told to the others.
     """
     try:
-        try:
-            return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
-        except TooSmall as small:
-            return _called_whole(small, func, args, kwargs)
+        return rule(func, *args, **kwargs)
+    except Exception as error:
+        return _answered(error, rule, func, args, kwargs)
+
+
+def _answered(error: Exception, rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result on a whole map where the rule raised TooSmall; any other error is raised again."""
+    try:
+        if isinstance(error, TooSmall):
+            return _called_whole(error, func, args, kwargs)
+        raise error
     except Unsupported:
         raise
-    except Exception as error:
-        if isinstance(error, TypeError):
-            _explain(rule, func, args, kwargs, error)
-        announce(error)
+    except Exception as other:
+        if isinstance(other, TypeError):
+            _explain(rule, func, args, kwargs, other)
+        announce(other)
         raise
+    finally:
+        del error  # whose traceback holds this frame: the circle would keep tensors, also after a recompute's end
 
 
 def _in_fp32(rule: Any) -> Any:
@@ -250,8 +266,11 @@ def _as_torch_has_it(result: Any, expected: Expected, operands: list[Tensor], ca
     tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(tensors) != len(expected.leaves):
         return result  # a Python value, or torch's own choice of what to leave out
+    made = list(leaves)
     for number, (n, leaf) in enumerate(zip(tensors, expected.leaves, strict=True)):
         leaves[n] = _conformed(leaves[n], leaf, operands, call, number)
+    if all(leaf is before for leaf, before in zip(leaves, made, strict=True)):
+        return result  # itself, so that the call is approved
     return tree_unflatten(leaves, tree)
 
 

@@ -48,6 +48,7 @@ class _Unknown(Exception):
     """An argument that cannot be described by what all ranks know."""
 
 
+_CONVOLUTIONS = frozenset((F.conv2d, F.conv3d))
 _LAID_OUT_BY_KERNEL = frozenset((F.scaled_dot_product_attention,))  # whose strides on meta are not the device's
 _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 _known: dict[Any, Expected | None] = {}
@@ -139,12 +140,28 @@ def _run(
                 home = type(error).__module__
                 if "meta" in str(error).lower() or home.startswith("torch._subclasses"):  # it would read a value
                     return None
+                if said := _of_channels_last(func, made):
+                    error = type(error)(f"{error}; {said}")
                 if isinstance(error, AssertionError):  # only functions without values have them, kernels do not
                     error = RuntimeError(str(error))
                 return Expected((), error.with_traceback(None))
             leaves = tuple(_leaf(t, made) for t in tree_leaves(result) if isinstance(t, Tensor))
     lower = any(t.dtype in (torch.bfloat16, torch.float16) for t in made)
     return Expected(leaves, None, bool(cast) and lower and any(leaf.dtype is torch.float32 for leaf in leaves))
+
+
+def _of_channels_last(func: Any, operands: list[Tensor]) -> str:
+    """What to do where a convolution is given images (N, H, W, C); "" where it is not that."""
+    if func not in _CONVOLUTIONS or len(operands) < 2:
+        return ""
+    image, weight = operands[:2]
+    channels = weight.shape[1]
+    if image.dim() < weight.dim() - 1 or image.shape[-1] != channels or image.shape[1 - weight.dim()] == channels:
+        return ""
+    return (
+        f"an image of shape {tuple(image.shape)} seems to have its channels last, but its last dims are taken for rows "
+        "and columns: give image.movedim(-1, 0) in the data set"
+    )
 
 
 def _without_values(value: Any, device: str, made: list[Tensor]) -> Any:

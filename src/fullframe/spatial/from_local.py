@@ -37,7 +37,8 @@ def from_local(
     is a plain tensor where nothing is cut.
 
     `.grad` of a `local` that is a leaf is its part of one process's gradient. Where `local` was computed, the gradient
-    goes into that as from any split tensor (docs/gradients.md), so `from_local(x.local, mesh, like=x)` is `x`.
+    goes into that as from any split tensor (docs/how_it_works/gradients.md): `from_local(x.local, mesh, like=x)` is
+    `x`.
 
     Raises ShapeError on all ranks where one rank's part does not go with the others'.
     """

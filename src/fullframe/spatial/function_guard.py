@@ -19,7 +19,7 @@ apply_function = torch.autograd.Function.apply.__func__  # type: ignore[attr-def
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    if not any(type(arg) is SpatialTensor for arg in args):
+    if SpatialTensor not in map(type, args):
         return apply_function(function, *args, **kwargs)
     if (function.__module__, function.__name__) == _FSDP_IDENTITY:
         return _apply_to_locals(function, args)

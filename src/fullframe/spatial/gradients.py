@@ -1,8 +1,8 @@
 """Gradients as the user sees them: those of one process, whichever tensor they are asked of.
 
 Inside, the gradient of a replicated value is the mean over the replica's ranks of what each holds, and that of a split
-one is, on each rank, as many times too large as there are different parts; `docs/gradients.md` tells why. What is
-looked at is put right here: the leaves of split tensors, whole tensors that meet split ones, and parameters.
+one is, on each rank, as many times too large as there are different parts (docs/how_it_works/gradients.md tells why).
+What is looked at is put right here: the leaves of split tensors, whole tensors that meet split ones, and parameters.
 """
 
 import math
@@ -73,6 +73,17 @@ def manage(parameter: Tensor, hook: Hook | None) -> None:
     """The parameter is a model's: its gradient is left as it is but for what `hook` makes of it."""
     if parameter.is_leaf and parameter.requires_grad:
         _parameters.add(parameter, hook)
+
+
+def stand_in(tensor: Tensor, parameter: Tensor) -> None:
+    """`tensor` is taken for the managed `parameter` while a block is captured: it needs no averaging here either."""
+    if parameter in _parameters:
+        _parameters.add(tensor, None)
+
+
+def is_managed(parameter: Tensor) -> bool:
+    """Whether fullframe averages this parameter's gradient itself."""
+    return parameter in _parameters
 
 
 def entered(shell: type[Tensor], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -65,29 +65,37 @@ class Cut:
         return borrows(self.extents, self.wanted)
 
 
-def borrow(local: Tensor, cuts: tuple[Cut, ...]) -> tuple[Tensor, list[Tensor]]:
-    """The wanted rows of each cut joined, and the strips that were borrowed for it, in the order of `Halo`."""
+def borrow(local: Tensor, cuts: tuple[Cut, ...], around: tuple[int, int] = (0, 0)) -> tuple[Tensor, list[Tensor]]:
+    """The wanted rows of each cut joined, and the strips that were borrowed for it, in the order of `Halo`.
+
+    `around`: so many rows of zeros come before and behind along the last cut.
+    """
     strips: list[Tensor] = []
     for cut in cuts:
         new = borrowed(local, cut.dim, cut.trip, cut.axis) if cut.borrows else []
-        local = _along(local, cut, new)
+        local = _along(local, cut, new, around if cut is cuts[-1] else (0, 0))
         strips += new
     return local, strips
 
 
-def joined_again(local: Tensor, cuts: tuple[Cut, ...], strips: Sequence[Tensor]) -> Tensor:
+def joined_again(
+    local: Tensor, cuts: tuple[Cut, ...], strips: Sequence[Tensor], around: tuple[int, int] = (0, 0)
+) -> Tensor:
     """What `borrow` returned with these strips."""
     first = 0
     for cut in cuts:
         end = first + len(cut.trip.receives)
-        local, first = _along(local, cut, strips[first:end]), end
+        local = _along(local, cut, strips[first:end], around if cut is cuts[-1] else (0, 0))
+        first = end
     return local
 
 
-def _along(local: Tensor, cut: Cut, strips: Sequence[Tensor]) -> Tensor:
+def _along(local: Tensor, cut: Cut, strips: Sequence[Tensor], around: tuple[int, int]) -> Tensor:
+    start, count, _ = cut.trip.kept
+    if any(around):
+        return assembled(local, strips, cut.dim, cut.trip, around)
     if strips:
         return assembled(local, strips, cut.dim, cut.trip)
-    start, count, _ = cut.trip.kept
     return local if count == local.shape[cut.dim] else local.narrow(cut.dim, start, count)
 
 
@@ -126,10 +134,10 @@ class Halo:
         halo.pieces = [Piece(tensor, ranges) for tensor, ranges in zip(tensors, held, strict=False)]
         return halo
 
-    def wait(self) -> "Halo":
-        """Block until every strip is there."""
+    def wait(self, after: Sequence[Tensor] = ()) -> "Halo":
+        """Block until every strip is there; a captured graph computes `after` meanwhile."""
         while self._flight is not None:
-            strips = self._flight.wait()
+            strips = self._flight.wait(after)
             cut = self._posted - 1
             for transfer, strip in zip(self.cuts[cut].route.receives, strips, strict=True):
                 self.pieces.append(Piece(strip, self._ranges(cut, transfer.rows)))
@@ -184,7 +192,7 @@ class Return:
     def add_to(self, local_gradient: Tensor) -> Tensor:
         """Wait, and add what came back to the gradient of the local part, in place."""
         while self._flight is not None:
-            returned = self._flight.wait()
+            returned = self._flight.wait([local_gradient])
             number = self._remaining
             for transfer, gradient in zip(self._halo.cuts[number].route.sends, returned, strict=True):
                 self._distribute(self._halo._ranges(number, transfer.rows), gradient)

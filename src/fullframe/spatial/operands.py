@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_iter
 from fullframe.errors import MeshError
 from fullframe.geometry.placement import Placement, Placements
 from fullframe.ranks.mesh import AXES, axes_in
+from fullframe.ranks.recording import require_sending
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.redistribute import gather_axes, resplit, sliced
 from fullframe.spatial.spec import Spec
@@ -104,4 +105,5 @@ def say_gathered(name: str, reason: str, shell: SpatialTensor) -> None:
 
 def has_values(tensor: Tensor) -> bool:
     """Whether there are numbers to look at: not so in a simulation, whose ranks take the usual way."""
+    require_sending("what it does depends on numbers")
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements
-from fullframe.ranks.mesh import Spatial, axes_in, kept_with_mesh
+from fullframe.ranks.mesh import Axis, Spatial, axes_in, kept_with_mesh
 from fullframe.spatial.rules.registry import Merged, Unsupported
 
 _DEPTH = (
@@ -30,6 +30,7 @@ class Spec:
     gather: bool  # what has no rule is gathered rather than refused
     strides: tuple[int, ...] | None = None  # of the whole tensor as torch would have it; None: contiguous
     approved: dict[Any, Any] = field(default_factory=dict)  # calls that need no checking, and the spec of their result
+    plans: dict[Any, Any] = field(default_factory=dict)  # what rules have worked out for calls of a form
 
     def of(self, dim: int) -> Placement | None:
         """The placement of a dim that is nothing but one split factor; None when the dim is whole.
@@ -55,7 +56,14 @@ class Spec:
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks over which it is split."""
-        return self.spatial.group([p.axis for p in self.placements])
+        axis = self._axis
+        return self.spatial.replica if axis is None else axis.group
+
+    @cached_property
+    def _axis(self) -> Axis | None:
+        """The axes over which it is split, as one."""
+        axes = [p.axis for p in self.placements]
+        return self.spatial.axis(self.spatial.joint(axes)) if axes else None
 
     def require_plain(self, dims: Iterable[int]) -> None:
         """Raises Merged where one of the dims is merged from several factors."""
@@ -64,7 +72,11 @@ class Spec:
 
     def is_split(self, dim: int) -> bool:
         """Whether any part of the dim is split."""
-        return any(p.dim == dim % len(self.shape) for p in self.placements)
+        dim %= len(self.shape)
+        for p in self.placements:  # noqa: SIM110  a generator takes twice the time, in each norm
+            if p.dim == dim:
+                return True
+        return False
 
     def require_whole(self, reason: str, *dims: int) -> None:
         """Raises Unsupported, for `reason`, where any part of one of the dims is split."""
@@ -123,14 +135,17 @@ class Spec:
         """What torch would know of the whole tensor beside its dtype."""
         return self.shape, self.strides
 
-    @cached_property
+    @property
     def elementwise(self) -> "Spec":
         """The spec of the result of a pointwise function: torch keeps the order of strides, not their gaps."""
-        if self.strides is None:
-            return self
+        return self if self.strides is None or self.strides == self._without_gaps else self.strided(self._without_gaps)
+
+    @cached_property
+    def _without_gaps(self) -> tuple[int, ...] | None:
+        """The strides, for a spec that held itself would outlive its tensors, and the mask that picked them."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            result = torch.empty_strided(self.shape, self.strides, device="meta") + 1
-            return self.strided(None if result.is_contiguous() else result.stride())
+            result = torch.empty_strided(self.shape, self.strides or (), device="meta") + 1
+            return None if result.is_contiguous() else result.stride()
 
     @property
     def coordinates(self) -> dict[str, int]:

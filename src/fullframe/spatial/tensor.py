@@ -4,10 +4,12 @@ The data and the autograd graph live on the local tensor; the shell has neither.
 to its rule. A value that is not split is an ordinary tensor, equal on all ranks of a replica.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +47,7 @@ class SpatialTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if is_dynamo_compiling():  # a rule talks to other ranks: the graph is broken here, and the rule runs as it is
-            return torch._dynamo.disable(general[0])(func, args, kwargs or {})
+            return torch._dynamo.disable(_under_dynamo)(func, args, kwargs or {})
         quick = QUICK.get(func)
         if quick is not None:
             try:
@@ -69,6 +71,10 @@ class SpatialTensor(Tensor):
             "it bypasses torch functions (a C++ kernel or a custom op called directly), so no rule can see it",
             "Call it on the .local tensor if it is pointwise, or on .full(); or register a rule with fullframe.rule.",
         )
+
+    def dim(self) -> int:
+        """How many dims the whole tensor has; modules ask at each call, so `__torch_function__` is passed by."""
+        return len(self.spec.shape)
 
     @property
     def local(self) -> Tensor:
@@ -100,6 +106,22 @@ class SpatialTensor(Tensor):
         raise UnsupportedOp(
             "pickle", described([self]), "", "a split tensor lives on a mesh of ranks", "Save x.full() or x.local."
         )
+
+
+_warned_of_dynamo: list[bool] = []
+
+
+def _under_dynamo(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not _warned_of_dynamo:
+        _warned_of_dynamo.append(True)
+        if dist.get_rank() == 0:
+            warnings.warn(
+                "torch.compile breaks its graph at each op on a split tensor: the numbers are right, and nothing gets "
+                "faster; take torch.compile away and pass compile=True to fullframe.parallelize, or "
+                "Strategy(compile=True), which compiles the model's repeated blocks",
+                stacklevel=3,
+            )
+    return general[0](func, args, kwargs)
 
 
 def wrap(local: Tensor, spec: Spec) -> Tensor:

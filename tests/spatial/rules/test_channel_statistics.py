@@ -1,6 +1,7 @@
 """Means and variances over ranks: as of all values together, from counts that are known and from counts that travel."""
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,13 +15,16 @@ import fullframe as ff
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.ranks.mesh import spatial_of
+from fullframe.simulation.fake.replaced import replaced
 from fullframe.simulation.fake.world import fake_job
 from fullframe.spatial.gradients import manage
+from fullframe.spatial.rules import channel_statistics
 from fullframe.spatial.rules.channel_statistics import Holders, sizes_on_ranks, statistics
 from fullframe.spatial.spec import spec_of
 from fullframe.spatial.tensor import wrap
-from tests.exactness import mesh
+from tests.exactness import differences_from, mesh, one_process
 from tests.rank_group import rank_group
+from tests.spatial.cases import Op
 from tests.spatial.corners import last, noise
 
 ROWS = (3, 0, 5)  # of the ranks
@@ -74,6 +78,30 @@ def test_what_each_rank_of_a_group_holds() -> None:
     assert each == tuple(2 * d * h * w for d in (2, 1) for h in (3, 2) for w in (4, 3))
     assert along_width == (2 * 3 * 5 * 4, 2 * 3 * 5 * 3)
     assert beside == tuple(2 * held * h for d in (0, 1) for h in (3, 2) for held in (1, 2, 3, 4)[2 * d : 2 * d + 2])
+
+
+def of_large_maps() -> list[float]:
+    """Norms of maps that are small, whose gradient is computed as of large ones."""
+    x, w, b = noise(2, 4, 9, 7) + 3, noise(4), noise(4)
+    norms: dict[str, Op] = {
+        "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+        "group": lambda x, w, b: F.group_norm(x, 2, w, b),
+        "instance": lambda x, w, b: F.instance_norm(x, None, None, w, b),
+        "layer": lambda x, w, b: F.layer_norm(x, (9, 7)) * w.sum() + b.sum(),
+        "without": lambda x, w, b: F.batch_norm(x, None, None, None, None, True) * w.sum() + b.sum(),
+    }
+    found = []
+    with replaced(channel_statistics, "_LARGE", 0):
+        for norm, lay, split in product(norms.values(), (lambda t: t, last), ((2, 1), (1, 2))):
+            op = lambda x, w, b, norm=norm: norm(x, w, b).square() * 0.1  # noqa: E731
+            whole = one_process(op, [lay(x)], [w, b])
+            found += differences_from(whole, op, [lay(x)], [w, b], *split).values()
+    return found
+
+
+def test_gradients_of_large_maps() -> None:
+    for differences in rank_group(2).run(of_large_maps):
+        assert len(differences) == 80 and max(differences) < 1e-12, differences
 
 
 VIEWS = ("view", "squeeze", "detach", "split", "expand", "empty", "slice", "select", "unbind")

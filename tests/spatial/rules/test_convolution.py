@@ -4,10 +4,16 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fullframe as ff
 from fullframe.geometry.window import Window
+from fullframe.simulation.fake.world import fake_job
+from fullframe.spatial.rules.convolution import JOINED_BYTES
+from tests.exactness import mesh
 from tests.spatial.cases import MESHES, Case, one, require_the_numbers_of_one_process
 from tests.spatial.corners import F32, F64, Corners, last, merged, noise, require_no_faults
 from tests.spatial.windows import geometries, require_exact, windowed, windows
@@ -100,3 +106,28 @@ def _convolution(g: dict[str, Any]) -> dict[str, float]:
 def test_any_window(g: dict[str, Any]) -> None:
     assume(all(w.output_size(n) >= 1 for w, n in zip(windows(Window, g), g["size"], strict=True)))
     require_exact(_convolution, g)
+
+
+class _Convolutions(TorchDispatchMode):
+    """Counts them, forward and backward."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::convolution", "aten::convolution_backward")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("limit", "channels", "calls"), [(1, 1, 6), (1, 2, 2), (0, 2, 6), (1024, 1, 2)])
+def test_a_map_is_joined_where_it_or_its_weight_makes_that_cheaper(
+    monkeypatch: pytest.MonkeyPatch, limit: int, channels: int, calls: int
+) -> None:
+    """An inner rank's part has 1,024 bytes, a weight 144 for each channel of the result."""
+    monkeypatch.setitem(JOINED_BYTES, "cpu", limit)
+    with fake_job(1, 4):
+        x = ff.shard(noise(1, 2, 32, 8), mesh(4, 1), check=False)
+        weight = noise(channels, 2, 3, 3).requires_grad_()
+        with _Convolutions() as found:
+            made = F.conv2d(x, weight, padding=1)
+            torch.autograd.grad(made.local, weight, torch.ones_like(made.local))  # type: ignore[attr-defined]
+    assert found.count == calls

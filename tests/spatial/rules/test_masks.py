@@ -1,5 +1,6 @@
 """Boolean masks: picked elements, what follows with them, and writes; equal to one process, with tiny messages."""
 
+import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import fullframe as ff
 from benchmarks.communication.traffic import counted
 from fullframe.ranks import collectives
 from fullframe.spatial.selection import Selection
-from tests.exactness import mesh
+from tests.exactness import differences_from, mesh, one_process
 from tests.rank_group import rank_group
 from tests.spatial.cases import MESHES, WORLDS, Case, Op, require_the_numbers_of_one_process
 from tests.spatial.corners import Corners, noise, require_no_faults
@@ -244,7 +245,7 @@ CASES: dict[str, Case] = {
     "elsewhere": Case(elsewhere, whole=((3,),), sizes=TWO),
     "places": Case(places, sizes=TWO),
     "written at places": Case(put_at_places, sizes=TWO),
-    **{f"what follows: {name}": Case(followers(name), sizes=TWO) for name in FOLLOWERS},
+    **{f"what follows: {name}": Case(followers(name), sizes=((9, 26), (8, 11))) for name in FOLLOWERS},
     "masked_scatter": Case(
         lambda x, y: [x.masked_scatter(above(x), y), x.masked_scatter(above(x)[0, 0], y[above(y, -9)]),
                       (x * 1).masked_scatter_(above(x), y.flip(2))], ((2, 4), (2, 4)), sizes=TWO
@@ -414,6 +415,44 @@ def _of_another_world(world: int) -> list[str]:
 def test_a_mask_is_forgotten_with_what_it_picked(world: int) -> None:
     for answers in rank_group(world).run(_of_another_world, world):
         assert set(answers) == {"0"}
+
+
+def _for_the_collector() -> list[str]:
+    """The cases after which a tensor is left that only Python's garbage collector frees."""
+    found = []
+    for name in (
+        "losses, anywhere",
+        "in order, anywhere",
+        "masks of what a mask picked",
+        "index tensors beside a mask",
+    ):
+        case, generator = CASES[name], torch.Generator().manual_seed(1)
+        split, whole = (
+            [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+            for shapes in ([(*lead, *case.sizes[-1]) for lead in case.split], case.whole)
+        )
+        here = one_process(case.op, split, whole)
+        differences_from(here, case.op, split, whole, 1, 2)  # what torch imports at first keeps frames
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            differences_from(here, case.op, split, whole, 1, 2)
+            gc.collect()
+            if any(isinstance(left, Tensor) for left in gc.garbage):
+                found.append(name)
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+            gc.unfreeze()
+    return found
+
+
+def test_no_tensor_waits_for_the_garbage_collector() -> None:
+    """On a device it would take memory for as long as the host has little to do."""
+    assert rank_group(2).run(_for_the_collector) == [[], []]
 
 
 RECIPE = """

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from fullframe.geometry.extents import overlap
 from fullframe.geometry.window import Window
+from fullframe.ranks.adjoint import applied
 from fullframe.ranks.mesh import kept_with_mesh
+from fullframe.spatial.approved import tells
+from fullframe.spatial.gradients import enters
 from fullframe.spatial.halo import Halo, Ranges, borrow, joined_again, part_of, put_together
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.transposing import moved_from
@@ -34,9 +38,17 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 Ints = tuple[int, ...]
 # A map of at most so many bytes is joined with what it borrows: one more pass over it takes less time than the calls
-# that it saves, each a launch on a GPU.
-JOINED_BYTES = defaultdict(lambda: 16 << 20, cpu=256 << 10)
+# that it saves, each a launch on a GPU. So is one of at most so many times its weight's bytes, as a call, even for one
+# row, lays out the whole weight anew. Where the first is 0, no map with elements is joined.
+JOINED_BYTES = defaultdict(lambda: 16 << 20, cpu=768 << 10)
+_JOINED_WEIGHTS = 4
+_convolution_backward = torch.ops.aten.convolution_backward.default._op  # what the operator calls
 Border = tuple[Ranges, Ranges]  # output rows that see a strip, and the input rows they read
+
+
+def joined_bytes(local: Tensor) -> int:
+    """Up to so many bytes a map on the device of `local` is joined with what it borrows."""
+    return JOINED_BYTES["cpu" if local.is_cpu else local.device.type]  # a device's name takes long to ask for
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +66,8 @@ class _Plan:
     borders: tuple[Border, ...]  # done again with the strips; none when `lead` is None
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Ints) -> Tensor:
-        return torch.ops.aten.convolution(  # type: ignore[no-any-return]
-            x, weight, bias, self.stride, padding, self.dilation, False, (0,) * len(padding), self.groups
-        )
+        none = (0,) * len(padding)
+        return torch.convolution(x, weight, bias, self.stride, padding, self.dilation, False, none, self.groups)
 
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, padding: Ints, mask: list[bool]) -> list[Any]:
         """(input, weight, bias) gradients of `convolve`, None where `mask` is False."""
@@ -66,14 +77,15 @@ class _Plan:
         none = (0,) * len(padding)
         bias_sizes = [weight.shape[0]]
         return list(
-            torch.ops.aten.convolution_backward(
+            _convolution_backward(
                 grad, x, weight, bias_sizes, self.stride, padding, self.dilation, False, none, self.groups, mask
             )
         )
 
-    def is_joined(self, local: Tensor) -> bool:
+    def is_joined(self, local: Tensor, weight: Tensor) -> bool:
         """Whether one convolution of own and borrowed rows joined is cheaper than one of each."""
-        return self.lead is None or local.nbytes <= JOINED_BYTES[local.device.type]
+        limit, size = joined_bytes(local), local.nbytes
+        return self.lead is None or size <= limit or 0 < size <= _JOINED_WEIGHTS * weight.nbytes * bool(limit)
 
     def kernel_part(self, weight: Tensor, taps: list[range]) -> Tensor:
         """The view of the kernel rows `taps`, one range a cut."""
@@ -146,6 +158,25 @@ def _borders(plan: WindowPlan, windows: tuple[Window, ...]) -> tuple[Border, ...
     return tuple(borders)
 
 
+@tells(F.conv1d, F.conv2d, F.conv3d)
+def _told(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """A call as torch's convolutions make it, whose result lies as the weight's strides have it."""
+    if kwargs or len(args) != 7:
+        return None
+    _, weight, bias, stride, padding, dilation, groups = args
+    if type(weight) is not Parameter or list in (type(stride), type(padding), type(dilation)):
+        return None
+    of_bias = None
+    if bias is not None:
+        if type(bias) is not Parameter or (bias.requires_grad and enters(bias)):
+            return None
+        of_bias = bias.shape, bias.dtype, bias.requires_grad
+    trains = weight.requires_grad
+    if trains and enters(weight):
+        return None
+    return weight.shape, weight.stride(), weight.dtype, trains, of_bias, stride, padding, dilation, groups
+
+
 @rule(F.conv1d, F.conv2d, F.conv3d)
 def _convolution(
     func: Any,
@@ -160,26 +191,34 @@ def _convolution(
     """(N, C, ...) by a whole weight (K, C / groups, ...); channels made whole; refuses a split weight."""
     if type(input) is not SpatialTensor or type(weight) is SpatialTensor:
         raise Unsupported("the weight is split, not the input")
-    count = len(weight.shape) - 2
-    if len(input.spec.shape) == count + 1:  # no batch dim
-        batch = func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
-        return batch.squeeze(0)  # type: ignore[no-any-return]
-    stride, dilation = ints(stride, count), ints(dilation, count)
-    if isinstance(padding, str):
-        total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        padding = tuple(t // 2 for t in total)
-        if any(t % 2 for t in total):  # torch pads the odd row behind
-            padded = F.pad(input, [after for t in reversed(total) for after in (0, t % 2)])
-            return func(padded, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
-    plan = _plan(input.spec, tuple(weight.shape), stride, ints(padding, count), dilation, groups)
+    asked: tuple[Any, ...] = (weight.shape, stride, padding, dilation, groups)
+    try:
+        plan = input.spec.plans.get(asked)
+    except TypeError:  # a list among them
+        asked = tuple(tuple(each) if type(each) is list else each for each in asked)
+        plan = input.spec.plans.get(asked)
     if plan is None:
-        return func(moved_from(input, -count - 1), weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+        count = len(weight.shape) - 2
+        if len(input.spec.shape) == count + 1:  # no batch dim
+            batch = func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
+            return batch.squeeze(0)  # type: ignore[no-any-return]
+        stride, dilation = ints(stride, count), ints(dilation, count)
+        if isinstance(padding, str):
+            total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, weight.shape[2:], strict=True)]
+            padding = tuple(t // 2 for t in total)
+            if any(t % 2 for t in total):  # torch pads the odd row behind
+                padded = F.pad(input, [after for t in reversed(total) for after in (0, t % 2)])
+                return func(padded, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+        plan = _plan(input.spec, tuple(weight.shape), stride, ints(padding, count), dilation, groups)
+        if plan is None:
+            return func(moved_from(input, -count - 1), weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+        input.spec.plans[asked] = plan
     local, window = local_of(input), plan.window
     if not window.borrows and plan.lead is not None:
-        out = func(plan.unskipped(local), weight, bias, stride, plan.lead, dilation, groups)
+        out = func(plan.unskipped(local) if plan.skips else local, weight, bias, stride, plan.lead, dilation, groups)
     else:
         local, weight, bias = autocast_inputs(local, weight, bias)
-        out = _HaloConvolution.apply(local, weight, bias, plan)  # type: ignore[no-untyped-call]
+        out = _halo_convolution(local, weight, bias, plan)
     return wrap(out, window.spec)
 
 
@@ -189,14 +228,14 @@ class _HaloConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
         cuts, ctx.plan = plan.window.cuts, plan
-        if plan.is_joined(local):
-            joined, strips = borrow(local, cuts)
+        if plan.is_joined(local, weight):
+            joined, strips = borrow(local, cuts, plan.window.outside[-1])
             ctx.save_for_backward(weight, local, *strips)
-            return plan.convolve(padded(joined, plan.window), weight, bias, plan.padding)
+            return plan.convolve(padded(joined, plan.window, last=False), weight, bias, plan.padding)
         assert plan.lead is not None
         halo = Halo(local, cuts)
         out = plan.convolve(plan.unskipped(local), weight, bias, plan.lead)  # the exchange runs meanwhile
-        halo.wait()
+        halo.wait([out])
         for outs, reads in plan.borders:
             border = plan.convolve(halo.region(reads), weight, bias, plan.padding)
             part_of(out, plan.window.outs, outs, cuts).copy_(border)
@@ -210,14 +249,18 @@ class _HaloConvolution(torch.autograd.Function):
         mask = list(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled():  # create_graph
             return *_differentiable_backward(plan, local, grad, weight, mask), None
-        if not plan.is_joined(local):
+        if not plan.is_joined(local, weight):
             halo = Halo.of([local, *strips], plan.window.cuts)
             return *_strips_first_backward(plan, halo, grad, weight, mask), None
-        joined = padded(joined_again(local, plan.window.cuts, strips), plan.window)
+        joined = joined_again(local, plan.window.cuts, strips, plan.window.outside[-1])
+        joined = padded(joined, plan.window, last=False)
         gradients = plan.gradients(grad, joined, weight, plan.padding, mask)
         if mask[0]:
             gradients[0] = region_gradient(gradients[0], plan.window)
         return *gradients, None
+
+
+_halo_convolution = applied(_HaloConvolution)
 
 
 def _differentiable_backward(plan: _Plan, local: Tensor, grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:
@@ -278,6 +321,8 @@ def _strips_first_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor
 
 def autocast_inputs(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The inputs of a convolution, cast as autocast casts them, which does not look into an autograd.Function."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device = next(t for t in tensors if t is not None).device.type
     if not torch.is_autocast_enabled(device):
         return tensors

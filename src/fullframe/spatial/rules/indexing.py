@@ -229,7 +229,8 @@ def _spelled_out(x: Tensor, index: Any) -> list[Any]:
     """
     items = [_as_tensor(i, x) for i in (index if isinstance(index, tuple) else (index,))]
     if any(map(is_mask, items)):
-        numbers = [as_number(i) if isinstance(i, Tensor) and i.dtype != torch.bool else None for i in items]
+        tensors = [isinstance(i, Tensor) and not is_mask(i) and i.dtype != torch.bool for i in items]
+        numbers = [as_number(i) if is_tensor else None for i, is_tensor in zip(items, tensors, strict=True)]
         items = [i if number is None else number for i, number in zip(items, numbers, strict=True)]
     if any(i is Ellipsis for i in items):
         at = next(n for n, i in enumerate(items) if i is Ellipsis)

@@ -20,6 +20,12 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
 @rule(torch.cat, torch.concat, torch.concatenate)
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Along a whole dim nothing is sent; along a split one the rows of all but the largest operand may move."""
+    specs = tuple(t.spec if type(t) is SpatialTensor else None for t in tensors)
+    plans = specs[0].plans if specs and specs[0] is not None else {}
+    key = _cat, dim, specs
+    known: Spec | None = plans.get(key)  # of parts that lie alike
+    if known is not None:
+        return wrap(torch.cat([local_of(t) for t in tensors], dim), known)  # type: ignore[arg-type]
     empty = [t for t in tensors if t.dim() == 1 and not t.numel()]  # torch lets them stand beside any others
     tensors = [t for t in tensors if t.dim() != 1 or t.numel()]
     if empty:
@@ -32,19 +38,17 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         return _cat_split(tensors, dim)
     sizes = [t.shape[dim] for t in tensors]
     spec = _common(shells)
-    local = torch.cat([_like(t, spec, dim) for t in tensors], dim)
-    return wrap(local, spec.resized(dim, sum(sizes)))
+    result = spec.resized(dim, sum(sizes))
+    parts = [spec.resized(dim, size) for size in sizes]
+    if not empty and all(own is part and not part.fleeting for own, part in zip(specs, parts, strict=True)):
+        plans[key] = result
+    return wrap(torch.cat([aligned(t, part) for t, part in zip(tensors, parts, strict=True)], dim), result)
 
 
 def _common(shells: Sequence[SpatialTensor]) -> Spec:
     """A spec that is cut wherever one of the shells is, at the boundaries of the first that is."""
     first = shells[0].spec
     return first.with_(first.shape, united([shell.spec.placements for shell in shells]))
-
-
-def _like(t: Tensor, spec: Spec, dim: int) -> Tensor:
-    """The local part of an operand that has the shape of `spec` but in `dim`."""
-    return aligned(t, spec.resized(dim, t.shape[dim]))
 
 
 @rule(torch.stack)

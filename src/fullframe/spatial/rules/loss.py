@@ -12,7 +12,7 @@ from torch.nn import _reduction  # what torch itself makes of size_average, redu
 
 from fullframe.ranks.collectives import all_sum
 from fullframe.spatial.operands import aligned, merged
-from fullframe.spatial.rules.reduction import without
+from fullframe.spatial.rules.reduction import total_of, without
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.transposing import moved_from
 from fullframe.spatial.spec import Spec
@@ -33,7 +33,11 @@ def _reduction_of(options: dict[str, Any]) -> str:
 
 
 def _reduced(each: Tensor, reduction: str) -> Tensor:
-    return each if reduction == "none" else each.sum() if reduction == "sum" else each.mean()
+    if reduction == "none":
+        return each
+    if type(each) is SpatialTensor and each._local.is_floating_point() and not torch._C._is_any_autocast_enabled():
+        return total_of(each, reduction == "mean")  # what a call of torch's would come to
+    return each.sum() if reduction == "sum" else each.mean()
 
 
 def _each(func: Any, options: dict[str, Any], *operands: Tensor) -> Tensor:
@@ -51,6 +55,8 @@ def _signature(func: Any) -> inspect.Signature:
 
 def _options(func: Any, operands: int, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The first `operands` arguments of a loss, and the others by name."""
+    if len(args) == operands:  # as torch's own functions call it
+        return args, dict(kwargs)
     bound = _signature(func).bind(*args, **kwargs).arguments
     names = list(_signature(func).parameters)[:operands]
     return tuple(bound.pop(name) for name in names), dict(bound)

@@ -21,22 +21,31 @@ from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 _EVERYTHING = slice(None)
+_OF_MASKS = (torch.bool, torch.uint8)
 
 
 class _Place(NamedTuple):
-    """A mask over dims `dim` to `dim + mask.dim()` of a tensor."""
+    """A mask over `dims` of a tensor, the first of which is `dim`."""
 
     mask: Tensor
     dim: int
+    dims: range
 
-    @property
-    def dims(self) -> range:
-        return range(self.dim, self.dim + self.mask.dim())
+    @classmethod
+    def of(cls, mask: Tensor, dim: int) -> "_Place":
+        return cls(mask, dim, range(dim, dim + len(_shape(mask))))
 
 
 def is_mask(item: Any) -> bool:
     """Whether an item of an index is a mask of at least one dim."""
-    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.dim() > 0
+    if type(item) is SpatialTensor:
+        return item._local.dtype in _OF_MASKS and bool(item.spec.shape)
+    return isinstance(item, Tensor) and item.dtype in _OF_MASKS and item.dim() > 0
+
+
+def _shape(t: Tensor) -> tuple[int, ...]:
+    """Of a shell without a call of torch's, each of which takes longer than all else that is asked here."""
+    return t.spec.shape if type(t) is SpatialTensor else tuple(t.shape)
 
 
 def masked(x: Tensor, items: Sequence[Any]) -> Tensor:
@@ -45,15 +54,32 @@ def masked(x: Tensor, items: Sequence[Any]) -> Tensor:
     Beside it index tensors may stand that have one number for each true element, or one for all. Either of tensor and
     mask may be whole; what is too little to be split is.
     """
-    if any(isinstance(item, Tensor) and item.dim() and not is_mask(item) for item in items):
+    if len(items) == 1 and type(x) is type(items[0]) is SpatialTensor and _lies_alike(x, items[0]):
+        mask = items[0]
+        return _picked_by(local_of(mask), mask.spec, local_of(x), x.spec, _Place(mask, 0, range(len(mask.spec.shape))))
+    if any(isinstance(item, Tensor) and not is_mask(item) and item.dim() for item in items):
         return _beside_tensors(x, items)
     x, place = _placed(x, items)
     spec = (x if isinstance(x, SpatialTensor) else _shell(place.mask)).spec
     cuts = [t.spec.placements for t in (x,) if isinstance(t, SpatialTensor)]
     if isinstance(place.mask, SpatialTensor):
         cuts.append(tuple(p.at(p.dim + place.dim) for p in place.mask.spec.placements))
-    spec = spec.with_(tuple(x.shape), united(cuts))
+    spec = spec.with_(_shape(x), united(cuts))
     return _picked_from(aligned(x, spec), spec, place)
+
+
+def _lies_alike(x: SpatialTensor, mask: SpatialTensor) -> bool:
+    """Whether a bool mask covers the first dims of a tensor and is cut as that is: there is nothing to align."""
+    spec, own = x.spec, mask.spec
+    known: bool | None = spec.plans.get((_lies_alike, own))
+    if known is None:
+        known = own.spatial is spec.spatial and own.shape == spec.shape[: len(own.shape)] and not spec.fleeting
+        if known:
+            united_ = spec.with_(spec.shape, united([spec.placements, own.placements]))
+            known = united_ is spec and _mask_spec(spec, _Place(mask, 0, range(len(own.shape)))) is own
+        if not (spec.fleeting or own.fleeting):
+            spec.plans[_lies_alike, own] = known
+    return known and mask._local.dtype is torch.bool
 
 
 def _beside_tensors(x: Tensor, items: Sequence[Any]) -> Tensor:
@@ -109,17 +135,19 @@ def _placed(x: Tensor, items: Sequence[Any]) -> tuple[Tensor, _Place]:
     before, mask, behind = list(items[:at]), items[at], list(items[at + 1 :])
     if any(isinstance(item, (Tensor, bool)) for item in (*before, *behind)):
         raise Unsupported("it indexes by a mask beside other index tensors", "Index by one after the other.")
-    place = _Place(mask if mask.dtype == torch.bool else mask.bool(), sum(not _is_number(item) for item in before))
-    basic = (*before, *(_EVERYTHING,) * mask.dim(), *behind)
-    if sum(item is not None for item in basic) > x.dim():
+    sizes, dtype = _shape(mask), mask._local.dtype if type(mask) is SpatialTensor else mask.dtype
+    place = _Place.of(mask if dtype == torch.bool else mask.bool(), sum(not _is_number(item) for item in before))
+    basic = (*before, *(_EVERYTHING,) * len(sizes), *behind)
+    if sum(item is not None for item in basic) > len(_shape(x)):
         raise IndexError(f"too many indices for tensor of dimension {x.dim()}")
     if any(item is None or _is_number(item) or item != _EVERYTHING for item in basic):
         x = x[basic]
+    shape = _shape(x)
     for number, dim in enumerate(place.dims):
-        if mask.shape[number] != x.shape[dim]:
+        if sizes[number] != shape[dim]:
             raise IndexError(
-                f"The shape of the mask {list(mask.shape)} at index {number} does not match the shape of the indexed "
-                f"tensor {list(x.shape)} at index {dim}"
+                f"The shape of the mask {list(sizes)} at index {number} does not match the shape of the indexed "
+                f"tensor {list(shape)} at index {dim}"
             )
     return x, place
 
@@ -141,14 +169,14 @@ def _local_mask(spec: Spec, place: _Place) -> Tensor:
 def _mask_spec(spec: Spec, place: _Place) -> Spec:
     own = [p for p in spec.placements if p.dim in place.dims]
     for p in own:
-        if p.order is not None and (place.mask.dim() > 1 or (p.outer, p.inner) != (1, 1)):
+        if p.order is not None and (len(place.dims) > 1 or (p.outer, p.inner) != (1, 1)):
             raise Merged(spec, p.dim)
     return spec.with_([spec.shape[dim] for dim in place.dims], tuple(p.at(p.dim - place.dim) for p in own))
 
 
 def _spec_of_rows(spec: Spec, place: _Place, rows: int, *own: Placement) -> Spec:
     """That of a tensor with `rows` rows, placed by `own`, where one with `spec` has the dims of the mask."""
-    fewer = place.mask.dim() - 1
+    fewer = len(place.dims) - 1
     others = [p if p.dim < place.dim else p.at(p.dim - fewer) for p in spec.placements if p.dim not in place.dims]
     placements = sorted([*others, *own], key=lambda p: AXES.index(axes_in(p.axis)[0]))
     return spec.with_((*spec.shape[: place.dim], rows, *spec.shape[place.dims.stop :]), tuple(placements))
@@ -160,12 +188,16 @@ def _spec_of(spec: Spec, place: _Place, picks: Selection) -> Spec:
 
 
 def _picked_from(local: Tensor, spec: Spec, place: _Place) -> Tensor:
-    mask, of_mask = _local_mask(spec, place), _mask_spec(spec, place)
+    return _picked_by(_local_mask(spec, place), _mask_spec(spec, place), local, spec, place)
+
+
+def _picked_by(mask: Tensor, of_mask: Spec, local: Tensor, spec: Spec, place: _Place) -> Tensor:
+    """What a mask's local part, cut by `of_mask`, picks of the local part of a tensor with `spec`."""
     if not of_mask.placements:
         found = local[(_EVERYTHING,) * place.dim + (mask,)]
         return wrap(found, _spec_of_rows(spec, place, found.shape[place.dim]))
     picks, rows = selected(mask, of_mask)
-    return _in_parts(picked(local, place.dim, mask.dim(), rows), _spec_of(spec, place, picks), picks)
+    return _in_parts(picked(local, place.dim, len(place.dims), rows), _spec_of(spec, place, picks), picks)
 
 
 def _in_parts(local: Tensor, spec: Spec, picks: Selection) -> Tensor:
@@ -202,7 +234,7 @@ def _masked_select(func: Any, x: Tensor, mask: Tensor) -> Tensor:
     spec = merged([x, mask])
     spec = spec.with_(spec.shape, spec.placements)
     local, mask_ = torch.broadcast_tensors(aligned(x, spec), aligned(mask, spec))
-    return _picked_from(local, spec, _Place(wrap(mask_, spec), 0))
+    return _picked_from(local, spec, _Place.of(wrap(mask_, spec), 0))
 
 
 @rule(torch.masked_scatter, Tensor.masked_scatter, Tensor.masked_scatter_)
@@ -218,7 +250,7 @@ def _masked_scatter(func: Any, x: Tensor, mask: Tensor, source: Tensor) -> Tenso
     spec = spec.with_(spec.shape, spec.placements)
     local, mask_ = aligned(x, spec), aligned(mask, spec)
     mask_ = mask_.expand(local.shape) if in_place else torch.broadcast_tensors(mask_, local)[0]
-    place = _Place(wrap(mask_, spec), 0)
+    place = _Place.of(wrap(mask_, spec), 0)
     picks, _ = selected(mask_, _mask_spec(spec, place))
     if not has_values(mask_):
         raise Unsupported("what it takes of the source depends on the values, which a simulation does not have")
@@ -233,7 +265,7 @@ def _masked_scatter(func: Any, x: Tensor, mask: Tensor, source: Tensor) -> Tenso
 def _nonzero(func: Any, x: SpatialTensor, *, as_tuple: bool = False) -> Any:
     """(true elements, dims) where the elements that are not zero stand in the whole tensor."""
     spec = x.spec.with_(x.spec.shape, x.spec.placements)
-    place = _Place(x != 0, 0)
+    place = _Place.of(x != 0, 0)
     for p in spec.placements:
         if p.order is not None:
             raise Merged(spec, p.dim)

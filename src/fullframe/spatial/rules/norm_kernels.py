@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullframe.ranks.adjoint import applied
 from fullframe.ranks.collectives import all_gather_no_grad, all_sum_no_grad
 from fullframe.ranks.constants import constant
-from fullframe.ranks.exchange import joined
 from fullframe.ranks.memory_format import memory_format_of
 from fullframe.spatial.rules.channel_statistics import Holders, differentiable_norm
 from fullframe.spatial.second_derivative import gradients_of
@@ -20,12 +20,12 @@ from fullframe.spatial.second_derivative import gradients_of
 
 def has_kernels(x: Tensor, over: Holders) -> bool:
     """Whether the kernels are there on the device of x, and can count; they know no copies of the same values."""
-    return over.copies == 1 and _are_on(x.device.type)
+    return over.copies == 1 and _are_on(x.device)
 
 
 @cache
-def _are_on(device: str) -> bool:
-    key = str(torch._C._dispatch_key_for_device(device))
+def _are_on(device: torch.device) -> bool:
+    key = str(torch._C._dispatch_key_for_device(device.type))
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::batch_norm_stats", key)
 
 
@@ -42,7 +42,7 @@ def normalized_by_kernels(
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
     # The kernels take weights of the dtype of x, or of the one that they compute in.
     weight, bias = (t if t is None or t.dtype == x.dtype else t.to(kind) for t in (weight, bias))
-    return _Normalize.apply(x, weight, bias, *running, over, momentum, eps)  # type: ignore[no-any-return, no-untyped-call]
+    return _normalize(x, weight, bias, *running, over, momentum, eps)  # type: ignore[no-any-return]
 
 
 class _Normalize(torch.autograd.Function):
@@ -61,7 +61,7 @@ class _Normalize(torch.autograd.Function):
             found = [x.new_zeros(x.shape[1], dtype=kind)] * 2
         if over.elements is None:
             found.append(found[0].new_full((1,), x.numel() / x.shape[1]))
-        everyone = all_gather_no_grad(joined(found, 0), over.group)
+        everyone = all_gather_no_grad(torch.cat(found), over.group)
         means, inverses, *last = everyone.split(x.shape[1], 1)
         if over.elements is None:
             counts, whole = last[0].flatten(), last[0].flatten().to(torch.int32)
@@ -97,9 +97,12 @@ class _Normalize(torch.autograd.Function):
         else:
             by_mean, by_var = torch.zeros_like(mean), torch.zeros_like(mean)
             of_weight, of_bias = (torch.zeros_like(mean if weight is None else weight) for _ in range(2))
-        sums = all_sum_no_grad(joined([by_mean, by_var], 0), ctx.over.group, into_itself=True)
+        sums = all_sum_no_grad(torch.cat((by_mean, by_var)), ctx.over.group, into_itself=True)
         by_mean, by_var = sums.view(2, -1)
         weight = None if weight is None else weight.to(mean.dtype)
         if x.numel():
             grad = torch.batch_norm_backward_elemt(grad, x, mean, inverse, weight, by_mean, by_var, counts)
         return grad, of_weight if needs[1] else None, of_bias if needs[2] else None, *(None,) * 5
+
+
+_normalize = applied(_Normalize)

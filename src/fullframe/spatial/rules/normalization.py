@@ -1,25 +1,29 @@
 """Batch, instance, group and layer norm with the statistics of the whole image."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from fullframe.ranks.constants import constant
 from fullframe.ranks.memory_format import memory_format_of
+from fullframe.ranks.recording import recorder
+from fullframe.spatial.approved import tells
+from fullframe.spatial.gradients import enters
 from fullframe.spatial.operands import say_gathered
 from fullframe.spatial.rules.channel_statistics import (
     Holders,
+    Statistics,
     by_sample,
     holders,
     normalized,
     sizes_on_ranks,
-    statistics,
 )
 from fullframe.spatial.rules.norm_kernels import has_kernels, normalized_by_kernels
 from fullframe.spatial.rules.reduction import count
@@ -42,44 +46,71 @@ def _check_buffers(*buffers: Tensor | None) -> None:
         raise Unsupported("the running statistics are split", "Make them whole with .full() beforehand.")
 
 
-def _update(running: Sequence[Tensor | None], values: Sequence[Tensor], momentum: float) -> None:
-    """By torch's formula, also of infinities: which `lerp_` is not."""
-    kept = [(buffer, value) for buffer, value in zip(running, values, strict=True) if buffer is not None]
-    if kept:
-        buffers, found = [buffer for buffer, _ in kept], [value for _, value in kept]
-        torch._foreach_mul_(buffers, 1 - momentum)
-        torch._foreach_add_(buffers, found, alpha=momentum)
+# Running mean and variance, each of which may be None, and momentum.
+_Running = tuple[Tensor | None, Tensor | None, float]
 
 
-class _BatchNorm(NamedTuple):
-    """What `F.batch_norm` is called with."""
+def _update(running: _Running, mean: Tensor, var: Tensor, correction: float | Tensor) -> None:
+    """By torch's formula, also of infinities: which `lerp_` is not. The variance counts `correction` times."""
+    running_mean, running_var, momentum = running
+    kept: Any = 1 - momentum
+    if running_mean is not None and running_var is not None and recorder() is None:
+        dtype = running_mean.dtype
+        if running_mean.is_cpu and dtype is running_var.dtype and dtype in (torch.float32, torch.float64):
+            kept = constant((kept,), dtype, running_mean.device)  # torch multiplies by a number in twice the time
+    if running_mean is not None:
+        running_mean.mul_(kept).add_(mean, alpha=momentum)
+    if running_var is not None:
+        if isinstance(correction, Tensor):
+            var, correction = var * correction, 1.0
+        running_var.mul_(kept).add_(var, alpha=momentum * correction)
 
-    input: Tensor
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    training: bool = False
-    momentum: float = 0.1
-    eps: float = 1e-5
+
+@tells(F.batch_norm)
+def _told(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """A call as torch's batch norms with weights and running statistics make it."""
+    if len(args) != 3 or len(kwargs) != 5:
+        return None
+    _, mean, var = args
+    weight, bias = kwargs.get("weight"), kwargs.get("bias")
+    if not (type(weight) is type(bias) is Parameter and type(mean) is type(var) is Tensor):
+        return None
+    trains = weight.requires_grad, bias.requires_grad
+    if (trains[0] and enters(weight)) or (trains[1] and enters(bias)) or mean.requires_grad or var.requires_grad:
+        return None
+    shapes = weight.shape, bias.shape, mean.shape, var.shape
+    dtypes = weight.dtype, bias.dtype, mean.dtype, var.dtype
+    return shapes, dtypes, trains, kwargs.get("training"), kwargs.get("momentum"), kwargs.get("eps")
 
 
 @rule(F.batch_norm)
-def _batch_norm(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _batch_norm(
+    func: Any,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
     """(N, C, ...) normalized with the whole image's statistics, C made whole; refuses split running statistics."""
-    call = _BatchNorm(*args, **kwargs)
-    if SpatialTensor in map(type, call[1:5]):
-        _check_buffers(call.running_mean, call.running_var)
-        weight, bias = _parameters(call.weight, call.bias)
-        call = call._replace(weight=weight, bias=bias)
-    if not isinstance(call.input, SpatialTensor):
-        return func(*call)  # type: ignore[no-any-return]
-    if call.input.spec.is_split(1):
-        return func(*call._replace(input=moved_from(call.input, 1)))  # type: ignore[no-any-return]
-    spec, x = call.input.spec, local_of(call.input)
-    if not call.training or 0 in spec.shape:
-        return wrap(_laid_as(x, func(x, *call[1:])), spec)
-    return wrap(_over_ranks(x, call, holders(spec, x.shape[1])), spec)
+    if SpatialTensor in (type(running_mean), type(running_var), type(weight), type(bias)):
+        _check_buffers(running_mean, running_var)
+        weight, bias = _parameters(weight, bias)
+    if type(input) is not SpatialTensor:
+        return func(input, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
+    spec = input.spec
+    if spec.is_split(1):
+        whole = moved_from(input, 1)
+        return func(whole, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
+    x = local_of(input)
+    if not training or 0 in spec.shape:
+        made = func(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        return wrap(_laid_as(x, made), spec)
+    over, running = holders(spec, x.shape[1]), (running_mean, running_var, momentum)
+    return wrap(_over_ranks(x, weight, bias, running, over, eps), spec)
 
 
 def _laid_as(x: Tensor, result: Tensor) -> Tensor:
@@ -93,19 +124,25 @@ def _laid_as(x: Tensor, result: Tensor) -> Tensor:
     return result
 
 
-def _over_ranks(x: Tensor, call: _BatchNorm, over: Holders) -> Tensor:
+def _over_ranks(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running: _Running, over: Holders, eps: float
+) -> Tensor:
     """Batch norm of the local `x` (N, C, ...) with the statistics of all ranks `over`."""
     if x.numel() == x.shape[1] and dist.get_world_size(over.group) == over.copies:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+    running_mean, running_var, momentum = running
     if has_kernels(x, over):
-        running = call.running_mean, call.running_var
-        return normalized_by_kernels(x, call.weight, call.bias, running, over, call.momentum, call.eps)
-    found = statistics(x, 1, over)
-    if call.running_mean is not None or call.running_var is not None:
-        elements = found.elements / over.copies
-        unbiased = found.var * (elements / (elements - 1))
-        _update((call.running_mean, call.running_var), (found.mean, unbiased), call.momentum)
-    return normalized(x, call.weight, call.bias, found, 1, call.eps, over.group)
+        return normalized_by_kernels(x, weight, bias, (running_mean, running_var), over, momentum, eps)
+    update = None
+    if running_mean is not None or running_var is not None:
+        update = partial(_update_of_batch, running, over.copies)
+    return normalized(x, weight, bias, over, 1, eps, update=update)
+
+
+def _update_of_batch(running: _Running, copies: int, found: Statistics) -> None:
+    mean, var, elements = found
+    elements = elements / copies
+    _update(running, mean, var, elements / (elements - 1))
 
 
 class OverReplicas(TorchFunctionMode):
@@ -119,18 +156,29 @@ class OverReplicas(TorchFunctionMode):
         self._ranks = ranks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return self._batch_norm(_BatchNorm(*args, **kwargs)) if func is F.batch_norm else func(*args, **kwargs)
+        return (self._batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
 
-    def _batch_norm(self, call: _BatchNorm) -> Tensor:
-        x, everyone = call.input, dist.group.WORLD
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        everyone = dist.group.WORLD
         assert everyone is not None
-        if not call.training or (isinstance(x, SpatialTensor) and x.spec.is_split(1)):
-            return F.batch_norm(*call)
-        if not isinstance(x, SpatialTensor):
-            return _over_ranks(x, call, Holders(everyone, None, self._ranks))
-        copies = self._ranks // dist.get_world_size(x.spec.group)
-        return wrap(_over_ranks(local_of(x), call, Holders(everyone, None, copies)), x.spec)
+        if not training or (isinstance(input, SpatialTensor) and input.spec.is_split(1)):
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        running = running_mean, running_var, momentum
+        if not isinstance(input, SpatialTensor):
+            return _over_ranks(input, weight, bias, running, Holders(everyone, None, self._ranks), eps)
+        copies = self._ranks // dist.get_world_size(input.spec.group)
+        over = Holders(everyone, None, copies)
+        return wrap(_over_ranks(local_of(input), weight, bias, running, over, eps), input.spec)
 
 
 @rule(F.instance_norm)
@@ -165,12 +213,16 @@ def _instance_norm(
         scale, shift = (t if t is None else t.repeat(samples) for t in (weight, bias))
         made = normalized_by_kernels(by_sample(x), scale, shift, (None, None), over, momentum, eps)
         return wrap(torch.ops.aten._unsafe_view(made, x.shape).contiguous(), spec)
-    found = statistics(by_sample(x), 1, over)
     elements = count(spec.shape, range(2, len(spec.shape)))
-    if running_mean is not None or running_var is not None:
+    running = running_mean, running_var, momentum
+
+    def update(found: Statistics) -> None:
         mean, var = (t.view(samples, -1).mean(0) for t in (found.mean, found.var))
-        _update((running_mean, running_var), (mean, var * (elements / max(elements - 1, 1))), momentum)
-    return wrap(normalized(x, weight, bias, found, 1, eps, spec.group).contiguous(), spec)  # as torch's
+        _update(running, mean, var, elements / max(elements - 1, 1))
+
+    has_running = running_mean is not None or running_var is not None
+    made = normalized(x, weight, bias, over, 1, eps, apart=True, update=update if has_running else None)
+    return wrap(made.contiguous(), spec)  # as torch's
 
 
 @rule(F.group_norm)
@@ -196,8 +248,8 @@ def _group_norm(
     if channels % num_groups:
         raise ValueError(f"{channels} channels are not divisible by {num_groups} groups")
     m = channels // num_groups
-    found = statistics(by_sample(x), m, holders(spec, x.shape[0] * channels))
-    return wrap(normalized(x, weight, bias, found, m, eps, spec.group), spec)
+    over = holders(spec, x.shape[0] * channels)
+    return wrap(normalized(x, weight, bias, over, m, eps, apart=True), spec)
 
 
 @rule(F.layer_norm)
@@ -260,7 +312,7 @@ def _holders_of_rows(spec: Spec, dims: tuple[int, ...]) -> Holders | None:
 def _normalized_rows(local: Tensor, dims: int, over: Holders, eps: float) -> Tensor:
     """Of `local` normalized over its last dims: its rows are the channels of one sample."""
     rows = local.flatten(-dims).reshape(1, -1, math.prod(local.shape[-dims:]))
-    return normalized(rows, None, None, statistics(rows, 1, over), 1, eps, over.group).view(local.shape)
+    return normalized(rows, None, None, over, 1, eps).view(local.shape)
 
 
 def _scaled(x: Tensor, dims: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:

@@ -5,7 +5,7 @@ Which of equal values comes first is torch's own choice, which follows from the 
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,57 +54,86 @@ def _msort(func: Any, x: SpatialTensor) -> Tensor:
 def _topk(func: Any, x: SpatialTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The k largest or smallest along a dim, with their numbers in the whole tensor; whole along that dim."""
     spec, local = x.spec, local_of(x)
-    result = spec.with_(spec.shape, tuple(p for p in spec.placements if p.dim != dim % len(spec.shape)))
-    result = result.resized(dim, k)
-    if not spec.is_split(dim) or k == 0:
+    plan = spec.plans.get((_topk, k, dim))
+    if plan is None:
+        plan = spec.plans[_topk, k, dim] = _plan(spec, k, dim)
+    result = plan.result
+    if plan.axis is None or k == 0:
         found = func(local, k, dim, largest, sorted)
         return type(found)([wrap(part, result) for part in found])
-    best = partial(func, largest=largest)
+    best, own = partial(func, largest=largest), local.detach()
     found = None
     if sorted or k * _HEAP <= spec.shape[dim]:
-        found = _from_candidates(best, local.detach(), spec, k, dim)
-    values, numbers = _from_rows(partial(best, sorted=sorted), local.detach(), spec, k, dim) if found is None else found
+        found = _from_candidates(best, own, spec, k, plan)
+    values, numbers = _from_rows(partial(best, sorted=sorted), own, spec, k, dim) if found is None else found
     values = picked(local, spec, dim, numbers, values)
     kind: Any = torch.return_types.topk
     return kind([wrap(values, result), wrap(numbers, result)])
 
 
-def _from_candidates(best: Any, local: Tensor, spec: Spec, k: int, dim: int) -> tuple[Tensor, Tensor] | None:
+class _Plan(NamedTuple):
+    """The k largest along `dim`: what follows from a spec."""
+
+    result: Spec
+    axis: str | None  # over which the dim is split, several as one
+    dim: int
+    last: bool  # whether it is the last one
+    counts: tuple[int, ...]  # how many candidates each rank sends
+
+
+def _plan(spec: Spec, k: int, dim: int) -> _Plan:
+    dim %= len(spec.shape)
+    result = spec.with_(spec.shape, tuple(p for p in spec.placements if p.dim != dim)).resized(dim, k)
+    axes = [p.axis for p in spec.placements if p.dim == dim]
+    counts = tuple(min(k + 1, size) for size in sizes_held(spec, dim))
+    return _Plan(result, spec.spatial.joint(axes) if axes else None, dim, dim == len(spec.shape) - 1, counts)
+
+
+def _from_candidates(best: Any, local: Tensor, spec: Spec, k: int, plan: _Plan) -> tuple[Tensor, Tensor] | None:
     """(..., k, ...) values and numbers from each rank's best; None where torch's choice among equals may decide."""
-    axes = [p.axis for p in spec.placements if p.dim == dim % len(spec.shape)]
-    counts = [min(k + 1, size) for size in sizes_held(spec, dim)]
-    mine = best(local, counts[spec.spatial.coordinate_along(axes)], dim, sorted=False)
-    values, numbers = mine.values.movedim(dim, -1), numbered(mine.indices, spec, dim).movedim(dim, -1)
-    values, numbers = _everyones(values, numbers, counts, spec.spatial.group(axes))
-    found = best(values, min(k + 1, values.shape[-1]), -1, sorted=True)
-    before, after = found.values[..., :-1], found.values[..., 1:]
-    if (
-        has_values(local) and not (before > after if best.keywords["largest"] else before < after).all()
-    ):  # equal, or NaN
-        return None
-    chosen = found.indices[..., :k]
-    values = found.values[..., :k].to(local.dtype)
-    return values.movedim(-1, dim), numbers.gather(-1, chosen).movedim(-1, dim)
+    assert plan.axis is not None
+    dim, axis = plan.dim, spec.spatial.axis(plan.axis)
+    values, numbers = best(local, plan.counts[axis.coordinate], dim, sorted=False)
+    numbers = numbered(numbers, spec, dim)
+    if not plan.last:
+        values, numbers = values.movedim(dim, -1), numbers.movedim(dim, -1)
+    values, numbers = _everyones(values, numbers, plan.counts, axis.group)
+    most = min(k + 1, values.shape[-1])
+    found, chosen = best(values, most, -1, sorted=True)
+    top = found.narrow(-1, 0, k)
+    if has_values(local):
+        before, after = top if most > k else top.narrow(-1, 0, k - 1), found.narrow(-1, 1, most - 1)
+        if not (before > after if best.keywords["largest"] else before < after).all():  # equal, or NaN
+            return None
+    if most > k:
+        chosen = chosen.narrow(-1, 0, k)
+    values = top.contiguous() if top.dtype is local.dtype else top.to(local.dtype)
+    numbers = numbers.gather(-1, chosen).long()
+    return (values, numbers) if plan.last else (values.movedim(-1, dim), numbers.movedim(-1, dim))
 
 
-def _everyones(values: Tensor, numbers: Tensor, counts: list[int], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _everyones(
+    values: Tensor, numbers: Tensor, counts: tuple[int, ...], group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """(..., n) values and their numbers of all ranks, each with its own of `counts`, as (..., sum(counts)).
 
-    They go in one message, as integers of one width; short values come out in 32 bits.
+    They go in one message, as integers of one width; short values come out in 32 bits, numbers in the width of values.
     """
     if values.dtype.itemsize < 4:
         values = values.to(torch.float32 if values.is_floating_point() else torch.int32)
     carrier = torch.int64 if values.dtype.itemsize == 8 else torch.int32
-    pair = torch.stack([values.view(carrier), numbers.to(carrier)], -2)  # (..., 2, n)
+    pair = torch.stack([values.view(carrier), numbers.to(carrier)])  # (2, ..., n)
     most = max(counts)
-    if min(counts) < most:
+    alike = min(counts) == most
+    if not alike:
         pair = F.pad(pair, (0, most - pair.shape[-1]))
-    everyone = all_gather_no_grad(pair, group).movedim(0, -2)  # (..., 2, ranks, most)
-    if min(counts) < most:
-        pair = joined([everyone[..., rank, :count] for rank, count in enumerate(counts)], -1)
+    everyone = all_gather_no_grad(pair, group)  # (ranks, 2, ..., most)
+    if alike:
+        pair = everyone.movedim(0, -2).flatten(-2)
     else:
-        pair = everyone.flatten(-2)
-    return pair[..., 0, :].view(values.dtype), pair[..., 1, :].long()
+        pair = joined([own[..., :count] for own, count in zip(everyone.unbind(), counts, strict=True)], -1)
+    values_, numbers = pair.unbind()
+    return values_.view(values.dtype), numbers
 
 
 def _from_rows(best: Any, local: Tensor, spec: Spec, k: int, dim: int) -> tuple[Tensor, Tensor]:

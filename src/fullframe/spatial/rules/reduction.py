@@ -69,6 +69,13 @@ def _total(func: Any, x: SpatialTensor, dims: tuple[int, ...], keepdim: bool, dt
     return all_sum(mine, spec.spatial.group(axes))
 
 
+def total_of(x: SpatialTensor, average: bool) -> Tensor:
+    """The sum, or the mean, of all elements of floating point."""
+    dims, dtype = tuple(range(len(x.spec.shape))), x._local.dtype
+    total = _total(torch.sum, x, dims, False, dtype)
+    return (total / math.prod(x.spec.shape) if average else total).to(dtype)
+
+
 @rule(torch.sum, Tensor.sum, torch.nansum, Tensor.nansum)
 def _sum(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """Each rank adds up its part, then the ranks do; of at least 32 bits until the end."""

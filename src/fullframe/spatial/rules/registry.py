@@ -27,7 +27,11 @@ general: list[Rule] = []  # the general way, put in by `dispatch`; in a list, as
 class Unsupported(Exception):
     """Raised by a rule, from facts all ranks know and before any message, when it has no exact way: (reason, fix)."""
 
-    def __init__(self, reason: str, fix: str = "Gather first with .full(), or parallelize(..., unsupported='gather')."):
+    def __init__(
+        self,
+        reason: str,
+        fix: str = "Gather first with .full(), or give parallelize or ff.Recipe unsupported='gather'.",
+    ):
         self.reason, self.fix = reason, fix
         super().__init__(reason)
 

@@ -11,14 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.extents import Extents
+from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import proportional_extents
 from fullframe.ranks.collectives import all_sum
 from fullframe.ranks.memory_format import memory_format_of
+from fullframe.ranks.mesh import kept_with_mesh
+from fullframe.spatial.halo import Cut
 from fullframe.spatial.operands import say_gathered
 from fullframe.spatial.redistribute import refetched, sliced
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.rules.taps import Taps, repeats, taps_of, weighted
+from fullframe.spatial.rules.upsampling import Upsampling, upsampled
 from fullframe.spatial.rules.window_plan import nonempty
+from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, on_local, wrap
 
 _NEAREST = ("nearest", "nearest-exact")
@@ -165,27 +170,50 @@ def _in_place(x: SpatialTensor, request: _Request) -> dict[int, int] | None:
 
 def _where_it_lies(x: SpatialTensor, request: _Request, factors: dict[int, int]) -> Tensor:
     """One local call: each split dim grows by its whole number."""
-    local, spec = local_of(x), x.spec
-    reach, trims, placements = _REACH.get(request.options["mode"], 1), [], []
+    local, spec, mode = local_of(x), x.spec, request.options["mode"]
+    steps, result = _growing(spec, tuple(request.after), _REACH.get(mode, 1), tuple(factors.items()))
+    if len(steps) == 1 and steps[0].factor > 1 and not request.options["align_corners"]:
+        others = tuple(None if n + 2 in factors else scale for n, scale in enumerate(request.scales))
+        how = Upsampling(mode, steps[0].cut, steps[0].factor, tuple(request.after), others)
+        if how.is_quicker(local):
+            return in_format(wrap(upsampled(local, how), result), x, x.dtype)
+    for step in steps:
+        local = refetched(local, spec, step.placement, step.cut.wanted)
+    split = [n for n in range(x.dim() - 2) if n + 2 in factors]
+    here = list(local.shape[2:])
+    after = [here[n] * factors[n + 2] if n in split else request.after[n] for n in range(len(here))]
+    scales = [None if n in split else request.scales[n] for n in range(len(here))]
+    local = _torchs(local, _Request(here, after, scales, request.options))
+    for step in steps:
+        local = local.narrow(*step.trim)
+    return in_format(wrap(local, result), x, x.dtype)
+
+
+class _Growth(NamedTuple):
+    """A split dim that grows by a whole number `factor`; (dim, start, rows) are kept of what the `cut`'s rows give."""
+
+    placement: Placement
+    cut: Cut
+    factor: int
+    trim: tuple[int, int, int]
+
+
+@kept_with_mesh(maxsize=1024)
+def _growing(
+    spec: Spec, after: tuple[int, ...], reach: int, by: tuple[tuple[int, int], ...]
+) -> tuple[tuple[_Growth, ...], Spec]:
+    """How each split dim grows, `by` (dim, factor), and the spec of the result, of sizes `after`."""
+    steps, placements, factors = [], [], dict(by)
     for p in spec.placements:
         factor = factors.get(p.dim)
         if factor is None:
             placements.append(p)
             continue
         extents = p.extents
-        reach_here = reach if factor > 1 or reach == 2 else 0
-        wanted = tuple(extents.clipped(range(r.start - reach_here, r.stop + reach_here)) for r in extents.ranges)
-        local = refetched(local, spec, p, wanted)
-        part = spec.spatial.axis(p.axis).coordinate
-        own = extents.ranges[part]
-        trims.append((p.dim, (own.start - wanted[part].start) * factor, len(own) * factor))
+        here = reach if factor > 1 or reach == 2 else 0
+        wanted = tuple(extents.clipped(range(r.start - here, r.stop + here)) for r in extents.ranges)
+        cut = Cut(p.dim, extents, wanted, spec.spatial.axis(p.axis))
+        trim = p.dim, (cut.own.start - cut.rows.start) * factor, len(cut.own) * factor
+        steps.append(_Growth(p, cut, factor, trim))
         placements.append(p.recut(Extents(tuple(b * factor for b in extents.bounds))))
-    split = [n for n in range(x.dim() - 2) if n + 2 in factors]
-    here = list(local.shape[2:])
-    after = [here[n] * factors[n + 2] if n in split else request.after[n] for n in range(len(here))]
-    scales = [None if n in split else request.scales[n] for n in range(len(here))]
-    local = _torchs(local, _Request(here, after, scales, request.options))
-    for dim, start, rows in trims:
-        local = local.narrow(dim, start, rows)
-    done = wrap(local, spec.with_((*spec.shape[:2], *request.after), tuple(placements)))
-    return in_format(done, x, x.dtype)
+    return tuple(steps), spec.with_((*spec.shape[:2], *after), tuple(placements))

@@ -104,9 +104,12 @@ def _joined(local: Tensor, plan: WindowPlan, fill: float = 0.0) -> Tensor:
     return joined.clone() if joined._base is not None or joined is local else joined
 
 
-def padded(rows: Tensor, plan: WindowPlan, fill: float = 0.0) -> Tensor:
-    """The wanted rows of each cut with `fill` for those that outputs read outside the image."""
-    for cut, (before, after) in zip(plan.cuts, plan.outside, strict=True):
+def padded(rows: Tensor, plan: WindowPlan, fill: float = 0.0, last: bool = True) -> Tensor:
+    """The wanted rows of each cut with `fill` for those that outputs read outside the image.
+
+    Those of the last cut are there already where it is not `last`.
+    """
+    for cut, (before, after) in zip(plan.cuts if last else plan.cuts[:-1], plan.outside, strict=last):
         if before or after:
             behind = rows.dim() - cut.dim - 1
             rows = F.pad(rows, (0, 0) * behind + (before, after), value=fill)
