@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,16 +21,19 @@ from benchmarks.prediction.cases import CASES, Case
 from fullframe.simulation.simulate import simulate
 
 MEDIAN_TARGET, WORST_TARGET = 0.02, 0.06
+_COUNTER = Path(__file__).with_name("allocations.c")
 
 
 def measured(number: int) -> list[int]:
     """The real peak of each rank."""
     with tempfile.TemporaryDirectory() as directory:
+        counter = f"{directory}/allocations.so"
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-pthread", "-o", counter, _COUNTER, "-ldl"], check=True)
         command = [sys.executable, "-m", "benchmarks.prediction.measure", str(number)]
         processes = [
             subprocess.Popen(
                 [*command, str(rank), f"{directory}/store"],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "LD_PRELOAD": counter},
                 stdout=subprocess.PIPE,
                 text=True,
             )

@@ -14,6 +14,7 @@ from benchmarks.networks import UNet, UNet3D, convnext_tiny, resnet50
 from benchmarks.spatial_memory.models import nine_layers
 from fullframe.recipe import Recipe, load_recipe
 from fullframe.strategy import Strategy
+from fullframe.techniques.unroll import unroll
 
 CLASSES = 8
 STEREO = Path(__file__).parents[2] / "examples" / "stereo_depth" / "recipe.py"
@@ -66,6 +67,20 @@ def vit() -> nn.Module:
     return transformers.ViTModel(config)
 
 
+class Iterations(nn.Module):
+    """Twelve iterations of a learned step that all share, between two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.end = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 3, 1)
+        step = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1), nn.Tanh())
+        self.run = unroll(step, 12)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """(N, 3, H, W) both."""
+        return self.end(self.run(self.start(image)))  # type: ignore[no-any-return]
+
+
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW, learning rate 1e-4."""
     return torch.optim.AdamW(parameters, lr=1e-4)
@@ -95,6 +110,7 @@ _RECIPES: dict[str, Callable[[], Recipe]] = {
     "Swin-tiny": lambda: _recipe(swin, features, 2, (224, 448)),
     "ViT": lambda: _recipe(vit, features, 4, (256, 512)),
     "3-D UNet": lambda: _recipe(UNet3D, segmentation, 1, (48, 64, 64)),
+    "unrolled": lambda: _recipe(Iterations, square, 2, (256, 384)),
     "stereo network": lambda: load_recipe(STEREO),
 }
 
@@ -155,4 +171,24 @@ CASES = [
     Case("3-D UNet", Strategy(depth=2)),
     Case("3-D UNet", Strategy(depth=2, height=2)),
     Case("3-D UNet", Strategy(depth=2, recompute="blocks")),
+    Case("nine conv-BN-ReLU", Strategy(stages=2, microbatches=2)),
+    Case("nine conv-BN-ReLU", Strategy(stages=2, width=2)),
+    Case("unrolled", Strategy()),
+    Case("unrolled", Strategy(recompute="blocks")),
+    Case("unrolled", Strategy(stages=2, microbatches=2)),
+    Case("unrolled", Strategy(stages=3, recompute="blocks")),
+    Case("unrolled", Strategy(recompute="nested")),
+    Case("unrolled", Strategy(recompute="nested", recompute_states=6)),
+    Case("unrolled", Strategy(recompute="nested", recompute_states=3)),
+    Case("unrolled", Strategy(recompute="nested", recompute_states=1)),
+    Case("unrolled", Strategy(recompute="nested", offload=True)),
+    Case("unrolled", Strategy(width=2, recompute="nested", recompute_states=3)),
+    Case("unrolled", Strategy(stages=2, microbatches=2, recompute="nested")),
+    Case("UNet", Strategy(compile=True)),
+    Case("UNet", Strategy(width=2, compile=True)),
+    Case("ResNet-50", Strategy(compile=True)),
+    Case("ResNet-50", Strategy(height=2, compile=True)),
+    Case("ConvNeXt-tiny", Strategy(compile=True)),
+    Case("ConvNeXt-tiny", Strategy(width=2, compile=True)),
+    Case("ConvNeXt-tiny", Strategy(recompute="blocks", compile=True)),
 ]

@@ -22,16 +22,20 @@ __all__ = [
     "init_mesh",
     "parallelize",
     "plan",
+    "report",
     "rule",
     "scatter",
     "shard",
     "simulate",
     "unroll",
+    "watch_leaks",
 ]
 
 if TYPE_CHECKING:
     from fullframe.errors import FullframeError, UnsupportedOp
     from fullframe.model.parallelize import parallelize
+    from fullframe.observation.leaks.watch import watch_leaks
+    from fullframe.observation.report.report import report
     from fullframe.planning.plan import plan
     from fullframe.ranks.mesh import init_mesh
     from fullframe.recipe import Recipe
@@ -62,11 +66,13 @@ else:
         "init_mesh": "fullframe.ranks.mesh",
         "parallelize": "fullframe.model.parallelize",
         "plan": "fullframe.planning.plan",
+        "report": "fullframe.observation.report.report",
         "rule": "fullframe.spatial.rules.registry",
         "scatter": "fullframe.spatial.from_local",
         "shard": "fullframe.spatial.shard",
         "simulate": "fullframe.simulation.simulate",
         "unroll": "fullframe.techniques.unroll",
+        "watch_leaks": "fullframe.observation.leaks.watch",
     }
 
     def __getattr__(name):

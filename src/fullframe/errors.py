@@ -10,7 +10,9 @@ FullframeError
 ├── RecipeError       a recipe file cannot be read or lacks what it must give
 ├── DataError         a data set's file is missing, or is not as its format says
 ├── DeviceError       a device cannot be used, has no such name, or its stored rates cannot be read
+├── LintError         what `doctor lint` is told to read is not there, or its settings are wrong
 ├── RunError          a run directory cannot be used as asked
+├── LaunchError       a job cannot be described, submitted or asked for on its cluster
 └── CheckpointError   a checkpoint is missing, unreadable or of another model
 """
 
@@ -43,7 +45,7 @@ class UnsupportedOp(FullframeError, NotImplementedError):
     """A torch function has no exact rule for what it got; raised on every rank of a replica alike.
 
     `function` names the torch function, `placements` the split operands it got, `module` the path of the module
-    whose forward was running ("" outside a module), `fix` the remedy.
+    whose forward was running ("" outside a module), `reason` why there is no rule, `fix` the remedy.
     """
 
     def __init__(self, function: str, placements: tuple[str, ...], module: str, reason: str, fix: str):
@@ -73,8 +75,16 @@ class DeviceError(FullframeError, ValueError):
     """A device cannot be used, has no such name, or its stored rates cannot be read."""
 
 
+class LintError(FullframeError, ValueError):
+    """What `doctor lint` is told to read is not there, or its settings are wrong."""
+
+
 class RunError(FullframeError):
     """A run directory cannot be used as asked."""
+
+
+class LaunchError(FullframeError):
+    """A job cannot be described, submitted or asked for on its cluster."""
 
 
 class CheckpointError(FullframeError):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +20,22 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import Dataset
 
-Batch = Mapping[str, Any]  # what a dataset of dicts gives after collation
+
+class Parameters:
+    """The parameters of a recipe's model, each once, as `torch.optim` takes them; `named()` has their names too."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]):
+        self._named = tuple(named)
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name in the model, parameter), for groups of parameters that are told by their names."""
+        return iter(self._named)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +45,7 @@ class Recipe:
     model:           () -> nn.Module, unmodified; its initial values follow from `seed`
     loss:            (model, batch) -> scalar mean, or (sum, count): then the update is divided by the true count of
                      the whole job's batch
-    optimizer:       (parameters) -> torch Optimizer
+    optimizer:       (parameters) -> torch Optimizer; `parameters.named()` gives names too, for groups by name
     data:            () -> Dataset of dicts of tensors
     batch_size:      samples of one optimizer step, of the whole job
     sample:          () -> one sample as `data` gives it, of which only shapes and dtypes are used: for `simulate` and
@@ -45,6 +62,9 @@ class Recipe:
                      run records sum / count, or what the metric computes, over the whole of `evaluation_data`. A metric
                      is either updated in every batch, and reset by the run, or a new one for each
     evaluate_every:  steps between two evaluations; one more is made after the last step
+    best:            the name of a measure by which the best checkpoint is kept, with a "-" in front where smaller is
+                     better: "miou", "-end_point_error". One is written after each evaluation that beats all before,
+                     and stays when older ones are removed; `fullframe export --best` takes its weights
     finish:          (model, run_dir) -> None, once after the last step on rank 0 with the plain model in eval mode,
                      e.g. to draw pictures; the other ranks are gone by then
 
@@ -52,8 +72,8 @@ class Recipe:
     """
 
     model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor | float]]
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    loss: Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
+    optimizer: Callable[[Parameters], Optimizer]
     data: Callable[[], Dataset[Any]]
     batch_size: int
     sample: Callable[[], Mapping[str, Any]] | None = None
@@ -65,8 +85,9 @@ class Recipe:
     workers: int = 0
     collate: Callable[[list[Any]], Any] | None = None
     evaluation_data: Callable[[], Dataset[Any]] | None = None
-    evaluate: Callable[[nn.Module, Batch], Mapping[str, Any]] | None = None
+    evaluate: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
     evaluate_every: int = 100
+    best: str | None = None
     finish: Callable[[nn.Module, Path], None] | None = None
 
     def __post_init__(self) -> None:
@@ -82,14 +103,16 @@ class Recipe:
         if (self.evaluate is None) != (self.evaluation_data is None):
             given, missing = ("evaluate", "evaluation_data") if self.evaluate else ("evaluation_data", "evaluate")
             raise RecipeError(f"recipe.{given} is given without recipe.{missing}; give both or neither")
+        if self.best is not None and self.evaluate is None:
+            raise RecipeError(f"recipe.best is {self.best!r}, and the recipe evaluates nothing; give recipe.evaluate")
         for name in ("batch_size", "steps", "evaluate_every"):
             require_count(RecipeError, f"recipe.{name}", getattr(self, name))
         for name in ("seed", "workers"):
             require_count(RecipeError, f"recipe.{name}", getattr(self, name), least=0)
 
 
-def load_recipe(path: str | Path) -> Recipe:
-    """Run the recipe file and return what its `recipe()` gives.
+def load_recipe(path: str | Path, values: Mapping[str, Any] | None = None) -> Recipe:
+    """Run the recipe file and return what its `recipe(**values)` gives.
 
     Files beside the recipe can be imported from it. Raises RecipeError with the line at fault.
     """
@@ -97,8 +120,9 @@ def load_recipe(path: str | Path) -> Recipe:
     build = getattr(_run_file(path), "recipe", None)
     if not callable(build):
         raise RecipeError(f"{path} has no function recipe(); add 'def recipe() -> fullframe.Recipe: ...'")
+    _require_taken(path, build, values or {})
     try:
-        recipe = build()
+        recipe = build(**(values or {}))
     except RecipeError as error:
         raise RecipeError(f"{path}, {error}") from error
     except Exception as error:
@@ -106,6 +130,34 @@ def load_recipe(path: str | Path) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"{path}: recipe() must return a fullframe.Recipe, got {type(recipe).__name__}")
     return recipe
+
+
+def values_of(assignments: Iterable[str]) -> dict[str, Any]:
+    """What `name=value` words say: numbers, True, None, tuples and quoted text as in Python, anything else as text.
+
+    Raises RecipeError for a word that is no assignment, and for a name that is given twice.
+    """
+    values: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name.isidentifier():
+            raise RecipeError(f"{assignment!r} is no value for the recipe; write name=value, as in lr=1e-3")
+        if name in values:
+            raise RecipeError(f"{name} is given twice for the recipe")
+        try:
+            values[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            values[name] = text
+    return values
+
+
+def _require_taken(path: Path, build: Callable[..., Any], values: Mapping[str, Any]) -> None:
+    signature = inspect.signature(build)
+    try:
+        signature.bind(**values)
+    except TypeError as error:
+        names = ", ".join(signature.parameters) or "nothing"
+        raise RecipeError(f"{path}: recipe() takes {names}: {error}; values are given as --set name=value") from None
 
 
 def _run_file(path: Path) -> ModuleType:
@@ -131,10 +183,11 @@ def _run_file(path: Path) -> ModuleType:
 
 def _where(path: Path, error: Exception) -> str:
     """'recipe.py, line 12 (import nothing)': the innermost line of the recipe file that led to `error`."""
-    if isinstance(error, SyntaxError) and error.filename == str(path):
+    names = (str(path), str(path.absolute()))  # as Python calls it
+    if isinstance(error, SyntaxError) and error.filename in names:
         line, text = error.lineno, error.text
     else:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in names]
         if not frames:
             return str(path)
         line, text = frames[-1].lineno, frames[-1].line

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import get_args
 
 from fullframe.errors import StrategyError, require_count
-
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-Recompute = Literal["none", "blocks", "budget"]
-OptimizerName = Literal["recipe", "sgd", "adamw", "adafactor", "adamw8bit"]
+from fullframe.technique import Compile, OptimizerName, Precision, Recompute, Rough, Technique
+from fullframe.wording import amount, plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +25,17 @@ class Strategy:
     data, height, width: replicas, and the ranks that share a sample's rows and columns
     depth:               ranks that share the slices of volumes (N, C, D, H, W); 1 for images
     microbatches:        slices in which a replica goes through its batch; gradients are sent with the last one
+    stages:              ranks with consecutive iterations of `ff.unroll`, or layers of the longest nn.Sequential
     precision:           "fp32" (the model's own dtype), "tf32" (fp32 with TF32 matrix units), "bf16" (autocast), "fp16"
                          (autocast with loss scaling, for devices without bf16)
     recompute:           "none"; "blocks": activations inside the model's repeated blocks, or inside runs of its layers
-                         where it repeats none, are computed again in backward; "budget": the fewest blocks, by seconds
-                         per byte, that keep saved activations within `recompute_budget_bytes`
+                         where it repeats none, are computed again in backward; "nested": of the iterations of each
+                         `ff.unroll` few states are kept, and those between are computed again from them; "budget":
+                         the fewest blocks, by seconds per byte, that keep saved activations within
+                         `recompute_budget_bytes`
     recompute_modules:   names of the modules to recompute (fnmatch patterns); empty: the repeated blocks are found
+    recompute_states:    states of each `ff.unroll` that "nested" may keep, with as few iterations run again as that
+                         allows; None: about two square roots of them, and each iteration runs three times at most
     recompute_budget_bytes: saved activations a rank may hold when a microbatch's forward ends; with "budget" only
     offload:             saved activations wait for backward in host memory
     optimizer:           "recipe", or another in its place with the recipe's learning rate: "sgd", "adamw",
@@ -42,6 +46,7 @@ class Strategy:
     clip_norm:           gradients are scaled down to this global 2-norm
     ema_decay:           an exponential moving average of the parameters is kept, and evaluated
     sync_batchnorm:      batch norm takes its statistics over the data replicas too
+    compile:             blocks (True), modules by names or patterns, or "all" as one program: compiled (experimental)
 
     Raises StrategyError when a field is out of range or contradicts another.
     """
@@ -51,9 +56,11 @@ class Strategy:
     height: int = 1
     width: int = 1
     microbatches: int = 1
+    stages: int = 1
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ()
+    recompute_states: int | None = None
     recompute_budget_bytes: int | None = None
     offload: bool = False
     optimizer: OptimizerName = "recipe"
@@ -63,6 +70,7 @@ class Strategy:
     clip_norm: float | None = None
     ema_decay: float | None = None
     sync_batchnorm: bool = False
+    compile: Compile = False
 
     def __post_init__(self) -> None:
         for name in self.mesh:
@@ -75,6 +83,8 @@ class Strategy:
                 choices = ", ".join(map(repr, values))
                 raise StrategyError(f"strategy.{technique.name} must be one of {choices}, got {value!r}")
         object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))  # JSON has lists only
+        if isinstance(self.compile, list):
+            object.__setattr__(self, "compile", tuple(self.compile))
         for technique in TECHNIQUES:
             technique.check(self)
         for technique in TECHNIQUES:
@@ -83,8 +93,8 @@ class Strategy:
 
     @property
     def ranks(self) -> int:
-        """Ranks the strategy needs: data x depth x height x width."""
-        return self.data * self.parts
+        """Ranks the strategy needs: data x stages x depth x height x width."""
+        return self.data * self.stages * self.parts
 
     @property
     def parts(self) -> int:
@@ -93,9 +103,9 @@ class Strategy:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The sizes of the axes by name, as the mesh has them: without depth where that is 1."""
-        depth = {} if self.depth == 1 else {"depth": self.depth}
-        return {"data": self.data} | depth | {"height": self.height, "width": self.width}
+        """The sizes of the axes by name, as the mesh has them: without stages and depth where these are 1."""
+        sizes = {name: getattr(self, name) for name in ("data", "stages", "depth", "height", "width")}
+        return {name: size for name, size in sizes.items() if size != 1 or name not in ("stages", "depth")}
 
     def to_json(self) -> str:
         """One JSON object with every field."""
@@ -103,7 +113,7 @@ class Strategy:
 
     @classmethod
     def from_json(cls, text: str) -> Strategy:
-        """The strategy `to_json` wrote; raises StrategyError on broken JSON or an unknown field."""
+        """The strategy whose `text` `to_json` wrote; raises StrategyError on broken JSON or an unknown field."""
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
@@ -111,82 +121,9 @@ class Strategy:
         if not isinstance(fields, dict):
             raise StrategyError(f"the strategy must be one JSON object, got {type(fields).__name__}")
         known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(fields) - set(known))
-        if unknown:
-            names = ", ".join(repr(name) for name in unknown)
-            raise StrategyError(f"unknown strategy field {names}; the fields are {', '.join(known)}")
+        if unknown := ", ".join(map(repr, sorted(set(fields) - set(known)))):
+            raise StrategyError(f"unknown strategy field {unknown}; the fields are {', '.join(known)}")
         return cls(**fields)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the planner may choose from for a whole job's batch."""
-
-    batch_size: int
-    precisions: tuple[Precision, ...]
-    optimizers: tuple[OptimizerName, ...] = ("recipe",)
-    recompute_modules: tuple[str, ...] = ()  # where the model repeats no block
-    can_offload: bool  # host memory is another memory than the device's
-
-
-class Rough(NamedTuple):
-    """What a technique changes, as factors; used until one strategy with it was simulated."""
-
-    kept: float = 1.0  # of the activations, what the device holds until backward
-    width: float = 1.0  # of the bytes of one activation
-    work: float = 1.0  # of the step's work
-    traffic: float = 1.0  # of the bytes that ranks send of gradients and parameters
-
-
-@dataclass(frozen=True, kw_only=True)
-class Technique:
-    """All that the command line and the planner know of one field of `Strategy`, which is no axis of the mesh.
-
-    name:     of the field
-    help:     for the command line
-    metavar:  of its value there, where that is no choice
-    values:   to choose from
-    check:    raises StrategyError where the value is out of range, or lacks another field
-    excludes: what it cannot be used with, by the words for it
-    because:  why; {} stands for these words
-    words:    how a strategy is described; without: the name where it is used, if it has a weight
-    place:    of these words among the others
-    weight:   1 where it makes a strategy less simple; of equals the simpler one is taken
-    saves:    (strategy, other) -> whether the strategy holds no more than the other, as far as this technique goes;
-              without: where both have the same value
-    bears_on: the figures that cannot be scaled between strategies that differ in it; "": all can
-    alike:    what strategies must have in common to be scaled; without: the value
-    rough:    factors of a strategy that uses it
-    shards:   kinds of the model's state of which each rank keeps its part alone
-    choices:  values that the planner tries, given those of the techniques before, the simplest first
-    refined:  (strategy, bytes) -> the same without the technique, and with so many bytes of activations; or None
-    advised:  values that are named as a remedy where nothing fits
-    never:    why the planner tries none, and plans do not speak of it
-    """
-
-    name: str
-    help: str
-    metavar: str = ""
-    values: tuple[object, ...] = (False, True)
-    check: Callable[[Strategy], None] = lambda strategy: None
-    excludes: Mapping[str, Callable[[Strategy], bool]] = field(default_factory=dict)
-    because: str = ""
-    words: Callable[[Strategy], str] | None = None
-    place: int = 4
-    weight: int = 1
-    saves: Callable[[Strategy, Strategy], bool] | None = None
-    bears_on: Literal["", "digits", "activations", "optimizer", "sharding"] = ""
-    alike: Callable[[Strategy], object] | None = None
-    rough: Callable[[Strategy], Rough] = lambda strategy: Rough()
-    shards: tuple[str, ...] = ()
-    choices: Callable[[Asked, Strategy], Sequence[object]] = lambda asked, strategy: ()
-    refined: Callable[[Strategy, int], tuple[Strategy, Strategy] | None] = lambda strategy, bytes: None
-    advised: Callable[[Asked], Sequence[object]] = lambda asked: ()
-    never: str = ""
-
-    def used(self, strategy: Strategy) -> bool:
-        """Whether the strategy has another value than the default."""
-        return bool(getattr(strategy, self.name) != getattr(type(strategy), self.name))
 
 
 def describe(strategy: Strategy) -> str:
@@ -204,11 +141,6 @@ def describe(strategy: Strategy) -> str:
 def multiplied(mesh: Mapping[str, int]) -> str:
     """As printed: data 1 x height 2 x width 2."""
     return " x ".join(f"{name} {size}" for name, size in mesh.items())
-
-
-def amount(bytes: float) -> str:
-    """As printed: 12.3 GiB, 53 MiB."""
-    return f"{bytes / 2**30:.1f} GiB" if bytes >= 2**30 else f"{bytes / 2**20:.0f} MiB"
 
 
 def divisors(number: int) -> list[int]:
@@ -232,26 +164,63 @@ def _check_budget(strategy: Strategy) -> None:
         require_count(StrategyError, "strategy.recompute_budget_bytes", budget, least=0)
 
 
+def _check_states(strategy: Strategy) -> None:
+    states = strategy.recompute_states
+    if states is not None:
+        _require(
+            strategy.recompute == "nested",
+            f"recompute_states is {states}, but recompute is {strategy.recompute!r}; use 'nested'",
+        )
+        require_count(StrategyError, "strategy.recompute_states", states)
+
+
+def _check_compile(strategy: Strategy) -> None:
+    value = strategy.compile
+    is_names = isinstance(value, tuple) and len(value) > 0 and all(isinstance(name, str) for name in value)
+    _require(
+        is_names or value is False or value is True or value == "all",
+        f'compile must be False, True, "all", or names of modules, got {value!r}',
+    )
+
+
+# Pairs of recompute of which the second holds no more than the first.
+_LEANER = {("none", "blocks"), ("none", "nested"), ("none", "budget"), ("blocks", "nested")}
+
+
+def _recompute_rough(strategy: Strategy) -> Rough:
+    """Forward is a third of the work. "blocks" do it once more, "nested" twice at most."""
+    return Rough(kept=0.2, work=5 / 3) if strategy.recompute == "nested" else Rough(kept=0.3, work=4 / 3)
+
+
+def _no_more_states(states: int | None, other: int | None) -> bool:
+    return states == other or (states is not None and other is not None and states < other)
+
+
+def _fewer_states(iterations: int) -> list[int | None]:
+    """What is worth a try: a half of the states, a quarter and an eighth, and two square roots of them."""
+    return [None, *sorted({iterations // part for part in (2, 4, 8)} - {0}, reverse=True)]
+
+
 def _recompute_words(strategy: Strategy) -> str:
     if strategy.recompute == "budget":
         return f"recompute to {amount(strategy.recompute_budget_bytes or 0)}"
+    if strategy.recompute_states is not None:
+        return f"recompute nested to {plural(strategy.recompute_states, 'state')}"
     return f"recompute {strategy.recompute}" if strategy.recompute != "none" else ""
 
 
 def _budgeted(strategy: Strategy, bytes: int) -> tuple[Strategy, Strategy] | None:
-    if strategy.recompute != "blocks" or strategy.offload:
+    if strategy.recompute != "blocks" or strategy.offload or strategy.stages > 1:
         return None
-    return (
-        replace(strategy, recompute="none", recompute_modules=()),
-        replace(strategy, recompute="budget", recompute_budget_bytes=bytes),
-    )
+    plain = replace(strategy, recompute="none", recompute_modules=())
+    return plain, replace(strategy, recompute="budget", recompute_budget_bytes=bytes)
 
 
 OTHER_OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw8bit", "adafactor", "sgd")
 _ANOTHER_TRAINING = "it changes what is trained, which is the user's to say"
 
 # One row a technique. The planner tries all values of the last one before the next value of the one before it.
-TECHNIQUES: tuple[Technique, ...] = (
+TECHNIQUES: tuple[Technique[Strategy], ...] = (
     Technique(
         name="microbatches",
         help="Slices in which a step goes through its batch: less memory; batch norm sees one slice at a time.",
@@ -259,8 +228,24 @@ TECHNIQUES: tuple[Technique, ...] = (
         check=lambda s: require_count(StrategyError, "strategy.microbatches", s.microbatches),
         words=lambda s: f"{s.microbatches} microbatches" * (s.microbatches > 1),
         place=1,
-        saves=lambda s, other: s.microbatches >= other.microbatches,
+        saves=lambda s, other: (
+            s.microbatches == other.microbatches or s.stages == 1 < s.microbatches / other.microbatches
+        ),
         choices=lambda asked, s: divisors(asked.batch_size // s.data),
+    ),
+    Technique(
+        name="stages",
+        help="Ranks that hold consecutive parts of the model: iterations of ff.unroll, or layers of an nn.Sequential.",
+        metavar="N",
+        check=lambda s: require_count(StrategyError, "strategy.stages", s.stages),
+        excludes={name: attrgetter(name) for name in ("shard_parameters", "update_in_backward", "sync_batchnorm")}
+        | {"recompute 'budget'": lambda s: s.recompute == "budget"},
+        because="does different things on different ranks, which {} cannot; leave one out",
+        words=lambda s: "",  # among those of the mesh
+        bears_on="activations",
+        alike=lambda s: (s.stages, s.stages > 1 and s.microbatches),
+        rough=lambda s: Rough(kept=s.microbatches / s.stages, work=1 / s.stages),
+        choices=lambda asked, s: [n for n in divisors(asked.ranks // s.ranks) if n <= max(asked.parts, 1)],
     ),
     Technique(
         name="precision",
@@ -295,15 +280,28 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         name="recompute",
         help="blocks: compute the insides of repeated blocks again in backward (or of runs of layers, where a model "
-        "repeats none); budget: of as few blocks as will do.",
+        "repeats none); nested: of the iterations of ff.unroll keep few states; budget: of as few blocks as will do.",
         values=get_args(Recompute),
         words=_recompute_words,
         place=2,
-        saves=lambda s, other: s.recompute == other.recompute or other.recompute == "none",
+        saves=lambda s, other: s.recompute == other.recompute or (other.recompute, s.recompute) in _LEANER,
         bears_on="activations",
-        alike=lambda s: s.recompute != "none",
-        rough=lambda s: Rough(kept=0.3, work=4 / 3),  # forward is a third of the work, and is done once more
-        choices=lambda asked, s: ("none", "blocks"),
+        alike=lambda s: {"budget": "blocks"}.get(s.recompute, s.recompute),
+        rough=_recompute_rough,
+        choices=lambda asked, s: ("none", "blocks", *["nested"] * (asked.iterations > 2)),
+    ),
+    Technique(
+        name="recompute_states",
+        help="With --recompute nested: states of each ff.unroll that are kept; about two square roots of them unless "
+        "given.",
+        metavar="N",
+        check=_check_states,
+        weight=0,
+        saves=lambda s, other: (
+            other.recompute != "nested" or _no_more_states(s.recompute_states, other.recompute_states)
+        ),
+        bears_on="activations",
+        choices=lambda asked, s: _fewer_states(asked.iterations) if s.recompute == "nested" else (),
     ),
     Technique(
         name="recompute_budget_bytes",
@@ -319,12 +317,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         help="Modules to recompute, by name or pattern, in place of the repeated blocks.",
         metavar="NAME ...",
         check=lambda s: _require(
-            s.recompute != "none" or not s.recompute_modules,
-            "recompute_modules names modules, but recompute is 'none'; use 'blocks'",
+            s.recompute in ("blocks", "budget") or not s.recompute_modules,
+            f"recompute_modules names modules, but recompute is {s.recompute!r}; use 'blocks'",
         ),
         weight=0,
         saves=lambda s, other: True,
-        choices=lambda asked, s: (asked.recompute_modules if s.recompute != "none" else (),),
+        choices=lambda asked, s: (asked.recompute_modules if s.recompute in ("blocks", "budget") else (),),
     ),
     Technique(
         name="shard_parameters",
@@ -352,8 +350,7 @@ TECHNIQUES: tuple[Technique, ...] = (
             "microbatches > 1": lambda s: s.microbatches > 1,
             "clip_norm": lambda s: s.clip_norm is not None,
             "precision 'fp16'": lambda s: s.precision == "fp16",
-            "shard_optimizer": lambda s: s.shard_optimizer,
-            "shard_parameters": lambda s: s.shard_parameters,
+            **{name: attrgetter(name) for name in ("shard_optimizer", "shard_parameters")},
         },
         because="drops each gradient before the others are known, {} needs all of them; leave one out",
         advised=lambda asked: (True,),
@@ -380,5 +377,21 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="sync_batchnorm",
         help="Batch norm takes its statistics over the data replicas too.",
         never=_ANOTHER_TRAINING,
+    ),
+    Technique(
+        name="compile",
+        help="Compile with torch's inductor the repeated blocks, with `all` the whole model as one program, or the "
+        "modules of these names or patterns: experimental.",
+        metavar="[all | NAME ...]",
+        check=_check_compile,
+        excludes={
+            "stages > 1": lambda s: s.stages > 1,
+            "recompute 'nested'": lambda s: s.recompute == "nested",
+            "shard_parameters with 'all'": lambda s: s.compile == "all" and s.shard_parameters,
+            "recompute with 'all'": lambda s: s.compile == "all" and s.recompute != "none",
+        },
+        because="was not made for {}; leave one out, or compile blocks (True)",
+        bears_on="activations",
+        last=lambda asked, s: (True,) if asked.can_compile else (),
     ),
 )

@@ -20,7 +20,7 @@ def fullframe(
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     command = [sys.executable, *python, *map(str, arguments)]
     environment = kept | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
 
 
 @pytest.fixture
@@ -33,8 +33,10 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_one_json_object_and_nothing_else(tmp_path: Path, scratch: Path) -> None:
-    recipe = written(tmp_path, RIGHT, "print('the recipe speaks')")
-    done = fullframe("verify", recipe, "--height", 2, "--json", scratch=scratch)
+    recipe = written(tmp_path, RIGHT[:-1] + ", groups=groups[0])", "groups = [1]\nprint('the recipe speaks')")
+    takes = "def recipe(count=1):\n    groups[0] = count"
+    recipe.write_text(recipe.read_text().replace("def recipe():", takes))
+    done = fullframe("verify", recipe, "--height", 2, "--json", "--set", "count=3", scratch=scratch)
     assert done.returncode == 0, done.stderr
     verdict = json.loads(done.stdout)
     assert verdict["exact"] is True and verdict["first_difference"] is None and verdict["refused"] is None
@@ -42,6 +44,7 @@ def test_one_json_object_and_nothing_else(tmp_path: Path, scratch: Path) -> None
     assert verdict["loss"]["relative"] < 1e-12
     assert len(verdict["parameters"]) == 8 and max(p["relative"] for p in verdict["parameters"]) < 1e-12
     assert len(verdict["buffers"]) == 3 and max(b["relative"] for b in verdict["buffers"]) < 1e-12
+    assert [6, 2, 3, 3] in [p["shape"] for p in verdict["parameters"]], "the values reach ranks and the one process"
     assert "the recipe speaks" in done.stderr
 
 

@@ -58,6 +58,14 @@ def test_ten_steps_are_five_and_five(strategy, tmp_path):
     assert len({line["loss"] for line in numbers(tmp_path / "whole")}) == 10
 
 
+def test_a_run_that_has_all_its_steps_says_so(tmp_path):
+    train(ff.Strategy(), tmp_path, steps=2)
+    _, messages = train(ff.Strategy(), tmp_path, steps=2, resume=True)
+    assert any("has all of its 2 steps already" in said for said in messages)
+    _, messages = train(ff.Strategy(), tmp_path, steps=3, resume=True)
+    assert not any("already" in said for said in messages)
+
+
 def train_steps(strategy, run_dir, steps):
     """Without dropout, whose masks depend on the split."""
     return train(strategy, run_dir, {"model": Network}, steps=steps)[0]
@@ -120,6 +128,7 @@ def test_the_schedule_multiplies_the_learning_rate_and_is_resumed(tmp_path):
     train(ff.Strategy(), tmp_path, changes, steps=2)
     train(ff.Strategy(), tmp_path, changes, steps=4, resume=True)
     assert rates == [1.0, 0.5, 0.25, 0.125]
+    assert [line["learning_rate"] for line in lines(tmp_path)] == rates
 
 
 def test_a_finished_run_resumed_does_nothing(tmp_path):
@@ -152,7 +161,7 @@ def test_refusals_reach_all_ranks(tmp_path):
         (width, run, {"model": larger}, {"resume": True}, CheckpointError, "is of another model: the model's"),
         (width, run, {"batch_size": 2}, {"resume": True}, CheckpointError, "loader had batch_size 4, this one has 2"),
         (ff.Strategy(width=3), tmp_path / "x", {}, {}, FullframeError, "does not divide the 2 ranks"),
-        (ff.Strategy(), tmp_path / "x", {}, {}, FullframeError, "1 ranks, this job has 2"),
+        (ff.Strategy(), tmp_path / "x", {}, {}, FullframeError, "1 rank, this job has 2"),
         (ff.Strategy(data=2), tmp_path / "x", {"batch_size": 3}, {}, RecipeError, "no multiple of the 2 data replicas"),
     ]
     for strategy, folder, changes, options, kind, message in cases:

@@ -86,6 +86,15 @@ def test_ten_steps_are_five_and_five_to_the_last_bit(name, tmp_path):
     assert (read_manifest(whole).facts["scale"] is not None) == (strategy.precision == "fp16")
 
 
+def test_another_precision_is_said(tmp_path):
+    said = []
+    for steps, precision in enumerate(("fp32", "fp32", "bf16", "bf16"), start=1):
+        job, strategy = recipe(model=single_precision, data=single_frames), ff.Strategy(precision=precision)
+        ff.fit(job, strategy, tmp_path, steps=steps, resume="auto", on_message=said.append)
+    said = [message for message in said if message.startswith("the checkpoint is of")]
+    assert said == ["the checkpoint is of fp32, this run is of bf16: other rounding from here"]
+
+
 # On another mesh, world size and sharding
 
 

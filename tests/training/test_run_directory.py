@@ -75,7 +75,13 @@ def test_a_run_is_gone_on_with_exactly_when_asked(tmp_path: Path) -> None:
 
 def test_a_restart_takes_the_microbatches_that_the_run_had_come_to(tmp_path: Path) -> None:
     strategy = Strategy(width=2, microbatches=2)
-    assert strategy_of_restart(tmp_path, strategy) == strategy
+    assert strategy_of_restart(tmp_path, strategy, 16) == strategy
     write_strategy(tmp_path, Strategy(microbatches=8))
-    assert strategy_of_restart(tmp_path, strategy) == Strategy(width=2, microbatches=8)
+    assert strategy_of_restart(tmp_path, strategy, 16) == Strategy(width=2, microbatches=8)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_microbatches_hold_no_more_samples_on_fewer_replicas(tmp_path: Path) -> None:
+    for before, data, batch_size, slices in ((2, 1, 8, 2), (1, 2, 8, 1), (3, 2, 12, 2), (4, 1, 12, 4), (2, 1, 2, 2)):
+        write_strategy(tmp_path, Strategy(data=before))
+        assert strategy_of_restart(tmp_path, Strategy(data=data), batch_size).microbatches == slices

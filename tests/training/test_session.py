@@ -1,8 +1,12 @@
 """What a recipe and a strategy make together is complete, and follows from the seed."""
 
+import dataclasses
+
+import pytest
 import torch
 
 import fullframe as ff
+from fullframe.errors import RecipeError
 from fullframe.training.session import assemble
 from tests.training.tiny import recipe
 
@@ -25,3 +29,15 @@ def test_values_follow_from_the_recipes_seed() -> None:
     torch.manual_seed(8)
     second = assemble(recipe(), ff.Strategy(), ff.init_mesh()).state.model.state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_data_without_samples_is_refused() -> None:
+    empty = dataclasses.replace(recipe(), data=lambda: [])
+    with pytest.raises(RecipeError, match=r"recipe\.data\(\) has no samples"):
+        assemble(empty, ff.Strategy(), ff.init_mesh())
+
+
+def test_a_scripted_model_is_refused() -> None:
+    scripted = dataclasses.replace(recipe(), model=lambda: torch.jit.script(torch.nn.Conv2d(3, 1, 3)))
+    with pytest.raises(RecipeError, match="ScriptModule, which takes no hooks"):
+        assemble(scripted, ff.Strategy(), ff.init_mesh())

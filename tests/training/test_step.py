@@ -213,3 +213,19 @@ def test_a_step_that_does_not_fit_the_ranks():
     for messages in rank_group(2).run(wrong_steps):
         assert "3 ranks, this job has 2" in messages[0]
         assert "Plain averages no gradients over the 2 ranks; pass fullframe.parallelize(model, mesh)" in messages[1]
+
+
+@pytest.mark.parametrize(
+    "loss_of", [lambda model, batch: mean_loss(model, batch).detach(), lambda model, batch: batch["image"].mean()]
+)
+def test_a_loss_without_a_gradient_is_refused(loss_of):
+    model = network()
+    step = ff.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), ff.Strategy())
+    with pytest.raises(RecipeError, match="the loss requires no gradient: it was detached"):
+        step(whole_batch())
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused():
+    model = network()
+    with pytest.raises(RecipeError, match=r"LBFGS computes the loss again and again .* needs no closure"):
+        ff.TrainStep(model, mean_loss, torch.optim.LBFGS(model.parameters()), ff.Strategy())

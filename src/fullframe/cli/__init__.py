@@ -7,6 +7,7 @@ import sys
 def main() -> None:
     """The `fullframe` command; leaves by SystemExit."""
     from fullframe.cli.application import run
+    from fullframe.processes.exit_reasons import STOPPED
     from fullframe.processes.orphans import die_with_launcher
 
     die_with_launcher()
@@ -14,7 +15,7 @@ def main() -> None:
         code: object = run(sys.argv[1:])
     except SystemExit as ended:
         code = ended.code
-    if code and "RANK" in os.environ:
+    if code not in (None, 0, STOPPED) and "RANK" in os.environ:
         # A rank that stops in the middle of a step has threads that wait for other ranks; to unwind them aborts.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -5,9 +5,10 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,21 @@ from fullframe.strategy import Strategy
 
 _STEPS = 2  # of which the second has the optimizer's state from the start
 _GIB = 2**30
-_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE")
+_TIMED = 3  # steps, where the prediction is there already
+_NOTABLE = 0.1  # of a step, without a core
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE")
 
 
 class Comparison:
     """Fed with every record on every rank, it says on rank 0 how far off the prediction of the run was.
 
-    `plan` may hold the prediction already; `batch_size` is the recipe's unless given. Without `strict_share` the run
-    goes on while another process makes it, and a run that ends before is not compared; with it the ranks wait, and
-    RunError is raised on all of them when a measured figure of memory is off by a larger share, or nothing could be
-    predicted.
+    `plan` may hold the prediction already; `batch_size` is the recipe's unless given, `values` are what it is called
+    with. Without `strict_share` the run goes on while another process makes it, and a run that ends before is not
+    compared; with it the ranks wait, and RunError is raised on all of them when a measured figure of memory is off by a
+    larger share, or nothing could be predicted.
+
+    `tracked` gives what the tensors of this rank held at most, where no counter of torch's does; what the process holds
+    beside them is said by itself. Seconds are those of the steps after the second, up to when the prediction is there.
     """
 
     def __init__(
@@ -39,10 +45,17 @@ class Comparison:
         plan: Mapping[str, Any] | None = None,
         strict_share: float | None = None,
         batch_size: int | None = None,
+        values: Sequence[str] = (),
+        tracked: Callable[[], int | None] = lambda: None,
+        on_prediction: Callable[[Mapping[str, Any]], None] = lambda predicted: None,
     ):
         self._recipe, self._strategy, self._say, self._strict = recipe, strategy, say, strict_share
-        self._plan, self._batch_size = plan or {}, batch_size
+        self._plan, self._batch_size, self._values = plan or {}, batch_size, tuple(values)
+        self._tracked, self._on_prediction = tracked, on_prediction
         self._records = 0
+        self._seconds: list[float] = []
+        self._waits = False
+        self._delayed = 0.0
         self._measured: dict[str, float] = {}
         self._child: subprocess.Popen[str] | None = None
 
@@ -50,6 +63,8 @@ class Comparison:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._waits and error is None:
+            self._conclude_known()
         if self._child is not None:
             self._child.kill()
             self._child.communicate()
@@ -59,78 +74,84 @@ class Comparison:
     def record(self, record: Mapping[str, Any]) -> None:
         """One step; every rank calls it with the same record but for its seconds."""
         self._records += 1
+        if self._records > _STEPS:
+            self._seconds.append(float(record["step_seconds"]))
         if self._records == _STEPS:
+            self._delayed = _seconds_without_core()
             self._start(record)
         elif self._child is not None and self._child.poll() is not None:
             self._conclude(self._predicted())
+        elif self._waits and len(self._seconds) == _TIMED:
+            self._conclude_known()
+
+    def _conclude_known(self) -> None:
+        self._waits = False
+        if self._known is not None:
+            self._conclude(self._known)
 
     def _start(self, record: Mapping[str, Any]) -> None:
         import torch.distributed as dist
 
         from fullframe.ranks.agreement import from_all_ranks, on_first_rank
 
-        of_ranks = from_all_ranks({**measured(), "step_seconds": float(record["step_seconds"])})
+        of_ranks = from_all_ranks({**measured(self._tracked()), "step_seconds": float(record["step_seconds"])})
         self._measured = {name: max(rank[name] for rank in of_ranks) for name in of_ranks[0]}
         if self._strict is not None:
             self._require_close(self._conclude(on_first_rank(self._predicted)), self._strict)
         elif self._known is not None:
-            self._conclude(self._known)
+            self._waits = True  # for steps to be timed
         elif not dist.is_initialized() or dist.get_rank() == 0:
-            self._child = self._simulation()
+            self._child = predicting(self._recipe, self._strategy, self._batch_size, self._values)
 
     @property
     def _known(self) -> Mapping[str, Any] | None:
-        same = self._plan.get("devices") == cluster_here(self._strategy.ranks)
+        same = self._plan.get("devices") == _here(self._strategy.ranks)
         same = same and self._batch_size in (None, self._plan.get("batch_size", self._batch_size))
         return self._plan.get("prediction") if same else None
-
-    def _simulation(self) -> "subprocess.Popen[str]":
-        quietly = ["nice", "-n", "10"] if shutil.which("nice") else []
-        cluster = cluster_here(self._strategy.ranks)
-        timed, given = cluster.endswith("cpu"), Path("/dev/stdin")
-        command = Simulate(recipe=self._recipe, gpus=cluster, strategy=given, benchmark=timed, json=True)
-        command = replace(command, batch_size=self._batch_size)
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # a context would take memory from the run
-        read, write = os.pipe()
-        with os.fdopen(write, "w") as out:
-            out.write(self._strategy.to_json())  # a few hundred bytes: they fit into the pipe
-        with os.fdopen(read) as strategy:
-            started = [*quietly, sys.executable, "-m", "fullframe.cli", "simulate", *words(command)]
-            return subprocess.Popen(
-                started, env=environment, stdin=strategy, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
 
     def _predicted(self) -> Mapping[str, Any]:
         if self._known is not None:
             return self._known
-        self._child = self._child or self._simulation()
-        out, problem = self._child.communicate()
-        code, self._child = self._child.returncode, None
-        with contextlib.suppress(json.JSONDecodeError):
-            if code == 0:
-                return dict(json.loads(out))
-        reason = problem.strip().splitlines()[-1:] or [f"exit code {code}"]
-        return {"problem": reason[0]}
+        child = self._child or predicting(self._recipe, self._strategy, self._batch_size, self._values)
+        self._child = None
+        return prediction_of(child)
 
     def _conclude(self, predicted: Mapping[str, Any]) -> dict[str, float]:
         """Say it on rank 0; by how much memory is off, as a share, positive where more was measured."""
         if "problem" in predicted:
             self._say(f"no prediction to compare with: {predicted['problem']}")
             return {"prediction": float("inf")}
+        self._on_prediction(predicted)
+        found, without_core = self._measured_now()
         off, parts = {}, []
         for name, key in _MEASURES.items():
-            if name in self._measured and predicted.get(key):
-                share = self._measured[name] / predicted[key] - 1
+            if name in found and predicted.get(key):
+                share = found[name] / predicted[key] - 1
                 unit, text = (_GIB, "GiB") if name != "step_seconds" else (1.0, "s")
                 parts.append(
                     f"{name.removesuffix('_bytes').replace('_', ' ')} {predicted[key] / unit:.3g} predicted, "
-                    f"{self._measured[name] / unit:.3g} {text} measured ({share:+.0%})"
+                    f"{found[name] / unit:.3g} {text} measured ({share:+.0%})"
                 )
                 if name != "step_seconds":
                     off[name] = share
+        if without_core > _NOTABLE * found["step_seconds"]:
+            parts[-1] += f" and {without_core:.3g} s more in which other processes had the core"
         self._say("; ".join(parts))
+        if "allocated_bytes" in found and "process_bytes" in self._measured:
+            self._say(_beside(self._measured["process_bytes"], found["allocated_bytes"], predicted))
         return off
+
+    def _measured_now(self) -> tuple[dict[str, float], float]:
+        """What is held against the prediction; and the seconds of a step in which this rank waited for a core."""
+        found = dict(self._measured)
+        if "allocated_bytes" in found:
+            found.pop("process_bytes", None)
+        if not self._seconds:
+            return found, 0.0
+        step = statistics.median(self._seconds)
+        waited = (_seconds_without_core() - self._delayed) / len(self._seconds)
+        waited = min(waited, step / 2) if waited > _NOTABLE * step else 0.0
+        return found | {"step_seconds": step - waited}, waited
 
     def _require_close(self, off: Mapping[str, float], strict: float) -> None:
         worst = max(off, key=lambda name: abs(off[name]))
@@ -139,6 +160,37 @@ class Comparison:
                 f"--strict-memory {strict:g}: {worst.removesuffix('_bytes')} memory is off by {off[worst]:+.0%}; "
                 "leave the option out to train all the same"
             )
+
+
+def predicting(
+    recipe: Path, strategy: Strategy, batch_size: int | None, values: Sequence[str] = ()
+) -> "subprocess.Popen[str]":
+    """A process that simulates the recipe, called with `values`, on the devices that are here, beside the run."""
+    quietly = ["nice", "-n", "10"] if shutil.which("nice") else []
+    cluster = _here(strategy.ranks)
+    timed, given = cluster.endswith("cpu"), Path("/dev/stdin")
+    command = Simulate(recipe=recipe, gpus=cluster, strategy=given, benchmark=timed, json=True)
+    command = replace(command, batch_size=batch_size, set=tuple(values))
+    environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # a context would take memory from the run
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as out:
+        out.write(strategy.to_json())  # a few hundred bytes: they fit into the pipe
+    with os.fdopen(read) as stdin:
+        started = [*quietly, sys.executable, "-m", "fullframe.cli", "simulate", *words(command)]
+        return subprocess.Popen(
+            started, env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+
+def prediction_of(child: "subprocess.Popen[str]") -> dict[str, Any]:
+    """What such a process has found, once it has: a prediction as a dict, or {"problem": reason}."""
+    out, problem = child.communicate()
+    with contextlib.suppress(json.JSONDecodeError):
+        if child.returncode == 0:
+            return dict(json.loads(out))
+    reason = problem.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
+    return {"problem": reason[0]}
 
 
 # What is measured, and the field of a prediction that it is held against.
@@ -150,14 +202,40 @@ _MEASURES = {
 }
 
 
-def measured() -> dict[str, float]:
-    """The most memory this rank has held: by torch's counters on a GPU, of the whole process on the CPU."""
+def measured(tracked: int | None = None) -> dict[str, float]:
+    """The most memory this rank has held: by torch's counters on a GPU, on the CPU of the process and `tracked`."""
     from fullframe.ranks import device
 
     if device.is_in_use():
         allocated, reserved = device.peak_bytes()
         return {"allocated_bytes": float(allocated), "reserved_bytes": float(reserved)}
-    return {"process_bytes": _most_resident_bytes()}
+    of_tensors = {} if tracked is None else {"allocated_bytes": float(tracked)}
+    return {**of_tensors, "process_bytes": _most_resident_bytes()}
+
+
+def _here(ranks: int) -> str:
+    from fullframe.simulation.devices.table import cluster_here
+
+    return cluster_here(ranks)
+
+
+def _beside(process: float, tensors: float, predicted: Mapping[str, Any]) -> str:
+    """What a process on the CPU holds that is no tensor."""
+    libraries = float(predicted.get("terms", {}).get("context", 0))
+    rest = max(process - tensors - libraries, 0.0)
+    return (
+        f"beside its tensors a rank's process held {(process - tensors) / _GIB:.3g} GiB at most: Python with what it "
+        f"has loaded, {libraries / _GIB:.3g} GiB when it was calibrated; the other {rest / _GIB:.3g} GiB are freed "
+        "memory that malloc keeps for the next tensor, and samples being read"
+    )
+
+
+def _seconds_without_core() -> float:
+    """How long this process's main thread was ready to run so far, and another one had the core."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _most_resident_bytes() -> float:
@@ -170,16 +248,3 @@ def _most_resident_bytes() -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-
-
-def cluster_here(ranks: int) -> str:
-    """The name of the devices this job runs on."""
-    from fullframe.ranks import device
-
-    nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    name = "cpu"
-    if device.accelerator() is not None:
-        from fullframe.simulation.devices.table import name_of_gpu
-
-        name = name_of_gpu(*device.properties())
-    return f"{nodes}x{ranks // nodes}x{name}" if nodes > 1 else f"{ranks}x{name}"

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-_NOT_MEASURED = {"step", "loss", "grad_norm", "skipped", "step_seconds"}
+from fullframe.observation.kinds import OF_STEP
+
 _QUIET_SECONDS = 5.0
 
 
@@ -27,7 +28,7 @@ class Display:
     def record(self, record: Mapping[str, Any]) -> None:
         """Show one step."""
         now = time.monotonic()
-        is_due = any(name not in _NOT_MEASURED for name in record)
+        is_due = any(name not in OF_STEP for name in record)
         if self._bar is not None:
             description = f"loss {_number(record['loss'])}  {_number(record['step_seconds'])} s/step"
             self._bar.update(self._bar.task_ids[0], completed=record["step"], description=description)
@@ -63,7 +64,7 @@ def _bar(steps: int, stream: TextIO) -> Progress:
 
 def _line(record: Mapping[str, Any], steps: int) -> str:
     parts = [f"step {record['step']:>{len(str(steps))}}/{steps}", f"loss {_number(record['loss'])}"]
-    parts += [f"{name} {_number(value)}" for name, value in record.items() if name not in _NOT_MEASURED]
+    parts += [f"{name} {_number(value)}" for name, value in record.items() if name not in OF_STEP]
     parts += [f"{_number(record['step_seconds'])} s/step"] + ["skipped"] * bool(record["skipped"])
     return "  ".join(parts)
 

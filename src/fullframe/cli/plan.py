@@ -17,8 +17,11 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
+from fullframe.cli.words import figure
 from fullframe.errors import DeviceError, RecipeError
-from fullframe.strategy import Precision, describe
+from fullframe.strategy import describe
+from fullframe.technique import Precision
+from fullframe.wording import plural
 
 if TYPE_CHECKING:
     from fullframe.planning.plan import Planned
@@ -44,6 +47,8 @@ class Plan:
 
     recipe: Positional[Path]
     """Python file with a function recipe() -> fullframe.Recipe."""
+    set: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")] = ()
+    """Values for the recipe: with lr=1e-3 it is called as recipe(lr=1e-3)."""
     gpus: Annotated[str, arg(metavar="NxNAME")]
     """4xV100-16GB: one node of 4; 2x8xA100-80GB: 2 nodes of 8; 2xcpu: ranks on this machine's CPU."""
     batch_size: Annotated[int | None, arg(metavar="N")] = None
@@ -52,6 +57,8 @@ class Plan:
     """Precisions to choose from: what the device is fast in, and fp32, unless given."""
     allow_optimizer: bool = False
     """Other optimizers may take the recipe's place."""
+    allow_compile: bool = False
+    """Try the two fastest that fit with compiled blocks too, which is experimental."""
     memory_limit_gib: Annotated[float | None, arg(metavar="GIB")] = None
     """What one rank may use, in place of the device's memory."""
     benchmark: bool = False
@@ -71,7 +78,7 @@ class Plan:
         """Plan and print; the exit code."""
         from fullframe.planning.plan import PlanRequest, plan_in_full
         from fullframe.planning.ranking import winner
-        from fullframe.recipe import load_recipe
+        from fullframe.recipe import load_recipe, values_of
 
         if not self.seconds > 0:
             raise DeviceError(f"--seconds must be greater than 0, got {self.seconds:g}")
@@ -83,11 +90,12 @@ class Plan:
         _show_progress(started, self.seconds)
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is no plan
             request = PlanRequest(
-                recipe=load_recipe(self.recipe),
+                recipe=load_recipe(self.recipe, values_of(self.set)),
                 devices=self.gpus,
                 batch_size=self.batch_size,
                 precisions=self.precision,
                 allow_optimizer=self.allow_optimizer,
+                allow_compile=self.allow_compile,
                 memory_limit_bytes=None if self.memory_limit_gib is None else int(self.memory_limit_gib * _GIB),
                 seconds=self.seconds,
                 benchmark=self.benchmark or None,
@@ -144,15 +152,15 @@ class Plan:
         elif not simulated:
             verdict = "every one is refused"
         console.print(
-            f"{len(planned.plans)} strategies in {seconds:.0f} s, {len(simulated)} simulated; {verdict}",
+            f"{plural(len(planned.plans), 'strategy')} in {seconds:.0f} s, {len(simulated)} simulated; {verdict}",
             soft_wrap=True,
         )
 
     def _out_of_time(self, planned: "Planned") -> str:
         what = "may be faster" if any(plan.fits for plan in planned.plans) else "may fit"
         return (
-            f"the {self.seconds:g} s of --seconds were over before {planned.untried} strategies were tried that "
-            f"{what}; give --seconds {max(math.ceil(4 * self.seconds), 60)} to try them"
+            f"the {self.seconds:g} s of --seconds were over before {plural(planned.untried, 'strategy')} could be "
+            f"tried that {what}; give --seconds {max(math.ceil(4 * self.seconds), 60)} to try them"
         )
 
 
@@ -186,14 +194,9 @@ def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]", is_
         total = plan.prediction.device_bytes
         sizes = (total, *((*known, total - sum(known)) if is_wide else ()), plan.headroom_bytes)
         row += [f"{size / _GIB:.2f}" for size in sizes]
-        row += [_number(1e3 * plan.prediction.step_seconds), _number(plan.samples_per_second or 0.0)]
+        row += [figure(1e3 * plan.prediction.step_seconds), figure(plan.samples_per_second or 0.0)]
         table.add_row(*map(Text, [*row, plan.reason]))
     return table
-
-
-def _number(value: float) -> str:
-    """Three digits, and all of those before the point."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _notes(simulated: "list[OnePlan]") -> list[str]:
@@ -205,7 +208,7 @@ def _notes(simulated: "list[OnePlan]") -> list[str]:
 def _assumptions(planned: "Planned") -> list[str]:
     device = planned.cluster.device
     source = device.source["matmul_flops_per_second"]
-    lines = [f"rates as {source}" if device.measured else f"rates of {device.name} from: {source}; see docs/devices.md"]
+    lines = [f"rates as {source}" if device.measured else f"rates of {device.name} from: {source}"]
     if not device.is_cuda:
         lines.append(
             "on a CPU malloc keeps up to 0.6 GiB more than is listed: leave that room below --memory-limit-gib"

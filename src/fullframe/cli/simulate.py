@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from tyro.conf import Positional, arg
 
 from fullframe.cli.strategy_file import first_plan, strategy_of, with_batch_size
-from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed
+from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed, figure
 from fullframe.strategy import Strategy
 
 if TYPE_CHECKING:
+    from fullframe.simulation.memory.trace import Trace
     from fullframe.simulation.prediction import Prediction
 
 _GIB = 2**30
@@ -25,6 +26,8 @@ class Simulate:
 
     recipe: Positional[Path]
     """Python file with a function recipe() -> fullframe.Recipe."""
+    set: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")] = ()
+    """Values for the recipe: with lr=1e-3 it is called as recipe(lr=1e-3)."""
     gpus: Annotated[str, arg(metavar="NxNAME")]
     """4xV100-16GB: one node of 4; 2x8xA100-80GB: 2 nodes of 8; 2xcpu: ranks on this machine's CPU."""
     strategy: Annotated[Path | None, arg(metavar="FILE")] = None
@@ -42,12 +45,14 @@ class Simulate:
     techniques: TechniqueWords = field(default_factory=TechniqueOptions)
     benchmark: bool = False
     """Time each distinct op on this machine's own device in place of counting operations and bytes."""
+    trace: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Write all that the two steps allocate and free to FILE.jsonl, FILE.perfetto.json and FILE.pickle (memory_viz)."""
     json: bool = False
     """Print the prediction as one JSON object on stdout; everything else goes to stderr."""
 
     def run(self) -> int:
         """Simulate and print."""
-        from fullframe.recipe import load_recipe
+        from fullframe.recipe import load_recipe, values_of
         from fullframe.simulation.devices.table import parse_cluster
         from fullframe.simulation.simulate import simulate
 
@@ -60,13 +65,22 @@ class Simulate:
             strategy = Strategy(**mesh, **changed(self.techniques))
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is no prediction
             cluster = parse_cluster(self.gpus)
-            recipe = with_batch_size(load_recipe(self.recipe), batch_size)
-            prediction = simulate(recipe, strategy, cluster, timings={} if self.benchmark else None)
+            recipe = with_batch_size(load_recipe(self.recipe, values_of(self.set)), batch_size)
+            prediction = simulate(
+                recipe, strategy, cluster, timings={} if self.benchmark else None, on_trace=self._write_trace
+            )
         if self.json:
             print(prediction.to_json())
         else:
             _report(prediction, cluster.device.memory_bytes, sys.stdout)
         return 0
+
+    def _write_trace(self, trace: "Trace") -> None:
+        from fullframe.observation.memory.export import write_trace
+
+        if self.trace is not None:
+            files = ", ".join(str(path) for path in write_trace(trace, self.trace))
+            print(f"wrote {files}", file=sys.stderr)
 
 
 def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None:
@@ -84,8 +98,8 @@ def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None
         f"reserved {gib(prediction.reserved_bytes)}; the peak is in the {moment.phase} of step {moment.step}{where}",
         "at the peak: " + ", ".join(f"{kind} {gib(size)}" for kind, size in prediction.bytes.items()),
         "what no tensor shows: " + (", ".join(f"{n} {gib(b)}" for n, b in prediction.terms.items()) or "nothing"),
-        f"{1e3 * prediction.step_seconds:.4g} ms a step: "
-        + ", ".join(f"{kind} {1e3 * seconds:.3g}" for kind, seconds in prediction.seconds.items() if seconds),
+        f"{figure(1e3 * prediction.step_seconds)} ms a step: "
+        + ", ".join(f"{kind} {figure(1e3 * seconds)}" for kind, seconds in prediction.seconds.items() if seconds),
         *([said_of_host(prediction)] if prediction.bound_by_host else []),
         "the largest tensors at the peak, GiB:",
     ]

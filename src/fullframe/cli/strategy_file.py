@@ -9,6 +9,7 @@ from typing import Any
 from fullframe.errors import StrategyError
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
+from fullframe.wording import plural
 
 
 def first_plan(path: Path) -> Mapping[str, Any]:
@@ -30,7 +31,8 @@ def first_plan(path: Path) -> Mapping[str, Any]:
     fitting: list[Mapping[str, Any]] = [plan for plan in plans if plan.get("fits")]
     if not fitting:
         raise StrategyError(
-            f"none of the {len(plans)} strategies in {path} fits; plan with more or larger GPUs, or more --seconds"
+            f"{path} holds {plural(len(plans), 'strategy')}, and none fits; plan with more or larger GPUs, or more "
+            "--seconds"
         )
     return fitting[0]
 

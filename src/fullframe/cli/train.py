@@ -6,19 +6,25 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from fullframe.cli.comparison import Comparison
+from fullframe.cli.node_options import NodeOptions, NodeWords, nodes_of, require_whole_replicas
+from fullframe.cli.remedies import explain_out_of_memory
+from fullframe.cli.report import write_at_end, written
 from fullframe.cli.strategy_file import first_plan, require_devices, strategy_of, with_batch_size
 from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed, words
 from fullframe.errors import MeshError, RecipeError, RunError, StrategyError
+from fullframe.processes.exit_reasons import RESTART_REASON, STOPPED
 from fullframe.processes.stop_signals import Stopped
 from fullframe.strategy import Strategy, multiplied
+from fullframe.wording import plural
 
 if TYPE_CHECKING:
     from fullframe.training.run_directory import Resume
@@ -35,8 +41,11 @@ class Train:
 
     recipe: Positional[Path]
     """Python file with a function recipe() -> fullframe.Recipe."""
+    set: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")] = ()
+    """Values for the recipe: with lr=1e-3 it is called as recipe(lr=1e-3)."""
     processes: Count = None
     """Ranks to start on this machine: data x depth x height x width unless given; without any of these, all GPUs."""
+    over: NodeWords = field(default_factory=NodeOptions)
     data: Count = None
     """Replicas that read different samples: processes / (depth x height x width) unless given."""
     depth: Count = None
@@ -62,7 +71,7 @@ class Train:
     checkpoint_every: Annotated[int, arg(metavar="K")] = 100
     """Steps between two checkpoints; one more is written after the last step."""
     keep_checkpoints: Annotated[int, arg(metavar="K")] = 3
-    """How many of the newest checkpoints stay on the disk."""
+    """How many of the newest checkpoints stay on the disk, beside the best by the measure that recipe.best names."""
     check_every: Annotated[int, arg(metavar="K")] = 100
     """Steps between two comparisons of what all ranks should hold alike, to the bit; 0: never."""
     max_skipped: Annotated[int, arg(metavar="N")] = 10
@@ -74,29 +83,66 @@ class Train:
     deterministic: bool = False
     """Take kernels that repeat themselves to the bit, which GPUs do not by themselves: slower; torch refuses what has
     none."""
+    trace_step: Count = None
+    """Write all that this step allocates and frees to trace/ in the run directory: JSON lines, for Perfetto, and for
+    PyTorch's memory_viz page."""
+    stopped_code: Annotated[int, arg(metavar="CODE")] = 0
+    """Exit code of a run that was asked to stop, for a script that queues it again."""
     techniques: TechniqueWords = field(default_factory=TechniqueOptions)
     strict_memory: Annotated[float | None, arg(metavar="SHARE")] = None
     """Stop when after two steps the memory that was measured is off the prediction by more than this share, say 0.1."""
+    log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Log the records there too; each needs the extra of its name: pip install 'fullframe[tensorboard]'."""
     json: bool = False
     """Print one JSON object with the last step's record on stdout; everything else goes to stderr."""
 
     def run(self) -> int:
         """Train here as one rank, or start the ranks and wait for them."""
         self._check_counts()
+        if self.log:
+            from fullframe.observation.loggers import require_loggers
+
+            require_loggers(self.log)
         if self.on_cpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         joins = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        if self.over.nodes is not None:
+            if joins:
+                raise MeshError("this is a rank already (RANK is set), and torchrun says of which nodes; omit --nodes")
+            return self._launch_on_nodes(self.over.nodes)
+        if changed(self.over):
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in changed(self.over))
+            raise MeshError(f"{names} is for a job over several machines; say of how many by --nodes")
         ranks = int(os.environ["WORLD_SIZE"]) if joins else self._ranks_to_start()
         strategy = self._strategy(ranks) if self.plan is None else self._planned(ranks)
         run_dir = self._run_dir(joins)
-        if joins or ranks == 1:
-            return self._train(strategy, run_dir, rank=int(os.environ.get("RANK", "0")))
-        return self._launch(strategy, run_dir)
+        if not joins and ranks > 1:
+            return self._reported(run_dir, lambda: self._launch(strategy, run_dir))
+        rank = int(os.environ.get("RANK", "0"))
+        train = partial(self._train, strategy, run_dir, rank)
+        # Where our launcher started the ranks, it writes the report, when they have ended for good.
+        return train() if rank or RESTART_REASON in os.environ else self._reported(run_dir, train)
+
+    def _reported(self, run_dir: Path, train: Callable[[], int]) -> int:
+        """Train and, however it ends, write the report of a run that took a step."""
+        before = written(run_dir)
+        try:
+            return train()
+        finally:
+            explain_out_of_memory(self, run_dir)
+            if written(run_dir) != before:
+                write_at_end(run_dir, self.json)
+
+    def local_strategy(self) -> Strategy:
+        """The strategy of a job that is started on this machine; raises as `run` does where it is wrong."""
+        self._check_counts()
+        ranks = self._ranks_to_start()
+        return self._strategy(ranks) if self.plan is None else self._planned(ranks)
 
     def _check_counts(self) -> None:
         if self.strict_memory is not None and not self.strict_memory > 0:
             raise StrategyError(f"--strict-memory must be greater than 0, got {self.strict_memory}")
-        names = ("batch_size", "steps", "checkpoint_every", "keep_checkpoints", "max_skipped")
+        names = ("batch_size", "steps", "checkpoint_every", "keep_checkpoints", "max_skipped", "trace_step")
         least = dict.fromkeys(("processes", "data", "depth", "height", "width", *names), 1)
         least |= dict.fromkeys(("check_every", "hang_timeout", "max_restarts"), 0)
         for name, value in ((name, getattr(self, name)) for name in least):
@@ -110,8 +156,9 @@ class Train:
             return self.processes
         if self.plan is not None:
             return strategy_of(first_plan(self.plan)).ranks
-        if any(self._mesh.values()):
-            return math.prod(size or 1 for size in self._mesh.values())
+        given = self._one_replica
+        if any(self._mesh.values()) or given.ranks > 1:
+            return (self.data or 1) * given.ranks
         from fullframe.ranks import device
 
         device.require_usable()
@@ -122,21 +169,25 @@ class Train:
         """The sizes of the mesh as they are given."""
         return {"data": self.data, "depth": self.depth, "height": self.height, "width": self.width}
 
+    @property
+    def _one_replica(self) -> Strategy:
+        sizes: dict[str, Any] = {name: size for name, size in self._mesh.items() if size and name != "data"}
+        return Strategy(**sizes, **changed(self.techniques))
+
     def _strategy(self, ranks: int) -> Strategy:
-        mesh: dict[str, Any] = {name: size or 1 for name, size in self._mesh.items() if name != "depth" or size}
-        parts = math.prod(mesh.values()) // mesh["data"]
-        if ranks % parts:
-            below = ranks // parts * parts
-            fitting = f"{below} or {below + parts}" if below else str(parts)
-            split = multiplied({name: size for name, size in mesh.items() if name != "data"})
-            raise MeshError(f"{ranks} processes are no multiple of {split} = {parts}; use {fitting} processes")
-        mesh["data"] = self.data or ranks // parts
-        if math.prod(mesh.values()) != ranks:
+        one = self._one_replica
+        if ranks % one.ranks:
+            below = ranks // one.ranks * one.ranks
+            fitting = f"{below} or {below + one.ranks}" if below else str(one.ranks)
+            split = multiplied({name: size for name, size in one.mesh.items() if name != "data"})
+            raise MeshError(f"{ranks} processes are no multiple of {split} = {one.ranks}; use {fitting} processes")
+        strategy = replace(one, data=self.data or ranks // one.ranks)
+        if strategy.ranks != ranks:
             raise MeshError(
-                f"{multiplied(mesh)} = {math.prod(mesh.values())} is not the number of processes, {ranks}; "
+                f"{multiplied(strategy.mesh)} = {strategy.ranks} is not the number of processes, {ranks}; "
                 "leave out --data or --processes"
             )
-        return Strategy(**mesh, **changed(self.techniques))
+        return strategy
 
     def _planned(self, ranks: int) -> Strategy:
         assert self.plan is not None
@@ -145,7 +196,7 @@ class Train:
         plan = first_plan(self.plan)
         strategy, planned = strategy_of(plan), plan.get("batch_size")
         if strategy.ranks != ranks:
-            raise MeshError(f"the plan is for {strategy.ranks} ranks, there are {ranks}; start {strategy.ranks}")
+            raise MeshError(f"the plan is for {plural(strategy.ranks, 'rank')}, not {ranks}; start {strategy.ranks}")
         if self.batch_size is not None and planned not in (None, self.batch_size):
             raise StrategyError(
                 f"the plan is for batches of {planned}, --batch-size says {self.batch_size}; leave it out, or plan "
@@ -174,40 +225,95 @@ class Train:
         from fullframe.processes.launch import launch
         from fullframe.ranks import device
         from fullframe.training.run_directory import check_run_directory, last_step
+        from fullframe.training.run_file import note_end
 
         check_run_directory(run_dir, self._resume)
         device.require_usable()
         device.require_enough(strategy.ranks)
-        of_rank = replace(self, run_dir=run_dir)
-        if self.plan is None:
-            mesh: dict[str, Any] = {**strategy.mesh}
-            of_rank = replace(of_rank, **mesh)
-        return launch(
+        code = launch(
             strategy.ranks,
-            ["-m", "fullframe.cli", "train", *words(of_rank)],
+            self._of_rank(strategy, run_dir),
             restarts=self.max_restarts,
             progress=lambda: last_step(run_dir),
             patience_seconds=self.hang_timeout or 300.0,
+            on_failure=lambda reason: note_end(run_dir, reason),
+            before_restart=partial(explain_out_of_memory, self, run_dir),
         )
+        return self.stopped_code if code == STOPPED else code
+
+    def _of_rank(self, strategy: Strategy, run_dir: Path) -> list[str]:
+        """The words of Python's command line for a rank."""
+        of_rank = replace(self, run_dir=run_dir, over=NodeOptions(), stopped_code=STOPPED)
+        if self.plan is None:
+            mesh: dict[str, Any] = {name: size for name, size in strategy.mesh.items() if name in self._mesh}
+            of_rank = replace(of_rank, **mesh)
+        return ["-m", "fullframe.cli", "train", *words(of_rank)]
+
+    def _launch_on_nodes(self, count: int) -> int:
+        """Start this machine's ranks of a job over several, and wait for the job's end."""
+        from fullframe.processes.nodes import launch_on_nodes
+        from fullframe.ranks import device
+        from fullframe.training.run_directory import last_step
+        from fullframe.training.run_file import note_end
+
+        run_dir = self.run_dir
+        if run_dir is None:
+            raise RunError("--nodes needs --run-dir, which all machines see under the same path")
+        device.require_usable()
+        ranks = math.prod(size or 1 for size in self._mesh.values())
+        processes = self.processes or device.count() or -(-ranks // count)
+        device.require_enough(processes)
+        nodes = replace(nodes_of(self.over, processes), lease=run_dir / "lease")
+        whole = self._strategy(count * processes) if self.plan is None else self._planned(count * processes)
+        require_whole_replicas(nodes, whole)
+
+        def arguments(machines: int) -> list[str]:
+            return self._of_rank(replace(whole, data=machines * processes // whole.parts), run_dir)
+
+        launched = partial(
+            launch_on_nodes,
+            nodes,
+            arguments,
+            restarts=self.max_restarts,
+            progress=lambda: last_step(run_dir),
+            patience_seconds=self.hang_timeout or 300.0,
+            on_failure=lambda reason: note_end(run_dir, reason),
+        )
+        code = self._reported(run_dir, launched)  # by each machine: none knows whether rank 0 is its own
+        return self.stopped_code if code == STOPPED else code
 
     @property
     def _resume(self) -> "Resume":
         return "auto" if self.auto_resume else self.resume
 
+    def _options(self) -> dict[str, Any]:
+        """What `fit` takes as it is given here."""
+        names = ("checkpoint_every", "keep_checkpoints", "check_every", "max_skipped", "hang_timeout")
+        return {"resume": self._resume, **{name: getattr(self, name) for name in names}}
+
+    def _about(self, batch_size: int) -> dict[str, Any]:
+        """What run.json is to say beside what `fit` knows."""
+        from fullframe.training.run_file import commit_of
+
+        commit = commit_of(self.recipe.resolve().parent)
+        return {"recipe": str(self.recipe), "commit": commit, "batch_size": batch_size, "values": list(self.set)}
+
     def _train(self, strategy: Strategy, run_dir: Path, rank: int) -> int:
         import torch.distributed as dist
 
         from fullframe.cli.display import Display
+        from fullframe.observation.observers import observers_of_run
         from fullframe.ranks import device
-        from fullframe.recipe import load_recipe
+        from fullframe.recipe import load_recipe, values_of
         from fullframe.training.loop import fit
+        from fullframe.training.run_file import note_prediction
 
         if self.deterministic:
             device.repeat_kernels()
         if self.hang_timeout:  # or torch's thread for NCCL aborts the process before it can say what a kernel met
             os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         plan = None if self.plan is None else first_plan(self.plan)
-        read = load_recipe(self.recipe)
+        read = load_recipe(self.recipe, values_of(self.set))
         recipe = with_batch_size(read, self.batch_size or (plan or {}).get("batch_size"))
         steps = self.steps or recipe.steps
         last: dict[str, Any] = {}
@@ -220,12 +326,14 @@ class Train:
                 show.record(record)
             comparison.record(record)
 
-        code = 0
-        compared = Comparison(self.recipe, strategy, say, plan, self.strict_memory, recipe.batch_size)
+        code, (timeline, observers) = 0, observers_of_run(self.trace_step, self.log)
+        compared = Comparison(
+            *(self.recipe, strategy, say, plan, self.strict_memory, recipe.batch_size, self.set),
+            tracked=lambda: timeline.peak_bytes,
+            on_prediction=partial(note_prediction, run_dir) if rank == 0 else lambda predicted: None,
+        )
         with show or contextlib.nullcontext(), compared as comparison:
-            ranks = f"{strategy.ranks} rank{'s' * (strategy.ranks > 1)}"
-            where = f"{ranks} ({multiplied(strategy.mesh)}), on {device.name()}"
-            say(f"{self.recipe}: {steps} steps on {where}, writing {run_dir}")
+            say(f"{self.recipe}: {plural(steps, 'step')} on {_place(strategy)}, on {device.name()}, writing {run_dir}")
             if recipe.batch_size != read.batch_size:
                 say(f"batches of {recipe.batch_size} in place of the recipe's {read.batch_size}")
             try:
@@ -234,20 +342,25 @@ class Train:
                     strategy,
                     run_dir,
                     steps=steps,
-                    resume=self._resume,
-                    checkpoint_every=self.checkpoint_every,
-                    keep_checkpoints=self.keep_checkpoints,
-                    check_every=self.check_every,
-                    max_skipped=self.max_skipped,
-                    hang_timeout=self.hang_timeout,
+                    **self._options(),
                     on_record=on_record,
                     on_message=say,
+                    observers=observers,
+                    about=self._about(recipe.batch_size),
                 )
             except Stopped as stopped:
-                code, last["stopped"] = stopped.code, stopped.signal.name
+                code, last["stopped"] = stopped.code or self.stopped_code, stopped.signal.name
         if dist.get_world_size() > 1:
             dist.destroy_process_group()  # NCCL complains of a rank that just goes
         if self.json and rank == 0:
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in last.items()}
-            print(json.dumps({"run_dir": str(run_dir), "ranks": strategy.ranks, **finite}))
+            _print_json({"run_dir": str(run_dir), "ranks": strategy.ranks, **last})
         return code
+
+
+def _place(strategy: Strategy) -> str:
+    return f"{plural(strategy.ranks, 'rank')} ({multiplied(strategy.mesh)})"
+
+
+def _print_json(fields: Mapping[str, Any]) -> None:
+    """A value that is not finite is printed as null, which JSON knows."""
+    print(json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}))

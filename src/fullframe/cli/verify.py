@@ -40,19 +40,23 @@ class Verify:
     training: a difference to the whole batch at once is none of the split, and not shown.
 
     The whole frame must fit one process in float64, and all module outputs a temporary folder (TMPDIR chooses
-    where): take a smaller frame or batch in the recipe where it does not.
+    where): take a smaller frame or batch where it does not, in the recipe or by --set.
 
     Exit code: 0 exact, 1 not exact, 2 refused (an op without an exact rule) or wrong use.
     """
 
     recipe: Positional[Path]
     """Python file with a function recipe() -> fullframe.Recipe."""
+    set: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")] = ()
+    """Values for the recipe: with height=96 it is called as recipe(height=96)."""
     depth: Count = None
     """Ranks that share the slices of a volume (N, C, D, H, W)."""
     height: Count = None
     """Ranks that share a sample's rows."""
     width: Count = None
     """Ranks that share a sample's columns: 2 when no axis is given, or all of torchrun's ranks."""
+    stages: Count = None
+    """Ranks with consecutive iterations of ff.unroll, or layers of the longest nn.Sequential, in one microbatch."""
     data: Count = None
     """Replicas that read different samples: 1, or what the other axes leave of torchrun's ranks."""
     unsupported: Literal["error", "gather"] | None = None
@@ -71,18 +75,18 @@ class Verify:
         return self._compare(strategy) if joins else self._launch(strategy)
 
     def _strategy(self, ranks: int | None) -> Strategy:
-        for name in ("depth", "height", "width", "data"):
-            value = getattr(self, name)
+        sizes: dict[str, Any] = {name: getattr(self, name) for name in ("depth", "height", "width", "stages", "data")}
+        for name, value in sizes.items():
             if value is not None and value < 1:
                 raise MeshError(f"--{name} must be at least 1, got {value}")
         if not self.tolerance > 0:
             raise MeshError(f"--tolerance must be greater than 0, got {self.tolerance}")
         if not self.recipe.is_file():
             raise RecipeError(f"there is no recipe file {self.recipe}; check the path")
-        given = any((self.depth, self.height, self.width, self.data))
-        width = self.width or (1 if given else ranks or 2)
-        split = Strategy(depth=self.depth or 1, height=self.height or 1, width=width)
-        strategy = replace(split, data=self.data or max((ranks or 1) // split.parts, 1))
+        width = self.width or (1 if any(sizes.values()) else ranks or 2)
+        of_replica: dict[str, Any] = {name: size or 1 for name, size in sizes.items()} | {"width": width, "data": 1}
+        split = Strategy(**of_replica)
+        strategy = replace(split, data=self.data or max((ranks or 1) // split.ranks, 1))
         if ranks is not None and strategy.ranks != ranks:
             raise MeshError(
                 f"{multiplied(strategy.mesh)} = {strategy.ranks} is not the number of ranks that were started, "
@@ -119,7 +123,9 @@ class Verify:
         from fullframe.verification.verify import verify
 
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is not the verdict
-            verdict = verify(self.recipe, strategy, unsupported=self.unsupported, tolerance=self.tolerance)
+            verdict = verify(
+                self.recipe, strategy, values=self.set, unsupported=self.unsupported, tolerance=self.tolerance
+            )
         folder = os.environ.get(_FOLDER)
         if dist.get_rank() == 0:
             if folder is None:

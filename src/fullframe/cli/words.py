@@ -1,14 +1,27 @@
-"""Options of the command line: those of `TECHNIQUES`, and a command as the words that say it again."""
+"""Words of the command line: options for `TECHNIQUES`, a command as the words that say it again, and counts."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_type_hints
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
+from tyro.constructors import PrimitiveConstructorSpec
 
 from fullframe.strategy import TECHNIQUES, Strategy
+from fullframe.technique import Compile
 
 _POSITIONAL = get_args(Positional[int])[1:]
+_SAID_NOTHING = arg(help_behavior_hint="")
+
+# An option with or without values.
+_COMPILE = PrimitiveConstructorSpec[Compile](
+    nargs="*",
+    metavar="[all | NAME ...]",
+    instance_from_str=lambda given: True if not given else "all" if given == ["all"] else tuple(given),
+    is_instance=lambda value: isinstance(value, (bool, str, tuple)),
+    str_from_instance=lambda value: _given(value),
+)
+_SPECS: dict[str, tuple[PrimitiveConstructorSpec[Any], ...]] = {"compile": (_COMPILE,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +36,11 @@ def technique_options(strategy: type[Strategy] = Strategy) -> type[Techniques]:
     options = [
         (
             field.name,
-            Annotated[types[field.name], arg(help=rows[field.name].help, metavar=rows[field.name].metavar or None)],
+            Annotated[
+                types[field.name],
+                arg(help=rows[field.name].help, metavar=rows[field.name].metavar or None),
+                *_SPECS.get(field.name, ()),
+            ],
             dataclasses.field(default=field.default),
         )
         for field in dataclasses.fields(strategy)
@@ -36,6 +53,19 @@ def technique_options(strategy: type[Strategy] = Strategy) -> type[Techniques]:
 
 TechniqueOptions = technique_options()
 TechniqueWords = Annotated[Techniques, OmitArgPrefixes, arg(constructor=TechniqueOptions)]
+
+
+def without_empty_defaults(options: Any) -> None:
+    """Leave "(default: None)" and "(default: False)" out of what --help says of a dataclass's options."""
+    types = get_type_hints(options, include_extras=True)
+    for field in dataclasses.fields(options):
+        if field.default is None or field.default is False or field.default == ():
+            options.__annotations__[field.name] = Annotated[types[field.name], _SAID_NOTHING]
+
+
+def figure(value: float) -> str:
+    """Three digits, and all of those before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def changed(options: Any) -> dict[str, Any]:
@@ -53,6 +83,10 @@ def words(command: Any) -> list[str]:
         elif get_args(kinds[name])[1:2] == _POSITIONAL:
             found.insert(0, str(value))
         else:
-            values = value if isinstance(value, tuple) else () if value is True else (value,)
-            found += [f"--{name.replace('_', '-')}", *map(str, values)]
+            found += [f"--{name.replace('_', '-')}", *_given(value)]
     return found
+
+
+def _given(value: Any) -> list[str]:
+    """The words that follow an option."""
+    return list(map(str, value if isinstance(value, tuple) else () if value is True else (value,)))

@@ -28,9 +28,10 @@ class SegmentationFolder(Dataset[dict[str, Any]]):
         for one, other, folder in ((images, masks, "masks"), (masks, images, "images")):
             alone = sorted(set(one) - set(other))
             if alone:
+                count = "1 file has" if len(alone) == 1 else f"{len(alone)} files have"
                 raise DataError(
-                    f"{len(alone)} files have no partner in {Path(root) / folder}, the first of them "
-                    f"{one[alone[0]]}; add what is missing or take them out"
+                    f"{count} no partner in {Path(root) / folder}, the first of them {one[alone[0]]}; add what is "
+                    "missing or take away what is there"
                 )
         self._files = [(stem, images[stem], masks[stem]) for stem in sorted(images)]
         self._pad_to, self._dtype = pad_to, dtype

@@ -42,7 +42,7 @@ class Placement:
 
     def at(self, dim: int) -> "Placement":
         """The same split at another dim."""
-        return replace(self, dim=dim)
+        return self if dim == self.dim else replace(self, dim=dim)
 
     def recut(self, extents: Extents) -> "Placement":
         """The same factor cut at other boundaries, of as many rows as these say; ShapeError for a mask's."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from fullframe.errors import StrategyError
 from fullframe.simulation.devices.table import Cluster, Device
-from fullframe.strategy import TECHNIQUES, Asked, Precision, Strategy, Technique, divisors
+from fullframe.strategy import TECHNIQUES, Strategy, divisors
+from fullframe.technique import Asked, Precision, Technique
 
 _LEAST_ROWS = 16  # a rank with less of the frame's rows or columns owns nothing of the deeper maps, and only waits
 
@@ -94,7 +95,7 @@ def candidates(job: Job) -> Iterator[Strategy]:
         yield from found
 
 
-def _with(technique: Technique, strategy: Strategy, job: Job) -> Iterator[Strategy]:
+def _with(technique: Technique[Strategy], strategy: Strategy, job: Job) -> Iterator[Strategy]:
     """`strategy` with each value that the technique offers and that agrees with the rest."""
     for value in technique.choices(job, strategy) or (getattr(strategy, technique.name),):
         changed = with_value(strategy, technique, value)
@@ -102,7 +103,7 @@ def _with(technique: Technique, strategy: Strategy, job: Job) -> Iterator[Strate
             yield changed
 
 
-def with_value(strategy: Strategy, technique: Technique, value: object) -> Strategy | None:
+def with_value(strategy: Strategy, technique: Technique[Strategy], value: object) -> Strategy | None:
     """The strategy with this value of the technique; None where it contradicts the others."""
     if value == getattr(strategy, technique.name):
         return strategy

@@ -6,7 +6,8 @@ from pathlib import Path
 from fullframe.errors import FullframeError
 from fullframe.planning.ranking import Plan, by_category
 from fullframe.simulation.devices.table import GIB
-from fullframe.strategy import describe
+from fullframe.strategy import describe, multiplied
+from fullframe.techniques.pipelines import bubble, gpipe, timeline
 
 _SHOWN = 25
 _COLOURS = {
@@ -62,4 +63,38 @@ def draw(plans: Sequence[Plan], title: str, path: Path) -> None:
         figure.add_vline(x=shown[0].memory_bytes / GIB, line_dash="dash", annotation_text="fits", row=1, col=1)
     figure.update_layout(barmode="stack", title=title, template="plotly_white", height=200 + 28 * len(shown))
     figure.update_yaxes(autorange="reversed", automargin=True)
-    figure.write_html(path, include_plotlyjs=True)
+    page = figure.to_html(include_plotlyjs=True)
+    staged = next((plan for plan in shown if "stages" in plan.strategy.mesh), None)
+    if staged is not None:
+        page = page.replace("</body>", f"{_pipeline(staged)}</body>")
+    path.write_text(page)
+
+
+def _pipeline(plan: Plan) -> str:
+    """When each stage of a plan works on which microbatch; drawn with backward as twice as long as forward."""
+    import plotly.graph_objects as go
+
+    stages, microbatches = plan.strategy.mesh["stages"], plan.strategy.microbatches
+    timed = timeline(gpipe, microbatches, [1.0] * stages, [2.0] * stages)
+    figure = go.Figure()
+    for kind, colour in (("forward", "#4c78a8"), ("backward", "#f58518")):
+        found = [each for each in timed if each.action.kind == kind]
+        figure.add_trace(
+            go.Bar(
+                y=[f"stage {each.stage}" for each in found],
+                base=[each.start for each in found],
+                x=[each.stop - each.start for each in found],
+                text=[str(each.action.microbatch) for each in found],
+                name=kind,
+                orientation="h",
+                marker={"color": colour, "line": {"color": "white", "width": 1}},
+            )
+        )
+    title = (
+        f"{describe(plan.strategy)}: GPipe's {multiplied({'microbatches': microbatches})} on the stages, which wait "
+        f"{bubble(timed):.0%} of the time (the white)"
+    )
+    figure.update_layout(barmode="overlay", title=title, template="plotly_white", height=200 + 40 * stages)
+    figure.update_xaxes(title="forward passes of one microbatch")
+    figure.update_yaxes(autorange="reversed")
+    return str(figure.to_html(full_html=False, include_plotlyjs=False))

@@ -7,7 +7,8 @@ from math import prod
 
 from fullframe.planning.candidates import Job, border, mesh_of
 from fullframe.simulation.prediction import Prediction
-from fullframe.strategy import TECHNIQUES, Rough, Strategy
+from fullframe.strategy import TECHNIQUES, Strategy
+from fullframe.technique import Rough
 
 _STATE = ("parameter", "gradient", "optimizer")
 _HELD = ("activation", "temporary")

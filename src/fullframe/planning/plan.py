@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
 from fullframe.errors import RecipeError, StrategyError
-from fullframe.model.blocks import repeated_blocks
-from fullframe.model.runs import runs_of_layers
+from fullframe.model.blocks import blocks_that_repeat
 from fullframe.planning.candidates import Frame, Job, precisions_of
+from fullframe.planning.plans import Plans
 from fullframe.planning.pool import runner
 from fullframe.planning.ranking import Plan, plans_of
 from fullframe.planning.search import Search
@@ -23,7 +23,10 @@ from fullframe.simulation.devices.table import Cluster, parse_cluster
 from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
 from fullframe.simulation.prediction import Prediction
 from fullframe.simulation.simulate import simulate
-from fullframe.strategy import OTHER_OPTIMIZERS, Precision, Strategy
+from fullframe.strategy import OTHER_OPTIMIZERS, Strategy
+from fullframe.technique import Precision
+from fullframe.techniques.staged_models import parts_of
+from fullframe.techniques.unrolled_models import most_iterations
 
 LIMIT_SECONDS = 120.0  # of a search; most come to their end long before
 KEPT_FREE = 0.06  # of the device's memory: benchmarks/prediction is at most 5.1 % below what was measured
@@ -46,7 +49,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is to be planned; the first six fields are the parameters of `plan`.
+    """What is to be planned; the first eight fields are the parameters of `plan`.
 
     benchmark: time each distinct op on this machine in place of a roofline; on the CPU unless said otherwise
     workers:   processes that simulate; more than one only where no other thread of this process is at work
@@ -58,6 +61,7 @@ class PlanRequest:
     batch_size: int | None = None
     precisions: Sequence[Precision] | None = None
     allow_optimizer: bool = False
+    allow_compile: bool = False
     memory_limit_bytes: int | None = None
     seconds: float = LIMIT_SECONDS
     benchmark: bool | None = None
@@ -80,20 +84,23 @@ def plan(
     batch_size: int | None = None,
     precisions: Sequence[Precision] | None = None,
     allow_optimizer: bool = False,
+    allow_compile: bool = False,
     memory_limit_bytes: int | None = None,
     seconds: float = LIMIT_SECONDS,
-) -> list[Plan]:
-    """Strategies for `recipe` on e.g. "4xV100-16GB", best first: those that fit by speed, then why others do not.
+) -> Plans:
+    """Strategies for `recipe`, best first: those that fit by speed, then why others do not. A notebook shows a table.
 
+    devices:            "4xV100-16GB" for one node of 4, "2x8xA100-80GB" for 2 nodes of 8, "2xcpu" for ranks on this CPU
     batch_size:         of the whole job, in place of the recipe's
     precisions:         those to choose from; all that the device is faster in, and "fp32", unless given
     allow_optimizer:    other optimizers may take the recipe's place
+    allow_compile:      the two fastest strategies that fit are tried with compiled blocks too (experimental)
     memory_limit_bytes: what one device may use, in place of its memory
     seconds:            a simulation that is not done by then is given up; the reason of what may fit and was not tried
                         says so
 
-    Raises DeviceError for an unknown device, RecipeError for a recipe without a frame; what the first simulation of
-    the recipe's own model raises.
+    Raises DeviceError for an unknown device, RecipeError for a recipe without a frame, StrategyError for a precision
+    that the device does not have; what the first simulation of the recipe's own model raises.
     """
     request = PlanRequest(
         recipe=recipe,
@@ -101,10 +108,11 @@ def plan(
         batch_size=batch_size,
         precisions=precisions,
         allow_optimizer=allow_optimizer,
+        allow_compile=allow_compile,
         memory_limit_bytes=memory_limit_bytes,
         seconds=seconds,
     )
-    return list(plan_in_full(request).plans)
+    return Plans(plan_in_full(request).plans)
 
 
 def plan_in_full(request: PlanRequest) -> Planned:
@@ -121,7 +129,7 @@ def plan_in_full(request: PlanRequest) -> Planned:
         raise StrategyError(f"ops can only be timed on a device that is here, and there is no {cluster.device.name}")
     sample = read_sample(recipe)
     recipe = replace(recipe, sample=lambda: sample)  # read once, and not again in every simulation
-    job = _job(recipe, cluster, request.precisions, request.allow_optimizer)
+    job = _job(recipe, cluster, request)
     search = Search(job=job, limit_bytes=int(cluster.device.memory_bytes * (1 - KEPT_FREE)))
     predict = partial(simulate, timings={} if benchmark else None, until=end)
     workers = 1 if benchmark else request.workers  # two at once would time each other
@@ -143,11 +151,12 @@ def plan_in_full(request: PlanRequest) -> Planned:
     )
 
 
-def _job(recipe: Recipe, cluster: Cluster, precisions: Sequence[Precision] | None, allow_optimizer: bool) -> Job:
+def _job(recipe: Recipe, cluster: Cluster, request: PlanRequest) -> Job:
     slices, rows, columns = _frame(recipe)
-    device = cluster.device
+    device, precisions = cluster.device, request.precisions
     if "bf16" in (precisions or ()) and not device.has_bf16:
         raise StrategyError(f"{device.name} has no bf16; use fp16, which scales the loss")
+    model = abstract_model(recipe, FakeTensorMode())
     return Job(
         cluster=cluster,
         batch_size=recipe.batch_size,
@@ -155,8 +164,12 @@ def _job(recipe: Recipe, cluster: Cluster, precisions: Sequence[Precision] | Non
         columns=columns,
         slices=slices,
         precisions=tuple(precisions or precisions_of(device)),
-        optimizers=("recipe", *OTHER_OPTIMIZERS) if allow_optimizer else ("recipe",),
-        recompute_modules=_without_blocks(recipe),
+        optimizers=("recipe", *OTHER_OPTIMIZERS) if request.allow_optimizer else ("recipe",),
+        recompute_modules=_without_blocks(model),
+        ranks=cluster.ranks,
+        parts=parts_of(model),
+        iterations=most_iterations(model),
+        can_compile=request.allow_compile,
         can_offload=device.is_cuda,
     )
 
@@ -175,9 +188,8 @@ def _frame(recipe: Recipe) -> Frame:
     return frame.shape[-3] if frame.dim() == 5 else 1, frame.shape[-2], frame.shape[-1]
 
 
-def _without_blocks(recipe: Recipe) -> tuple[str, ...]:
+def _without_blocks(model: nn.Module) -> tuple[str, ...]:
     """What to recompute in a model without blocks or runs of layers: its outermost modules; () where it has them."""
-    model = abstract_model(recipe, FakeTensorMode())
-    if repeated_blocks(model) or runs_of_layers(model):
+    if blocks_that_repeat(model):
         return ()
     return tuple(name for name, child in model.named_children() if any(True for _ in child.parameters()))

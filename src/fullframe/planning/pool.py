@@ -23,7 +23,7 @@ class Refusal:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.kind.__name__}: {self.text}"
+        return self.text
 
 
 Outcome = Prediction | Refusal | None  # what was predicted, why nothing could be, or None: the time was over

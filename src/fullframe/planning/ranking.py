@@ -9,7 +9,8 @@ from typing import Any
 from fullframe.planning.estimate import Estimate
 from fullframe.planning.search import Search, weight
 from fullframe.simulation.prediction import Prediction
-from fullframe.strategy import Strategy, amount, describe
+from fullframe.strategy import Strategy, describe
+from fullframe.wording import amount
 
 
 class Why(Enum):

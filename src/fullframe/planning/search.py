@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from fullframe.errors import UnsupportedOp
-from fullframe.planning.candidates import Job, Mesh, border, candidates, mesh_of, saves_more
+from fullframe.planning.candidates import Job, Mesh, border, candidates, mesh_of, saves_more, with_value
 from fullframe.planning.estimate import Estimate, Estimator
 from fullframe.planning.pool import Refusal, Runner
 from fullframe.simulation.prediction import Prediction
 from fullframe.strategy import TECHNIQUES, Strategy
 
 _PROOFS = 4  # simulations of what will hardly fit, where nothing else does
+_LAST = 2  # of the fastest that fit get what takes long to simulate
 _BUDGET_SHARE = 0.9  # of what is free that a budget of recompute hands out
 
 
@@ -50,7 +51,7 @@ class Search:
             waiting = self._sorted_out(waiting)
             self.left = self.estimates(waiting)
             chosen = (self._next() if self.known else waiting)[:width]
-        for more in (self._siblings, self._refined):
+        for more in (self._siblings, self._refined, self._last):
             if time.monotonic() < end:
                 self._simulate(runner, more()[: 2 * width])
         self.left = {s: e for s, e in self.left.items() if s not in self.known and s not in self.refused}
@@ -140,6 +141,14 @@ class Search:
                 if without is None or budget < without.bytes.get("activation", 0):
                     found[refined[1]] = prediction.step_seconds
         return sorted(found, key=lambda strategy: found[strategy])
+
+    def _last(self) -> list[Strategy]:
+        """The fastest that fit, with what is tried at the end alone."""
+        fitting = self.fitting
+        fastest = sorted(fitting, key=lambda s: fitting[s].step_seconds * weight(s))[:_LAST]
+        tried = product(fastest, TECHNIQUES)
+        found = [with_value(s, technique, value) for s, technique in tried for value in technique.last(self.job, s)]
+        return [strategy for strategy in found if strategy is not None and strategy not in self.known]
 
 
 def weight(strategy: Strategy) -> float:

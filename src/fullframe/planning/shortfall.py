@@ -18,7 +18,8 @@ from fullframe.recipe import Recipe
 from fullframe.simulation.devices.table import Cluster
 from fullframe.simulation.fake.abstract import abstract_model
 from fullframe.simulation.prediction import Prediction
-from fullframe.strategy import TECHNIQUES, Strategy, amount, describe
+from fullframe.strategy import TECHNIQUES, Strategy, describe
+from fullframe.wording import amount
 
 SimulateOn = Callable[[Recipe, Strategy, Cluster], Prediction]
 

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullframe.errors import RecipeError
 from fullframe.model.buffers import share_buffers
 from fullframe.ranks.agreement import on_first_rank
-from fullframe.ranks.mesh import spatial_of
+from fullframe.ranks.mesh import has_stages, spatial_of, stage_axis
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.recipe import Recipe
 from fullframe.spatial.tensor import SpatialTensor
-from fullframe.strategy import Precision
+from fullframe.technique import Precision
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.precision import computing
 from fullframe.training.loading.delivery import mesh_device
@@ -85,7 +85,8 @@ def evaluate(
                     counted = copy.deepcopy(tally)
                 tally.add(recipe.evaluate(model, batch))
                 progress()
-            found = counted.found(first=spatial_of(mesh).coordinate == 0)
+            counts_here = not has_stages(mesh) or stage_axis(mesh).coordinate == 0  # all stages measured the same
+            found = counted.found(spatial_of(mesh).coordinate == 0, counts_here)
     finally:
         tally.reset()  # for the next evaluation, also when this one ends early
     return _over_ranks(found, mesh)
@@ -145,8 +146,8 @@ class _Tally:
             for metric in metrics.values():
                 metric.reset()
 
-    def found(self, first: bool) -> dict[str, _Found]:
-        """What is sent to rank 0; `first`: this rank is the first of its replica, whose ranks all call it."""
+    def found(self, first: bool, counts: bool) -> dict[str, _Found]:
+        """What is sent to rank 0 from the first rank of a replica, or of parts from each rank that `counts`."""
         result = {}
         for name, part in self._of_part.items():
             if name in self._sums:
@@ -155,7 +156,7 @@ class _Tally:
             else:
                 content = [_on_host(metric) for metric in self._metrics[name].values()]
                 digest = [_digest(state) for metric in content for state in _states(metric)]
-            result[name] = _Found(part, content if first or part else None, [] if part else digest)
+            result[name] = _Found(part, content if counts and (first or part) else None, [] if part else digest)
         return result
 
 

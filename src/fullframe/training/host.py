@@ -14,6 +14,7 @@ from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.techniques.budget import Costs, agreed, device_clock, measured
 from fullframe.techniques.offload import saving_to_host
 from fullframe.training.microbatches import microbatches
+from fullframe.training.phases import Phases
 
 
 class StepHost(Protocol):
@@ -37,12 +38,19 @@ class StepHost(Protocol):
     def update(self, step: Callable[[], object]) -> None:
         """Take the optimizer's `step`."""
 
+    def phase(self, name: str) -> None:
+        """What a step does from here on: one of `phases.PHASES`, "" for nothing."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward from `loss`, of which waiting for the gradients of other ranks is a phase of its own."""
+
 
 class RealHost:
-    """Devices and ranks as they are."""
+    """Devices and ranks as they are; `phases` knows how long each part of a step takes."""
 
     def __init__(self, device: torch.device, ranks: int, offload: bool):
         self._device, self._ranks = device, ranks
+        self.phases = Phases(device)
         self._saving = saving_to_host(device) if offload else nullcontext
 
     def read(self, scalars: Sequence[Tensor]) -> list[float]:
@@ -83,3 +91,15 @@ class RealHost:
     def update(self, step: Callable[[], object]) -> None:
         """Once."""
         step()
+
+    def phase(self, name: str) -> None:
+        """As `StepHost.phase`."""
+        self.phases.enter(name)
+
+    def backward(self, loss: Tensor) -> None:
+        """As `StepHost.backward`. DDP waits for its messages once all nodes have run."""
+        self.phases.enter("backward")
+        if self._ranks > 1 and loss.requires_grad and self.phases.active:
+            engine: Any = torch.autograd.Variable._execution_engine
+            loss.register_hook(lambda gradient: engine.queue_callback(lambda: self.phases.enter("all_reduce")))
+        loss.backward()

@@ -1,25 +1,30 @@
 """The loop: build what the recipe names, step, record, evaluate, checkpoint. Prints nothing; callers get records."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import RecipeError
 from fullframe.model.fsdp import is_sharded, whole_value
 from fullframe.processes.exit_reasons import restart_reason
+from fullframe.ranks import device
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.mesh import init_mesh
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
 from fullframe.training.checkpoints.writer import load, newest_checkpoint
 from fullframe.training.evaluation import evaluating
+from fullframe.training.observers import Observed, Observer, Observers
 from fullframe.training.run_directory import Resume, open_run, strategy_of_restart
+from fullframe.training.run_file import facts
 from fullframe.training.session import Session, assemble
 from fullframe.training.steps import Run, Steps, due, watched
+from fullframe.wording import plural
 
 Record = Mapping[str, Any]  # one step: step, loss, grad_norm, skipped, step_seconds, and what evaluate() measured
 
@@ -38,8 +43,10 @@ def fit(
     hang_timeout: float = 300.0,
     on_record: Callable[[Record], None] = lambda record: None,
     on_message: Callable[[str], None] = lambda message: None,
+    observers: Sequence[Observer] = (),
+    about: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Train to `steps` optimizer steps (the recipe's unless given) and return the trained plain model.
+    """Train to `steps` optimizer steps (the recipe's unless given) under `strategy`; returns the trained plain model.
 
     All ranks call it; `run_dir` must be visible to all. `resume` goes on from the newest readable checkpoint, bit
     for bit where the mesh is the same and the kernels repeat themselves (CPUs' do; GPUs' under
@@ -47,43 +54,100 @@ def fit(
     `on_record` and `on_message` are called on every rank, after the run directory was written.
 
     checkpoint_every: a checkpoint is written every so many steps and after the last one
+    keep_checkpoints: how many of the newest stay, beside the best by `recipe.best`
     check_every:      steps between two comparisons of what all ranks should hold alike, also made before each
                       checkpoint; 0: never
     max_skipped:      steps in a row that may be skipped because the loss or a gradient is not finite
-    hang_timeout:     seconds without progress after which the ranks say where they are and end; 0: never, and only
-                      after a day does the process group give up
+    hang_timeout:     seconds without progress after which the ranks say where they are and end; 0: only after a day
+    observers:        told of each step on every rank, as `training.observers.Observer` says
+    about:            what run.json is to say beside what is known here, e.g. {"recipe": path}
 
     Asked to stop by SIGTERM, SIGUSR1 or Ctrl-C, it writes a checkpoint after the step and raises `Stopped`, a
     SystemExit. Raises MeshError, StrategyError, RecipeError, RunError or CheckpointError, on all ranks.
     """
     steps = recipe.steps if steps is None else steps
-    mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, timeout_seconds=_patience(hang_timeout))
+    mesh = _mesh(strategy, hang_timeout)
     reason = next((found for found in from_all_ranks(restart_reason()) if found), "")
     if reason:
-        resume, strategy = "auto", strategy_of_restart(Path(run_dir), strategy)
+        resume, strategy = "auto", strategy_of_restart(Path(run_dir), strategy, recipe.batch_size)
     session = assemble(recipe, strategy, mesh)
     directory, goes_on = open_run(Path(run_dir), strategy, resume)
-    with watched(directory, keep_checkpoints, hang_timeout, on_message) as run:
-        if reason:
-            run.say(f"started again: {reason}")
-        if goes_on:
-            _go_on(session, run)
-        run.checkpoints.require_storable(session.state)  # now rather than at the first checkpoint
-        todo = Steps(recipe, strategy, mesh, session, run, max_skipped)
-        for number in range(session.state.step + 1, steps + 1):
-            last = number == steps
-            record = todo.take(number)
-            line = _line(number, record)
-            if recipe.evaluate and (due(number, recipe.evaluate_every) or last):
-                line = _joined(line, todo.evaluate(number, last))
-            directory.append(line)
-            on_record(line)
-            todo.secure(number, record.hands > 0, last, checkpoint_every, check_every)
-    plain = _whole(recipe, session.state.model)
-    if recipe.finish and dist.get_rank() == 0:
-        with evaluating(plain):
-            recipe.finish(plain, directory.path)
+    place = facts(device=device.name(), world_size=dist.get_world_size(), steps=steps)
+    with directory.file.standing({**place, **(about or {})}):
+        with watched(directory, keep_checkpoints, hang_timeout, on_message) as run:
+            if reason:
+                run.say(f"started again: {reason}")
+            if goes_on:
+                _go_on(session, run)
+            run.checkpoints.require_storable(session.state)  # now rather than at the first checkpoint
+            looking = Observers(observers)
+            todo = Steps(recipe, strategy, mesh, session, run, max_skipped, looking)
+            with looking.looking_on(_observed(recipe, session, strategy, mesh, run)):
+                _train(recipe, todo, steps, run, looking, checkpoint_every, check_every, on_record)
+        plain = _whole(recipe, session.state.model)
+        if recipe.finish and dist.get_rank() == 0:
+            with evaluating(plain):
+                recipe.finish(plain, directory.path)
     return plain
+
+
+def _train(
+    recipe: Recipe,
+    todo: Steps,
+    steps: int,
+    run: Run,
+    looking: Observer,
+    checkpoint_every: int,
+    check_every: int,
+    on_record: Callable[[Record], None],
+) -> None:
+    run.directory.file.step(todo.done, now=True)
+    if todo.done >= steps:
+        done = f"the run has all of its {plural(steps, 'step')} already"
+        run.say(f"{done}; more steps go on, `fullframe export` writes the weights")
+    first, compiled, told = todo.done + 1, todo.compiled, ""
+    if compiled is not None:
+        compiled.programs.tell = run.say
+    for number in range(first, steps + 1):
+        last = number == steps
+        looking.before_step(number)
+        record = todo.take(number)
+        line = {**_line(number, record), "learning_rate": todo.learning_rate}
+        best = None
+        if recipe.evaluate and (due(number, recipe.evaluate_every) or last):
+            try:
+                measured = todo.evaluate(number, last)
+                line = _joined(line, measured)
+                best = todo.better(number, measured)
+            except BaseException:
+                run.directory.append(line)  # the step itself was taken
+                raise
+        run.directory.append(line)
+        run.directory.file.step(number, now=last)
+        looking.after_step(number, line)
+        on_record(line)
+        if compiled is not None and todo.done <= first + 1 and compiled.summary != told:
+            told = compiled.summary  # a block that changes itself at its first call is compiled at the second
+            run.say(told)
+        todo.secure(number, record.hands > 0, last, checkpoint_every, check_every, best)
+
+
+def _observed(recipe: Recipe, session: Session, strategy: Strategy, mesh: DeviceMesh, run: Run) -> Observed:
+    return Observed(
+        recipe=recipe,
+        session=session,
+        strategy=strategy,
+        mesh=mesh,
+        run_dir=run.directory.path,
+        rank=dist.get_rank(),
+        say=run.say,
+        append=run.directory.append,
+    )
+
+
+def _mesh(strategy: Strategy, hang_timeout: float) -> DeviceMesh:
+    sizes = {"depth": strategy.depth, "stages": strategy.stages}
+    return init_mesh(strategy.height, strategy.width, **sizes, timeout_seconds=_patience(hang_timeout))
 
 
 def _patience(hang_timeout: float) -> float:

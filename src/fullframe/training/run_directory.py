@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints: strategy.json, metrics.jsonl, log.txt. Rank 0 writes.
+"""What a run writes beside its checkpoints: strategy.json, run.json, metrics.jsonl, log.txt. Rank 0 writes.
 
 A launcher looks into it before any rank starts, so that this module loads no torch.
 """
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fullframe.errors import RunError, StrategyError
+from fullframe.processes.whole_files import replace_text
 from fullframe.strategy import Strategy
+from fullframe.training.run_file import RunFile
 
 _LINE_BYTES = 65536  # more than two lines of metrics.jsonl
 Resume = bool | Literal["auto"]  # "auto": go on if there is a run, else start one
@@ -29,6 +31,7 @@ class RunDirectory:
     def __init__(self, path: Path, writes: bool):
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.file = RunFile(path, writes)
         self.trouble = ""
         self._writes = writes
         self._metrics = path / "metrics.jsonl"
@@ -56,9 +59,7 @@ class RunDirectory:
         if not self._writes or not self._metrics.exists():
             return
         kept = [line for line in self._metrics.read_text().splitlines() if _step_of(line) <= step]
-        partial = self._metrics.with_suffix(".partial")
-        partial.write_text("".join(line + "\n" for line in kept))
-        os.replace(partial, self._metrics)
+        replace_text(self._metrics, "".join(line + "\n" for line in kept))
 
 
 def open_run(path: Path, strategy: Strategy, resume: Resume) -> tuple[RunDirectory, bool]:
@@ -86,20 +87,25 @@ def open_run(path: Path, strategy: Strategy, resume: Resume) -> tuple[RunDirecto
 
 def write_strategy(path: Path, strategy: Strategy) -> None:
     """Write strategy.json: how the run goes on from here."""
-    partial = path / "strategy.json.partial"
-    partial.write_text(strategy.to_json() + "\n")
-    os.replace(partial, path / "strategy.json")
+    replace_text(path / "strategy.json", strategy.to_json() + "\n")
 
 
-def strategy_of_restart(path: Path, strategy: Strategy) -> Strategy:
-    """`strategy` with the microbatches that the run in `path` had come to; all ranks call it."""
+def strategy_of_restart(path: Path, strategy: Strategy, batch_size: int) -> Strategy:
+    """`strategy` with microbatches of as few samples as the run in `path` had come to; all ranks call it.
+
+    Where the replicas have become fewer, each goes through its larger part of the batch in more slices.
+    """
     from fullframe.ranks.agreement import on_first_rank
 
     def kept() -> int:
         try:
-            return Strategy.from_json((path / "strategy.json").read_text()).microbatches
+            before = Strategy.from_json((path / "strategy.json").read_text())
         except (OSError, StrategyError):
             return strategy.microbatches
+        if before.data == strategy.data:
+            return before.microbatches
+        samples, slices = batch_size // strategy.data, before.microbatches * before.data
+        return next((n for n in range(1, samples + 1) if samples % n == 0 and n * strategy.data >= slices), samples)
 
     return replace(strategy, microbatches=on_first_rank(kept))
 
@@ -133,6 +139,7 @@ def _has_steps(path: Path) -> bool:
 
 def _step_of(line: str) -> float:
     try:
-        return float(json.loads(line)["step"])
+        record = json.loads(line)
+        return float(record["step"] if "step" in record else record["after_step"])  # the latter is no step itself
     except (ValueError, KeyError, TypeError):
         return math.inf

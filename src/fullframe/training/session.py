@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from fullframe.errors import RecipeError
 from fullframe.model.parallelize import ParallelModel, parallelize_for
 from fullframe.ranks.randomness import seed_everything
 from fullframe.recipe import Recipe
@@ -39,7 +41,9 @@ def assemble(recipe: Recipe, strategy: Strategy, mesh: DeviceMesh) -> Session:
         model=plain,
         optimizer=optimizer,
         loader=_loader(recipe, mesh),
-        mesh=tuple(mesh.mesh.shape),
+        mesh=tuple(size for name, size in strategy.mesh.items() if name != "stages"),
+        stages=strategy.stages,
+        precision=strategy.precision,
         scale=step.scale,
         average=step.average,
     )
@@ -56,6 +60,11 @@ def prepare(
     data_parallel: Callable[..., nn.Module] = DistributedDataParallel,
 ) -> tuple[ParallelModel, Optimizer, TrainStep]:
     """`plain`, the recipe's model, parallelized, with its optimizer and its step, all as the strategy wants them."""
+    if isinstance(plain, torch.jit.ScriptModule):
+        raise RecipeError(
+            "recipe.model() gives a ScriptModule, which takes no hooks and whose ops no rule can see; give the module "
+            "that torch.jit.script was given"
+        )
     model = parallelize_for(
         strategy,
         plain,
@@ -71,6 +80,8 @@ def prepare(
 def _loader(recipe: Recipe, mesh: DeviceMesh) -> ShardedLoader:
     data = recipe.data()
     require_indexed(data)
+    if not len(data):  # type: ignore[arg-type]  # a DataLoader that shuffles says so in other words
+        raise RecipeError("recipe.data() has no samples; does its folder or file list exist?")
     read = DataLoader(
         data,
         recipe.batch_size,

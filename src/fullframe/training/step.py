@@ -5,6 +5,7 @@ gradient of the mean loss is one factor, ranks / (count added over all ranks), b
 their replica's full count.
 """
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fullframe.errors import GradientError, RecipeError, StrategyError
 from fullframe.model.buffers import KeptBuffers
+from fullframe.model.compiled.blocks import compiled_blocks
 from fullframe.model.forward_patch import restore
 from fullframe.model.parallelize import require_parallelized_for
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
@@ -27,9 +29,13 @@ from fullframe.techniques.budget import Costs
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.precision import Fp32Math, LossScale, computing, fp32_math
 from fullframe.techniques.recompute import Recomputation
+from fullframe.techniques.staged_models import staged
+from fullframe.techniques.unrolled_models import keep_states
 from fullframe.techniques.update_in_backward import UpdateInBackward
 from fullframe.training.host import RealHost, StepHost
 from fullframe.training.microbatches import microbatches
+from fullframe.training.phases import Phases
+from fullframe.wording import plural
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 
@@ -49,11 +55,13 @@ class TrainStep:
     """`record = step(batch)`: one update from this rank's batch, split over `strategy.microbatches` slices.
 
     `model` is what `parallelize` returned (in one process a plain module will do). `loss(model, batch)` returns a
-    scalar mean, or (sum, count). Gradients are sent on the last microbatch only. Afterwards `parameter.grad` holds
-    the gradient of the whole batch's mean loss, clipped.
+    scalar mean, or (sum, count). `optimizer` has the model's parameters. Gradients are sent on the last microbatch
+    only. Afterwards `parameter.grad` holds the gradient of the whole batch's mean loss, clipped. `host` is where the
+    step runs: here, unless a simulation says otherwise.
 
-    Raises StrategyError when the strategy does not match the ranks or the model is not parallelized; calling it
-    raises ShapeError when the batch cannot be cut into the microbatches, RecipeError when the loss is no scalar.
+    Raises StrategyError when the strategy does not match the ranks or the model is not parallelized, RecipeError for
+    an optimizer that needs a closure; calling it raises ShapeError when the batch cannot be cut into the microbatches,
+    RecipeError when the loss is no scalar or requires no gradient.
     """
 
     def __init__(
@@ -67,9 +75,10 @@ class TrainStep:
     ):
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         if strategy.ranks != self._ranks:
+            needed = plural(strategy.ranks, "rank")
             raise StrategyError(
-                f"the strategy needs {multiplied(strategy.mesh)} = {strategy.ranks} ranks, this job has {self._ranks}; "
-                f"start {strategy.ranks} ranks or change it"
+                f"the strategy needs {multiplied(strategy.mesh)} = {needed}, this job has {self._ranks}; start "
+                f"{needed} or change it"
             )
         if self._ranks > 1 and not hasattr(model, "no_sync"):
             raise StrategyError(
@@ -78,6 +87,12 @@ class TrainStep:
             )
         if self._ranks > 1:
             require_parallelized_for(strategy, model)
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise RecipeError(
+                f"{type(optimizer).__name__} computes the loss again and again in a step (its closure), which a "
+                "TrainStep does once; choose an optimizer whose step() needs no closure"
+            )
         self._model, self._loss, self._optimizer, self._strategy = model, loss, optimizer, strategy
         parameter = next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
@@ -89,9 +104,16 @@ class TrainStep:
         self._in_backward = UpdateInBackward(plain, optimizer, self._ranks) if strategy.update_in_backward else None
         self._buffers = KeptBuffers(plain)
         restore(plain)  # what an earlier step has put in
+        compiled = getattr(model, "compiled", None)
+        if compiled is not None:
+            compiled.put_on(plain)
+        elif strategy.compile:
+            compiled_blocks(plain, strategy.compile)
         if self._ranks > 1:
             synchronize_batchnorm(plain, strategy.parts, every=strategy.sync_batchnorm)
+        keep_states(plain, strategy)
         self._recomputation = Recomputation(plain, strategy)
+        self.staged = staged(plain, strategy)
         self.updating = False  # parameters may be neither those before the step nor those after it
 
     def __call__(self, batch: Any, hand: bool = False) -> StepRecord:
@@ -106,6 +128,7 @@ class TrainStep:
         elif self.average is not None:
             self.average.update()
         self.updating = False
+        self._host.phase("")
         return StepRecord(
             loss=loss_sum / count if count > 0 else math.nan,
             grad_norm=grad_norm,
@@ -113,6 +136,11 @@ class TrainStep:
             seconds=time.perf_counter() - started,
             hands=round(hands),
         )
+
+    @property
+    def phases(self) -> Phases | None:
+        """How long each part of a step takes; None in a simulation, which has a clock of its own."""
+        return self._host.phases if isinstance(self._host, RealHost) else None
 
     def begin(self) -> None:
         """How every step begins: gradients are let go, buffers kept."""
@@ -122,6 +150,7 @@ class TrainStep:
     def _update_after_backward(self, batch: Any, hand: bool) -> tuple[float, float, float, bool, float]:
         """The whole job's loss sum and count, gradient norm, whether nothing was updated, and the hands raised."""
         loss_sum, count = self._accumulate(batch)
+        self._host.phase("optimizer")
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -146,7 +175,9 @@ class TrainStep:
     def _update_in_backward(self, batch: Any, hand: bool) -> tuple[float, float, float, bool, float]:
         """The same; whether to update, and by what to divide, is agreed before backward."""
         assert self._in_backward is not None
+        self._host.phase("forward")
         summed, count = self._forward(batch)
+        self._host.phase("backward")
         mine = self._in_backward.reached(summed)
         loss_sum, count_of_all, broken_ranks, hands = self._agree(
             summed.detach().double(), count, ~torch.isfinite(summed.detach()), torch.full_like(count, hand)
@@ -166,9 +197,12 @@ class TrainStep:
     def _agree(self, *summed: Tensor, alike: Tensor | None = None) -> list[float]:
         """The sums over all ranks of some scalars, and one that is equal on all, on the host."""
         totals = torch.stack([scalar.double() for scalar in summed])
+        self._host.phase("all_reduce")
         if self._ranks > 1:
             dist.all_reduce(totals)
-        return self._host.read([*totals, *([] if alike is None else [alike])])
+        read = self._host.read([*totals, *([] if alike is None else [alike])])
+        self._host.phase("backward" if self._in_backward is not None else "optimizer")
+        return read
 
     def rehearse(self, batch: Any) -> None:
         """Forward and backward as in a step, without an update; the gradients are thrown away."""
@@ -180,7 +214,7 @@ class TrainStep:
         """The forward passes of a step alone; buffers are as before."""
         self._buffers.keep()
         with torch.no_grad(), computing(self._strategy.precision, self._device_type):
-            for microbatch in microbatches(batch, self._strategy.microbatches):
+            for microbatch in microbatches(batch, self._slices):
                 self._loss(self._model, microbatch)
         self._buffers.restore()
 
@@ -192,18 +226,26 @@ class TrainStep:
     def slice_finer(self, count: int) -> None:
         """Go through batches in `count` microbatches from now on."""
         self._strategy = replace(self._strategy, microbatches=count)
+        if self.staged is not None:
+            self.staged.slice(count)
+
+    @property
+    def _slices(self) -> int:
+        """In which the batch goes through the model; on stages it goes as a whole, and they slice it."""
+        return self._strategy.microbatches if self.staged is None else 1
 
     def _accumulate(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Backward through every microbatch; this rank's loss sum and count, float64."""
         totals = []
-        pieces = self._strategy.microbatches
+        pieces = self._slices
         no_sync = getattr(self._model, "no_sync", nullcontext)
         if self._strategy.shard_parameters:
             no_sync = nullcontext  # until they are sent, gradients are whole on every rank
         for number, microbatch in self._host.microbatches(batch, pieces):
             with nullcontext() if number == pieces else no_sync():
+                self._host.phase("forward")
                 loss_sum, count = self._forward(microbatch)
-                self._scaled(loss_sum, count).backward()
+                self._host.backward(self._scaled(loss_sum, count))
             totals.append(torch.stack([loss_sum.detach().double(), count]))
         loss_sum, count = torch.stack(totals).sum(0).unbind()
         return loss_sum, count
@@ -212,7 +254,13 @@ class TrainStep:
         self._recomputation.settle(lambda names: self._block_costs(names, microbatch))
         with computing(self._strategy.precision, self._device_type), self._host.saving():
             loss_sum, count = sum_and_count(self._loss(self._model, microbatch))
-        self._recomputation.check()
+        if self.staged is None:  # of whose blocks each stage calls some, and whose last alone has the loss
+            if not loss_sum.requires_grad:
+                raise RecipeError(
+                    "the loss requires no gradient: it was detached or computed under no_grad, or no parameter that it "
+                    "depends on is trained (requires_grad=False)"
+                )
+            self._recomputation.check()
         return loss_sum, count
 
     def _block_costs(self, names: Sequence[str], microbatch: Any) -> Costs:
@@ -227,7 +275,7 @@ class TrainStep:
         if self.scale is None:
             return loss_sum
         if not self.scale.started:
-            largest = count * self._strategy.microbatches
+            largest = count * self._slices
             if self._ranks > 1:
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             self.scale.start(*self._host.read([largest]))

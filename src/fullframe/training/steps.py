@@ -5,19 +5,23 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import RunError
+from fullframe.model.compiled.blocks import CompiledBlocks
 from fullframe.processes.exit_reasons import StartAgain
 from fullframe.processes.stop_signals import Stopped, StopSignals
 from fullframe.ranks.agreement import from_all_ranks, on_any_rank
+from fullframe.ranks.channel import is_out_of_memory
 from fullframe.ranks.randomness import mixed_seed, seed_everything
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
 from fullframe.techniques.optimizers import set_learning_rate
+from fullframe.training.checkpoints.best import Best, better
 from fullframe.training.checkpoints.writer import Checkpoints
 from fullframe.training.evaluation import evaluate
 from fullframe.training.faults.divergence import require_same_numbers
@@ -28,10 +32,12 @@ from fullframe.training.faults.out_of_memory import (
     by_one_rank,
     by_one_that_is_through,
     cut_finer,
+    free_memory,
     let_go,
 )
 from fullframe.training.faults.watchdog import Watchdog
 from fullframe.training.loading.loader import ShardedLoader
+from fullframe.training.observers import Observer
 from fullframe.training.run_directory import RunDirectory, write_strategy
 from fullframe.training.session import Session
 from fullframe.training.step import StepRecord
@@ -93,12 +99,36 @@ class Steps:
     """
 
     def __init__(
-        self, recipe: Recipe, strategy: Strategy, mesh: DeviceMesh, session: Session, run: Run, max_skipped: int
+        self,
+        recipe: Recipe,
+        strategy: Strategy,
+        mesh: DeviceMesh,
+        session: Session,
+        run: Run,
+        max_skipped: int,
+        looking: Observer,
     ):
         self._recipe, self._strategy, self._mesh = recipe, strategy, mesh
         self._session, self._run, self._max_skipped = session, run, max_skipped
+        self._looking = looking
         self._batches = _endless(session.state.loader)
         self._skipped_in_a_row = 0
+        self._best: Best | None = None  # of this process's evaluations; before them, what the folder says
+
+    @property
+    def done(self) -> int:
+        """The last step that was taken."""
+        return self._session.state.step
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the optimizer's first group of parameters, in the last step."""
+        return float(self._session.state.optimizer.param_groups[0]["lr"])
+
+    @property
+    def compiled(self) -> CompiledBlocks | None:
+        """The blocks that run compiled, where the strategy asks for it."""
+        return self._session.model.compiled
 
     def take(self, number: int) -> StepRecord:
         """The next step of the run."""
@@ -108,13 +138,18 @@ class Steps:
         batch = next(self._batches)
         beat(f"step {number}")
         set_learning_rate(state.optimizer, self._recipe.schedule(number))
+        self._looking.batch_read(number, batch)
         record = self._attempt(number, batch, unread)
+        self._looking.step_taken(number)
         state.step = number
         self._count(number, record, batch)
         return record
 
     def evaluate(self, number: int, last: bool) -> dict[str, float]:
-        """What the recipe measures after a step; {} when the run is asked to stop meanwhile and goes on later."""
+        """What the recipe measures after a step; {} when the run is asked to stop meanwhile and goes on later.
+
+        Raises RunError on the rank that runs out of memory.
+        """
 
         def progress() -> None:
             self._run.watchdog.beat(f"evaluating after step {number}")
@@ -134,21 +169,39 @@ class Steps:
         except _LeftOut:
             self._run.say(f"the evaluation after step {number} is left out, as the run is asked to stop")
             return {}
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._looking.evaluation_out_of_memory(number, error)
+            problem = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        self._end_with_evaluation(number, problem)  # outside, for the traceback holds what was computed
 
-    def secure(self, number: int, asks: bool, last: bool, checkpoint_every: int, check_every: int) -> None:
+    def better(self, number: int, measured: Mapping[str, float]) -> Best | None:
+        """What the recipe has measured after a step, if it is better than all before; all ranks call it."""
+        if self._recipe.best is None or not measured:
+            return None
+        found = better(self._recipe.best, measured, number, self._best or self._run.checkpoints.best)
+        self._best = found or self._best
+        return found
+
+    def secure(
+        self, number: int, asks: bool, last: bool, checkpoint_every: int, check_every: int, best: Best | None = None
+    ) -> None:
         """After a step: compare the ranks and write a checkpoint, where one is due or some rank `asks` to stop.
+
+        Also where it is the `best` so far.
 
         Raises RunError on all ranks when one cannot write into the run directory, `Stopped` once all is written.
         """
         run, state = self._run, self._session.state
         asked = run.heard() if asks or last else 0
         run.checkpoints.poll()
-        saves = due(number, checkpoint_every) or last or asked
+        saves = due(number, checkpoint_every) or last or asked or best is not None
         if due(number, check_every) or (saves and check_every):
             require_same_numbers(state.model, self._mesh, number)
         if saves:
             run.watchdog.beat(f"copying the state of step {number}")
-            run.checkpoints.save(state)
+            run.checkpoints.save(state, best)
         if asked and not last:
             run.checkpoints.wait()
             run.say(f"stopped after step {number} by {signal.Signals(asked).name}; go on with --resume")
@@ -157,7 +210,8 @@ class Steps:
     def _attempt(self, number: int, batch: Any, unread: Mapping[str, Any]) -> StepRecord:
         while True:
             self._seed(number)
-            record = attempt(self._session.step, batch, hand=self._run.wants_attention)
+            lost = partial(self._looking.out_of_memory, number)
+            record = attempt(self._session.step, batch, hand=self._run.wants_attention, on_failure=lost)
             if isinstance(record, StepRecord):
                 return record
             self._cut_finer(number, record, unread)
@@ -193,6 +247,23 @@ class Steps:
         if is_whole:
             by_one_that_is_through("state before the step", save)
         raise StartAgain(text, remedy=f"--resume --microbatches {count}")
+
+    def _end_with_evaluation(self, number: int, problem: str) -> NoReturn:
+        """Keep the state after the step, where this rank has all of it, and end: to try again would not help."""
+        state, saved = self._session.state, ""
+        if not (self._strategy.shard_parameters or self._strategy.shard_optimizer):
+
+            def save() -> None:
+                free_memory()
+                self._run.checkpoints.save_alone(state)
+
+            by_one_that_is_through("state before the evaluation", save)
+            saved = f"; the state after step {number} is kept, for --resume"
+        raise RunError(
+            f"out of memory in the evaluation after step {number} ({problem}){saved}. An evaluation takes one sample "
+            "at a time: give recipe.evaluation_data smaller frames, measure without whole maps (.full()), split the "
+            "frame over more ranks (height, width, depth), or take another precision"
+        )
 
     def _count(self, number: int, record: StepRecord, batch: Any) -> None:
         """Stop when nothing but skipped steps is left; an fp16 scale that is still falling is not that."""

@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+import fullframe as ff
 from fullframe.cli.application import run
 from fullframe.errors import CheckpointError, RunError
 from fullframe.techniques.ema import ParameterAverage
@@ -37,6 +39,9 @@ def test_a_plain_model_loads_it(tmp_path, make):
     other = make()
     other.load_state_dict(found)
 
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "3", "fullframe": ff.__version__}
+
     export(tmp_path / "run", tmp_path / "average.safetensors", average=True)
     with state.average.applied():
         expected = {name: value.clone() for name, value in model.state_dict().items()}
@@ -55,10 +60,19 @@ def test_the_command(tmp_path, capsys):
     assert said["size_bytes"] == (tmp_path / "m.safetensors").stat().st_size
     write(train(state_at(), 3), tmp_path / "checkpoints")
     damage(tmp_path / "checkpoints" / "step-00000003", "one bit of a weight")
-    assert run(["export", str(tmp_path), "--out", str(tmp_path / "m.safetensors")]) == 0
+    again = ["export", str(tmp_path), "--out", str(tmp_path / "m.safetensors")]
+    before = (tmp_path / "m.safetensors").stat().st_mtime_ns
+    assert run(again) == 2 and (tmp_path / "m.safetensors").stat().st_mtime_ns == before
+    assert f"{tmp_path}/m.safetensors is there already; name another file, or" in capsys.readouterr().err
+    assert run([*again, "--overwrite"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"wrote {tmp_path}/m.safetensors: ") and out.endswith(", after step 2\n")
     assert err.startswith(f"warning: {tmp_path}/checkpoints/step-00000003 is unreadable (rank 0: wrong checksum of")
+    older = ["export", str(tmp_path), "--out", str(tmp_path / "older.safetensors"), "--json", "--step"]
+    assert run([*older, "2"]) == 0 and json.loads(capsys.readouterr().out)["step"] == 2
+    assert run([*older, "3", "--overwrite"]) == 2 and "take another step's" in capsys.readouterr().err
+    assert run([*older, "7", "--overwrite"]) == 2
+    assert "holds no checkpoint after step 7, but after 2, 3" in capsys.readouterr().err
     assert run(["export", str(tmp_path), "--out", str(tmp_path / "a.safetensors"), "--average"]) == 2
     assert "holds no average of the parameters; train with --ema-decay" in capsys.readouterr().err
 

@@ -39,7 +39,7 @@ def slow_disk(monkeypatch):
     original = os.fsync
 
     def fsync(descriptor):
-        assert event.wait(20)
+        assert event.wait(100)
         original(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)

@@ -11,10 +11,13 @@ import torch.distributed as dist
 
 import fullframe as ff
 from fullframe.errors import RunError
+from fullframe.observation.out_of_memory.account import read_out_of_memory
 from fullframe.processes.launch import launch
 from fullframe.ranks import channel, device
+from fullframe.recipe import load_recipe
 from fullframe.training.faults.out_of_memory import by_one_that_is_through, cut_finer
 from tests.rank_group import rank_group
+from tests.training import tiny
 from tests.training.tiny import Plain, loss, recipe
 
 
@@ -89,7 +92,8 @@ def written_by(through):
 
     try:
         dist.barrier()
-        time.sleep(0.5 * rank)  # so that rank 0 is the first
+        if rank and through:  # so that rank 0 is the first
+            dist.distributed_c10d._get_default_store().wait([f"fullframe: {what}"])
         by_one_that_is_through(what, act)
     finally:
         device.is_through = before
@@ -137,6 +141,61 @@ def test_several_ranks_run_out_at_once(tmp_path):
     log = (run_dir / "log.txt").read_text()
     assert "started again: rank" in log and "resumed after step 2" in log, "the state before the step was written"
     assert json.loads((run_dir / "strategy.json").read_text())["microbatches"] == 2
+
+
+EVALUATED = """
+import os, torch
+import torch.distributed as dist
+from tests.training import tiny
+
+def evaluate(model, batch):
+    if os.environ.get("TOO_LARGE") and dist.get_rank() == dist.get_world_size() - 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return tiny.evaluate(model, batch)
+
+def recipe():
+    data = {"evaluation_data": lambda: tiny.Frames(augment=False), "evaluate": evaluate, "evaluate_every": 2}
+    return tiny.recipe(steps=4, **data)
+"""
+
+
+def resumed(path, run_dir):
+    ff.fit(load_recipe(path), ff.Strategy(data=2), run_dir, resume=True, checkpoint_every=100)
+
+
+def test_an_evaluation_that_does_not_fit_ends_the_run_with_its_state_kept(tmp_path, monkeypatch, capfd):
+    (tmp_path / "job.py").write_text(EVALUATED)
+    run_dir = tmp_path / "run"
+    words = ["train", tmp_path / "job.py", "--data", 2, "--checkpoint-every", 100, "--run-dir", run_dir]
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setenv("TOO_LARGE", "1")
+        assert launch(2, ["-m", "fullframe.cli", *map(str, words)], restarts=1) == 2, "and it is not tried again"
+    said = capfd.readouterr().err
+    assert "error: out of memory in the evaluation after step 2 (CUDA out of memory. Tried to allocate 2.00 Gi" in said
+    assert "; the state after step 2 is kept, for --resume. An evaluation takes one sample at a time: give" in said
+    found = read_out_of_memory(run_dir)
+    assert found is not None and (found.step, found.rank, found.phase) == (2, 1, "evaluation")
+    assert found.source.startswith('raise torch.OutOfMemoryError("CUDA out') and not found.live.bytes
+    rank_group(2).run(resumed, tmp_path / "job.py", run_dir)
+    assert [(line["step"], "entropy" in line) for line in numbers(run_dir)] == [(n, n == 4) for n in (1, 2, 3, 4)]
+
+
+def test_an_evaluation_of_a_process_alone_that_does_not_fit(tmp_path):
+    fits = [False]
+
+    def evaluate(model, batch):
+        if not fits[0]:
+            raise MemoryError
+        return tiny.evaluate(model, batch)
+
+    measured = {"evaluation_data": lambda: tiny.Frames(augment=False), "evaluate": evaluate, "evaluate_every": 2}
+    with pytest.raises(RunError, match=r"evaluation after step 2 \(MemoryError\); the state after step 2 is kept, for"):
+        ff.fit(recipe(**measured), ff.Strategy(), tmp_path / "run", steps=4)
+    fits[0] = True
+    ff.fit(recipe(**measured), ff.Strategy(), tmp_path / "run", steps=4, resume=True)
+    ff.fit(recipe(**measured), ff.Strategy(), tmp_path / "calm", steps=4)
+    kept, calm = numbers(tmp_path / "run"), numbers(tmp_path / "calm")
+    assert [line["loss"] for line in kept] == [line["loss"] for line in calm] and kept[3] == calm[3]
 
 
 def test_recomputed_blocks_go_on_as_well(tmp_path):

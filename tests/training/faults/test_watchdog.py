@@ -32,13 +32,17 @@ def test_the_verdict_names_who_does_not_wait():
     assert "rank 0, 1 waits for each other: they do not run the same program" in verdict([waits, waits], 60.0, Path())
 
 
-def seen_from_beside(wait):
+IN_A_ROW = 10
+
+
+def seen_from_beside(wait, enough=lambda seen: None):
     """What the watchdog's thread thinks of this one meanwhile: does it wait for other ranks?"""
     seen, main, ended = [], threading.get_ident(), threading.Event()
 
     def look():
         while not ended.wait(0.02):
             seen.append(waits_for_ranks(*busiest(main)))
+            enough(seen)
 
     beside = threading.Thread(target=look)
     beside.start()
@@ -50,55 +54,88 @@ def seen_from_beside(wait):
     return seen
 
 
-def one_waits_for_the_other(large):
-    """Rank 0 waits for rank 1, which sleeps first; then that both are there."""
-    first = dist.get_rank() == 0
+def one_waits_for_the_other(large, folder):
+    """Rank 0 waits for rank 1, which sleeps until it was seen to; then that both are there."""
+    first, was_seen = dist.get_rank() == 0, folder / "seen"
+
+    def enough(seen):
+        if len(seen) >= IN_A_ROW and all(seen[-IN_A_ROW:]):
+            was_seen.touch()
+
+    def sleep():
+        until = time.monotonic() + 60
+        while not was_seen.exists() and time.monotonic() < until:
+            time.sleep(0.05)
 
     def add():  # on one line for both ranks
         all_sum_no_grad(torch.zeros(SLOT_BYTES + 8 if large else 8), dist.group.WORLD)
 
-    seen = seen_from_beside(add if first else lambda: time.sleep(0.6))
+    seen = seen_from_beside(add, enough) if first else seen_from_beside(sleep)
     if not first:
         add()
-    return seen
+    return seen, was_seen.exists()
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_who_waits_says_so(large):
-    waiting, sleeping = rank_group(2).run(one_waits_for_the_other, large)
-    assert len(waiting) > 5 and len(sleeping) > 5
-    assert sum(waiting) >= len(waiting) - 2 and not any(sleeping)
+def test_who_waits_says_so(large, tmp_path):
+    (_, says_so), (sleeping, _) = rank_group(2).run(one_waits_for_the_other, large, tmp_path)
+    assert says_so, f"{IN_A_ROW} times in a row"
+    assert not any(sleeping)
 
 
 def test_a_process_alone_says_so_and_goes_on(tmp_path):
-    calls, messages = [], []
+    calls, said, written, was_said = [], [], [], threading.Event()
+    stacks = tmp_path / "stacks" / "rank-0.txt"
+
+    def say(message):
+        if message.startswith("step 2 has taken"):
+            said.append(message)
+            was_said.set()
 
     def slow(model, batch):
         calls.append(1)
-        time.sleep(0.8 * (len(calls) == 2))
+        len(calls) != 2 or was_said.wait(60)
+        written.append(stacks.read_text() if stacks.exists() else "")
         return loss(model, batch)
 
-    ff.fit(recipe(loss=slow), ff.Strategy(), tmp_path, steps=3, hang_timeout=0.5, on_message=messages.append)
-    said = [message for message in messages if message.startswith("step 2 has taken")]
-    assert len(said) == 1, messages
+    ff.fit(recipe(loss=slow), ff.Strategy(), tmp_path, steps=3, hang_timeout=0.5, on_message=say)
+    assert len(set(said)) == 1
     line = slow.__code__.co_firstlineno + 2
     assert said[0] == (
         f"step 2 has taken 0.5 s so far: {__file__}, line {line}, in slow; stacks are in {tmp_path}/stacks/rank-0.txt"
     )
-    first, *rest = (tmp_path / "stacks" / "rank-0.txt").read_text().splitlines()
+    assert len(calls) == 3, "it went on"
+    first, *rest = written[1].splitlines()
     assert json.loads(first)["waits"] is False
     assert any(f'File "{__file__}", line {line} in slow' in text for text in rest)
 
 
+class Said(list):
+    """What a rank says; the other waits for it."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.first = folder / "said"
+
+    def say(self, text):
+        self.append(text)
+        self.first.touch()
+
+    def wait(self, meanwhile=lambda: None):
+        until = time.monotonic() + 60
+        while not self.first.exists() and time.monotonic() < until:
+            time.sleep(0.1)
+            meanwhile()
+
+
 def one_is_slow(folder):
-    """Rank 1 is busy three times as long as a rank may be silent, and says so; what rank 0 says meanwhile."""
-    said = []
-    with Watchdog(folder, 2.0, said.append) as watching:
-        for _ in range(30 * dist.get_rank()):
-            time.sleep(0.2)
-            watching.beat("writing a lot")
+    """Rank 1 is busy for longer than a rank may be silent, and says so; what rank 0 says meanwhile."""
+    said = Said(folder)
+    with Watchdog(folder, 3.0, said.say) as watching:
+        if dist.get_rank():
+            said.wait(lambda: watching.beat("writing a lot"))
         dist.barrier()
-    return said
+    return list(said)
 
 
 def test_a_rank_that_is_slow_is_waited_for(tmp_path):
@@ -108,15 +145,18 @@ def test_a_rank_that_is_slow_is_waited_for(tmp_path):
 
 
 def one_compiles(folder):
-    """Rank 1 compiles three times as long as a rank may be silent, and then neither; what rank 0 says meanwhile."""
-    said, first, compiling = [], dist.get_rank() == 0, [True]
-    watchdog.is_compiling = lambda: not first and compiling[0]
-    with Watchdog(folder, 2.0, said.append):
-        if not first:
-            time.sleep(6.0)
-            compiling[0] = False
-        dist.barrier()
-    return said
+    """Rank 1 compiles for longer than a rank may be silent, and then neither; what rank 0 says meanwhile."""
+    said, first, compiling = Said(folder), dist.get_rank() == 0, [True]
+    watchdog.is_compiling, before = lambda: not first and compiling[0], watchdog.is_compiling
+    try:
+        with Watchdog(folder, 3.0, said.say):
+            if not first:
+                said.wait()
+                compiling[0] = False
+            dist.barrier()
+    finally:
+        watchdog.is_compiling = before
+    return list(said)
 
 
 def test_a_rank_that_compiles_is_waited_for(tmp_path):

@@ -235,3 +235,54 @@ def refused(what, height=2, width=1):
 def test_a_wrong_read_is_refused_on_all_ranks(what, kind, message):
     for found, said in rank_group(2).run(refused, what):
         assert found is kind and message in said, said
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (
+            {"image": torch.zeros(3, 8, 9), "name": "b"},
+            r"equal size.*sample 1: \{'image': \(3, 8, 9\), 'name': 'str'\}",
+        ),
+        ({"image": object(), "name": "b"}, r"sample 1: \{'image': 'object', 'name': 'str'\}"),
+    ],
+)
+def test_samples_that_make_no_batch_are_named(other: dict[str, Any], said: str) -> None:
+    values = [{"image": torch.zeros(3, 8, 8), "name": "a"}, other]
+    samples = [Sample(value, (), None) for value in values]
+    with pytest.raises(RecipeError, match=r"these samples make no batch: (?s:.)*" + said):
+        Collation(default_collate, Grid(), "auto")(samples)
+    with pytest.raises(KeyError, match="mine"):
+        Collation(lambda values: values[0]["mine"], Grid(), "auto")(samples)
+
+
+class OfRank:
+    """Gives a last sample that is another one on one rank."""
+
+    def __init__(self, rank):
+        self.odd = torch.distributed.get_rank() == rank
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"image": torch.full((3, 8, 8), float(index)), "label": index + 0.5 * (self.odd and index == 3)}
+
+
+def over_stages(width, odd):
+    mesh = ff.init_mesh(width=width, stages=2)
+    read = []
+    try:
+        for batch in ff.ShardedLoader(DataLoader(OfRank(odd), 2), mesh):
+            read.append(batch["label"].tolist())
+    except RecipeError as error:
+        return len(read), str(error)
+    return len(read), ""
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_stages_get_the_same_samples_or_it_is_said(width):
+    ranks = 2 * width
+    assert rank_group(ranks).run(over_stages, width, None) == [(2, "")] * ranks
+    for found, said in rank_group(ranks).run(over_stages, width, ranks - 1):
+        assert found == 1 and f"ranks {list(range(ranks))} of one replica read different samples" in said

@@ -1,5 +1,6 @@
 """Replicas read different samples, the ranks of a replica their slice of the same one, whatever the augmentation."""
 
+import multiprocessing
 import random
 
 import numpy as np
@@ -10,6 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import fullframe as ff
 from fullframe.errors import CheckpointError, FullframeError, RecipeError
+from fullframe.processes.forking import worker_context
 from fullframe.training.loading.loader import evaluation_batches
 from fullframe.training.session import assemble
 from tests.rank_group import RankFailure, rank_group
@@ -59,6 +61,16 @@ def test_an_epoch_of_one_process():
     ]
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loop_that_counts_the_batches_gets_every_epoch(prefetch):
+    """As Lightning's Trainer does, it takes as many as there are, and does not ask for the end."""
+    loader, counted = loader_of(prefetch=prefetch), []
+    for _ in range(3):
+        batches = iter(loader)
+        counted += [next(batches)["name"] for _ in range(len(loader))]
+    assert counted == [names for names, _ in epochs(3)]
+
+
 @pytest.mark.parametrize(("height", "width"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_replica_reads_what_one_process_reads(height, width, workers):
@@ -67,6 +79,13 @@ def test_a_replica_reads_what_one_process_reads(height, width, workers):
         assert [names for names, _ in found] == [names for names, _ in alone]
         for (_, image), (_, expected) in zip(found, alone, strict=True):
             torch.testing.assert_close(image, expected, rtol=0, atol=0)
+
+
+def test_workers_are_forked_as_processes_forking_says():
+    """A plain fork may leave a worker stuck before it runs a line."""
+    before = set(multiprocessing.active_children())
+    kinds = [{type(child) for child in set(multiprocessing.active_children()) - before} for _ in loader_of(workers=1)]
+    assert kinds[0] == {worker_context(None).Process}
 
 
 def epochs_of(count, height, width, workers):

@@ -11,10 +11,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from fullframe import __version__
 from fullframe.errors import CheckpointError, RunError
+from fullframe.training.checkpoints.best import read_best
 from fullframe.training.checkpoints.manifest import key_in_file
 from fullframe.training.checkpoints.safetensors_files import sync_folder, write_tensors
-from fullframe.training.checkpoints.writer import Checkpoint, newest_checkpoint
+from fullframe.training.checkpoints.writer import Checkpoint, checkpoints_in, newest_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,21 +30,39 @@ class Exported:
     problems: list[str]  # what is wrong with newer checkpoints
 
 
-def export(run_dir: Path, out: Path, *, average: bool = False) -> Exported:
+def export(
+    run_dir: Path, out: Path, *, step: int | None = None, best: bool = False, average: bool = False,
+    overwrite: bool = False,
+) -> Exported:  # fmt: skip
     """Write the model's state dict, under its own names, to `out`; whole tensors, however they were sharded.
 
-    With `average` the parameters are their moving averages; buffers are the model's. Raises RunError when `run_dir`
-    holds no checkpoint, CheckpointError when none is readable, lacks an average, or `out` cannot be written.
+    They are those of the newest readable checkpoint, of the one after `step`, or of the `best` by `recipe.best`. With
+    `average` the parameters are their moving averages; buffers are the model's. Raises RunError when `run_dir` holds
+    no such checkpoint or `out` is there already (unless `overwrite`), CheckpointError when none is readable, lacks an
+    average, or `out` cannot be written.
     """
-    checkpoint, problems = newest_checkpoint(run_dir / "checkpoints")
+    if out.exists() and not overwrite:
+        raise RunError(f"{out} is there already; name another file, or replace it by --overwrite (overwrite=True)")
+    if best:
+        if step is not None:
+            raise RunError("step and best are both given; take one of them")
+        found = read_best(run_dir / "checkpoints")
+        if found is None:
+            raise RunError(f"{run_dir} says of no checkpoint that it is the best; name a measure by recipe.best")
+        step = found.step
+    checkpoint, problems = newest_checkpoint(run_dir / "checkpoints", step)
     if checkpoint is None:
+        steps = [str(int(path.stem.removeprefix("step-"))) for path in checkpoints_in(run_dir / "checkpoints")]
+        if steps:
+            raise RunError(f"{run_dir} holds no checkpoint after step {step}, but after {', '.join(steps)}")
         raise RunError(f"{run_dir} holds no checkpoint to export; give the --run-dir of a run that has written one")
     sources = _sources(checkpoint, average)
     shapes = {name: checkpoint.manifest.tensors[source] for name, source in sources.items()}
     partial = out.with_name(out.name + ".partial")
     try:
         with whole_tensors(checkpoint) as read:
-            record = write_tensors(partial, shapes, lambda name: read(sources[name]), {"format": "pt"})
+            about = {"format": "pt", "step": str(checkpoint.manifest.step), "fullframe": __version__}
+            record = write_tensors(partial, shapes, lambda name: read(sources[name]), about)
         os.replace(partial, out)
         sync_folder(out.parent)
     except OSError as error:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fullframe.errors import CheckpointError
 from fullframe.model.fsdp import is_sharded
 from fullframe.ranks.mesh import axes_of
+from fullframe.technique import Precision
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.precision import LossScale
 from fullframe.training.checkpoints.manifest import Manifest, StoredTensor
@@ -31,6 +32,8 @@ class RunState:
     optimizer: torch.optim.Optimizer
     loader: ShardedLoader
     mesh: tuple[int, ...]  # data, height, width; or data, depth, height, width
+    stages: int = 1  # of the mesh
+    precision: Precision = "fp32"
     step: int = 0  # optimizer steps done
     scale: LossScale | None = None  # with fp16
     average: ParameterAverage | None = None  # with ema_decay
@@ -65,6 +68,8 @@ class RunState:
                 )
         return {
             "mesh": list(self.mesh),
+            "stages": self.stages,
+            "precision": self.precision,
             "extra": extra,
             "loader": self.loader.state_dict(),
             "scale": None if self.scale is None else self.scale.state_dict(),
@@ -113,6 +118,13 @@ class RunState:
                 f"the checkpoint is of {_product(facts['mesh'])}, this run is of {_product(self.mesh)}: "
                 f"the same numbers but for rounding, {other}"
             )
+        if (stages := facts.get("stages", 1)) != self.stages:
+            said.append(
+                f"the checkpoint is of stages {stages}, this run is of stages {self.stages}: the same numbers but for "
+                "rounding, and dropout with microbatches"
+            )
+        if (precision := facts.get("precision", self.precision)) != self.precision:
+            said.append(f"the checkpoint is of {precision}, this run is of {self.precision}: other rounding from here")
         self.step = manifest.step
         return said
 

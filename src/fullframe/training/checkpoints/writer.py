@@ -22,6 +22,7 @@ import torch.distributed as dist
 from fullframe.errors import CheckpointError
 from fullframe.ranks.agreement import from_all_ranks, on_all_ranks, on_first_rank
 from fullframe.ranks.waiting import waiting_for_ranks
+from fullframe.training.checkpoints.best import Best, read_best, write_best
 from fullframe.training.checkpoints.dcp_plans import Copies, copy_to_host, file_of, read_into
 from fullframe.training.checkpoints.manifest import FORMAT, MANIFEST, Manifest, read_manifest
 from fullframe.training.checkpoints.safetensors_files import FileRecord, Shape, record_of, sync_folder, write_tensors
@@ -68,12 +69,17 @@ class Checkpoints:
         """Raises CheckpointError on all ranks when the state holds what a checkpoint cannot."""
         on_all_ranks(lambda: (state.tensors(dist.get_rank() == 0), state.facts()))
 
-    def save(self, state: RunState) -> None:
-        """Begin to write `step-N`, once the checkpoint before is written."""
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint so far; None where none was written as such. All ranks ask."""
+        return on_first_rank(lambda: read_best(self._folder))
+
+    def save(self, state: RunState, best: Best | None = None) -> None:
+        """Begin to write `step-N`, once the checkpoint before is written; with `best` it is the best one so far."""
         self.wait()
         tensors, facts = on_all_ranks(lambda: (state.tensors(dist.get_rank() == 0), state.facts()))
         copies = copy_to_host(tensors)
-        self._writing = _Writing(self._folder, self._keep, state.step, facts, copies, self._group)
+        self._writing = _Writing(self._folder, self._keep, state.step, facts, copies, self._group, best)
 
     def save_alone(self, state: RunState) -> None:
         """Write `step-N` by this rank alone, which must hold the whole state; the others need not call it.
@@ -103,12 +109,15 @@ class Checkpoints:
             self._on_written(writing.result())
 
     def forget_after(self, step: int) -> None:
-        """Set aside later checkpoints, which could not be read, so that they do not count as the newest."""
+        """Set aside later checkpoints, which could not be read, so that they do not count as the newest or best."""
 
         def set_aside() -> None:
             for path in checkpoints_in(self._folder):
                 if _step_of(path) > step:
                     _replace(path, path.with_suffix(_DAMAGED))
+            best = read_best(self._folder)
+            if best is not None and best.step > step:
+                write_best(self._folder, None)
 
         on_first_rank(set_aside)
 
@@ -126,8 +135,11 @@ class Checkpoints:
 class _Writing:
     """One checkpoint that a thread writes."""
 
-    def __init__(self, folder: Path, keep: int, step: int, facts: Any, copies: Copies, group: dist.ProcessGroup):
-        self._folder, self._keep, self._step, self._facts = folder, keep, step, facts
+    def __init__(
+        self, folder: Path, keep: int, step: int, facts: Any, copies: Copies, group: dist.ProcessGroup,
+        best: Best | None = None,
+    ):  # fmt: skip
+        self._folder, self._keep, self._step, self._facts, self._best = folder, keep, step, facts, best
         self._copies, self._group = copies, group
         self._path = folder / f"step-{step:08d}"
         self._partial = self._path.with_suffix(_PARTIAL)
@@ -219,10 +231,18 @@ class _Writing:
             _replace(self._path, self._path.with_suffix(_DAMAGED))
         os.rename(self._partial, self._path)
         sync_folder(self._folder)
+        if self._best is not None:
+            write_best(self._folder, self._best)
 
     def _prune(self) -> None:
-        """Remove all but the newest; a folder is renamed first, so that half of one does not look like a checkpoint."""
+        """Remove all but the newest and the best.
+
+        A folder is renamed first, so that half of one does not look like a checkpoint.
+        """
+        best = read_best(self._folder)
         for old in checkpoints_in(self._folder)[: -self._keep]:
+            if best is not None and _step_of(old) == best.step:
+                continue
             _replace(old, old.with_suffix(_PARTIAL))
             shutil.rmtree(old.with_suffix(_PARTIAL), ignore_errors=True)
         for damaged in self._folder.glob(f"step-*{_DAMAGED}"):
@@ -254,14 +274,15 @@ def load(checkpoint: Checkpoint, state: RunState) -> list[str]:
     return on_all_ranks(lambda: state.go_on(manifest, targets))
 
 
-def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest_checkpoint(folder: Path, step: int | None = None) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that every rank can read, None where there is none, and what is wrong with newer ones.
 
-    Raises CheckpointError on all ranks when there are checkpoints and none is readable.
+    With `step` the one after that step alone. Raises CheckpointError on all ranks when there are checkpoints and none
+    is readable.
     """
     problems: list[str] = []
     found = on_first_rank(lambda: (checkpoints_in(folder), sorted(folder.glob(_OLD))))
-    for path in reversed(found[0]):
+    for path in reversed([path for path in found[0] if step in (None, _step_of(path))]):
         manifest, problem = on_first_rank(partial(_manifest_of, path))
         if manifest is not None:
             troubles = enumerate(from_all_ranks(_damage(path, manifest)))
@@ -270,9 +291,8 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
                 return Checkpoint(path, manifest), problems
         problems.append(f"{path} is unreadable ({problem})")
     if problems:
-        raise CheckpointError(
-            "; ".join(problems) + "; no older checkpoint is left: start anew in another run directory"
-        )
+        left = "no older checkpoint is left: start anew in another run directory"
+        raise CheckpointError("; ".join([*problems, left if step is None else "take another step's"]))
     if found[1]:
         raise CheckpointError(
             f"{found[1][-1]} is of format 1 (one file by torch.save), this version reads {FORMAT!r}; "

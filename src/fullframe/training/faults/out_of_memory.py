@@ -27,9 +27,12 @@ from fullframe.training.step import StepRecord, TrainStep
 _PATIENCE_SECONDS = 120.0  # for a device to get through what it was given: longer than a step
 
 
-def attempt(step: TrainStep, batch: Any, hand: bool) -> StepRecord | str:
+def attempt(
+    step: TrainStep, batch: Any, hand: bool, on_failure: Callable[[Exception], None] = lambda error: None
+) -> StepRecord | str:
     """Take the step: its record, or how memory ran out; then nothing was updated, and `let_go` is to be called.
 
+    `on_failure` is called while what the step computed is still there.
     Raises RunError when it ran out while parameters were being updated.
     """
     try:
@@ -37,6 +40,7 @@ def attempt(step: TrainStep, batch: Any, hand: bool) -> StepRecord | str:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+        on_failure(error)
         problem = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
     # Outside the except block, for the exception's traceback holds what the step computed.
     if step.updating:
@@ -50,6 +54,11 @@ def attempt(step: TrainStep, batch: Any, hand: bool) -> StepRecord | str:
 def let_go(step: TrainStep) -> None:
     """Put the model back to before the step, and free the step's memory; waits for the device."""
     step.abandon()
+    free_memory()
+
+
+def free_memory() -> None:
+    """Give back what nothing refers to any more; waits for the device."""
     gc.collect()
     device.release_memory()
 

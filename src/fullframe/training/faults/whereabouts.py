@@ -33,7 +33,7 @@ def busiest(main: int) -> tuple[int, FrameType | None]:
 
     That is one of autograd's own where `main` waits for backward and one of those runs Python.
     """
-    frames = sys._current_frames()
+    frames = _frames()
     innermost = frames.get(main)
     if innermost is not None and _module(innermost).startswith("torch.autograd"):
         known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
@@ -45,8 +45,20 @@ def busiest(main: int) -> tuple[int, FrameType | None]:
 
 def is_compiling() -> bool:
     """Whether a thread compiles a graph or a kernel."""
-    frames = sys._current_frames().values()
+    frames = _frames().values()
     return any(_module(frame) in _COMPILERS for innermost in frames for frame in _outwards(innermost))
+
+
+def _frames() -> dict[int, FrameType]:
+    """The innermost frames of all threads; of this one that of the caller's caller.
+
+    With its own among them a frame that holds them holds itself, and what all threads compute lives until Python
+    collects: in a training step the activations.
+    """
+    frames, own = sys._current_frames(), threading.get_ident()
+    if frames.get(own) is sys._getframe():
+        frames[own] = sys._getframe(2)
+    return frames
 
 
 def where(frame: FrameType | None) -> str:

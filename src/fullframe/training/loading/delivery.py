@@ -14,12 +14,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import default_collate
 
 from fullframe.errors import RecipeError, ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
 from fullframe.ranks.device import current
-from fullframe.ranks.mesh import spatial_of
+from fullframe.ranks.mesh import has_stages, spatial_of, stage_axis
 from fullframe.spatial.shard import even_spec
 from fullframe.spatial.tensor import wrap
 
@@ -30,7 +31,10 @@ _LINE = "the next batch of the loader"  # which a progress bar may ask for, on o
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of a replica as a worker process knows them: how many along H, W, D, and which of them this one is."""
+    """The ranks of a replica as a worker process knows them: how many along H, W, D, and which of them this one is.
+
+    With `stages` as many others get the same parts.
+    """
 
     height: int = 1
     width: int = 1
@@ -38,13 +42,15 @@ class Grid:
     column: int = 0
     depth: int = 1
     plane: int = 0
+    stages: int = 1
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "Grid":
         """This rank's place in its replica."""
         axes = {axis.name: axis for axis in spatial_of(mesh).axes}
         height, width, depth = axes["height"], axes["width"], axes.get("depth")
-        here = cls(height.size, width.size, height.coordinate, width.coordinate)
+        stages = stage_axis(mesh).size if has_stages(mesh) else 1
+        here = cls(height.size, width.size, height.coordinate, width.coordinate, stages=stages)
         return here if depth is None else replace(here, depth=depth.size, plane=depth.coordinate)
 
     @property
@@ -105,14 +111,29 @@ class Collation:
                 f"frames of sizes {sizes} cannot be one batch of parts; "
                 "make them one size in the data set, or use as many replicas as samples in a batch"
             )
-        batch = self.collate([sample.value for sample in samples])
+        batch = self._collated([sample.value for sample in samples])
         facts = zlib.crc32(repr([sample.facts for sample in samples]).encode())
-        if self.grid.ranks == 1:
-            return batch, facts  # nobody to compare with
+        if self.grid.ranks == 1:  # without stages there is nobody to compare with
+            return batch, facts if self.grid.stages == 1 else _checksum(batch, facts)
         if not sizes:
             return self.cut(batch), _checksum(batch, facts)
         batch = self._marked(batch, sizes[0])
         return batch, _checksum(batch, facts)
+
+    def _collated(self, values: list[Any]) -> Any:
+        if self.collate is not default_collate:
+            return self.collate(values)
+        try:
+            return default_collate(values)
+        except (RuntimeError, TypeError) as error:
+            shapes = [_shapes(value) for value in values]
+            if isinstance(error, RuntimeError) and all(shape == shapes[0] for shape in shapes):
+                raise  # no memory, say
+            said = "; ".join(f"sample {number}: {shape}" for number, shape in enumerate(shapes[:4]))
+            raise RecipeError(
+                f"these samples make no batch: {error}. {said}. Give them as tensors of one size each, or a collate "
+                "function of your own"
+            ) from error
 
     def cut(self, batch: Any) -> Any:
         """`batch` with each whole tensor of the frame cut to this rank's part."""
@@ -170,6 +191,7 @@ class Delivery:
 
     def __init__(self, mesh: DeviceMesh, split: Split = "auto"):
         self._mesh, self._split, self._spatial = mesh, split, spatial_of(mesh)
+        self._stages = stage_axis(mesh) if has_stages(mesh) else None
         self._device = mesh_device(mesh)
         self._stream = _copying(self._device) if self._device.type != "cpu" else None
 
@@ -191,6 +213,7 @@ class Delivery:
         """The batch on the device, its copies under way, and an event for their end."""
         if self._spatial.size > 1:
             self._require_keys(batch)
+        if self._spatial.size > 1 or self._stages is not None:
             self._require_same(fingerprint)
         if self._stream is None:
             return self.place(batch), None
@@ -225,10 +248,14 @@ class Delivery:
     def _require_same(self, fingerprint: int) -> None:
         group = self._spatial.replica
         mine = torch.tensor(fingerprint, device=device_of_facts(group, self._device))
-        found = all_gather_no_grad(mine, group, "samples", _LINE).tolist()
-        if len(set(found)) > 1:
+        found, ranks = all_gather_no_grad(mine, group, "samples", _LINE), list(self._spatial.replica_ranks)
+        if self._stages is not None:  # of all of them, so that all raise
+            mine = torch.stack([found, torch.tensor(ranks).to(found)])
+            of_stages = all_gather_no_grad(mine, self._stages.group, "samples of stages", _LINE)
+            found, ranks = of_stages[:, 0].flatten(), of_stages[:, 1].flatten().tolist()
+        if len(set(found.tolist())) > 1:
             raise RecipeError(
-                f"ranks {list(self._spatial.replica_ranks)} of one replica read different samples (checksums {found}); "
+                f"ranks {ranks} of one replica read different samples (checksums {found.tolist()}); "
                 "draw augmentation from torch, numpy.random or random, whose states are set for each sample, "
                 "not from a generator of the dataset's own, as many numbers whatever rows and columns are read, "
                 "and give every rank the same files"
@@ -286,3 +313,11 @@ def _leaves(value: Any) -> list[Any]:
     found: list[Any] = []
     _placed(value, lambda leaf, path: found.append(leaf), ())
     return found
+
+
+def _shapes(value: Any) -> Any:
+    """What a sample holds, in a few words."""
+    if isinstance(value, Mapping):
+        return {key: _shapes(one) for key, one in value.items()}
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else tuple(shape)

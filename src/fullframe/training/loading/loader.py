@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import default_collate
 
 from fullframe.data.slices import SliceReader
 from fullframe.errors import CheckpointError, RecipeError
+from fullframe.processes.forking import worker_context
 from fullframe.processes.stop_signals import STOP_SIGNALS
 from fullframe.ranks.randomness import mixed_seed, sample_randomness
 from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split
@@ -38,7 +39,8 @@ class ShardedLoader:
     is asked for this rank's part only.
 
     Tensors are moved to the mesh's device; on a GPU, host memory is pinned and `prefetch` batches (1 unless given) are
-    copied while those before them are computed on, which costs the memory of their parts.
+    copied while those before them are computed on, which costs the memory of their parts. The order of the samples,
+    and what a data set draws, follow from `seed`.
 
     Raises RecipeError when the loader cannot be spread over the mesh, or when ranks of a replica read different
     samples.
@@ -61,6 +63,8 @@ class ShardedLoader:
         samples = len(loader.dataset)  # type: ignore[arg-type]
         self._order = _Order(samples, loader.batch_size or 1, replica, replicas, shuffle, seed, loader.drop_last)
         self._deliver, self._prefetch = Delivery(mesh, split), prefetch
+        self._all_taken = False  # of the current epoch's batches
+        self._dataset: Dataset[Any] = loader.dataset
         grid = Grid.of(mesh)
         self._loader = DataLoader(
             _Samples(loader.dataset, seed, grid),
@@ -70,7 +74,7 @@ class ShardedLoader:
             pin_memory=loader.pin_memory or mesh.device_type != "cpu",
             timeout=loader.timeout,
             worker_init_fn=partial(_start_worker, loader.worker_init_fn),
-            multiprocessing_context=loader.multiprocessing_context,
+            multiprocessing_context=worker_context(loader.multiprocessing_context) if loader.num_workers else None,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
             # Its own, for a DataLoader draws from the process's generator each time it is iterated.
@@ -82,11 +86,18 @@ class ShardedLoader:
         return len(self._order)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._all_taken:  # by a loop that counted them, and did not ask for the end
+            self.set_epoch(self.epoch + 1)
         for batch in self._deliver(self._loader, self._prefetch):
             self._order.position += 1
+            self._all_taken = self._order.position == len(self)
             yield batch
-        self._order.epoch += 1
-        self._order.position = 0
+        self.set_epoch(self.epoch + 1)
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The data set that is read."""
+        return self._dataset
 
     @property
     def weight(self) -> float:
@@ -106,7 +117,7 @@ class ShardedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`; the current epoch is left where it stands."""
         if epoch != self._order.epoch:
-            self._order.epoch, self._order.position = epoch, 0
+            self._order.epoch, self._order.position, self._all_taken = epoch, 0, False
 
     def state_dict(self) -> dict[str, int]:
         """The loader's position: epoch and batches handed out of it, and what must not change to go on."""
@@ -120,7 +131,7 @@ class ShardedLoader:
                     f"the checkpoint's loader had {name} {state[name]}, this one has {value}: "
                     "the order of the samples would change; resume with the same data, batch_size and seed"
                 )
-        self._order.epoch, self._order.position = state["epoch"], state["position"]
+        self._order.epoch, self._order.position, self._all_taken = state["epoch"], state["position"], False
 
 
 def evaluation_batches(
@@ -142,6 +153,7 @@ def evaluation_batches(
         _Samples(dataset, seed, grid),
         batch_sampler=[[(0, min(index, samples - 1))] for index in mine],
         num_workers=workers,
+        multiprocessing_context=worker_context(None) if workers else None,
         collate_fn=Collation(collate or default_collate, grid, "auto"),
         worker_init_fn=partial(_start_worker, None),
         pin_memory=mesh.device_type != "cpu",

@@ -1,0 +1,54 @@
+"""Which of a run's checkpoints is the best by what the recipe measures; it stays when older ones are removed."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fullframe.errors import RecipeError
+from fullframe.processes.whole_files import replace_text
+
+_FILE = "best.json"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The state after `step`, of which `value` was measured under the name `measure`; smaller is better after a "-"."""
+
+    step: int
+    measure: str
+    value: float
+
+
+def read_best(folder: Path) -> Best | None:
+    """The best of the checkpoints in `folder`; None where none is known."""
+    try:
+        found = json.loads((folder / _FILE).read_text())
+        return Best(step=int(found["step"]), measure=str(found["measure"]), value=float(found["value"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_best(folder: Path, best: Best | None) -> None:
+    """Note the best of the checkpoints in `folder`, or that none is known."""
+    if best is None:
+        (folder / _FILE).unlink(missing_ok=True)
+    else:
+        replace_text(folder / _FILE, json.dumps(asdict(best)) + "\n")
+
+
+def better(measure: str, measured: Mapping[str, float], step: int, than: Best | None) -> Best | None:
+    """What was measured after `step`, if that is better `than` what was best; not where it is no number.
+
+    Raises RecipeError where nothing was measured under the name.
+    """
+    name = measure.removeprefix("-")
+    if name not in measured:
+        names = ", ".join(measured) or "nothing"
+        raise RecipeError(f"recipe.best is {measure!r}, and evaluate() measures {names}; name one of them")
+    value, sign = measured[name], -1 if measure != name else 1
+    if math.isnan(value):
+        return None
+    is_better = than is None or than.measure != measure or sign * value > sign * than.value
+    return Best(step, measure, value) if is_better else None

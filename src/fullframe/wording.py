@@ -1,0 +1,17 @@
+"""Counts and amounts in sentences."""
+
+
+def amount(bytes: float) -> str:
+    """As printed: 12.3 GiB, 53 MiB."""
+    return f"{bytes / 2**30:.1f} GiB" if bytes >= 2**30 else f"{bytes / 2**20:.0f} MiB"
+
+
+def plural(number: int, noun: str) -> str:
+    """'1 rank', '2 ranks', '3 batches', '1,024 strategies'."""
+    return f"{number:,} {noun if number == 1 else _many(noun)}"
+
+
+def _many(noun: str) -> str:
+    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return noun + ("es" if noun.endswith(("ch", "ss")) else "s")

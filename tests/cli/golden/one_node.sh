@@ -1,0 +1,35 @@
+#!/bin/bash
+# Written by fullframe launch; to submit it by hand: sbatch job.sh, in this folder.
+#SBATCH --job-name=pro_ject
+#SBATCH --output=slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+
+cd -- '/home/me/pro ject' || exit 1
+folder='/home/me/pro ject/runs/one'
+
+run=$folder
+values=()
+
+# Slurm's signals are for the ranks, which write a checkpoint; this script waits for them.
+trap : TERM USR1
+srun --kill-on-bad-exit=0 /usr/bin/python3 -m fullframe.cli train \
+    recipe.py \
+    --processes 4 \
+    --width 2 \
+    --run-dir "$run" --auto-resume --stopped-code 85 "${values[@]}"
+code=$?
+
+# 85: stopped so that it can go on; 75: the machine failed. Unless someone cancelled the job,
+# it is queued again, 100 times at most.
+case $code in 75 | 85 | 138 | 143)
+    if [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ] &&
+        scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
+        scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    fi ;;
+esac
+exit $code

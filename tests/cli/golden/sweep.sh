@@ -1,0 +1,41 @@
+#!/bin/bash
+# Written by fullframe launch; to submit it by hand: sbatch job.sh, in this folder.
+#SBATCH --job-name=pro_ject
+#SBATCH --output=slurm-%A_%a.log
+#SBATCH --open-mode=append
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --signal=USR1@120
+#SBATCH --array=0-3%2
+#SBATCH --requeue
+
+cd -- '/home/me/pro ject' || exit 1
+folder='/home/me/pro ject/runs/sweep'
+
+# The runs of this array: what the recipe is called with, and where each writes.
+values=(--set)
+case $SLURM_ARRAY_TASK_ID in
+    0) run=$folder/0000-lr=1e-3,name=_a_b_ values+=('size=(512, 1024)' lr=1e-3 'name='"'"'a b'"'"'') ;;
+    1) run=$folder/0001-lr=1e-3,name=_x_ values+=('size=(512, 1024)' lr=1e-3 'name=$(x)') ;;
+    2) run=$folder/0002-lr=3e-4,name=_a_b_ values+=('size=(512, 1024)' lr=3e-4 'name='"'"'a b'"'"'') ;;
+    3) run=$folder/0003-lr=3e-4,name=_x_ values+=('size=(512, 1024)' lr=3e-4 'name=$(x)') ;;
+    *) echo "there is no run $SLURM_ARRAY_TASK_ID" >&2; exit 1 ;;
+esac
+
+# Slurm's signals are for the ranks, which write a checkpoint; this script waits for them.
+trap : TERM USR1
+srun --kill-on-bad-exit=0 /usr/bin/python3 -m fullframe.cli train \
+    recipe.py \
+    --processes 1 \
+    --run-dir "$run" --auto-resume --stopped-code 85 "${values[@]}"
+code=$?
+
+# 85: stopped so that it can go on; 75: the machine failed. Unless someone cancelled the job,
+# it is queued again, 100 times at most.
+case $code in 75 | 85 | 138 | 143)
+    if [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ] &&
+        scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
+        scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    fi ;;
+esac
+exit $code

@@ -1,0 +1,99 @@
+"""What all commands have in common: what is said of them, and the end of whoever reads what they print."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fullframe
+from fullframe.cli.application import COMMANDS, run
+
+WORDS = {
+    "rich": ["jobs", "."],
+    "json": ["jobs", ".", "--json"],
+    "print": ["doctor", "lint", "mistakes.py"],
+    "help": ["train", "--help"],
+    "version": ["--version"],
+}
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_a_command_whose_reader_has_gone_ends_without_a_word(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mistakes.py").write_text("import torch\n\nstate = torch.load('a.pt')\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "fullframe", *words], cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_another_pipe_that_breaks_is_an_error_as_any(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: object) -> int:
+        raise BrokenPipeError("a worker is gone")
+
+    monkeypatch.setattr("fullframe.cli.jobs.Jobs.run", broken)
+    assert run(["jobs"]) == 1
+    assert "a worker is gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_help_has_a_sentence_for_each_command(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run(["--help"]) == 0
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert max(map(len, lines)) <= min(columns, 120) and len(lines) < 45
+    for name, command in COMMANDS.items():
+        first = (command.__doc__ or "").strip().partition("\n")[0]
+        assert first.endswith((".", ":")) or "." in first, f"{name}: the first line is no sentence"
+        assert f"  {name} " in said and " ".join(first.split()[:3]) in " ".join(said.split())
+    assert "--version" in said and "--completion" in said
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"fullframe {fullframe.__version__}\n"
+
+
+def test_an_unknown_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["trian"])
+    assert ended.value.code == 2 and "train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--set", ["train", "recipe.py", "--set", "a=1", "--width", "2", "--set", "b=2"]),
+        ("--recompute-modules", ["train", "recipe.py", "--recompute-modules", "a", "--recompute-modules", "b"]),
+        ("--match", ["jobs", "--match", "a", "--match", "b"]),
+    ],
+)
+def test_values_of_an_option_that_is_given_twice_are_not_dropped(
+    option: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 2
+    assert f"{option} is given twice; give all its values to one" in capsys.readouterr().err
+
+
+def test_without_a_word_the_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("usage: fullframe COMMAND ...") and "  verify " in said.err
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "launch"])
+def test_help_names_no_default_that_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run([command, "--help"])
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "(default: 1e-09)" in said if command == "verify" else "--set NAME=VALUE" in said
+    assert not any(f"(default: {nothing})" in said for nothing in ("None", "False", ""))
