@@ -7,7 +7,7 @@ are one sum over the ranks, and nothing is sent on the way back.
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -78,17 +78,32 @@ def matrices(
     return forward, back
 
 
-class _Product(torch.autograd.Function):
-    """A fixed sparse matrix times each row of a matrix; backward is the transpose's product."""
+@torch.library.custom_op("sparse_view_ct::product", mutates_args=())
+def _product(vectors: Tensor, scan: list[int], part: list[int], transposed: bool) -> Tensor:
+    """A fixed sparse matrix, or its transpose, times each row of `vectors`; an op, so that it runs without numbers."""
+    both = matrices(Scan(*scan), range(*part[:2]), range(*part[2:]), vectors.dtype, vectors.device)
+    return (both[transposed] @ vectors.T).T.contiguous()
 
-    @staticmethod
-    def forward(ctx: Any, vectors: Tensor, matrix: Tensor, transposed: Tensor) -> Tensor:
-        ctx.matrix, ctx.transposed = matrix, transposed
-        return (matrix @ vectors.T).T.contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Product.apply(gradient, ctx.transposed, ctx.matrix), None, None
+@_product.register_fake
+def _(vectors: Tensor, scan: list[int], part: list[int], transposed: bool) -> Tensor:
+    _, views, detectors = astuple(Scan(*scan))
+    pixels = len(range(*part[:2])) * len(range(*part[2:]))
+    return vectors.new_empty(vectors.shape[0], pixels if transposed else views * detectors)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.facts = inputs[1:]
+
+
+def _back(ctx: Any, gradient: Tensor) -> Any:
+    scan, part, transposed = ctx.facts
+    return _product(gradient, scan, part, not transposed), None, None, None
+
+
+_product.register_autograd(_back, setup_context=_keep)
+for kind in ("cpu", "cuda"):  # autocast would sum readings in 16 bits, for which sparse matrices have no product
+    _product.register_autocast(kind, torch.float32)
 
 
 def project(scan: Scan, image: Tensor) -> Tensor:
@@ -106,12 +121,13 @@ def back_project(scan: Scan, sinogram: Tensor, like: Tensor) -> Tensor:
 
 
 def _project(scan: Scan, part: Tensor, rows: range, columns: range) -> Tensor:
-    return _Product.apply(part.flatten(1), *matrices(scan, rows, columns, part.dtype, part.device))
+    of = [rows.start, rows.stop, columns.start, columns.stop]
+    return _product(part.flatten(1), [*astuple(scan)], of, False)
 
 
 def _back_project(scan: Scan, sinogram: Tensor, rows: range, columns: range) -> Tensor:
-    matrix, transposed = matrices(scan, rows, columns, sinogram.dtype, sinogram.device)
-    return _Product.apply(sinogram, transposed, matrix).view(-1, 1, len(rows), len(columns))
+    of = [rows.start, rows.stop, columns.start, columns.stop]
+    return _product(sinogram, [*astuple(scan)], of, True).view(-1, 1, len(rows), len(columns))
 
 
 @ff.rule(project)

@@ -85,7 +85,7 @@ def with_library(name, *arguments):
     finally:
         os.environ.clear()
         os.environ.update(before)
-        if name == "accelerate":
+        if name in ("accelerate", "hugging_face_trainer"):
             from accelerate.state import AcceleratorState
 
             AcceleratorState._reset_state(reset_partial_state=True)  # one precision in a process
@@ -101,6 +101,17 @@ def test_other_libraries_step(library):
     half = "bf16-mixed" if library == "fabric" else "bf16"
     for found in rank_group(2).run(with_library, library, half):
         assert found != first and found == pytest.approx(alone, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("hugging_face_trainer", "transformers"), ("lightning_trainer", "lightning")]
+)
+def test_trainers_train(name, library):
+    pytest.importorskip(library)
+    alone = with_library(name)
+    assert len(alone) == 6 and alone[-1] < alone[0]
+    first, second = rank_group(2).run(with_library, name)
+    assert first == second == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
