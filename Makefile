@@ -1,7 +1,7 @@
 # Two commands matter: `make train` and `make test`. Each sets up .venv by itself.
 
 .DEFAULT_GOAL := help
-.PHONY: help train test quick clean
+.PHONY: help train test slow quick versions sbom docs clean
 
 # Only used to make .venv; the constraints hold for Python 3.11.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -26,7 +26,11 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 help:
 	@echo "make train   train the stereo example on 2 ranks, then compare its losses with those of 1 process"
 	@echo "make test    ruff, mypy and pytest (PYTEST_ARGS=... goes to pytest)"
+	@echo "make slow    the tests that take long, which \`make test\` leaves out"
 	@echo "make quick   less than a minute of tests: geometry, what runs in one process, all rules on two ranks"
+	@echo "make versions  some tests under other Pythons that are here (PYTHONS=\"python3.12 python3.13\")"
+	@echo "make sbom    sbom.json: what .venv is made of, as CycloneDX"
+	@echo "make docs    the documentation as a site in build/site; it needs no network once .venv-docs is made"
 	@echo "make clean   remove .venv, caches and runs/stereo_depth"
 
 # The stamp is written last, so an interrupted set-up is taken up again.
@@ -41,20 +45,46 @@ train: .venv/.installed
 	rm -rf $(RUN_DIR)
 	@gpus=$$(.venv/bin/python -c 'import torch; print(torch.accelerator.device_count())'); \
 	[ "$$gpus" -ge 2 ] || export CUDA_VISIBLE_DEVICES=; \
-	set -x; .venv/bin/fullframe $(TRAIN) && .venv/bin/python $(COMPARE)
+	set -x; .venv/bin/fullframe $(TRAIN) && .venv/bin/python $(COMPARE) && .venv/bin/fullframe report $(RUN_DIR)
 
 # One thread a process: the tests start many ranks on few cores. The models are built from configurations, offline.
-test quick: export OMP_NUM_THREADS := 1
-test quick: export HF_HUB_OFFLINE := 1
+test slow quick: export OMP_NUM_THREADS := 1
+test slow quick: export HF_HUB_OFFLINE := 1
 test: .venv/.installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy --strict src
 	.venv/bin/pytest -q $(PYTEST_ARGS)
 
+slow: .venv/.installed
+	.venv/bin/pytest -q -m slow $(PYTEST_ARGS)
+
 quick: .venv/.installed
 	.venv/bin/ruff check .
 	.venv/bin/pytest -q $(QUICK) $(PYTEST_ARGS)
 
+PYTHONS ?= python3.12 python3.13
+versions: export QUICK := $(QUICK)
+versions:
+	.ci/versions $(PYTHONS)
+
+# The tool has an environment of its own, so that it is not part of what it lists.
+sbom: .venv/.installed
+	$(PYTHON) -m venv .venv-sbom
+	.venv-sbom/bin/python -m pip install --quiet cyclonedx-bom
+	.venv-sbom/bin/cyclonedx-py environment .venv/bin/python --pyproject pyproject.toml --output-reproducible \
+	    --output-file sbom.json
+	rm -rf .venv-sbom
+
+# Its own environment, without torch: the reference is read from the source text.
+.venv-docs/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet $$(.venv-docs/bin/python docs/site/needs.py)
+	@touch $@
+
+docs: .venv-docs/.installed
+	.venv-docs/bin/python docs/site/gather.py
+	NO_COLOR=1 .venv-docs/bin/zensical build --clean --strict
+
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis $(RUN_DIR)
+	rm -rf .venv .venv-* build .mypy_cache .ruff_cache .pytest_cache .hypothesis $(RUN_DIR)

@@ -33,8 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; children would inherit it
+    # Of a shell's background job, and of nohup; children would inherit it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = config.getoption("--seed")  # hypothesis's own plugin reads it after this hook
     settings.load_profile("repeatable" if config.option.hypothesis_seed is None else "seeded")

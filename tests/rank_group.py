@@ -16,11 +16,11 @@ from typing import Any
 
 from fullframe.spatial.rules.convolution import JOINED_BYTES
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 250.0  # less than what pytest gives a test
 JOINED_BYTES_ON_CPU = JOINED_BYTES["cpu"]
 # Ranks of a group of so many that convolve the borders of small maps too, as of large ones; the others join them.
 _RANKS_THAT_CONVOLVE_BORDERS = {1: (), 2: (1,), 3: (0, 1), 4: (0, 3), 8: (0, 3, 5, 6)}
-GRACE_SECONDS = 3.0  # for the other ranks, once one has failed
+GRACE_SECONDS = 15.0  # for the other ranks, once one has failed: on a busy machine they fail seconds later
 
 
 class RankFailure(AssertionError):

@@ -4,11 +4,11 @@ What breaks a rule today stands in `ALLOWED`, which only shrinks: an entry that 
 """
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
-from tests.test_layers import PACKAGE, SOURCE, imports_of, module_name, resolved
+from tests.test_layers import PACKAGE, SOURCE, Import, imports_of, module_name, resolved
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
@@ -25,30 +25,31 @@ def breaches(files: Mapping[str, str]) -> set[str]:
 def _breaches(path: str, source: str, modules: set[str]) -> Iterator[str]:
     if len(source.splitlines()) > FILE_LINES:
         yield f"is over {FILE_LINES} lines"
-    tree = ast.parse(source, path)
-    for node in ast.walk(tree):
+    nodes, imports = list(ast.walk(ast.parse(source, path))), imports_of(path, source)
+    for node in nodes:
         function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if function and (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES:
             yield f"{node.name} is over {FUNCTION_LINES} lines"
-    for item in imports_of(path, source):
+    for item in imports:
         if "mock" in [*item.target.split("."), item.name]:
             yield "imports mock"
         if _private(item.name) and _elsewhere(item.target, path):
             yield f"imports {item.name} of {item.target}"
-    known = dict(_names_of_modules(path, source, modules))
-    for node in ast.walk(tree):
+    known = dict(_names_of_modules(nodes, imports, modules))
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and _private(node.attr):
             target = known.get(node.value.id)
             if target is not None and _elsewhere(target, path):
                 yield f"uses {node.attr} of {target}"
 
 
-def _names_of_modules(path: str, source: str, modules: set[str]) -> Iterator[tuple[str, str]]:
+def _names_of_modules(
+    nodes: Sequence[ast.AST], imports: Sequence[Import], modules: set[str]
+) -> Iterator[tuple[str, str]]:
     """The names that stand for a module of the package in this file."""
-    tree = ast.parse(source, path)
-    renamed = {alias.asname: alias.name for node in ast.walk(tree) for alias in getattr(node, "names", ())
+    renamed = {alias.asname: alias.name for node in nodes for alias in getattr(node, "names", ())
                if isinstance(alias, ast.alias) and alias.asname}  # fmt: skip
-    for item in imports_of(path, source):
+    for item in imports:
         target = resolved(item, modules)
         if target not in modules:
             continue

@@ -7,19 +7,19 @@ import sys
 import pytest
 
 HEAVY = {"torch", "torchvision", "rich", "matplotlib", "numpy", "tyro", "transformers", "skimage", "scipy"}
-IMPORT_SECONDS = 0.5  # torch alone takes longer; the package without it takes milliseconds
+IMPORT_SECONDS = 0.5  # of processor time: torch alone takes longer; the package without it takes milliseconds
 
 REPORT = """
 import json, sys, time
-begin = time.perf_counter()
+begin = time.process_time()
 {statement}
-seconds = time.perf_counter() - begin
+seconds = time.process_time() - begin
 print(json.dumps(dict(seconds=seconds, packages=sorted({{name.partition(".")[0] for name in sys.modules}}))))
 """
 
 
 def loaded_by(statement: str) -> tuple[set[str], float]:
-    """The top-level packages loaded after `statement` in a fresh interpreter, and the seconds it took."""
+    """The top-level packages loaded after `statement` in a fresh interpreter, and its seconds of processor time."""
     code = REPORT.format(statement=statement)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -23,11 +23,13 @@ PUBLIC = {
     "init_mesh",
     "parallelize",
     "plan",
+    "report",
     "rule",
     "scatter",
     "shard",
     "simulate",
     "unroll",
+    "watch_leaks",
 }
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fullframe.errors import RecipeError
-from fullframe.recipe import load_recipe
+from fullframe.recipe import load_recipe, values_of
 
 RECIPE = """
 import torch
@@ -73,6 +73,17 @@ def test_a_recipe_that_is_wrong_names_the_place(tmp_path, text, message):
     assert message in str(error.value)
 
 
+def test_a_place_is_named_by_a_relative_path_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text, message in (
+        ("x = 1\ndef recipe(:\n", "job.py, line 2 (def recipe(:): SyntaxError"),
+        ("def recipe():\n    return {}['a']\n", "job.py, line 2 (return {}['a']): KeyError"),
+    ):
+        with pytest.raises(RecipeError) as error:
+            load_recipe(written(tmp_path, text).relative_to(tmp_path))
+        assert str(error.value).startswith(message)
+
+
 def test_no_recipe_file(tmp_path):
     with pytest.raises(RecipeError, match=r"there is no recipe file .*missing\.py"):
         load_recipe(tmp_path / "missing.py")
@@ -81,3 +92,18 @@ def test_no_recipe_file(tmp_path):
     with pytest.raises(RecipeError, match=r"not a Python file; a recipe's name ends in \.py"):
         (tmp_path / "job.txt").write_text("")
         load_recipe(tmp_path / "job.txt")
+
+
+def test_values_of_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.py"
+    path.write_text("def recipe(lr, name='x', *, size=(1, 2)):\n    raise ValueError((lr, name, size))\n")
+    values = values_of(["lr=1e-3", "name=resnet 50; $(x)", "size=(3,4)"])
+    assert values == {"lr": 1e-3, "name": "resnet 50; $(x)", "size": (3, 4)}
+    assert values_of(["a=True", "b='1'", "c=", "d=x=y"]) == {"a": True, "b": "1", "c": "", "d": "x=y"}
+    with pytest.raises(RecipeError, match=r"ValueError: \(0.001, 'resnet 50; \$\(x\)', \(3, 4\)\)"):
+        load_recipe(path, values)
+    with pytest.raises(RecipeError, match=r"recipe\(\) takes lr, name, size: .*'lrr'.*--set name=value"):
+        load_recipe(path, {"lr": 1, "lrr": 1})
+    for words, said in ((["lr"], "no value"), (["l r=1"], "no value"), (["lr=1", "lr=2"], "twice")):
+        with pytest.raises(RecipeError, match=said):
+            values_of(words)

@@ -23,6 +23,13 @@ def test_json_both_ways():
     assert multiplied(volumes.mesh) == "data 2 x depth 3 x height 1 x width 4"
 
 
+@pytest.mark.parametrize("value", [False, True, "all", ("encoder.*", "head")])
+def test_what_to_compile_is_read_back(value):
+    strategy = Strategy(width=2, compile=value)
+    assert Strategy.from_json(strategy.to_json()) == strategy and hash(strategy) is not None
+    assert Strategy.from_json(json.dumps({"compile": value})).compile == value
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -47,6 +54,13 @@ def test_json_that_is_wrong(text, message):
         ({"offload": 1}, "strategy.offload must be one of False, True, got 1"),
         ({"recompute": "budget"}, "recompute_budget_bytes None; give the bytes with recompute='budget'"),
         ({"recompute_budget_bytes": 5}, "give the bytes with recompute='budget', and only then"),
+        ({"compile": "encoder.*"}, "compile must be False, True, \"all\", or names of modules, got 'encoder.*'"),
+        ({"compile": 1}, 'compile must be False, True, "all", or names of modules, got 1'),
+        ({"compile": ()}, 'compile must be False, True, "all", or names of modules, got ()'),
+        (
+            {"compile": ("a",), "stages": 2},
+            "compile was not made for stages > 1; leave one out, or",
+        ),
         ({"recompute_modules": ("a",)}, "recompute is 'none'; use 'blocks'"),
         ({"clip_norm": 0.0}, "clip_norm must be greater than 0, got 0.0"),
         ({"clip_norm": float("nan")}, "clip_norm must be greater than 0, got nan"),

@@ -1,4 +1,4 @@
-"""One row a technique: what a toy row alone brings about is the worked example of docs/add_a_technique.md."""
+"""One row a technique: what a toy row alone brings about is the worked example of add_a_technique.md."""
 
 import ast
 import dataclasses
@@ -15,14 +15,15 @@ from fullframe import strategy as table
 from fullframe.cli.words import changed, technique_options, words
 from fullframe.errors import StrategyError
 from fullframe.planning import candidates as planner
-from fullframe.planning.candidates import candidates, saves_more
+from fullframe.planning.candidates import candidates, saves_more, with_value
 from fullframe.planning.estimate import Estimator
 from fullframe.planning.search import complexity
-from fullframe.strategy import TECHNIQUES, Strategy, Technique, describe
+from fullframe.strategy import TECHNIQUES, Strategy, describe
+from fullframe.technique import Technique
 from tests.planning.test_candidates import GIB, job, prediction
 
 ROOT = Path(__file__).parents[1]
-GUIDE = (ROOT / "docs" / "add_a_technique.md").read_text()
+GUIDE = (ROOT / "docs" / "how_it_works" / "add_a_technique.md").read_text()
 NAMES = {technique.name for technique in TECHNIQUES}
 
 
@@ -33,8 +34,10 @@ def test_every_field_but_the_mesh_has_one_row() -> None:
 
 
 def test_the_planner_tries_every_technique_or_the_row_says_why_not() -> None:
-    asked = replace(job(), optimizers=("recipe", "sgd"), recompute_modules=("stem",))
+    asked = replace(job(), optimizers=("recipe", "sgd"), recompute_modules=("stem",), ranks=4, parts=8, iterations=8)
+    asked = replace(asked, can_compile=True)
     found = list(candidates(asked))
+    found += [with_value(found[0], t, value) or found[0] for t in TECHNIQUES for value in t.last(asked, found[0])]
     found += [refined[1] for s in found for t in TECHNIQUES if (refined := t.refined(s, GIB)) is not None]
     for technique in TECHNIQUES:
         tried = any(technique.used(strategy) for strategy in found) or bool(technique.advised(asked))
@@ -42,8 +45,8 @@ def test_the_planner_tries_every_technique_or_the_row_says_why_not() -> None:
 
 
 def test_the_planner_and_the_command_line_name_no_technique() -> None:
-    """But `microbatches` and `precision`, by which work is scaled, and what `plan` is asked for."""
-    known = {"microbatches", "precision", "recompute_modules"}
+    """But `microbatches` and `precision`, by which work is scaled, and what `plan` is asked for (which optimizers)."""
+    known = {"microbatches", "precision", "recompute_modules", "optimizer"}
     for path in [p for folder in ("planning", "cli") for p in (ROOT / "src" / "fullframe" / folder).glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             name = node.attr if isinstance(node, ast.Attribute) else node.arg if isinstance(node, ast.keyword) else ""

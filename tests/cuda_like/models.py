@@ -26,5 +26,5 @@ def moved(model: nn.Module) -> nn.Module:
 @contextmanager
 def one_rank(rank: int, ranks: int) -> Iterator[None]:
     """`fake_job`, in which a rank keeps its own random state, as nobody sends it another."""
-    with fake_job(rank, ranks), replaced(parallelize, "share_random_states", lambda spatial: None):
+    with fake_job(rank, ranks), replaced(parallelize, "share_random_states", lambda spatial, stages: None):
         yield

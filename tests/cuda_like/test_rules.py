@@ -47,7 +47,7 @@ WAITS_AS_TORCH_DOES = {
     "spatial/rules/masks.py _beside_tensors",
     "spatial/rules/masks.py _nonzero",
     "spatial/rules/masks.py _nonzero.<locals>.<listcomp>",
-    "spatial/rules/masks.py _picked_from",
+    "spatial/rules/masks.py _picked_by",
     "spatial/rules/masks.py write",
     "spatial/rules/pointwise.py _new",
     "spatial/rules/reduction.py _allclose",

@@ -71,7 +71,7 @@ def test_what_is_missing_is_named(segmentation, monkeypatch):
     (segmentation / "images" / "a.jpg").unlink()
     data = SegmentationFolder(segmentation)
     (segmentation / "masks" / "b.png").unlink()
-    with pytest.raises(DataError, match=r"1 files have no partner in .*masks, the first of them .*images/b\.png"):
+    with pytest.raises(DataError, match=r"1 file has no partner in .*masks, the first of them .*images/b\.png"):
         SegmentationFolder(segmentation)
     with pytest.raises(DataError, match=r"there is no image .*masks/b\.png"):
         data[1]
