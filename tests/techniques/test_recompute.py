@@ -1,7 +1,6 @@
 """A step that computes blocks again is the step that does not: gradients, statistics, draws, on any ranks."""
 
 import copy
-import gc
 import io
 import warnings
 from dataclasses import replace
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
@@ -17,6 +16,7 @@ from fullframe.errors import StrategyError
 from fullframe.model.parallelize import parallelize_for
 from fullframe.ranks.randomness import random_state, seed_everything
 from fullframe.techniques.recompute import blocks_to_recompute
+from tests.collector import tensors_for_the_collector
 from tests.models.zoo import ZOO
 from tests.rank_group import rank_group
 from tests.training import blocks
@@ -380,17 +380,7 @@ def garbage_of_a_recomputed_block() -> int:
     mesh = ff.init_mesh(width=2)
     block = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 2, 3, padding=1), nn.ReLU())
     split = ff.shard(torch.ones(1, 2, 6, 8, requires_grad=True), mesh)
-    gc.collect()
-    gc.disable()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        checkpoint(block, split, use_reentrant=False).sum().backward()
-        gc.collect()
-        return sum(isinstance(found, Tensor) for found in gc.garbage)
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
+    return tensors_for_the_collector(lambda: checkpoint(block, split, use_reentrant=False).sum().backward())
 
 
 def test_what_was_recomputed_is_freed_at_once() -> None:

@@ -1,8 +1,8 @@
 """Boolean masks: picked elements, what follows with them, and writes; equal to one process, with tiny messages."""
 
-import gc
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ import fullframe as ff
 from benchmarks.communication.traffic import counted
 from fullframe.ranks import collectives
 from fullframe.spatial.selection import Selection
+from tests.collector import tensors_for_the_collector
 from tests.exactness import differences_from, mesh, one_process
 from tests.rank_group import rank_group
 from tests.spatial.cases import MESHES, WORLDS, Case, Op, require_the_numbers_of_one_process
@@ -432,21 +433,8 @@ def _for_the_collector() -> list[str]:
             for shapes in ([(*lead, *case.sizes[-1]) for lead in case.split], case.whole)
         )
         here = one_process(case.op, split, whole)
-        differences_from(here, case.op, split, whole, 1, 2)  # what torch imports at first keeps frames
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        try:
-            differences_from(here, case.op, split, whole, 1, 2)
-            gc.collect()
-            if any(isinstance(left, Tensor) for left in gc.garbage):
-                found.append(name)
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
-            gc.enable()
-            gc.unfreeze()
+        if tensors_for_the_collector(partial(differences_from, here, case.op, split, whole, 1, 2)):
+            found.append(name)
     return found
 
 
