@@ -33,7 +33,7 @@ EXCEPTIONS: dict[str, str] = {
     **dict.fromkeys(("spatial/views.py", "training/faults/nonfinite.py"), END_TO_END),
     **{f"cli/{name}.py": COMMANDS for name in ("calibrate", "comparison", "display", "export")},
     **{f"cli/{name}.py": COMMANDS for name in ("simulate", "strategy_file")},
-    **{f"cli/doctor_{name}.py": COMMANDS for name in ("report", "rank", "links")},
+    **{f"cli/doctor/{name}.py": COMMANDS for name in ("report", "rank", "links")},
     **{f"planning/{name}.py": PLANS for name in ("estimate", "pool", "ranking", "shortfall")},
     "training/checkpoints/optimizer_state.py": CHECKPOINTS,
     "training/checkpoints/state.py": CHECKPOINTS,

@@ -16,15 +16,15 @@ import tyro
 from fullframe import __version__
 from fullframe.cli.calibrate import Calibrate
 from fullframe.cli.completion import SHELLS, script
-from fullframe.cli.doctor import Doctor
-from fullframe.cli.doctor_all import DoctorAll
-from fullframe.cli.doctor_env import DoctorEnv
-from fullframe.cli.doctor_run import DoctorRun
+from fullframe.cli.doctor.all import DoctorAll
+from fullframe.cli.doctor.command import Doctor
+from fullframe.cli.doctor.env import DoctorEnv
+from fullframe.cli.doctor.lint import Lint
+from fullframe.cli.doctor.run import DoctorRun
 from fullframe.cli.export import Export
 from fullframe.cli.horovodrun import Horovodrun, separated
 from fullframe.cli.jobs import Jobs
 from fullframe.cli.launch import Launch
-from fullframe.cli.lint import Lint
 from fullframe.cli.node_options import NodeOptions
 from fullframe.cli.plan import Plan
 from fullframe.cli.report import Report

@@ -72,7 +72,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed:
+class ObservedStep:
     """One step as one rank observed it."""
 
     step: int
@@ -102,7 +102,7 @@ class RunFiles:
     facts: Facts | None
     strategy: Mapping[str, Any] | None
     table: Table
-    observed: Mapping[int, Sequence[Observed]]
+    observed: Mapping[int, Sequence[ObservedStep]]
     leaks: Sequence[Mapping[str, Any]]
     log: Sequence[str]
     pictures: Sequence[Path]
@@ -143,7 +143,7 @@ class RunReader:
         self.path = path
         self._metrics = JsonLines(path / "metrics.jsonl")
         self._of_ranks: dict[int, JsonLines] = {}
-        self._observed: dict[int, list[Observed]] = {}
+        self._observed: dict[int, list[ObservedStep]] = {}
         self._table, self._leaks = Table(), list[Mapping[str, Any]]()
 
     def read(self) -> RunFiles:
@@ -286,11 +286,11 @@ def _prediction(found: Any) -> Prediction | None:
     )
 
 
-def _observed(record: Mapping[str, Any]) -> Observed | None:
+def _observed(record: Mapping[str, Any]) -> ObservedStep | None:
     step = whole_number(record.get("step"))
     if step is None:
         return None
-    return Observed(
+    return ObservedStep(
         step=step,
         time=number(record.get("time")),
         seconds=numbers(record.get("seconds")),

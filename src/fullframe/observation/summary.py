@@ -3,14 +3,14 @@
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from fullframe.observation.out_of_memory.account import PAGE
 from fullframe.observation.out_of_memory.words import happened
-from fullframe.observation.run_files import Observed, RunFiles
+from fullframe.observation.run_files import ObservedStep, RunFiles
 from fullframe.observation.units import duration_text, seconds_text, size_text
 from fullframe.wording import plural
 
@@ -34,20 +34,10 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankNow:
-    """One rank's last steps: median seconds by kind, and the newest memory."""
+class RankNow(ObservedStep):
+    """One rank's last steps: median seconds by kind, the newest memory, and when the last was."""
 
     rank: int
-    step: int
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    peak_bytes: int | None = None
-    bytes: Mapping[str, int] = field(default_factory=dict)
-    modules: Mapping[str, int] = field(default_factory=dict)
-    reserved_bytes: int | None = None
-    limit_bytes: int | None = None
-    host_bytes: int | None = None
-    gpu_percent: float | None = None
-    others_bytes: int | None = None
 
     @property
     def busy_seconds(self) -> float:
@@ -75,7 +65,7 @@ class Summary:
     skipped: int
     ranks: tuple[RankNow, ...]
     slowest: tuple[int, float] | None
-    peak: tuple[int, Observed] | None
+    peak: tuple[int, ObservedStep] | None
     findings: tuple[Finding, ...]
 
     @property
@@ -143,7 +133,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return means
 
 
-def _rank_now(rank: int, rows: Sequence[Observed]) -> RankNow:
+def _rank_now(rank: int, rows: Sequence[ObservedStep]) -> RankNow:
     recent = rows[-_RECENT:]
     kinds = dict.fromkeys(kind for row in recent for kind in row.seconds)
     seconds = {}
@@ -161,6 +151,7 @@ def _rank_now(rank: int, rows: Sequence[Observed]) -> RankNow:
     return RankNow(
         rank=rank,
         step=rows[-1].step,
+        time=rows[-1].time,
         seconds=seconds,
         peak_bytes=newest("peak_bytes"),
         bytes=newest("bytes") or {},
@@ -202,7 +193,7 @@ def _lasted(run: RunFiles, now: float) -> float | None:
     return None if end is None else end - facts.started.timestamp()
 
 
-def _peak(run: RunFiles) -> tuple[int, Observed] | None:
+def _peak(run: RunFiles) -> tuple[int, ObservedStep] | None:
     rows = [(rank, row) for rank, found in run.observed.items() for row in found if row.peak_bytes]
     # Of equal peaks one that says what it is made of.
     return max(rows, key=lambda pair: (pair[1].peak_bytes or 0, bool(pair[1].bytes)), default=None)

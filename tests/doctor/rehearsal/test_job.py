@@ -35,7 +35,7 @@ def outcome(script: str, folder: Path, patience_seconds: float = 60.0) -> Outcom
     (folder / "notes").mkdir()
     request = Request(program=str(program), folder=str(folder / "notes"), ranks=2, steps=4)
     (folder / "request.json").write_text(request.to_json())
-    arguments = ["-m", "fullframe.cli.doctor_rank", str(folder / "request.json")]
+    arguments = ["-m", "fullframe.cli.doctor.rank", str(folder / "request.json")]
     return rehearsal(request, arguments, patience_seconds=patience_seconds)
 
 

@@ -6,7 +6,7 @@ from html import escape
 
 from fullframe.observation.kinds import CATEGORIES, KINDS, OF_STEP, in_order, name_of
 from fullframe.observation.report.charts import Bar, Line, Mark, Part, area_chart, bars, legend_of, line_chart
-from fullframe.observation.run_files import Observed, RunFiles
+from fullframe.observation.run_files import ObservedStep, RunFiles
 from fullframe.observation.summary import RankNow, Summary, compared, smoothed
 from fullframe.observation.units import GIB, MIB, seconds_text, share_text, size_text
 
@@ -148,12 +148,12 @@ def _peak_card(one: Shown, title: str) -> str:
     return f'<div class="card">{"".join(body)}</div>'
 
 
-def _traced(row: Observed, rows: Sequence[Observed]) -> Observed:
+def _traced(row: ObservedStep, rows: Sequence[ObservedStep]) -> ObservedStep:
     """The step itself where it was measured by category, else the fullest that was."""
     return row if row.bytes else max(rows, key=lambda other: (bool(other.bytes), other.peak_bytes or 0))
 
 
-def _peak_sentence(one: Shown, row: Observed, traced: Observed) -> str:
+def _peak_sentence(one: Shown, row: ObservedStep, traced: ObservedStep) -> str:
     whole = row.peak_bytes or 0
     parts = []
     if traced.bytes and whole:

@@ -1,4 +1,4 @@
-"""One rank of the bandwidth measurement: `python -m fullframe.cli.doctor_links FILE`."""
+"""One rank of the bandwidth measurement: `python -m fullframe.cli.doctor.links FILE`."""
 
 import sys
 from pathlib import Path

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from fullframe.cli.doctor_env import DoctorEnv
-from fullframe.cli.doctor_report import print_findings, summary
-from fullframe.cli.doctor_run import DoctorRun, is_recipe
+from fullframe.cli.doctor.env import DoctorEnv
+from fullframe.cli.doctor.report import print_findings, summary
+from fullframe.cli.doctor.run import DoctorRun, is_recipe
 from fullframe.wording import plural
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fullframe.cli.application import run
-from fullframe.cli.lint import Lint
+from fullframe.cli.doctor.lint import Lint
 from tests.doctor.lint.samples import training
 
 BAD = "import torch.nn.functional as F\n" + training("total += loss", "total = 0\n")
@@ -66,12 +66,11 @@ def test_what_is_mended_is_no_longer_found(folder: Path, capsys: pytest.CaptureF
 
 
 def test_the_repositorys_own_examples_and_benchmarks_are_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(Path(__file__).parents[3])
     assert run(["doctor", "lint", "examples", "benchmarks"]) == 0
 
 
 def test_no_torch_is_loaded(folder: Path) -> None:
-    code = (
-        "import sys\nfrom fullframe.cli.lint import Lint\nassert Lint().run() == 1\nassert 'torch' not in sys.modules"
-    )
+    code = "import sys\nfrom fullframe.cli.doctor.lint import Lint\nassert Lint().run() == 1\n"
+    code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -12,7 +12,7 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from fullframe.cli.comparison import predicting, prediction_of
-from fullframe.cli.doctor_report import exit_code, print_answers, print_findings, summary
+from fullframe.cli.doctor.report import exit_code, print_answers, print_findings, summary
 from fullframe.cli.train import Count, Train
 from fullframe.cli.words import TechniqueOptions, TechniqueWords, words
 from fullframe.errors import MeshError, RecipeError, RunError
@@ -149,7 +149,7 @@ class DoctorRun:
             )
             file = Path(folder) / "request.json"
             file.write_text(request.to_json())
-            words_of_rank = ["-m", "fullframe.cli.doctor_rank", str(file)]
+            words_of_rank = ["-m", "fullframe.cli.doctor.rank", str(file)]
             return rehearsal(request, words_of_rank, patience_seconds=self.patience)
 
     def _conclude(self, outcome: "Outcome", extra: "list[Finding]", *, predicted: str, remark: str) -> "list[Finding]":

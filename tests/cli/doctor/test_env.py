@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fullframe.cli.application import run
-from fullframe.cli.doctor_env import DoctorEnv
+from fullframe.cli.doctor.env import DoctorEnv
 
 
 def test_a_contradiction_is_found_and_printed_as_json(

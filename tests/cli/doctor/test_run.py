@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from fullframe.cli.application import run
-from fullframe.cli.doctor_report import summary
-from fullframe.cli.doctor_run import is_recipe
+from fullframe.cli.doctor.report import summary
+from fullframe.cli.doctor.run import is_recipe
 from fullframe.doctor.probes import kinds
 from tests.doctor.rehearsal.test_job import HEAD, STEP
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 RECIPE = """
 from tests.doctor.rehearsal.recipes import {name}
 
@@ -61,7 +61,7 @@ def test_a_script_with_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_recipe_with_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2]}:{Path(__file__).parents[2] / 'src'}")
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[3]}:{Path(__file__).parents[3] / 'src'}")
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE.format(name="leaking"))
     assert run(["doctor", "run", str(recipe), "--width", "2"]) == 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 from tyro.conf import arg
 
-from fullframe.cli.doctor_report import exit_code, print_findings, summary
+from fullframe.cli.doctor.report import exit_code, print_findings, summary
 from fullframe.errors import MeshError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class DoctorEnv:
 
         with tempfile.TemporaryDirectory(prefix="fullframe-links-") as folder:
             file, deadline = Path(folder) / "rates.json", time.monotonic() + _LINK_SECONDS
-            arguments = ["-m", "fullframe.cli.doctor_links", str(file)]
+            arguments = ["-m", "fullframe.cli.doctor.links", str(file)]
             with Ranks(ranks, arguments, Path(folder) / "output", {"TORCHELASTIC_RUN_ID": "links"}) as processes:
                 from fullframe.doctor.environment.examine import examine
 

@@ -5,10 +5,10 @@ from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 
-from fullframe.cli.doctor_all import DoctorAll
-from fullframe.cli.doctor_env import DoctorEnv
-from fullframe.cli.doctor_run import DoctorRun
-from fullframe.cli.lint import Lint
+from fullframe.cli.doctor.all import DoctorAll
+from fullframe.cli.doctor.env import DoctorEnv
+from fullframe.cli.doctor.lint import Lint
+from fullframe.cli.doctor.run import DoctorRun
 
 Checks = (
     Annotated[DoctorAll, subcommand("all")]

@@ -1,4 +1,4 @@
-"""One rank of `fullframe doctor run`: `python -m fullframe.cli.doctor_rank REQUEST`."""
+"""One rank of `fullframe doctor run`: `python -m fullframe.cli.doctor.rank REQUEST`."""
 
 import sys
 from pathlib import Path

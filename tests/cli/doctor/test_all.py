@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fullframe.cli.application import run
-from fullframe.cli.doctor_all import most_useful
+from fullframe.cli.doctor.all import most_useful
 from fullframe.doctor.judgement.judge import by_severity
 from fullframe.doctor.probes import kinds
 

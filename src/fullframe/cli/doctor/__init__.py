@@ -1,0 +1,1 @@
+"""`fullframe doctor`: all checks, or one of them."""
