@@ -32,9 +32,9 @@ RETURNED = {
     "Report": "fullframe.observation.report.report",
     "Finding": "fullframe.observation.summary",
     "StepRecord": "fullframe.training.step",
-    "Unrolled": "fullframe.techniques.unroll",
-    "FixedPoint": "fullframe.techniques.fixed_point",
-    "Solved": "fullframe.techniques.fixed_point",
+    "Unrolled": "fullframe.techniques.unrolling.unroll",
+    "FixedPoint": "fullframe.techniques.unrolling.fixed_point",
+    "Solved": "fullframe.techniques.unrolling.fixed_point",
 }
 ERRORS = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
 # Raised for what only fullframe itself can do wrong, or caught before the user meets it.

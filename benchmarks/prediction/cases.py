@@ -14,7 +14,7 @@ from benchmarks.networks import UNet, UNet3D, convnext_tiny, resnet50
 from benchmarks.spatial_memory.models import nine_layers
 from fullframe.recipe import Recipe, load_recipe
 from fullframe.strategy import Strategy
-from fullframe.techniques.unroll import unroll
+from fullframe.techniques.unrolling.unroll import unroll
 
 CLASSES = 8
 STEREO = Path(__file__).parents[2] / "examples" / "stereo_depth" / "recipe.py"

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks import machine, show
 from benchmarks.unroll.measure import STATE_BYTES
-from fullframe.techniques.schedules import extra_runs
+from fullframe.techniques.unrolling.schedules import extra_runs
 
 ON_STAGES = {"2 stages": "none", "2 stages, iterations": "iterations"}  # what each of two ranks recomputes
 CHOICES = ("loop", "none", "iterations", "nested", "6", "3", "1", *ON_STAGES)  # a number: so many states are kept

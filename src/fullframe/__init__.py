@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from fullframe.spatial.shard import shard
     from fullframe.spatial.tensor import SpatialTensor
     from fullframe.strategy import Strategy
-    from fullframe.techniques.fixed_point import fixed_point
-    from fullframe.techniques.unroll import unroll
+    from fullframe.techniques.unrolling.fixed_point import fixed_point
+    from fullframe.techniques.unrolling.unroll import unroll
     from fullframe.training.loading.loader import ShardedLoader
     from fullframe.training.loop import fit
     from fullframe.training.step import TrainStep
@@ -61,7 +61,7 @@ else:
         "TrainStep": "fullframe.training.step",
         "UnsupportedOp": "fullframe.errors",
         "fit": "fullframe.training.loop",
-        "fixed_point": "fullframe.techniques.fixed_point",
+        "fixed_point": "fullframe.techniques.unrolling.fixed_point",
         "from_local": "fullframe.spatial.from_local",
         "init_mesh": "fullframe.ranks.mesh",
         "parallelize": "fullframe.model.parallelize",
@@ -71,7 +71,7 @@ else:
         "scatter": "fullframe.spatial.from_local",
         "shard": "fullframe.spatial.shard",
         "simulate": "fullframe.simulation.simulate",
-        "unroll": "fullframe.techniques.unroll",
+        "unroll": "fullframe.techniques.unrolling.unroll",
         "watch_leaks": "fullframe.observation.leaks.watch",
     }
 

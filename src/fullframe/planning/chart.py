@@ -7,7 +7,7 @@ from fullframe.errors import FullframeError
 from fullframe.planning.ranking import Plan, by_category
 from fullframe.simulation.devices.table import GIB
 from fullframe.strategy import describe, multiplied
-from fullframe.techniques.pipelines import bubble, gpipe, timeline
+from fullframe.techniques.stages.pipelines import bubble, gpipe, timeline
 
 _SHOWN = 25
 _COLOURS = {

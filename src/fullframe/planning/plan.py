@@ -25,8 +25,8 @@ from fullframe.simulation.prediction import Prediction
 from fullframe.simulation.simulate import simulate
 from fullframe.strategy import OTHER_OPTIMIZERS, Strategy
 from fullframe.technique import Precision
-from fullframe.techniques.staged_models import parts_of
-from fullframe.techniques.unrolled_models import most_iterations
+from fullframe.techniques.stages.models import parts_of
+from fullframe.techniques.unrolling.models import most_iterations
 
 LIMIT_SECONDS = 120.0  # of a search; most come to their end long before
 KEPT_FREE = 0.06  # of the device's memory: benchmarks/prediction is at most 5.1 % below what was measured

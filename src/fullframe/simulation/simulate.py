@@ -43,7 +43,7 @@ from fullframe.simulation.memory.trace import OutOfTime, Trace, Tracer
 from fullframe.simulation.prediction import Prediction
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.strategy import Strategy
-from fullframe.techniques.unrolled_models import require_one_device, unrolled_in
+from fullframe.techniques.unrolling.models import require_one_device, unrolled_in
 from fullframe.training.loading.delivery import Collation, Delivery, Grid
 from fullframe.training.session import prepare
 from fullframe.training.step import TrainStep

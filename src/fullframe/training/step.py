@@ -29,8 +29,8 @@ from fullframe.techniques.budget import Costs
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.precision import Fp32Math, LossScale, computing, fp32_math
 from fullframe.techniques.recompute import Recomputation
-from fullframe.techniques.staged_models import staged
-from fullframe.techniques.unrolled_models import keep_states
+from fullframe.techniques.stages.models import staged
+from fullframe.techniques.unrolling.models import keep_states
 from fullframe.techniques.update_in_backward import UpdateInBackward
 from fullframe.training.host import RealHost, StepHost
 from fullframe.training.microbatches import microbatches

@@ -6,7 +6,7 @@ from torch import nn
 
 import fullframe as ff
 from fullframe.errors import GradientError, MeshError
-from fullframe.techniques.stage_chain import Stages, require_known
+from fullframe.techniques.stages.chain import Stages, require_known
 from tests.rank_group import rank_group
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fullframe.errors import ShapeError
-from fullframe.techniques.stage_arguments import Arguments, State
+from fullframe.techniques.stages.arguments import Arguments, State
 
 
 def test_microbatches_and_back() -> None:

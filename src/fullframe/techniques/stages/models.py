@@ -24,10 +24,10 @@ from fullframe.ranks.mesh import init_mesh
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.spatial.tensor import SpatialTensor, wrap
 from fullframe.strategy import Strategy
-from fullframe.techniques.stage_chain import Stages
-from fullframe.techniques.stages import through_stages
-from fullframe.techniques.unroll import Unrolled
-from fullframe.techniques.unrolled_models import unrolled_in
+from fullframe.techniques.stages.chain import Stages
+from fullframe.techniques.stages.through import through_stages
+from fullframe.techniques.unrolling.models import unrolled_in
+from fullframe.techniques.unrolling.unroll import Unrolled
 
 
 class StagedModel:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import StrategyError
-from fullframe.techniques.staged_models import balanced, kept_bytes, parts_of
+from fullframe.techniques.stages.models import balanced, kept_bytes, parts_of
 from fullframe.training.evaluation import OfPart
 from tests.rank_group import RankFailure, rank_group
 

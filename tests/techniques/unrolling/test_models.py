@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import StrategyError
-from fullframe.techniques.schedules import extra_runs
-from fullframe.techniques.unrolled_models import keep_states, most_iterations, require_one_device, unrolled_in
+from fullframe.techniques.unrolling.models import keep_states, most_iterations, require_one_device, unrolled_in
+from fullframe.techniques.unrolling.schedules import extra_runs
 from tests.rank_group import rank_group
 
 ITERATIONS = 9

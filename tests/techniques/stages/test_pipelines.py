@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fullframe.techniques.pipelines import Action, Order, bubble, gpipe, one_forward_one_backward, timeline
+from fullframe.techniques.stages.pipelines import Action, Order, bubble, gpipe, one_forward_one_backward, timeline
 
 # Three stages, four microbatches, forward as long as backward; F small, B capital letters. `.` is a wait.
 GPIPE = """

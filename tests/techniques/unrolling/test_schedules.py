@@ -5,7 +5,7 @@ from math import comb
 
 import pytest
 
-from fullframe.techniques.schedules import Schedule, binomial, each_again, extra_runs, in_place, nested
+from fullframe.techniques.unrolling.schedules import Schedule, binomial, each_again, extra_runs, in_place, nested
 
 
 def iterations(schedule: Schedule) -> list[int]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fullframe.errors import StrategyError
-from fullframe.techniques.stage_buffers import StageBuffers
+from fullframe.techniques.stages.buffers import StageBuffers
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import ShapeError, StrategyError
-from fullframe.techniques.fixed_point import fixed_point
+from fullframe.techniques.unrolling.fixed_point import fixed_point
 from tests.rank_group import rank_group
 
 

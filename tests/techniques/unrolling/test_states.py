@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from fullframe.errors import DeviceError, GradientError
-from fullframe.techniques.unrolled_states import (
+from fullframe.techniques.unrolling.states import (
     form_of,
     moved,
     note_made,
@@ -48,6 +48,6 @@ def test_a_freed_graph_is_seen_and_its_line_named() -> None:
     state = made(torch.ones(3, requires_grad=True))
     require_live([state * 2])
     state.sum().backward()
-    with pytest.raises(GradientError, match=r"call at .*test_unrolled_states\.py:\d+.*state\.detach\(\)"):
+    with pytest.raises(GradientError, match=r"call at .*test_states\.py:\d+.*state\.detach\(\)"):
         require_live([state * 2])
     require_live([state.detach()])

@@ -35,10 +35,10 @@ from fullframe.ranks.stage_messages import (
     telling_others,
 )
 from fullframe.spatial.tensor import local_or_whole
-from fullframe.techniques.pipelines import one_forward_one_backward
-from fullframe.techniques.stage_arguments import Arguments, Kept, StageSaid, State, beginning, flows, or_zeros
-from fullframe.techniques.stage_buffers import StageBuffers
-from fullframe.techniques.stage_chain import Chain, Criterion, Segment, Stages, require_known
+from fullframe.techniques.stages.arguments import Arguments, Kept, StageSaid, State, beginning, flows, or_zeros
+from fullframe.techniques.stages.buffers import StageBuffers
+from fullframe.techniques.stages.chain import Chain, Criterion, Segment, Stages, require_known
+from fullframe.techniques.stages.pipelines import one_forward_one_backward
 
 
 def through_stages(

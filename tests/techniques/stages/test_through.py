@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 import fullframe as ff
 from fullframe.ranks.mesh import drawn_seed
 from fullframe.ranks.randomness import kept_random_state, mixed_seed, seed_everything
-from fullframe.techniques.stage_chain import Stages
-from fullframe.techniques.stages import through_stages
+from fullframe.techniques.stages.chain import Stages
+from fullframe.techniques.stages.through import through_stages
 from tests.rank_group import RankFailure, rank_group
 
 ITERATIONS = 14

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import DeviceError, GradientError, ShapeError, StrategyError
-from fullframe.techniques.schedules import extra_runs
-from fullframe.techniques.unroll import unroll
+from fullframe.techniques.unrolling.schedules import extra_runs
+from fullframe.techniques.unrolling.unroll import unroll
 from tests.rank_group import rank_group
 
 ITERATIONS = 14

@@ -4,7 +4,7 @@ from torch import nn
 
 from fullframe.errors import StrategyError
 from fullframe.strategy import Strategy
-from fullframe.techniques.unroll import Unrolled
+from fullframe.techniques.unrolling.unroll import Unrolled
 
 
 def unrolled_in(model: nn.Module) -> dict[str, Unrolled]:

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import ShapeError, StrategyError, require_count
 from fullframe.spatial.tensor import local_or_whole
-from fullframe.techniques import schedules
 from fullframe.techniques.offload import saving_to_host
 from fullframe.techniques.recompute import Recomputed
-from fullframe.techniques.schedules import Schedule
-from fullframe.techniques.stage_chain import Criterion, Stages
-from fullframe.techniques.stages import through_stages
-from fullframe.techniques.unrolled_states import (
+from fullframe.techniques.stages.chain import Criterion, Stages
+from fullframe.techniques.stages.through import through_stages
+from fullframe.techniques.unrolling import schedules
+from fullframe.techniques.unrolling.schedules import Schedule
+from fullframe.techniques.unrolling.states import (
     form_of,
     moved,
     note_made,

@@ -12,7 +12,7 @@ from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.stage_messages import Form
 from fullframe.spatial.spec import spec_of
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
-from fullframe.techniques.stage_buffers import Said
+from fullframe.techniques.stages.buffers import Said
 
 
 class Leaf(NamedTuple):
