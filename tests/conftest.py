@@ -61,4 +61,5 @@ def _seeded(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     if "torch" in sys.modules:  # a test that needs no torch does not wait for it
-        sys.modules["torch"].manual_seed(seed)
+        # Of the CPU alone: `torch.manual_seed` keeps a traceback for each kind of device that is not there.
+        sys.modules["torch"].default_generator.manual_seed(seed)

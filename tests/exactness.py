@@ -73,6 +73,9 @@ def relative(expected: Tensor, got: Tensor, floor: float = FLOOR) -> float:
     if expected.numel() == 0:
         return 0.0
     expected, got = expected.double(), got.double()
+    largest = (expected - got).abs().max()
+    if largest.isfinite():  # so all numbers are
+        return float(largest / expected.abs().max().clamp_min(floor))
     finite = expected.isfinite()
     if (
         not torch.equal(expected[~finite].nan_to_num(7.0), got[~finite].nan_to_num(7.0))
@@ -83,16 +86,20 @@ def relative(expected: Tensor, got: Tensor, floor: float = FLOOR) -> float:
     return float((expected - got).abs().max() / expected.abs().max().clamp_min(floor))
 
 
-def _require_equal_on_all_ranks(gradient: Tensor) -> None:
-    """Each rank has one process's gradient, not a share of it."""
-    mean = gradient.nan_to_num()
-    dist.all_reduce(mean)
-    apart = relative(mean / dist.get_world_size(), gradient.nan_to_num())
-    assert apart < 1e-9 or gradient.dtype != torch.float64, f"the ranks' gradients are {apart:.0e} apart"
+def _require_equal_on_all_ranks(gradients: Sequence[Tensor]) -> None:
+    """Each rank has one process's gradients, not a share of them; asked of float64."""
+    mine = [gradient.nan_to_num().flatten() for gradient in gradients if gradient.dtype == torch.float64]
+    if not mine:
+        return
+    means = torch.cat(mine)
+    dist.all_reduce(means)
+    for mean, gradient in zip(means.split([g.numel() for g in mine]), mine, strict=True):
+        apart = relative(mean / dist.get_world_size(), gradient)
+        assert apart < 1e-9, f"the ranks' gradients are {apart:.0e} apart"
 
 
 def _answers(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], on: DeviceMesh | None) -> dict[str, Tensor]:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in (*split, *whole)]
     given = [ff.shard(t, on) if on is not None else t for t in leaves[: len(split)]]
     outputs = [t for t in tree_leaves(op(*given, *leaves[len(split) :])) if isinstance(t, Tensor)]
@@ -103,12 +110,10 @@ def _answers(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], on: Devic
     )
     if isinstance(loss, Tensor):
         loss.backward()
-    for n, leaf in enumerate(leaves):
-        if leaf.grad is not None:
-            if on is not None:
-                _require_equal_on_all_ranks(leaf.grad)
-            answers[f"gradient {n}"] = leaf.grad
-    return answers
+    gradients = {f"gradient {n}": leaf.grad for n, leaf in enumerate(leaves) if leaf.grad is not None}
+    if on is not None:
+        _require_equal_on_all_ranks(list(gradients.values()))
+    return answers | gradients
 
 
 def unlike(

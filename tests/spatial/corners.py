@@ -77,7 +77,7 @@ def _fault(expected: Any, got: Any, tolerance: float) -> str:
 
 
 def _answers(case: Case, on: DeviceMesh | None) -> dict[str, Any]:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     tensors = [t.clone() for t in (*case.split, *case.whole)]
     leaves = [t.requires_grad_(case.grad and t.is_floating_point()) for t in tensors]
     given = [ff.shard(t, on) if on is not None else t for t in leaves[: len(case.split)]]
@@ -95,12 +95,11 @@ def _answers(case: Case, on: DeviceMesh | None) -> dict[str, Any]:
             loss.append((whole * ramp.view_as(whole)).sum())
     if loss:
         torch.stack([term.double() for term in loss]).sum().backward()
-    for n, leaf in enumerate(leaves):
-        if leaf.grad is not None:
-            answers[f"gradient {n}"] = _mean(leaf.grad) if on is not None else leaf.grad
-        if not leaf.requires_grad and n >= len(case.split):
-            answers[f"left in {n}"] = leaf
-    return answers
+    gradients = {n: leaf.grad for n, leaf in enumerate(leaves) if leaf.grad is not None}
+    if on is not None and gradients:
+        gradients = dict(zip(gradients, _means(list(gradients.values())), strict=True))
+    answers |= {f"gradient {n}": gradient for n, gradient in gradients.items()}
+    return answers | {f"left in {n}": t for n, t in enumerate(leaves) if not t.requires_grad and n >= len(case.split)}
 
 
 def _ramp(count: int) -> Tensor:
@@ -108,11 +107,12 @@ def _ramp(count: int) -> Tensor:
     return ((4 * torch.linspace(-1, 1, count, dtype=torch.float64).mul(40).cos()).round() + 0.5) / 4
 
 
-def _mean(gradient: Tensor) -> Tensor:
+def _means(gradients: list[Tensor]) -> list[Tensor]:
     """Over the ranks, as gradients of parameters are averaged; without the infinities of a sum in 16 bit."""
-    wide = gradient.double().contiguous()  # the ranks add up memory, in whatever order it lies
+    wide = torch.cat([gradient.double().flatten() for gradient in gradients])
     dist.all_reduce(wide)
-    return (wide / dist.get_world_size()).to(gradient.dtype)
+    means = (wide / dist.get_world_size()).split([gradient.numel() for gradient in gradients])
+    return [mean.view(g.shape).to(g.dtype) for mean, g in zip(means, gradients, strict=True)]
 
 
 class Corners(dict[str, Case]):

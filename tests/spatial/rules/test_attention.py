@@ -10,10 +10,11 @@ from torch import Tensor
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, require_the_numbers_of_one_process
 from tests.spatial.corners import Corners, noise, require_no_faults, spoiled
 
 ODD = ((7, 11), (9, 13))
+FEW = ((8, 12), (11, 13))  # an even cut and an uneven one; scores are as many as tokens squared
 
 
 def attention_by_hand(x: Tensor, w: Tensor) -> Tensor:
@@ -131,12 +132,13 @@ def biased(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 CASES: dict[str, Case] = {
-    "attention by hand": Case(attention_by_hand, whole=((4, 4),)),
-    "scaled_dot_product_attention": one(
-        lambda x: F.scaled_dot_product_attention(*(x.flatten(2).transpose(1, 2)[:, None] * s for s in (1, 2, 3)))
+    "attention by hand": Case(attention_by_hand, whole=((4, 4),), sizes=FEW),
+    "scaled_dot_product_attention": Case(
+        lambda x: F.scaled_dot_product_attention(*(x.flatten(2).transpose(1, 2)[:, None] * s for s in (1, 2, 3))),
+        sizes=FEW,
     ),
-    "class token": Case(class_token, whole=((1, 1, 4),)),
-    "multi-head attention": Case(multi_head, whole=((12, 4), (12,), (4, 4))),
+    "class token": Case(class_token, whole=((1, 1, 4),), sizes=FEW),
+    "multi-head attention": Case(multi_head, whole=((12, 4), (12,), (4, 4)), sizes=FEW),
     "neighbours": Case(neighbours, sizes=ODD),
     "windows": Case(windows, sizes=((9, 16), (12, 12))),
     "masks": Case(masks, sizes=ODD),

@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 import fullframe as ff
-from tests.exactness import differences, mesh
+from tests.exactness import differences_from, mesh, one_process
 from tests.rank_group import rank_group
 from tests.spatial.rules.test_attention import tokens
 
@@ -43,24 +43,35 @@ def everything(x: Tensor, bias: Tensor) -> list[Any]:
     ]
 
 
-def _differences(height: int, width: int) -> dict[str, float]:
+def _operands() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 4, 5, 7, generator=generator, dtype=torch.float64)
-    bias = torch.randn(4, 2 * TOKENS, generator=generator, dtype=torch.float64)
+    return x, torch.randn(4, 2 * TOKENS, generator=generator, dtype=torch.float64)
+
+
+def _alone() -> dict[str, Tensor]:
+    x, bias = _operands()
     with mock.patch.object(flex, "_validate_device"):
-        return differences(everything, [x], [bias], height, width)
+        return one_process(everything, [x], [bias])
+
+
+def _differences(here: dict[str, Tensor], height: int, width: int) -> dict[str, float]:
+    x, bias = _operands()
+    with mock.patch.object(flex, "_validate_device"):
+        return differences_from(here, everything, [x], [bias], height, width)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_as_in_one_process() -> None:  # on one mesh, as Dynamo takes its time on each rank
-    for found in rank_group(4).run(_differences, 2, 2):
+def test_as_in_one_process() -> None:  # on one mesh and alone once, as Dynamo takes its time on each rank
+    (here,) = rank_group(1).run(_alone)
+    for found in rank_group(4).run(_differences, here, 2, 2):
         assert {name: error for name, error in found.items() if not error <= 1e-11} == {}
         assert "gradient 1" in found
 
 
 def _outcomes() -> list[Any]:
     x = torch.arange(2 * 4 * TOKENS).cos().view(2, 4, 5, 7)
-    q = tokens(ff.shard(x, mesh(2, 2)))
+    q = tokens(ff.shard(x, mesh(1, 2)))
     found: list[Any] = []
     for attend in (torch.compile(flex_attention), torch.compile(flex_attention, fullgraph=True)):
         found.append(float((attend(q, q, q).full() - flex_attention(*(tokens(x),) * 3)).abs().max()))
@@ -80,7 +91,7 @@ def _outcomes() -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_it_runs_as_it_is_and_what_it_cannot_do_is_refused_by_name() -> None:
-    for eager, whole, *refused in rank_group(4).run(_outcomes):
+    for eager, whole, *refused in rank_group(2).run(_outcomes):
         assert eager < 1e-6 and whole < 1e-6
         assert [name for name, _ in refused] == ["UnsupportedOp", "ValueError", "NotImplementedError"]
         assert "flex_attention: " in refused[0][1] and "x.full()" in refused[0][1]
