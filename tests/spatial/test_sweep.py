@@ -1,6 +1,6 @@
-"""All cases of all families at once, on two ranks and one uneven size: the quick look, for `make quick`.
+"""All cases of all families at once, on two ranks and one uneven size: the quick look, for `make quick` alone.
 
-The same cases run at three sizes on four meshes in `tests/spatial/rules`.
+The same cases run at two sizes on four meshes in `tests/spatial/rules`, and at more in `tests/whole/test_sizes.py`.
 """
 
 import pytest
@@ -16,6 +16,7 @@ def _swept() -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_rule_is_exact_on_two_ranks() -> None:
     for found in rank_group(2).run(_swept):
