@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fullframe as ff
 
@@ -39,31 +40,54 @@ def differences_from(
     floor: float = FLOOR, depth: int = 1,
 ) -> dict[str, float]:  # fmt: skip
     """`differences`, from what `one_process` gave: for several meshes."""
-    there = _answers(op, split, whole, mesh(height, width, depth))
+    there = on_mesh(op, split, whole, height, width, depth)
     assert here.keys() == there.keys(), (here.keys(), there.keys())
     return {name: relative(here[name], there[name], floor) for name in here}
 
 
-def loose_differences(
-    op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], height: int, width: int, floor: float = FLOOR
-) -> dict[str, float]:
-    """As `differences`, for 16 bit: 0 where shapes and dtypes are equal, and nearly all elements of outputs nearly.
+def on_mesh(
+    op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], height: int, width: int, depth: int = 1
+) -> dict[str, Tensor]:
+    """Outputs, made whole, and gradients of `op(*split, *whole)` on the mesh, by name."""
+    return _answers(op, split, whole, mesh(height, width, depth))
 
-    Gradients there may be nothing but rounding (of a norm's input, of a zero sum).
+
+class InDouble(TorchFunctionMode):
+    """New tensors are float64, and torch's functions take it for any other float: the weights that an op holds."""
+
+    def __enter__(self) -> Any:
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        torch.set_default_dtype(torch.float32)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Tensor, _double, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+def roundings(exact: Tensor, expected: Tensor, got: Tensor, dtype: torch.dtype, floor: float = FLOOR) -> float:
+    """How many times as far as `expected` is `got` from `exact`, the numbers of float64, by root mean squares.
+
+    `expected` counts as off by a last bit of `dtype` at least. Infinite where `relative` is, or where `exact` has
+    another shape.
     """
-    here = _answers(op, split, whole, None)
-    there = _answers(op, split, whole, mesh(height, width))
-    assert here.keys() == there.keys(), (here.keys(), there.keys())
-    return {name: _loosely(here[name], there[name], floor if "output" in name else float("inf")) for name in here}
-
-
-def _loosely(expected: Tensor, got: Tensor, floor: float) -> float:
-    if expected.shape != got.shape or expected.dtype != got.dtype:
+    if exact.shape != expected.shape or relative(expected, got) == float("inf"):
         return float("inf")
-    expected, got = expected.double().nan_to_num(), got.double().nan_to_num()
-    far = (expected - got).abs() > 0.1 * expected.abs().max().clamp_min(floor)
-    share = float(far.double().mean()) if far.numel() else 0.0
-    return share if share > 0.1 else 0.0
+    finite = expected.isfinite() & exact.isfinite()
+    exact, expected, got = (t[finite].double() for t in (exact, expected, got))
+    last_bit = torch.finfo(dtype).eps * _rms(exact).clamp_min(floor)
+    return float(_rms(got - exact) / (_rms(expected - exact) + last_bit))
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.norm() / max(x.numel(), 1) ** 0.5
 
 
 def relative(expected: Tensor, got: Tensor, floor: float = FLOOR) -> float:
@@ -121,7 +145,7 @@ def unlike(
 ) -> list[str]:
     """What of `differences` differs, told in words; infinities and NaN must stand where they stand in one process."""
     here = _answers(op, split, whole, None)
-    there = _answers(op, split, whole, mesh(height, width))
+    there = on_mesh(op, split, whole, height, width)
     missing = [f"{name} is in one of them alone" for name in here.keys() ^ there.keys()]
     return missing + [
         f"{name}: {fault}"

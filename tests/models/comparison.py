@@ -32,7 +32,6 @@ from tests.models.test_models import largest, mesh_of
 from tests.rank_group import RankFailure, rank_group
 
 FLOOR = 1e-3  # of the largest gradient or buffer
-TIMEOUT_SECONDS = 90.0
 Mesh = tuple[int, ...]  # height, width; for volumes also depth
 _WARNING = re.compile(r"^(\S+) \((.*)\) runs on the gathered .*?\): (.*)$", re.DOTALL)
 
@@ -204,7 +203,7 @@ def run_on(entry: Architecture, on: Mesh, unsupported: str, path: Path) -> Outco
     group = rank_group(math.prod(on))
     begin = time.monotonic()
     try:
-        results = group.run(split_step, entry.name, on, unsupported, os.fspath(path), timeout_seconds=TIMEOUT_SECONDS)
+        results = group.run(split_step, entry.name, on, unsupported, os.fspath(path))
     except RankFailure as failure:
         if group.alive:
             group.close()  # its ranks may stand at different messages

@@ -19,18 +19,20 @@ from torch import Tensor
 
 import fullframe as ff
 from fullframe.errors import UnsupportedOp
-from tests.exactness import differences, loose_differences, mesh, one_process, relative
+from tests.exactness import InDouble, mesh, on_mesh, one_process, relative, roundings
 from tests.rank_group import rank_group
 from tests.whole.idioms import IDIOMS
 
 TOLERANCE = 1e-9  # relative, of outputs and gradients; programs divide and take roots, so a few digits may go
 FLOOR = 1e-4  # what is smaller all over is zero but for the rounding of longer programs (a mean taken off a constant)
+ROUNDINGS = 4  # below float64: times as far from float64's numbers as plain torch; a wrong border is 14 and more
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 3)]
 BATCH = 30
 NUDGES = 8  # of the inputs of a program that looks wrong
 PENALISED = 0.15  # of the programs in float64
 
 Step = tuple[str, Callable[[Tensor], Tensor]]
+Distances = Callable[[dict[str, Tensor]], dict[str, float]]
 
 
 class Outcome(NamedTuple):
@@ -356,33 +358,61 @@ def _tried(step: Step, value: Tensor, autocast: bool) -> Tensor | None:
 
 
 def _outcome(seed: int, height: int, width: int) -> Outcome:
-    program = _program(seed)
+    return _judged(_program(seed), seed, height, width)
+
+
+def _judged(program: Program, seed: int, height: int, width: int) -> Outcome:
     kind = f"{tuple(program.x.shape)} {program.x.dtype}{' autocast' * program.autocast}"
     text = " -> ".join([kind, *(name for name, _ in program.steps), *["gradient"] * program.penalised])
     run = partial(_run, program)
     if program.refused:
         return _refusal(run, program.x, seed, text, height, width)
-    compare = differences if program.x.dtype == torch.float64 else loose_differences
     try:
-        found = compare(run, [program.x], [], height, width, floor=FLOOR)
+        distances = _distances(program)
+        found = distances(on_mesh(run, [program.x], [], height, width))
     except UnsupportedOp as refused:
         return Outcome("refused", seed, text, f"{refused.function}: {refused.reason}")
     except Exception as error:
         raise RuntimeError(f"seed {seed} crashed: {text}") from error
     worst = max(found.values())
-    verdict = "exact" if worst <= TOLERANCE else "unstable" if _is_unstable(program) else "wrong"
+    allowed = TOLERANCE if program.x.dtype == torch.float64 else ROUNDINGS
+    verdict = "exact" if worst <= allowed else "unstable" if _is_unstable(program, distances, worst) else "wrong"
     return Outcome(verdict, seed, text, str(found))
 
 
-def _is_unstable(program: Program) -> bool:
-    """Whether inputs that are off by a few last bits change plain torch's own numbers: another choice among ties."""
-    run = partial(_run, program)
-    here = one_process(run, [program.x], [])
+def _distances(program: Program) -> Distances:
+    """How far other answers are from plain torch's: `relative`, or below float64 in `roundings`."""
+    run, dtype = partial(_run, program), _coarsest(program)
+    here = exact = one_process(run, [program.x], [])
+    if dtype != torch.float64:
+        with InDouble():
+            exact = one_process(run, [program.x.double()], [])
+
+    def distances(there: dict[str, Tensor]) -> dict[str, float]:
+        assert here.keys() == there.keys(), (here.keys(), there.keys())
+        if dtype == torch.float64:
+            return {name: relative(here[name], there[name], FLOOR) for name in here}
+        return {name: roundings(exact[name], here[name], there[name], dtype, FLOOR) for name in here}
+
+    return distances
+
+
+def _coarsest(program: Program) -> torch.dtype:
+    return torch.bfloat16 if program.autocast else program.x.dtype
+
+
+def _is_unstable(program: Program, distances: Distances, worst: float) -> bool:
+    """Whether inputs that are off by last bits change plain torch's own numbers: another choice among ties.
+
+    Below float64 rounding alone changes them; then they must come to be as far off as the split ones.
+    """
+    run, dtype = partial(_run, program), _coarsest(program)
+    far, bits = (TOLERANCE, 4) if dtype == torch.float64 else (worst, 1)
     for number in range(NUDGES):
         nudge = torch.randn(program.x.shape, generator=torch.Generator().manual_seed(number), dtype=program.x.dtype)
-        there = one_process(run, [program.x * (1 + 4 * torch.finfo(nudge.dtype).eps * nudge)], [])
-        if max(relative(here[name], there[name], FLOOR) for name in here) > TOLERANCE:
-            return program.x.dtype == torch.float64
+        there = one_process(run, [program.x * (1 + bits * torch.finfo(dtype).eps * nudge)], [])
+        if max(distances(there).values()) >= far:
+            return True
     return False
 
 
@@ -420,3 +450,31 @@ def test_random_programs(height: int, width: int, seed: int, programs: int) -> N
     print(f"seed {seed}, mesh {height}x{width}: {dict(verdicts)}")
     assert not bad, "\n".join(map(str, bad))
     assert verdicts["exact"] >= 0.97 * count, [o for o in outcomes if o.verdict == "refused"]
+
+
+def _borderless(x: Tensor) -> Tensor:
+    """A convolution that sees zeros where a neighbour's columns are."""
+    w = _like(x, x.shape[1], x.shape[1], 3, 3)
+    if isinstance(x, ff.SpatialTensor):
+        return ff.from_local(F.conv2d(x.local, w, None, 1, 1), x.device_mesh, like=x)
+    return F.conv2d(x, w, None, 1, 1)
+
+
+def _verdict(dtype: torch.dtype, autocast: bool) -> str:
+    x = _weight(2, 4, 9, 40).to(dtype)
+    steps: list[Step] = [("sigmoid", torch.sigmoid), ("borderless", _borderless)]
+    return _judged(Program(x, steps, False, autocast, False), 0, 1, 2).verdict
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.float64, False), (torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+)
+def test_a_wrong_border_is_wrong_in_every_precision(dtype: torch.dtype, autocast: bool) -> None:
+    assert rank_group(2).run(_verdict, dtype, autocast) == ["wrong"] * 2
+
+
+def test_a_16_bit_program_that_is_as_near_to_float64_as_plain_torch_is_exact() -> None:
+    """A row that is nearly constant is normalized: nothing but rounding is left of it, and of that another."""
+    outcomes = rank_group(4).run(_outcomes, [90312200702], 2, 2)
+    assert [answer[0].verdict for answer in outcomes] == ["exact"] * 4
