@@ -242,6 +242,38 @@ def test_misuse_is_refused(which: str) -> None:
     rank_group(2).run(misuse, which)
 
 
+def trained_later(way: str, wraps: bool) -> list[Tensor]:
+    """The table is frozen in the first step; then it is one of the optimizer's parameters, or becomes one."""
+    model = Model()
+    model.table.requires_grad_(False)
+    at_once = [p for p in model.parameters() if way == "unfrozen" or p.requires_grad]
+    optimizer = torch.optim.SGD(at_once, lr=0.1, momentum=0.9)
+    if wraps:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    for step in range(STEPS):
+        if step == 1:
+            model.table.requires_grad_(True)
+            if way == "added":
+                optimizer.add_param_group({"params": list(model.table.parameters()), "lr": 0.2})
+        x, target = (part.tensor_split(hvd.size())[hvd.rank()] if wraps else part for part in batch(step))
+        optimizer.zero_grad()
+        (model(x, False) - target).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def trained_later_on_ranks(way: str) -> list[Tensor]:
+    with initialized():
+        return trained_later(way, wraps=True)
+
+
+@pytest.mark.parametrize("way", ["unfrozen", "added"])
+def test_what_is_trained_later_is_reduced_too(way: str) -> None:
+    expected = trained_later(way, wraps=False)
+    for found in rank_group(2).run(trained_later_on_ranks, way):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
 def clipped() -> list[Tensor]:
     with initialized():
         model = Model()

@@ -95,6 +95,27 @@ def test_gradients_are_dropped_one_by_one_in_an_order_all_ranks_share():
             torch.testing.assert_close(got["never.weight"], tangled().never.weight.detach(), rtol=0, atol=0)
 
 
+def unfrozen(strategy):
+    """Parameters after three steps, of which the first trains no stem, and the last no head."""
+    model = parallelize_for(strategy, network(), ff.init_mesh())
+    model.module.stem.requires_grad_(False)
+    step = ff.TrainStep(model, exact_loss, build_optimizer(grouped(AdamW), model, strategy), strategy)
+    replica, share = 0 if strategy.data == 1 else torch.distributed.get_rank(), BATCH // strategy.data
+    for number in range(3):
+        model.module.stem.requires_grad_(number > 0)
+        model.module.head.requires_grad_(number < 2)
+        step({name: value[replica * share :][:share] for name, value in batch_of(number).items()})
+    return [p.detach() for p in model.parameters()]
+
+
+def test_what_is_trained_may_change():
+    expected = unfrozen(ff.Strategy())
+    found = [unfrozen(ff.Strategy(update_in_backward=True))]
+    found += rank_group(2).run(unfrozen, ff.Strategy(data=2, update_in_backward=True))
+    for parameters in found:
+        assert error(changes(parameters), changes(expected)) < 1e-12
+
+
 def broken(kind, ranks):
     strategy = ff.Strategy(data=ranks, update_in_backward=True)
     model = ff.parallelize(network(), ff.init_mesh(), average_gradients=False)

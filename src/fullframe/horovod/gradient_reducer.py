@@ -1,6 +1,6 @@
 """Gradients of a model reduced over the ranks while backward still computes others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from fullframe.errors import GradientError
 from fullframe.horovod.compression import Compression, Compressor
 from fullframe.horovod.context import World, world
+from fullframe.horovod.gradient_groups import grouped
 from fullframe.horovod.handles import Handle, synchronize
 from fullframe.horovod.process_sets import ProcessSet
 from fullframe.horovod.reductions import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
@@ -66,17 +67,13 @@ class GradientReducer:
         self.passes = passes
         self._compression, self._op, self._predivide = compression, op, predivide
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
-        plain = compression is Compression.none
-        self._groups = [
-            _Group(f"DistributedOptimizer.{names[group[0]]}.{len(group)}", group, plain) for group in groups
-        ]
-        self._of = {parameter: group for group in self._groups for parameter in group.parameters}
-        self._counts = dict.fromkeys(self._of, passes)
+        self._groups: list[_Group] = []
+        self._of: dict[Tensor, _Group] = {}
+        self._counts: dict[Tensor, int] = {}
         self._sparse: set[Tensor] = set()  # those that were ever given a sparse gradient
         self._names = names
         self._world: World | None = None
-        for parameter in self._of:
-            parameter.register_post_accumulate_grad_hook(self._reached)
+        self._take_up(groups)
 
     @property
     def is_under_way(self) -> bool:
@@ -89,9 +86,16 @@ class GradientReducer:
         self.passes = passes
         self._counts = dict.fromkeys(self._of, passes)
 
-    def finish(self) -> None:
-        """Reduce what backward has not come to, as zeros, and wait for everything."""
+    def finish(self, parameters: Iterable[Tensor]) -> None:
+        """Reduce what backward has not come to, as zeros, and wait for everything.
+
+        From now on `parameters`, the optimizer's, that are trained since are reduced too.
+        """
         self._forget_other_world()
+        new = [parameter for parameter in parameters if parameter.requires_grad and parameter not in self._of]
+        for parameter in new:
+            self._names.setdefault(parameter, f"allreduce.noname.{len(self._names)}")
+        self._take_up(grouped(new, None, world().settings.gradient_bytes))
         for group in self._groups:
             if group.finish is None:
                 self._begin(group, copied=False)
@@ -99,6 +103,16 @@ class GradientReducer:
             assert group.finish is not None
             group.finish()
         self._clear()
+
+    def _take_up(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        """Reduce the gradients of these too."""
+        for parameters in groups:
+            name = f"DistributedOptimizer.{self._names[parameters[0]]}.{len(parameters)}"
+            group = _Group(name, parameters, self._compression is Compression.none)
+            self._groups.append(group)
+            for parameter in parameters:
+                self._of[parameter], self._counts[parameter] = group, self.passes
+                parameter.register_post_accumulate_grad_hook(self._reached)
 
     def _reached(self, parameter: Tensor) -> None:
         self._forget_other_world()

@@ -101,7 +101,8 @@ class _ByGradient:
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, to clip them, say; then `step` inside `skip_synchronize()`."""
         if self.reducer is not None:
-            self.reducer.finish()
+            groups = self.param_groups  # type: ignore[attr-defined]
+            self.reducer.finish(parameter for group in groups for parameter in group["params"])
         self._synchronized = True
 
     @contextlib.contextmanager

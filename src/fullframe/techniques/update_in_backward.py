@@ -22,8 +22,8 @@ class UpdateInBackward:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: int):
         self._optimizer, self._ranks = optimizer, ranks
-        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.names, self._parameters = list(trainable), list(trainable.values())
+        named = dict(model.named_parameters())
+        self.names, self._parameters = list(named), list(named.values())
         self._numbers: dict[Tensor, int] = {p: number for number, p in enumerate(self._parameters)}
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._running = False
@@ -31,14 +31,22 @@ class UpdateInBackward:
         self._awaited: set[int] = set()  # those whose gradient will come
         self._flying: tuple[int, Tensor, Any] | None = None  # a parameter's gradient that the ranks are adding up
         self._squares: list[Tensor] = []
+        self._hooked: set[Tensor] = set()
+        self._hook()
+
+    def _hook(self) -> None:
+        """See the gradients of all parameters that are trained now, which may be others than before."""
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            if parameter.requires_grad and parameter not in self._hooked:
+                parameter.register_post_accumulate_grad_hook(self._arrived)
+                self._hooked.add(parameter)
 
     def reached(self, loss: Tensor) -> list[int]:
         """Numbers of the parameters that `loss` depends on, in the order in which backward will come to them.
 
         That is the reverse of the order in which the forward pass first used them.
         """
+        self._hook()
         first_use: dict[int, int] = {}
         waiting: list[Any] = [loss.grad_fn]
         seen = set(waiting)

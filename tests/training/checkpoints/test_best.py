@@ -9,15 +9,15 @@ from safetensors.torch import load_file
 import fullframe as ff
 from fullframe.cli.application import run
 from fullframe.errors import RecipeError, RunError
-from fullframe.training.checkpoints.best import Best, better, read_best
+from fullframe.training.checkpoints.best import Best, better
 from fullframe.training.checkpoints.export import export
 from fullframe.training.checkpoints.manifest import MANIFEST
-from fullframe.training.checkpoints.writer import checkpoints_in
+from fullframe.training.checkpoints.writer import best_checkpoint, checkpoints_in
 from tests.rank_group import rank_group
 from tests.training.tiny import Frames, recipe
 
 
-def trained(run_dir, scores, strategy=None, best="score", keep_checkpoints=1, **options):
+def trained(run_dir, scores, strategy=None, best="score", keep_checkpoints=1, checkpoint_every=100, **options):
     """Evaluated after each step, with these as the scores; the parameters after each."""
     left, states = list(scores), []
 
@@ -26,7 +26,8 @@ def trained(run_dir, scores, strategy=None, best="score", keep_checkpoints=1, **
         return {"score": (left.pop(0), 1)}
 
     job = recipe(evaluate=evaluate, evaluation_data=lambda: Frames(1, augment=False), evaluate_every=1, best=best)
-    ff.fit(job, strategy or ff.Strategy(), run_dir, keep_checkpoints=keep_checkpoints, checkpoint_every=100, **options)
+    often = {"keep_checkpoints": keep_checkpoints, "checkpoint_every": checkpoint_every}
+    ff.fit(job, strategy or ff.Strategy(), run_dir, **often, **options)
     assert not left
     return states
 
@@ -39,7 +40,7 @@ def steps_in(run_dir):
 def test_the_best_stays(tmp_path, measure, sign):
     states = trained(tmp_path, [sign * value for value in (1.0, 3.0, math.nan, 3.0, 2.0)], best=measure, steps=5)
     assert steps_in(tmp_path) == [2, 5], "the best and the last; an equal one and NaN are no better"
-    assert read_best(tmp_path / "checkpoints") == Best(2, measure, sign * 3.0)
+    assert best_checkpoint(tmp_path / "checkpoints") == Best(2, measure, sign * 3.0)
     exported = export(tmp_path, tmp_path / "best.safetensors", best=True)
     assert exported.step == 2
     found = load_file(exported.path)
@@ -53,14 +54,22 @@ def test_a_better_one_takes_its_place_when_the_run_goes_on(tmp_path):
     trained(tmp_path, [6.0, 0.0], steps=5, resume=True)
     assert steps_in(tmp_path) == [4, 5]
     trained(tmp_path, [0.5], best="-score", steps=6, resume=True)
-    assert read_best(tmp_path / "checkpoints") == Best(6, "-score", 0.5), "by another measure it starts anew"
+    assert best_checkpoint(tmp_path / "checkpoints") == Best(6, "-score", 0.5), "by another measure it starts anew"
 
 
 def test_a_checkpoint_that_is_lost_is_not_the_best(tmp_path):
     trained(tmp_path, [1.0, 9.0], steps=2, keep_checkpoints=2)
     (tmp_path / "checkpoints" / "step-00000002" / MANIFEST).write_text("{")
     trained(tmp_path, [3.0], steps=2, resume=True)  # step 2 again
-    assert read_best(tmp_path / "checkpoints") == Best(2, "score", 3.0)
+    assert best_checkpoint(tmp_path / "checkpoints") == Best(2, "score", 3.0)
+
+
+def test_the_best_before_one_that_is_lost_is_the_best_again(tmp_path):
+    trained(tmp_path, [5.0, 1.0, 9.0], steps=3, keep_checkpoints=3, checkpoint_every=1)
+    (tmp_path / "checkpoints" / "step-00000003" / MANIFEST).write_text("{")
+    trained(tmp_path, [3.0], steps=3, resume=True)  # step 3 again
+    assert best_checkpoint(tmp_path / "checkpoints") == Best(1, "score", 5.0)
+    assert steps_in(tmp_path) == [1, 3]
 
 
 def on_ranks(run_dir, scores):

@@ -1,15 +1,10 @@
 """Which of a run's checkpoints is the best by what the recipe measures; it stays when older ones are removed."""
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from fullframe.errors import RecipeError
-from fullframe.processes.whole_files import replace_text
-
-_FILE = "best.json"
 
 
 @dataclass(frozen=True)
@@ -19,23 +14,6 @@ class Best:
     step: int
     measure: str
     value: float
-
-
-def read_best(folder: Path) -> Best | None:
-    """The best of the checkpoints in `folder`; None where none is known."""
-    try:
-        found = json.loads((folder / _FILE).read_text())
-        return Best(step=int(found["step"]), measure=str(found["measure"]), value=float(found["value"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def write_best(folder: Path, best: Best | None) -> None:
-    """Note the best of the checkpoints in `folder`, or that none is known."""
-    if best is None:
-        (folder / _FILE).unlink(missing_ok=True)
-    else:
-        replace_text(folder / _FILE, json.dumps(asdict(best)) + "\n")
 
 
 def better(measure: str, measured: Mapping[str, float], step: int, than: Best | None) -> Best | None:

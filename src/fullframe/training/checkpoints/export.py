@@ -13,10 +13,9 @@ from torch import Tensor
 
 from fullframe import __version__
 from fullframe.errors import CheckpointError, RunError
-from fullframe.training.checkpoints.best import read_best
 from fullframe.training.checkpoints.manifest import key_in_file
 from fullframe.training.checkpoints.safetensors_files import sync_folder, write_tensors
-from fullframe.training.checkpoints.writer import Checkpoint, checkpoints_in, newest_checkpoint
+from fullframe.training.checkpoints.writer import Checkpoint, best_checkpoint, checkpoints_in, newest_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ def export(
     if best:
         if step is not None:
             raise RunError("step and best are both given; take one of them")
-        found = read_best(run_dir / "checkpoints")
+        found = best_checkpoint(run_dir / "checkpoints")
         if found is None:
             raise RunError(f"{run_dir} says of no checkpoint that it is the best; name a measure by recipe.best")
         step = found.step

@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fullframe.errors import CheckpointError
 from fullframe.ranks.agreement import from_all_ranks, on_all_ranks, on_first_rank
 from fullframe.ranks.waiting import waiting_for_ranks
-from fullframe.training.checkpoints.best import Best, read_best, write_best
+from fullframe.training.checkpoints.best import Best
 from fullframe.training.checkpoints.dcp_plans import Copies, copy_to_host, file_of, read_into
 from fullframe.training.checkpoints.manifest import FORMAT, MANIFEST, Manifest, read_manifest
 from fullframe.training.checkpoints.safetensors_files import FileRecord, Shape, record_of, sync_folder, write_tensors
@@ -30,6 +30,7 @@ from fullframe.training.checkpoints.state import RunState
 
 _NAME = re.compile(r"step-(\d+)")
 _PARTIAL, _DAMAGED = ".partial", ".damaged"
+_BEST = "best"  # among the facts of a checkpoint that was the best when it was written
 _OLD = "step-*.pt"  # format 1, one file by torch.save
 _BEAT_SECONDS = 1.0
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -72,7 +73,7 @@ class Checkpoints:
     @property
     def best(self) -> Best | None:
         """The best checkpoint so far; None where none was written as such. All ranks ask."""
-        return on_first_rank(lambda: read_best(self._folder))
+        return on_first_rank(lambda: best_checkpoint(self._folder))
 
     def save(self, state: RunState, best: Best | None = None) -> None:
         """Begin to write `step-N`, once the checkpoint before is written; with `best` it is the best one so far."""
@@ -115,9 +116,6 @@ class Checkpoints:
             for path in checkpoints_in(self._folder):
                 if _step_of(path) > step:
                     _replace(path, path.with_suffix(_DAMAGED))
-            best = read_best(self._folder)
-            if best is not None and best.step > step:
-                write_best(self._folder, None)
 
         on_first_rank(set_aside)
 
@@ -139,7 +137,8 @@ class _Writing:
         self, folder: Path, keep: int, step: int, facts: Any, copies: Copies, group: dist.ProcessGroup,
         best: Best | None = None,
     ):  # fmt: skip
-        self._folder, self._keep, self._step, self._facts, self._best = folder, keep, step, facts, best
+        self._folder, self._keep, self._step = folder, keep, step
+        self._facts = facts if best is None else facts | {_BEST: asdict(best)}
         self._copies, self._group = copies, group
         self._path = folder / f"step-{step:08d}"
         self._partial = self._path.with_suffix(_PARTIAL)
@@ -231,15 +230,13 @@ class _Writing:
             _replace(self._path, self._path.with_suffix(_DAMAGED))
         os.rename(self._partial, self._path)
         sync_folder(self._folder)
-        if self._best is not None:
-            write_best(self._folder, self._best)
 
     def _prune(self) -> None:
         """Remove all but the newest and the best.
 
         A folder is renamed first, so that half of one does not look like a checkpoint.
         """
-        best = read_best(self._folder)
+        best = best_checkpoint(self._folder)
         for old in checkpoints_in(self._folder)[: -self._keep]:
             if best is not None and _step_of(old) == best.step:
                 continue
@@ -304,6 +301,12 @@ def newest_checkpoint(folder: Path, step: int | None = None) -> tuple[Checkpoint
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_step_of)
+
+
+def best_checkpoint(folder: Path) -> Best | None:
+    """The best checkpoint of a run: the newest that was better than all before; None where none was."""
+    manifests = (_manifest_of(path)[0] for path in reversed(checkpoints_in(folder)))
+    return next((Best(**found.facts[_BEST]) for found in manifests if found and _BEST in found.facts), None)
 
 
 def _manifest_of(path: Path) -> tuple[Manifest | None, str]:
