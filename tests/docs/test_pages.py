@@ -16,7 +16,7 @@ OTHERS = (
     "start/out_of_memory.md",
     *(
         f"how_to/{name}.md"
-        for name in ("train", "verify", "simulate", "plan", "report", "diagnose", "jobs", "horovodrun")
+        for name in ("train", "verify", "simulate", "plan", "report", "diagnose", "jobs", "evaluate", "horovodrun")
     ),
     "coming_from/ddp.md",
     "troubleshooting.md",

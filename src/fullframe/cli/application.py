@@ -21,6 +21,7 @@ from fullframe.cli.doctor.command import Doctor
 from fullframe.cli.doctor.env import DoctorEnv
 from fullframe.cli.doctor.lint import Lint
 from fullframe.cli.doctor.run import DoctorRun
+from fullframe.cli.evaluate import Evaluate
 from fullframe.cli.export import Export
 from fullframe.cli.horovodrun import Horovodrun, separated
 from fullframe.cli.jobs import Jobs
@@ -58,6 +59,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "plan": Plan,
     "simulate": Simulate,
     "calibrate": Calibrate,
+    "evaluate": Evaluate,
     "export": Export,
     "watch": Watch,
     "report": Report,

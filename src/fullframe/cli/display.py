@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from fullframe.observation.kinds import OF_STEP
+from fullframe.wording import plural
 
 _QUIET_SECONDS = 5.0
 
@@ -38,6 +39,15 @@ class Display:
             self._spoke = now
             self.message(_line(record, self._steps))
 
+    def samples(self, done: int, samples: int) -> None:
+        """Show how far an evaluation has come."""
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, total=samples, description="evaluating")
+        elif now - self._spoke >= _QUIET_SECONDS and done < samples:
+            self._spoke = now
+            self.message(f"{done} of {plural(samples, 'sample')}")
+
     def message(self, text: str) -> None:
         """Show one line."""
         if self._bar is not None:
@@ -64,9 +74,14 @@ def _bar(steps: int, stream: TextIO) -> Progress:
 
 def _line(record: Mapping[str, Any], steps: int) -> str:
     parts = [f"step {record['step']:>{len(str(steps))}}/{steps}", f"loss {_number(record['loss'])}"]
-    parts += [f"{name} {_number(value)}" for name, value in record.items() if name not in OF_STEP]
+    parts += [measures(record)] * any(name not in OF_STEP for name in record)
     parts += [f"{_number(record['step_seconds'])} s/step"] + ["skipped"] * bool(record["skipped"])
     return "  ".join(parts)
+
+
+def measures(record: Mapping[str, Any]) -> str:
+    """What `evaluate` measured, among a record's other numbers."""
+    return "  ".join(f"{name} {_number(value)}" for name, value in record.items() if name not in OF_STEP)
 
 
 def _number(value: float) -> str:

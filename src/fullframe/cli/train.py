@@ -333,7 +333,8 @@ class Train:
             on_prediction=partial(note_prediction, run_dir) if rank == 0 else lambda predicted: None,
         )
         with show or contextlib.nullcontext(), compared as comparison:
-            say(f"{self.recipe}: {plural(steps, 'step')} on {_place(strategy)}, on {device.name()}, writing {run_dir}")
+            place = f"{place_of(strategy)}, on {device.name()}"
+            say(f"{self.recipe}: {plural(steps, 'step')} on {place}, writing {run_dir}")
             if recipe.batch_size != read.batch_size:
                 say(f"batches of {recipe.batch_size} in place of the recipe's {read.batch_size}")
             try:
@@ -353,14 +354,15 @@ class Train:
         if dist.get_world_size() > 1:
             dist.destroy_process_group()  # NCCL complains of a rank that just goes
         if self.json and rank == 0:
-            _print_json({"run_dir": str(run_dir), "ranks": strategy.ranks, **last})
+            print_json({"run_dir": str(run_dir), "ranks": strategy.ranks, **last})
         return code
 
 
-def _place(strategy: Strategy) -> str:
+def place_of(strategy: Strategy) -> str:
+    """As printed: 2 ranks (data 1 x height 1 x width 2)."""
     return f"{plural(strategy.ranks, 'rank')} ({multiplied(strategy.mesh)})"
 
 
-def _print_json(fields: Mapping[str, Any]) -> None:
-    """A value that is not finite is printed as null, which JSON knows."""
+def print_json(fields: Mapping[str, Any]) -> None:
+    """Print one object; a value that is not finite as null, which JSON knows."""
     print(json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}))

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
+from fullframe.cli.mesh_options import split_as
 from fullframe.cli.train import Count
 from fullframe.cli.words import words
 from fullframe.errors import MeshError, RecipeError
@@ -75,23 +76,15 @@ class Verify:
         return self._compare(strategy) if joins else self._launch(strategy)
 
     def _strategy(self, ranks: int | None) -> Strategy:
-        sizes: dict[str, Any] = {name: getattr(self, name) for name in ("depth", "height", "width", "stages", "data")}
-        for name, value in sizes.items():
-            if value is not None and value < 1:
-                raise MeshError(f"--{name} must be at least 1, got {value}")
+        axes = ("depth", "height", "width", "stages", "data")
+        sizes: dict[str, int | None] = {name: getattr(self, name) for name in axes}
         if not self.tolerance > 0:
             raise MeshError(f"--tolerance must be greater than 0, got {self.tolerance}")
         if not self.recipe.is_file():
             raise RecipeError(f"there is no recipe file {self.recipe}; check the path")
-        width = self.width or (1 if any(sizes.values()) else ranks or 2)
-        of_replica: dict[str, Any] = {name: size or 1 for name, size in sizes.items()} | {"width": width, "data": 1}
-        split = Strategy(**of_replica)
-        strategy = replace(split, data=self.data or max((ranks or 1) // split.ranks, 1))
-        if ranks is not None and strategy.ranks != ranks:
-            raise MeshError(
-                f"{multiplied(strategy.mesh)} = {strategy.ranks} is not the number of ranks that were started, "
-                f"{ranks}; start {strategy.ranks} or choose other axes"
-            )
+        if all(size is None for size in sizes.values()):
+            sizes["width"] = ranks or 2
+        strategy = split_as(sizes, ranks)
         if strategy.ranks == 1:
             raise MeshError("one rank alone splits nothing, so there is nothing to compare; use --width 2 or more")
         return strategy

@@ -139,7 +139,7 @@ class RunReader:
     """
 
     def __init__(self, path: Path):
-        _require_run(path)
+        require_run(path)
         self.path = path
         self._metrics = JsonLines(path / "metrics.jsonl")
         self._of_ranks: dict[int, JsonLines] = {}
@@ -230,7 +230,8 @@ def _lives(facts: Facts) -> bool:
         return True
 
 
-def _require_run(path: Path) -> None:
+def require_run(path: Path) -> None:
+    """Raises RunError where `path` is no run directory, with one inside it where there is one."""
     if not path.is_dir():
         raise RunError(f"there is no run directory {path}; check the path")
     if any((path / name).exists() for name in _TABLE_FILES):

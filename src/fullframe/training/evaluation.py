@@ -30,6 +30,10 @@ from fullframe.techniques.precision import computing
 from fullframe.training.loading.delivery import mesh_device
 from fullframe.training.loading.loader import evaluation_batches
 
+NEEDS_LESS = (
+    "An evaluation takes one sample at a time: give recipe.evaluation_data smaller frames, measure without whole maps "
+    "(.full()), split the frame over more ranks (height, width, depth), or take another precision"
+)
 _TOLERANCE = 1e-3  # between ranks of a replica that measured the same; a part of the frame differs by more
 
 

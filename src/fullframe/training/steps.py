@@ -23,7 +23,7 @@ from fullframe.strategy import Strategy
 from fullframe.techniques.optimizers import set_learning_rate
 from fullframe.training.checkpoints.best import Best, better
 from fullframe.training.checkpoints.writer import Checkpoints
-from fullframe.training.evaluation import evaluate
+from fullframe.training.evaluation import NEEDS_LESS, evaluate
 from fullframe.training.faults.divergence import require_same_numbers
 from fullframe.training.faults.nonfinite import origin_of_nonfinite
 from fullframe.training.faults.out_of_memory import (
@@ -259,11 +259,7 @@ class Steps:
 
             by_one_that_is_through("state before the evaluation", save)
             saved = f"; the state after step {number} is kept, for --resume"
-        raise RunError(
-            f"out of memory in the evaluation after step {number} ({problem}){saved}. An evaluation takes one sample "
-            "at a time: give recipe.evaluation_data smaller frames, measure without whole maps (.full()), split the "
-            "frame over more ranks (height, width, depth), or take another precision"
-        )
+        raise RunError(f"out of memory in the evaluation after step {number} ({problem}){saved}. {NEEDS_LESS}")
 
     def _count(self, number: int, record: StepRecord, batch: Any) -> None:
         """Stop when nothing but skipped steps is left; an fp16 scale that is still falling is not that."""

@@ -78,7 +78,7 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(RunError, match="holds no checkpoint to export; give the --run-dir of a run that has"):
+    with pytest.raises(RunError, match="holds no checkpoint; give the --run-dir of a run that has"):
         export(tmp_path, tmp_path / "model.safetensors")
     write(state_at(1), tmp_path / "checkpoints")
     with pytest.raises(CheckpointError, match=r"cannot write .*/nowhere/model.safetensors: No such file or directory"):

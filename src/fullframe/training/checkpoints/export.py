@@ -15,7 +15,8 @@ from fullframe import __version__
 from fullframe.errors import CheckpointError, RunError
 from fullframe.training.checkpoints.manifest import key_in_file
 from fullframe.training.checkpoints.safetensors_files import sync_folder, write_tensors
-from fullframe.training.checkpoints.writer import Checkpoint, best_checkpoint, checkpoints_in, newest_checkpoint
+from fullframe.training.checkpoints.state import weights_in
+from fullframe.training.checkpoints.writer import Checkpoint, checkpoint_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +43,8 @@ def export(
     """
     if out.exists() and not overwrite:
         raise RunError(f"{out} is there already; name another file, or replace it by --overwrite (overwrite=True)")
-    if best:
-        if step is not None:
-            raise RunError("step and best are both given; take one of them")
-        found = best_checkpoint(run_dir / "checkpoints")
-        if found is None:
-            raise RunError(f"{run_dir} says of no checkpoint that it is the best; name a measure by recipe.best")
-        step = found.step
-    checkpoint, problems = newest_checkpoint(run_dir / "checkpoints", step)
-    if checkpoint is None:
-        steps = [str(int(path.stem.removeprefix("step-"))) for path in checkpoints_in(run_dir / "checkpoints")]
-        if steps:
-            raise RunError(f"{run_dir} holds no checkpoint after step {step}, but after {', '.join(steps)}")
-        raise RunError(f"{run_dir} holds no checkpoint to export; give the --run-dir of a run that has written one")
-    sources = _sources(checkpoint, average)
+    checkpoint, problems = checkpoint_of(run_dir, step=step, best=best)
+    sources = weights_in(checkpoint.manifest, average)
     shapes = {name: checkpoint.manifest.tensors[source] for name, source in sources.items()}
     partial = out.with_name(out.name + ".partial")
     try:
@@ -95,15 +84,3 @@ def whole_tensors(checkpoint: Checkpoint) -> Iterator[Callable[[str], Tensor]]:
             return whole
 
         yield read
-
-
-def _sources(checkpoint: Checkpoint, average: bool) -> dict[str, str]:
-    """Name in the model's state dict -> name of the stored tensor."""
-    stored = checkpoint.manifest.tensors
-    sources = {name.removeprefix("model/"): name for name in stored if name.startswith("model/")}
-    if not average:
-        return sources
-    averages = {name.removeprefix("average/"): name for name in stored if name.startswith("average/")}
-    if not averages:
-        raise CheckpointError(f"{checkpoint.path} holds no average of the parameters; train with --ema-decay")
-    return sources | averages

@@ -82,14 +82,13 @@ class RunState:
         Optimizers make their state in their first step, so this takes one, with gradients of zero: it may change
         parameters, which are filled afterwards.
         """
-        self._check_model(manifest)
-        targets = {f"model/{n}": v.detach() for n, v in self.model.state_dict().items() if isinstance(v, Tensor)}
+        targets = weight_targets(self.model, manifest)
+        others = self._optimizer.targets(manifest)
         if self.average is not None and _names(manifest, "average/"):
-            targets |= {f"average/{name}": value for name, value in self.average.state_dict().items()}
-        targets |= self._optimizer.targets(manifest)
-        for name, target in targets.items():
+            others |= {f"average/{name}": value for name, value in self.average.state_dict().items()}
+        for name, target in others.items():
             _check_shape(name, target, manifest.tensors.get(name))
-        return targets
+        return targets | others
 
     def require_place(self, manifest: Manifest) -> None:
         """Raises CheckpointError on all ranks when the checkpoint holds optimizer state that no rank keeps."""
@@ -102,8 +101,7 @@ class RunState:
         """
         facts = manifest.facts
         self.loader.load_state_dict(facts["loader"])
-        values = {n.removeprefix("model/"): value for n, value in filled.items() if n.startswith("model/")}
-        self.model.load_state_dict(values | dict(facts["extra"]))
+        take_weights(self.model, manifest, filled)
         said = self._optimizer.go_on(manifest, filled)
         if self.average is not None and not _names(manifest, "average/"):
             self.average.load_state_dict({name: p.detach() for name, p in self.model.named_parameters()})
@@ -128,14 +126,42 @@ class RunState:
         self.step = manifest.step
         return said
 
-    def _check_model(self, manifest: Manifest) -> None:
-        stored = _names(manifest, "model/") | set(manifest.facts["extra"])
-        own = set(self.model.state_dict())
-        new, gone = sorted(own - stored), sorted(stored - own)
-        parts = [f"the model's {some(new)} not in it"] if new else []
-        parts += [f"its {some(gone)} not in the model"] if gone else []
-        if parts:
-            raise CheckpointError(f"the checkpoint is of another model: {', '.join(parts)}; {REMEDY}")
+
+def weights_in(manifest: Manifest, averaged: bool = False) -> dict[str, str]:
+    """Name in the model's state dict -> name of the stored tensor; with `averaged`, of the parameters' averages.
+
+    Raises CheckpointError when the checkpoint holds no average.
+    """
+    sources = {name: f"model/{name}" for name in _names(manifest, "model/")}
+    if not averaged:
+        return sources
+    averages = _names(manifest, "average/")
+    if not averages:
+        raise CheckpointError(
+            f"the checkpoint after step {manifest.step} holds no average of the parameters; train with --ema-decay"
+        )
+    return sources | {name: f"average/{name}" for name in averages}
+
+
+def weight_targets(model: nn.Module, manifest: Manifest, averaged: bool = False) -> dict[str, Tensor]:
+    """The model's tensors by the stored ones that fill them, in place; raises CheckpointError when they do not fit."""
+    sources, own = weights_in(manifest, averaged), model.state_dict()
+    stored = set(sources) | set(manifest.facts["extra"])
+    new, gone = sorted(own.keys() - stored), sorted(stored - own.keys())
+    parts = [f"the model's {some(new)} not in it"] if new else []
+    parts += [f"its {some(gone)} not in the model"] if gone else []
+    if parts:
+        raise CheckpointError(f"the checkpoint is of another model: {', '.join(parts)}; {REMEDY}")
+    targets = {sources[name]: value.detach() for name, value in own.items() if isinstance(value, Tensor)}
+    for name, target in targets.items():
+        _check_shape(name, target, manifest.tensors[name])
+    return targets
+
+
+def take_weights(model: nn.Module, manifest: Manifest, filled: Mapping[str, Tensor], averaged: bool = False) -> None:
+    """Give the model the checkpoint's tensors, `filled` by their stored names, and its extra state."""
+    values = {name: filled[source] for name, source in weights_in(manifest, averaged).items()}
+    model.load_state_dict(values | dict(manifest.facts["extra"]))
 
 
 def _check_shape(name: str, target: Tensor, stored: StoredTensor | None) -> None:

@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
-from fullframe.errors import CheckpointError
+from fullframe.errors import CheckpointError, RunError
 from fullframe.ranks.agreement import from_all_ranks, on_all_ranks, on_first_rank
 from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.training.checkpoints.best import Best
 from fullframe.training.checkpoints.dcp_plans import Copies, copy_to_host, file_of, read_into
 from fullframe.training.checkpoints.manifest import FORMAT, MANIFEST, Manifest, read_manifest
 from fullframe.training.checkpoints.safetensors_files import FileRecord, Shape, record_of, sync_folder, write_tensors
-from fullframe.training.checkpoints.state import RunState
+from fullframe.training.checkpoints.state import RunState, take_weights, weight_targets
 
 _NAME = re.compile(r"step-(\d+)")
 _PARTIAL, _DAMAGED = ".partial", ".damaged"
@@ -269,6 +270,40 @@ def load(checkpoint: Checkpoint, state: RunState) -> list[str]:
     state.require_place(manifest)
     read_into(targets, checkpoint.path, manifest)
     return on_all_ranks(lambda: state.go_on(manifest, targets))
+
+
+def load_weights(checkpoint: Checkpoint, model: nn.Module, averaged: bool) -> None:
+    """Put a checkpoint's weights into `model`, however it is sharded; all ranks call it.
+
+    With `averaged` the parameters are their moving averages. Raises CheckpointError on all ranks when it is of another
+    model, or holds no averages.
+    """
+    manifest = checkpoint.manifest
+    targets = on_all_ranks(lambda: weight_targets(model, manifest, averaged))
+    read_into(targets, checkpoint.path, manifest)
+    on_all_ranks(lambda: take_weights(model, manifest, targets, averaged))
+
+
+def checkpoint_of(run_dir: Path, *, step: int | None = None, best: bool = False) -> tuple[Checkpoint, list[str]]:
+    """A run's newest readable checkpoint, the one after `step` or the `best`, and what is wrong with newer ones.
+
+    Raises on all ranks: RunError when there is none such, CheckpointError when none of them is readable.
+    """
+    folder = run_dir / "checkpoints"
+    if best:
+        if step is not None:
+            raise RunError("step and best are both given; take one of them")
+        found = on_first_rank(lambda: best_checkpoint(folder))
+        if found is None:
+            raise RunError(f"{run_dir} says of no checkpoint that it is the best; name a measure by recipe.best")
+        step = found.step
+    checkpoint, problems = newest_checkpoint(folder, step)
+    if checkpoint is not None:
+        return checkpoint, problems
+    steps = ", ".join(on_first_rank(lambda: [str(_step_of(path)) for path in checkpoints_in(folder)]))
+    if steps:
+        raise RunError(f"{run_dir} holds no checkpoint after step {step}, but after {steps}")
+    raise RunError(f"{run_dir} holds no checkpoint; give the --run-dir of a run that has written one")
 
 
 def newest_checkpoint(folder: Path, step: int | None = None) -> tuple[Checkpoint | None, list[str]]:

@@ -1,0 +1,92 @@
+"""A run's checkpoint, evaluated as the training did it, without training: on the run's mesh or on another."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullframe.errors import RecipeError, RunError
+from fullframe.ranks.channel import is_out_of_memory
+from fullframe.ranks.mesh import init_mesh
+from fullframe.ranks.randomness import seed_everything
+from fullframe.recipe import Recipe
+from fullframe.strategy import Strategy
+from fullframe.training.checkpoints.writer import checkpoint_of, load_weights
+from fullframe.training.evaluation import NEEDS_LESS, evaluate
+from fullframe.training.loading.delivery import mesh_device
+from fullframe.training.session import prepare
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """What `evaluate_run` measured; equal on all ranks."""
+
+    step: int  # after which the weights are
+    averaged: bool  # the parameters were their moving averages
+    measured: dict[str, float]
+    problems: list[str]  # what is wrong with newer checkpoints
+
+
+def evaluate_run(
+    recipe: Recipe,
+    strategy: Strategy,
+    run_dir: Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    raw: bool = False,
+    progress: Callable[[int, int], None] = lambda done, samples: None,
+) -> Evaluated:
+    """What `recipe.evaluate` measures of the run's newest readable checkpoint, the one after `step` or the `best`.
+
+    All ranks call it; of `strategy` what `forward_only` keeps is taken. The parameters are their moving averages where
+    the run keeps them, as in training, unless their `raw` last values are asked for. `progress` is told of how many
+    samples are done, and of how many, on all ranks equally often.
+
+    Raises RecipeError when the recipe evaluates nothing, RunError when there is no such checkpoint or memory runs out,
+    CheckpointError when it is unreadable or of another model, on all ranks but where one alone runs out of memory.
+    """
+    recipe = _evaluating_only(recipe)
+    mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, stages=strategy.stages)
+    assert recipe.evaluation_data is not None
+    data = recipe.evaluation_data()
+    samples, done = len(data), 0  # type: ignore[arg-type]
+    if not samples:
+        raise RecipeError("recipe.evaluation_data() has no samples; does its folder or file list exist?")
+    checkpoint, problems = checkpoint_of(run_dir, step=step, best=best)
+    averaged = not raw and any(name.startswith("average/") for name in checkpoint.manifest.tensors)
+    seed_everything(recipe.seed)
+    plain = recipe.model().to(mesh_device(mesh)).requires_grad_(False)
+    model, _, _ = prepare(recipe, forward_only(strategy), mesh, plain)
+    load_weights(checkpoint, plain, averaged)
+
+    def advance() -> None:
+        nonlocal done
+        done = min(done + strategy.data, samples)
+        progress(done, samples)
+
+    recipe = replace(recipe, evaluation_data=lambda: data)
+    try:
+        measured = evaluate(recipe, model, mesh, precision=strategy.precision, progress=advance)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        raise RunError(f"out of memory in the evaluation ({problem}). {NEEDS_LESS}") from error
+    return Evaluated(step=checkpoint.manifest.step, averaged=averaged, measured=measured, problems=problems)
+
+
+def _evaluating_only(recipe: Recipe) -> Recipe:
+    """The recipe with an optimizer that keeps no state; nothing is updated."""
+    if recipe.evaluate is None:
+        raise RecipeError("the recipe evaluates nothing; give it evaluate and evaluation_data")
+    return replace(recipe, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+
+
+def forward_only(strategy: Strategy) -> Strategy:
+    """The strategy without what bears on gradients, their update and the memory for both."""
+    kept = ("precision", "shard_parameters", "compile")
+    fields: dict[str, Any] = {**strategy.mesh, **{name: getattr(strategy, name) for name in kept}}
+    return Strategy(**fields)
