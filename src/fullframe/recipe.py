@@ -64,7 +64,8 @@ class Recipe:
     evaluate_every:  steps between two evaluations; one more is made after the last step
     best:            the name of a measure by which the best checkpoint is kept, with a "-" in front where smaller is
                      better: "miou", "-end_point_error". One is written after each evaluation that beats all before,
-                     and stays when older ones are removed; `fullframe export --best` takes its weights
+                     and stays when older ones are removed; `fullframe export --best` takes its weights, and with
+                     `--patience` a run ends that finds no better one
     finish:          (model, run_dir) -> None, once after the last step on rank 0 with the plain model in eval mode,
                      e.g. to draw pictures; the other ranks are gone by then
 

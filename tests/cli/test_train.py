@@ -100,9 +100,25 @@ def test_one_process_prints_plain_lines(tmp_path, capsys, monkeypatch):
     assert not any("\x1b" in line for line in lines)
 
 
+MEASURED = """evaluate=lambda model, batch: {"score": (2.0, 1)}, best="score", evaluate_every=1,
+               evaluation_data=lambda: __import__("tests.training.tiny").training.tiny.Frames(1)"""
+
+
+def test_a_run_that_finds_nothing_better_ends(tmp_path, capsys):
+    words = ["train", str(written(tmp_path, changes=MEASURED)), "--run-dir", str(tmp_path / "run"), "--processes", "1"]
+    assert run([*words, "--steps", "9", "--patience", "2"]) == 0
+    why = "2 evaluations in a row gave no better score than 2 (step 1)"
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"stopped early after step 3: {why}",
+        f"report: {tmp_path}/run/report.html",
+    ]
+    assert f"the run finished after step 3: stopped early: {why}" in (tmp_path / "run" / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--processes", "1", "--patience", "0"], "--patience must be at least 1, got 0"),
         (["--processes", "3", "--width", "2"], "3 processes are no multiple of height 1 x width 2 = 2; use 2 or 4"),
         (
             ["--processes", "1", "--height", "2"],

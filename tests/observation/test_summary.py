@@ -61,6 +61,7 @@ def test_troubles_are_found_each_once_the_worst_first(tmp_path: Path) -> None:
     ("changes", "now", "level", "said"),
     [
         ({"state": "stopped", "reason": "by SIGTERM"}, 0.0, "info", "the run was stopped after step 300: by SIGTERM"),
+        ({"reason": "stopped early: ..."}, 0.0, "info", "the run finished after step 300: stopped early: ..."),
         ({"state": "running", "pid": 2**22 + 1, "ended": None}, 0.0, "bad", "the run died after step 300: process"),
         ({"state": "running", "ended": None}, 600.0, "warn", "nothing was written for 10 min 00 s"),
         ({"restarts": 1}, 0.0, "warn", "the ranks were started again once"),

@@ -76,6 +76,8 @@ class Train:
     """Steps between two comparisons of what all ranks should hold alike, to the bit; 0: never."""
     max_skipped: Annotated[int, arg(metavar="N")] = 10
     """Steps in a row that may be skipped because the loss or a gradient is not finite."""
+    patience: Count = None
+    """End the run after so many evaluations in a row without a better value of the measure that recipe.best names."""
     hang_timeout: Annotated[float, arg(metavar="SECONDS")] = 300.0
     """Time without progress after which ranks write their stacks, name who hangs and start again; 0: never."""
     max_restarts: Annotated[int, arg(metavar="N")] = 3
@@ -142,7 +144,7 @@ class Train:
     def _check_counts(self) -> None:
         if self.strict_memory is not None and not self.strict_memory > 0:
             raise StrategyError(f"--strict-memory must be greater than 0, got {self.strict_memory}")
-        names = ("batch_size", "steps", "checkpoint_every", "keep_checkpoints", "max_skipped", "trace_step")
+        names = ("batch_size", "steps", "checkpoint_every", "keep_checkpoints", "max_skipped", "patience", "trace_step")
         least = dict.fromkeys(("processes", "data", "depth", "height", "width", *names), 1)
         least |= dict.fromkeys(("check_every", "hang_timeout", "max_restarts"), 0)
         for name, value in ((name, getattr(self, name)) for name in least):
@@ -288,7 +290,7 @@ class Train:
 
     def _options(self) -> dict[str, Any]:
         """What `fit` takes as it is given here."""
-        names = ("checkpoint_every", "keep_checkpoints", "check_every", "max_skipped", "hang_timeout")
+        names = ("checkpoint_every", "keep_checkpoints", "check_every", "max_skipped", "patience", "hang_timeout")
         return {"resume": self._resume, **{name: getattr(self, name) for name in names}}
 
     def _about(self, batch_size: int) -> dict[str, Any]:

@@ -230,6 +230,8 @@ def _of_state(run: RunFiles, now: float) -> Iterator[Finding]:
         yield Finding("bad", f"the run failed after step {run.step}{reason}", go_on)
     elif run.state == "stopped":
         yield Finding("info", f"the run was stopped after step {run.step}{reason}", go_on)
+    elif run.state == "finished" and reason:
+        yield Finding("info", f"the run finished after step {run.step}{reason}")
     elif run.state == "running" and run.written is not None and now - run.written > _QUIET_SECONDS:
         quiet = duration_text(now - run.written)
         yield Finding("warn", f"nothing was written for {quiet}", "a step may take that long; or look into stacks/")

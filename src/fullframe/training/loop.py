@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullframe.errors import RecipeError
+from fullframe.errors import RecipeError, require_count
 from fullframe.model.fsdp import is_sharded, whole_value
 from fullframe.processes.exit_reasons import restart_reason
 from fullframe.ranks import device
@@ -40,6 +40,7 @@ def fit(
     keep_checkpoints: int = 3,
     check_every: int = 100,
     max_skipped: int = 10,
+    patience: int | None = None,
     hang_timeout: float = 300.0,
     on_record: Callable[[Record], None] = lambda record: None,
     on_message: Callable[[str], None] = lambda message: None,
@@ -58,6 +59,7 @@ def fit(
     check_every:      steps between two comparisons of what all ranks should hold alike, also made before each
                       checkpoint; 0: never
     max_skipped:      steps in a row that may be skipped because the loss or a gradient is not finite
+    patience:         evaluations in a row without a better value of `recipe.best` after which the run ends; None: never
     hang_timeout:     seconds without progress after which the ranks say where they are and end; 0: only after a day
     observers:        told of each step on every rank, as `training.observers.Observer` says
     about:            what run.json is to say beside what is known here, e.g. {"recipe": path}
@@ -66,6 +68,7 @@ def fit(
     SystemExit. Raises MeshError, StrategyError, RecipeError, RunError or CheckpointError, on all ranks.
     """
     steps = recipe.steps if steps is None else steps
+    _require_measure(recipe, patience)
     mesh = _mesh(strategy, hang_timeout)
     reason = next((found for found in from_all_ranks(restart_reason()) if found), "")
     if reason:
@@ -81,14 +84,19 @@ def fit(
                 _go_on(session, run)
             run.checkpoints.require_storable(session.state)  # now rather than at the first checkpoint
             looking = Observers(observers)
-            todo = Steps(recipe, strategy, mesh, session, run, max_skipped, looking)
+            todo = Steps(recipe, strategy, mesh, session, run, max_skipped, patience, looking)
             with looking.looking_on(_observed(recipe, session, strategy, mesh, run)):
                 _train(recipe, todo, steps, run, looking, checkpoint_every, check_every, on_record)
         plain = _whole(recipe, session.state.model)
-        if recipe.finish and dist.get_rank() == 0:
-            with evaluating(plain):
-                recipe.finish(plain, directory.path)
+        _finish(recipe, plain, directory.path)
     return plain
+
+
+def _finish(recipe: Recipe, plain: nn.Module, run_dir: Path) -> None:
+    """The recipe's own end, on rank 0."""
+    if recipe.finish and dist.get_rank() == 0:
+        with evaluating(plain):
+            recipe.finish(plain, run_dir)
 
 
 def _train(
@@ -105,6 +113,10 @@ def _train(
     if todo.done >= steps:
         done = f"the run has all of its {plural(steps, 'step')} already"
         run.say(f"{done}; more steps go on, `fullframe export` writes the weights")
+    elif ended := todo.stops_early:
+        run.directory.file.update(reason=f"stopped early: {ended}")
+        run.say(f"nothing is left to do: {ended}; a larger --patience goes on")
+        return
     first, compiled, told = todo.done + 1, todo.compiled, ""
     if compiled is not None:
         compiled.programs.tell = run.say
@@ -123,6 +135,8 @@ def _train(
                 run.directory.append(line)  # the step itself was taken
                 raise
         run.directory.append(line)
+        ended = "" if last else todo.stops_early
+        last = last or bool(ended)
         run.directory.file.step(number, now=last)
         looking.after_step(number, line)
         on_record(line)
@@ -130,6 +144,28 @@ def _train(
             told = compiled.summary  # a block that changes itself at its first call is compiled at the second
             run.say(told)
         todo.secure(number, record.hands > 0, last, checkpoint_every, check_every, best)
+        if ended:
+            _stop_early(run, number, ended)
+            return
+
+
+def _stop_early(run: Run, number: int, why: str) -> None:
+    """Say it where it will be looked for, once all is written."""
+    run.checkpoints.wait()
+    run.directory.append({"after_step": number, "stopped_early": why})
+    run.directory.file.update(reason=f"stopped early: {why}")
+    run.say(f"stopped early after step {number}: {why}")
+
+
+def _require_measure(recipe: Recipe, patience: int | None) -> None:
+    """Raises RecipeError where `patience` cannot be counted."""
+    if patience is None:
+        return
+    require_count(RecipeError, "patience", patience)
+    if recipe.best is None:
+        raise RecipeError(
+            f"patience is {patience}, and no measure says what is better; name one, as in Recipe(best='miou')"
+        )
 
 
 def _observed(recipe: Recipe, session: Session, strategy: Strategy, mesh: DeviceMesh, run: Run) -> Observed:
@@ -147,10 +183,10 @@ def _observed(recipe: Recipe, session: Session, strategy: Strategy, mesh: Device
 
 def _mesh(strategy: Strategy, hang_timeout: float) -> DeviceMesh:
     sizes = {"depth": strategy.depth, "stages": strategy.stages}
-    return init_mesh(strategy.height, strategy.width, **sizes, timeout_seconds=_patience(hang_timeout))
+    return init_mesh(strategy.height, strategy.width, **sizes, timeout_seconds=_group_timeout(hang_timeout))
 
 
-def _patience(hang_timeout: float) -> float:
+def _group_timeout(hang_timeout: float) -> float:
     """How long a rank waits in the process group: for one that gets on, and until after the watch on hangs."""
     return max(1800.0, 2 * hang_timeout) if hang_timeout else 24 * 3600.0
 

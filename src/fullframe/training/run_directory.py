@@ -41,6 +41,11 @@ class RunDirectory:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._add(self._metrics, json.dumps(finite))
 
+    def records(self) -> list[dict[str, Any]]:
+        """The steps in metrics.jsonl, oldest first; where `forget_after` has left no line cut off."""
+        lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
+        return [record for record in map(json.loads, lines) if "step" in record]
+
     def log(self, message: str) -> None:
         """Add a line to log.txt, with the time."""
         self._add(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}")

@@ -76,7 +76,7 @@ class RunFile:
             else:
                 self._end("failed", reason)
             raise
-        self._end("finished", "")
+        self.update(state="finished", ended=_now())  # and the reason, where it is not that all steps are done
 
     def _end(self, state: str, reason: str) -> None:
         self.update(state=state, reason=reason, ended=_now())

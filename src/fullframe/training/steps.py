@@ -15,13 +15,13 @@ from fullframe.errors import RunError
 from fullframe.model.compiled.blocks import CompiledBlocks
 from fullframe.processes.exit_reasons import StartAgain
 from fullframe.processes.stop_signals import Stopped, StopSignals
-from fullframe.ranks.agreement import from_all_ranks, on_any_rank
+from fullframe.ranks.agreement import from_all_ranks, on_any_rank, on_first_rank
 from fullframe.ranks.channel import is_out_of_memory
 from fullframe.ranks.randomness import mixed_seed, seed_everything
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
 from fullframe.techniques.optimizers import set_learning_rate
-from fullframe.training.checkpoints.best import Best, better
+from fullframe.training.checkpoints.best import Best, better, in_vain
 from fullframe.training.checkpoints.writer import Checkpoints
 from fullframe.training.evaluation import NEEDS_LESS, evaluate
 from fullframe.training.faults.divergence import require_same_numbers
@@ -41,6 +41,7 @@ from fullframe.training.observers import Observer
 from fullframe.training.run_directory import RunDirectory, write_strategy
 from fullframe.training.session import Session
 from fullframe.training.step import StepRecord
+from fullframe.wording import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +107,16 @@ class Steps:
         session: Session,
         run: Run,
         max_skipped: int,
+        patience: int | None,
         looking: Observer,
     ):
         self._recipe, self._strategy, self._mesh = recipe, strategy, mesh
         self._session, self._run, self._max_skipped = session, run, max_skipped
-        self._looking = looking
+        self._patience, self._looking = patience, looking
         self._batches = _endless(session.state.loader)
         self._skipped_in_a_row = 0
         self._best: Best | None = None  # of this process's evaluations; before them, what the folder says
+        self._in_vain = 0 if patience is None else self._in_vain_so_far()
 
     @property
     def done(self) -> int:
@@ -182,7 +185,22 @@ class Steps:
             return None
         found = better(self._recipe.best, measured, number, self._best or self._run.checkpoints.best)
         self._best = found or self._best
+        self._in_vain = 0 if found else self._in_vain + 1
         return found
+
+    def _in_vain_so_far(self) -> int:
+        """How many evaluations in a row gave no better value when the run was left."""
+        measure, best = self._recipe.best, self._run.checkpoints.best
+        return on_first_rank(lambda: in_vain(measure, self._run.directory.records(), best) if measure else 0)
+
+    @property
+    def stops_early(self) -> str:
+        """Why the run ends before its last step; "" where it goes on. All ranks ask."""
+        if self._patience is None or self._in_vain < self._patience:
+            return ""
+        best, measure = self._best or self._run.checkpoints.best, str(self._recipe.best)
+        than = f" than {best.value:.4g} (step {best.step})" if best is not None and best.measure == measure else ""
+        return f"{plural(self._in_vain, 'evaluation')} in a row gave no better {measure.removeprefix('-')}{than}"
 
     def secure(
         self, number: int, asks: bool, last: bool, checkpoint_every: int, check_every: int, best: Best | None = None

@@ -1,5 +1,6 @@
-"""The best checkpoint by a measure stays, and is found again when the run goes on."""
+"""The best checkpoint by a measure stays, and is found again when the run goes on; without a better one a run ends."""
 
+import json
 import math
 
 import pytest
@@ -9,15 +10,16 @@ from safetensors.torch import load_file
 import fullframe as ff
 from fullframe.cli.application import run
 from fullframe.errors import RecipeError, RunError
-from fullframe.training.checkpoints.best import Best, better
+from fullframe.training.checkpoints.best import Best, better, in_vain
 from fullframe.training.checkpoints.export import export
 from fullframe.training.checkpoints.manifest import MANIFEST
 from fullframe.training.checkpoints.writer import best_checkpoint, checkpoints_in
+from fullframe.training.run_file import read_run_file
 from tests.rank_group import rank_group
 from tests.training.tiny import Frames, recipe
 
 
-def trained(run_dir, scores, strategy=None, best="score", keep_checkpoints=1, checkpoint_every=100, **options):
+def trained(run_dir, scores, strategy=None, best="score", **options):
     """Evaluated after each step, with these as the scores; the parameters after each."""
     left, states = list(scores), []
 
@@ -26,8 +28,8 @@ def trained(run_dir, scores, strategy=None, best="score", keep_checkpoints=1, ch
         return {"score": (left.pop(0), 1)}
 
     job = recipe(evaluate=evaluate, evaluation_data=lambda: Frames(1, augment=False), evaluate_every=1, best=best)
-    often = {"keep_checkpoints": keep_checkpoints, "checkpoint_every": checkpoint_every}
-    ff.fit(job, strategy or ff.Strategy(), run_dir, **often, **options)
+    options = {"keep_checkpoints": 1, "checkpoint_every": 100, **options}
+    ff.fit(job, strategy or ff.Strategy(), run_dir, **options)
     assert not left
     return states
 
@@ -91,3 +93,68 @@ def test_what_is_refused(tmp_path, capsys):
         export(tmp_path / "plain", tmp_path / "out", best=True)
     assert run(["export", str(tmp_path / "plain"), "--out", str(tmp_path / "out"), "--best", "--step", "1"]) == 2
     assert "take one of them" in capsys.readouterr().err
+
+
+NAN = math.nan
+
+
+def ended(run_dir, scores, **options):
+    """The last thing that was said."""
+    messages = []
+    trained(run_dir, scores, on_message=messages.append, **options)
+    return messages[-1]
+
+
+def last_line(run_dir):
+    return json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_a_run_ends_after_evaluations_in_vain(tmp_path):
+    why = "2 evaluations in a row gave no better score than 4 (step 2)"
+    assert ended(tmp_path, [1.0, 4.0, 2.0, 4.0], steps=9, patience=2) == f"stopped early after step 4: {why}"
+    assert steps_in(tmp_path) == [2, 4], "the best, and where it stopped"
+    assert last_line(tmp_path) == {"after_step": 4, "stopped_early": why}
+    stands = read_run_file(tmp_path)
+    assert (stands["state"], stands["reason"], stands["step"]) == ("finished", f"stopped early: {why}", 4)
+
+
+def test_the_count_is_kept_when_the_run_goes_on(tmp_path):
+    ended(tmp_path, [4.0, 1.0, NAN], steps=3)
+    said = ended(tmp_path, [], steps=9, patience=2, resume=True)
+    why = "2 evaluations in a row gave no better score than 4 (step 1)"
+    assert said == f"nothing is left to do: {why}; a larger --patience goes on"
+    assert read_run_file(tmp_path)["reason"] == f"stopped early: {why}"
+    assert "after step 4: 3 evaluations in a row" in ended(tmp_path, [3.0], steps=9, patience=3, resume=True)
+    assert "after step 9: 4 evalu" in ended(tmp_path, [5.0, 0.0, 5.0, NAN, 0.0], steps=20, patience=4, resume=True)
+    assert ended(tmp_path, [0.0], steps=10, patience=9, resume=True).startswith("wrote "), "it has all its steps"
+    assert read_run_file(tmp_path)["reason"] == ""
+
+
+def test_a_run_without_any_number(tmp_path):
+    ended(tmp_path, [NAN], steps=1)
+    said = ended(tmp_path, [NAN], steps=9, patience=2, resume=True)
+    assert said == "stopped early after step 2: 2 evaluations in a row gave no better score"
+
+
+def test_what_counts_as_in_vain():
+    records = [{"step": 1, "score": 2.0}, {"step": 2}, {"step": 3, "score": 1.0}, {"step": 4, "score": None}]
+    assert in_vain("score", records, Best(1, "score", 2.0)) == 2
+    assert in_vain("-score", records, Best(3, "-score", 1.0)) == 1
+    assert in_vain("-score", records, Best(1, "score", 2.0)) == in_vain("score", records, None) == 1
+    assert in_vain("other", records, None) == in_vain("score", [], None) == 0
+
+
+def impatient(run_dir, scores):
+    return ended(run_dir, scores, strategy=ff.Strategy(data=2), steps=9, patience=1)
+
+
+def test_ranks_end_together(tmp_path):
+    said = rank_group(2).run(impatient, tmp_path, [1.0, 4.0, 2.0])
+    assert said == ["stopped early after step 3: 1 evaluation in a row gave no better score than 4 (step 2)"] * 2
+
+
+def test_patience_needs_a_measure(tmp_path):
+    with pytest.raises(RecipeError, match="patience is 3, and no measure says what is better; name one"):
+        ff.fit(recipe(), ff.Strategy(), tmp_path, patience=3)
+    with pytest.raises(RecipeError, match="patience must be"):
+        ended(tmp_path, [], patience=0)
