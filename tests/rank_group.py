@@ -21,9 +21,9 @@ JOINED_BYTES_ON_CPU = JOINED_BYTES["cpu"]
 # Ranks of a group of so many that convolve the borders of small maps too, as of large ones; the others join them.
 _RANKS_THAT_CONVOLVE_BORDERS = {1: (), 2: (1,), 3: (0, 1), 4: (0, 3), 8: (0, 3, 5, 6)}
 GRACE_SECONDS = 15.0  # for the other ranks, once one has failed: on a busy machine they fail seconds later
-# Ranks are forks of a process that has loaded these and done nothing else: a rank that loads them itself takes seconds.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "fullframe"])
+# Processes are forks of one that has loaded these and done nothing else: to load them takes seconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch._dynamo", "fullframe"])
 
 
 class RankFailure(AssertionError):
@@ -41,10 +41,10 @@ class RankGroup:
         self.size = size
         self._directory = tempfile.TemporaryDirectory()
         store = os.path.join(self._directory.name, "store")
-        pipes = [_CONTEXT.Pipe() for _ in range(size)]
+        pipes = [CONTEXT.Pipe() for _ in range(size)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            _CONTEXT.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+            CONTEXT.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         os.environ.setdefault("PYTHONHASHSEED", "0")  # as our launcher does; the ranks inherit it

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from fullframe.strategy import Strategy
 from fullframe.verification.stages import StagedCalls
 from fullframe.verification.verdict import Place, Verdict
 from tests.rank_group import rank_group
+from tests.verification.forked import verified_by_a_fork
 
 RECIPE = """
 import torch
@@ -75,11 +77,8 @@ def recipe():
 
 
 def _verified(path: str, axes: dict[str, int]) -> str:
-    from fullframe.strategy import Strategy
-    from fullframe.verification.verify import verify
-
     torch.set_num_threads(1)
-    return verify(Path(path), Strategy(**axes)).to_json()
+    return verified_by_a_fork(Path(path), Strategy(**axes)).to_json()
 
 
 def verified(folder: Path, axes: dict[str, int], **changed: Any) -> Verdict:

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from fullframe.strategy import Strategy
 from fullframe.verification.verdict import Verdict
+from fullframe.verification.verify import verify
 from tests.rank_group import RankFailure, rank_group
+from tests.verification.forked import verified_by_a_fork
 from tests.verification.job import DRAWN, LEAK, PARTS, RIGHT, SCALED, SEAM, SPECTRAL, UNUSED, written
 
 
 def _verified(path: str, data: int, height: int, width: int, unsupported: str, depth: int) -> str:
-    from fullframe.strategy import Strategy
-    from fullframe.verification.verify import verify
-
     torch.set_num_threads(1)
     strategy = Strategy(data=data, depth=depth, height=height, width=width)
-    return verify(Path(path), strategy, unsupported=unsupported).to_json()  # type: ignore[arg-type]
+    return verified_by_a_fork(Path(path), strategy, unsupported=unsupported).to_json()
 
 
 def verified(
@@ -165,11 +165,15 @@ BAD = {
 }
 
 
+def _fails(path: str) -> None:
+    verify(Path(path), Strategy(width=2))
+
+
 @pytest.mark.parametrize("what", BAD)
 def test_a_step_that_fails_in_one_process(tmp_path: Path, what: str) -> None:
     middle, code, said = BAD[what]
     with pytest.raises(RankFailure) as caught:
-        rank_group(2).run(_verified, str(written(tmp_path, middle, code)), 1, 1, 2, "error", 1)
+        rank_group(2).run(_fails, str(written(tmp_path, middle, code)))
     assert [name for _, name, _, _ in caught.value.errors] == ["RecipeError"] * 2
     for _, _, message, _ in caught.value.errors:
         assert all(words in message for words in said), message

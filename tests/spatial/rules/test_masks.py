@@ -17,11 +17,13 @@ import fullframe as ff
 from benchmarks.communication.traffic import counted
 from fullframe.ranks import collectives
 from fullframe.spatial.selection import Selection
+from fullframe.strategy import Strategy
 from tests.collector import tensors_for_the_collector
 from tests.exactness import differences_from, mesh, one_process
 from tests.rank_group import rank_group
 from tests.spatial.cases import MESHES, WORLDS, Case, Op, require_the_numbers_of_one_process
 from tests.spatial.corners import Corners, noise, require_no_faults
+from tests.verification.forked import verified_by_a_fork
 
 
 def above(x: Tensor, low: float = 0.3) -> Tensor:
@@ -477,10 +479,7 @@ def recipe():
 
 
 def _verdict(path: str, height: int, width: int) -> tuple[bool, str]:
-    from fullframe.strategy import Strategy
-    from fullframe.verification.verify import verify
-
-    verdict = verify(Path(path), Strategy(height=height, width=width))
+    verdict = verified_by_a_fork(Path(path), Strategy(height=height, width=width))
     return verdict.exact, verdict.to_json()
 
 
