@@ -1,5 +1,6 @@
 """The command as a user runs it: what it prints, what it starts, and wrong use."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 import fullframe as ff
 from fullframe.cli.application import run
+from fullframe.cli.display import Display
 from fullframe.cli.evaluate import Evaluate
 from fullframe.recipe import load_recipe
 from fullframe.training.run_file import RunFile, read_run_file
@@ -71,6 +73,19 @@ def test_what_the_run_wrote_is_measured_again(folder: Path, capsys: pytest.Captu
         f"after step 2: entropy {line['entropy']:.4g}  accuracy {line['accuracy']:.4g}",
     ]
     assert {path: path.read_bytes() for path in folder.rglob("*.json*")} == before, "nothing is written"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal() -> None:
+    terminal = Terminal()
+    with Display(0, terminal) as show:
+        show.samples(1, 3)
+        show.samples(3, 3)
+    assert "evaluating" in terminal.getvalue() and "3/3" in terminal.getvalue()
 
 
 def test_other_values_and_another_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
