@@ -87,16 +87,17 @@ def fit(
             todo = Steps(recipe, strategy, mesh, session, run, max_skipped, patience, looking)
             with looking.looking_on(_observed(recipe, session, strategy, mesh, run)):
                 _train(recipe, todo, steps, run, looking, checkpoint_every, check_every, on_record)
-        plain = _whole(recipe, session.state.model)
-        _finish(recipe, plain, directory.path)
+        plain = _finished(recipe, session.state.model, directory.path)
     return plain
 
 
-def _finish(recipe: Recipe, plain: nn.Module, run_dir: Path) -> None:
-    """The recipe's own end, on rank 0."""
+def _finished(recipe: Recipe, model: nn.Module, run_dir: Path) -> nn.Module:
+    """The trained plain model, after the recipe's own end with it on rank 0."""
+    plain = _whole(recipe, model)
     if recipe.finish and dist.get_rank() == 0:
         with evaluating(plain):
             recipe.finish(plain, run_dir)
+    return plain
 
 
 def _train(
