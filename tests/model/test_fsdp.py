@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
+from fullframe.errors import DivergenceError
 from tests.exactness import mesh, relative
 from tests.rank_group import RankFailure, rank_group
 
@@ -338,6 +339,40 @@ def test_parameters_without_a_gradient() -> None:
     for users in [(), (1,), (0, 1)]:
         assert max(rank_group(2).run(_unused, True, users)) < 1e-9
         assert max(rank_group(2).run(_unused, False, users)) < 1e-9
+
+
+class Skipping(Net):
+    """As with LayerDrop: a block is left out, of as many parameters as another replica's."""
+
+    skipped = -1
+
+    def features(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = x if number == self.skipped else block(x)
+        return x
+
+
+def _skipping(trains: bool) -> None:
+    on = mesh(1, 1)
+    model = ff.parallelize(_built(Skipping), on, find_unused_parameters=True, shard_parameters=True)
+
+    def run() -> None:
+        with torch.set_grad_enabled(trains):
+            loss = _loss(model(_mine(_images(), on)))
+        if trains:
+            loss.backward()
+
+    model.module.skipped = 0
+    run()
+    model.module.skipped = 1 + torch.distributed.get_rank()
+    with pytest.raises(DivergenceError, match=r"rank 0 ran blocks\.2, rank 1 ran blocks\.1; skip blocks alike"):
+        run()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_replicas_that_skip_other_blocks(trains: bool) -> None:
+    """Each would gather half of one block's parameters and half of another's."""
+    rank_group(2).run(_skipping, trains)
 
 
 def _buffers() -> list[Tensor]:

@@ -5,9 +5,11 @@ go of them afterwards. Every rank holds a part of the job's mean gradient, so al
 """
 
 import sys
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -15,13 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from fullframe.errors import GradientError, MeshError
+from fullframe.errors import DivergenceError, GradientError, MeshError
 from fullframe.model.blocks import repeated_blocks
 from fullframe.model.unused import say_unused
-from fullframe.ranks.agreement import on_any_rank_each
+from fullframe.ranks.agreement import from_all_ranks, on_any_rank_each
 from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.gradients import manage
 from fullframe.spatial.tensor import SpatialTensor
+
+_MOST_RUN = 10_000  # units that are remembered, of forward passes that no backward pass follows
 
 
 def is_sharded(parameter: object) -> bool:
@@ -63,6 +67,7 @@ class ShardedParameters:
         self._had: set[str] = set()  # parameters that had one before this forward pass
         is_real = spatial.channel.tagged  # no simulation
         self._several = is_real and dist.get_world_size() > spatial.size  # replicas, which may differ
+        self._ran: deque[str] = deque(maxlen=_MOST_RUN)  # units, since the ranks last compared them
         self._is_said = find_unused_parameters or not is_real
         self._sends_zeros = hasattr(model, "set_reduce_scatter_unused_params")
         if find_unused_parameters and not self._sends_zeros:
@@ -78,6 +83,8 @@ class ShardedParameters:
         if self._sends_zeros:
             # A rank that lacks a gradient sends zeros, for the other ranks' messages must meet one of their size.
             unit.set_reduce_scatter_unused_params(True, recurse=False)
+        if self._several:
+            unit.register_forward_pre_hook(lambda module, args: self._ran.append(name))
         prefix = f"{name}." if name else ""
         watching = unit.register_forward_pre_hook(lambda module, args: watch())
 
@@ -109,14 +116,38 @@ class ShardedParameters:
         _require_no_hooks(self._root)
         self._had = {name for name, p in self._parameters.items() if p.grad is not None}
 
+    def end(self) -> None:
+        """A forward pass has ended. Raises DivergenceError on all ranks where it was another one on some replica."""
+        if self._several and not torch.is_grad_enabled():
+            self._on_any_rank_each([])  # else after its backward pass, with what is sent anyway
+
+    def _on_any_rank_each(self, flags: Sequence[bool]) -> list[bool]:
+        """As of `agreement`; raises DivergenceError where replicas have gathered different units for one another."""
+        digest = crc32("\n".join(self._ran).encode())
+        bits = [bool(digest >> place & 1) for place in range(32)]
+        found = on_any_rank_each([*flags, *bits, *(not bit for bit in bits)])
+        ran = list(self._ran)
+        self._ran.clear()
+        if any(map(all, zip(found[-64:-32], found[-32:], strict=True))):
+            everyone = from_all_ranks(ran)
+            first = next(names for names in zip_longest(*everyone, fillvalue="nothing") if len(set(names)) > 1)
+            rank = next(rank for rank, name in enumerate(first) if name != first[0])
+            raise DivergenceError(
+                f"the replicas ran different blocks, and took one's parameters for another's: where rank 0 ran "
+                f"{first[0]}, rank {rank} ran {first[rank]}; skip blocks alike on all replicas, or do without "
+                "shard_parameters"
+            )
+        return found[: len(flags)]
+
     def forget_zeros(self) -> None:
         """After an exchange of gradients: a parameter that got none on any rank has none, rather than zeros.
 
-        Raises GradientError where torch, before 2.13, sends nothing for such a parameter.
+        Raises GradientError where torch, before 2.13, sends nothing for such a parameter, DivergenceError on all ranks
+        where replicas ran different blocks.
         """
         used = [name in self._got for name in self._parameters]
         self._got.clear()
-        used = on_any_rank_each(used) if self._several else used  # within a replica all ranks have the same
+        used = self._on_any_rank_each(used) if self._several else used  # within a replica all ranks have the same
         unused = [name for name, is_used in zip(self._parameters, used, strict=True) if not is_used]
         if unused and not self._sends_zeros:
             raise GradientError(

@@ -177,6 +177,8 @@ class ParallelModel(nn.Module):
         self._agreement.before_forward(is_split)
         results, shells, within = run(leaves, shells)
         self._agreement.after_forward([*results, *within])
+        if self._sharded is not None:
+            self._sharded.end()
         if self._averaging is not None:
             self._averaging.called()
         self._watch_backward([*results, *within])
