@@ -35,6 +35,8 @@ def _fractional_max_pool(
     if input.dim() == len(planes) + 1:  # no batch dim
         found = func(input[None], kernel_size, output_size, output_ratio, return_indices, _random_samples)
         return tuple(t.squeeze(0) for t in found) if func in _INDEXED else found.squeeze(0)
+    for dim in planes:
+        input.spec.of(dim)  # a merged dim makes the rule run again: before anything is drawn
     if _random_samples is None:
         shape = (*input.shape[:2], len(planes))
         _random_samples = torch.rand(shape, dtype=input.dtype, device=input.device)
