@@ -30,7 +30,7 @@ from tests.models.zoo import (
 )
 
 TOLERANCE = 1e-9  # relative, in float64
-FLOAT32_INSIDE = 1e-5  # of a model that casts to float32 itself: each rank's part of a sum is rounded there
+FLOAT32_INSIDE = 3e-5  # of a model that casts to float32 itself: each rank's part of a sum is rounded there
 AWKWARD = (100, 150)  # 75 columns a rank: no stride from 2 on divides it
 
 
