@@ -23,7 +23,7 @@ _RANKS_THAT_CONVOLVE_BORDERS = {1: (), 2: (1,), 3: (0, 1), 4: (0, 3), 8: (0, 3, 
 GRACE_SECONDS = 15.0  # for the other ranks, once one has failed: on a busy machine they fail seconds later
 # Processes are forks of one that has loaded these and done nothing else: to load them takes seconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "fullframe"])
+CONTEXT.set_forkserver_preload(["torch._dynamo", "fullframe.training.loop", "fullframe.verification.verify"])
 
 
 class RankFailure(AssertionError):

@@ -10,8 +10,8 @@ import fullframe as ff
 from fullframe.recipe import load_recipe
 from fullframe.simulation.simulate import simulate
 from fullframe.verification.verdict import Verdict
-from fullframe.verification.verify import verify
 from tests.rank_group import rank_group
+from tests.verification.forked import verified_by_a_fork
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PNG = b"\x89PNG"
@@ -42,7 +42,7 @@ def small(example: str, folder: Path, **values: Any) -> Path:
 
 def verified(path: Path, strategy: ff.Strategy) -> Verdict:
     """The verdict of two ranks."""
-    return rank_group(2).run(verify, path, strategy)[0]  # type: ignore[no-any-return]
+    return rank_group(2).run(verified_by_a_fork, path, strategy)[0]  # type: ignore[no-any-return]
 
 
 def trained(path: Path, folder: Path, strategy: ff.Strategy = ff.Strategy()) -> list[dict[str, Any]]:  # noqa: B008

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data.distributed import DistributedSampler
 
+from fullframe.cli import application
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 RUN = [sys.executable, "-m", "fullframe", "horovodrun"]
 
@@ -20,6 +23,21 @@ RUN = [sys.executable, "-m", "fullframe", "horovodrun"]
 def run(folder: Path, *words: object, timeout: float = 250) -> "subprocess.CompletedProcess[str]":
     command = [*RUN, *map(str, words)]
     return subprocess.run(command, cwd=folder, timeout=timeout, capture_output=True, text=True, check=False)
+
+
+Launched = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Launched:
+    """As `run` in `tmp_path`, with the launcher in this process, which has torch loaded."""
+    monkeypatch.chdir(tmp_path)
+
+    def launch(*words: object) -> "subprocess.CompletedProcess[str]":
+        code = application.run(["horovodrun", *map(str, words)])
+        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
+
+    return launch
 
 
 def one_process_with_the_whole_batch() -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -65,10 +83,10 @@ def test_the_same_script_under_torchrun(tmp_path: Path) -> None:
     torch.testing.assert_close(json.loads(done.stdout.splitlines()[-1]), losses, rtol=1e-11, atol=1e-12)
 
 
-def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path, launched: Launched) -> None:
     script = tmp_path / "dies.py"
     script.write_text(DIES)
-    done = run(tmp_path, "-np", 3, "--output-filename", tmp_path, sys.executable, script)
+    done = launched("-np", 3, "--output-filename", tmp_path, sys.executable, script)
     assert done.returncode == 1
     for rank in (0, 2):
         assert "HorovodInternalError met" in (tmp_path / f"rank.{rank}" / "stdout").read_text()
@@ -92,17 +110,17 @@ except hvd.HorovodInternalError as error:
 """
 
 
-def test_the_exit_code_is_that_of_the_first_failure_and_the_others_end(tmp_path: Path) -> None:
+def test_the_exit_code_is_that_of_the_first_failure_and_the_others_end(launched: Launched) -> None:
     script = 'import os, sys, time; os.environ["HOROVOD_RANK"] == "1" and sys.exit(7); time.sleep(1000)'
-    done = run(tmp_path, "-np", 2, "--json", sys.executable, "-c", script)
+    done = launched("-np", 2, "--json", sys.executable, "-c", script)
     assert done.returncode == 7
     assert json.loads(done.stdout)["exit_code"] == 7
     assert "rank 1 ended with exit code 7" in done.stderr
 
 
-def test_the_variables_are_horovods(tmp_path: Path) -> None:
+def test_the_variables_are_horovods(launched: Launched) -> None:
     script = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('HOROVOD_')}))"
-    done = run(tmp_path, "-np", 3, "-H", "localhost:1,127.0.0.1:2", sys.executable, "-c", script)
+    done = launched("-np", 3, "-H", "localhost:1,127.0.0.1:2", sys.executable, "-c", script)
     found = dict(line.split(":", 1) for line in done.stdout.splitlines())
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
     read = {int(rank[1]): json.loads(text) for rank, text in found.items()}
@@ -113,13 +131,15 @@ def test_the_variables_are_horovods(tmp_path: Path) -> None:
     ]
 
 
-def test_another_host_is_reached_through_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_host_is_reached_through_ssh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: Launched
+) -> None:
     ssh = tmp_path / "ssh"  # stands in for the real one: writes down where to, and runs the command here
     ssh.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nfor last; do :; done\nexec sh -c "$last"\n')
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     script = "import os; print(os.environ['HOROVOD_RANK'], os.environ['HOROVOD_HOSTNAME'], \"it's\", os.getcwd())"
-    done = run(tmp_path, "-np", 2, "-H", "localhost:1,elsewhere:1", "-p", 2222, sys.executable, "-c", script)
+    done = launched("-np", 2, "-H", "localhost:1,elsewhere:1", "-p", 2222, sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) == {
         f"[0]<stdout>:0 localhost it's {tmp_path}",
@@ -163,9 +183,9 @@ def check_numbers(said: list[dict[str, Any]], steps: int, ranks: int) -> None:
         torch.testing.assert_close(torch.tensor(line["bias"], dtype=torch.float64), expected.bias.detach())
 
 
-def test_a_killed_rank_is_started_again_and_the_numbers_stay(tmp_path: Path) -> None:
+def test_a_killed_rank_is_started_again_and_the_numbers_stay(tmp_path: Path, launched: Launched) -> None:
     words = ("-np", 3, "--min-np", 2, "--json")
-    done = run(tmp_path, *words, sys.executable, SCRIPTS / "elastic.py", tmp_path, 8, "kill")
+    done = launched(*words, sys.executable, SCRIPTS / "elastic.py", tmp_path, 8, "kill")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["resets"] == 1
     said = said_by(tmp_path)
