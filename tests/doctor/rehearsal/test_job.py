@@ -55,7 +55,7 @@ def test_a_script_is_run_until_enough_was_seen(name: str, tmp_path: Path) -> Non
         assert "SIGKILL" in findings[0].message
 
 
-@pytest.mark.slow  # cli/test_doctor_run.py has another fault in a script of one's own
+@pytest.mark.slow  # cli/doctor/test_run.py has another fault in a script of one's own
 def test_a_script_of_ones_own_with_a_fault(tmp_path: Path) -> None:
     script = HEAD.replace("DistributedDataParallel(nn.Linear(4, 2))", "nn.Linear(4, 2)") + (
         "torch.manual_seed(rank)\nwhile True:\n" + STEP
