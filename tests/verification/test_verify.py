@@ -118,7 +118,9 @@ def test_a_wrong_recipe_names_the_module(tmp_path: Path, what: str) -> None:
 def test_samples_that_are_read_in_parts(tmp_path: Path) -> None:
     verdict = verified(written(tmp_path, RIGHT, PARTS.format(shift=0)))
     assert verdict.exact and largest(verdict) < 1e-12, verdict
-    verdict = verified(written(tmp_path, RIGHT, PARTS.format(shift=1)))
+    # In another folder: Python takes a file of the same second and length for the one it has compiled.
+    (shifted := tmp_path / "shifted").mkdir()
+    verdict = verified(written(shifted, RIGHT, PARTS.format(shift=1)))
     first = verdict.first_difference
     assert not verdict.exact and first is not None and (first.phase, first.rank) == ("forward", 0), first
 
