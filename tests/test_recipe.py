@@ -1,5 +1,7 @@
 """Recipes from files, and what their errors name."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,14 @@ def test_a_place_is_named_by_a_relative_path_too(tmp_path, monkeypatch):
         with pytest.raises(RecipeError) as error:
             load_recipe(written(tmp_path, text).relative_to(tmp_path))
         assert str(error.value).startswith(message)
+
+
+def test_a_recipe_that_was_written_again_in_the_same_second_is_the_new_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for value in (3, 4):
+        path = written(tmp_path, RECIPE.format(more=f"seed={value}"))
+        os.utime(path, (1e9, 1e9))
+        assert load_recipe(path).seed == value
 
 
 def test_no_recipe_file(tmp_path):

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -166,7 +167,7 @@ def _run_file(path: Path) -> ModuleType:
         remedy = "give the .py file itself" if path.is_dir() else "check the path"
         raise RecipeError(f"there is no recipe file {path}; {remedy}")
     spec = importlib.util.spec_from_file_location(f"fullframe_recipe_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    if spec is None or not isinstance(loader := spec.loader, SourceFileLoader):
         raise RecipeError(f"{path} is not a Python file; a recipe's name ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # dataclasses and pickle look their module up by name
@@ -174,7 +175,8 @@ def _run_file(path: Path) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
+        # Not from Python's cache, which takes two files of one size and one second for the same.
+        exec(loader.source_to_code(loader.get_data(loader.path), loader.path), module.__dict__)
     except Exception as error:
         del sys.modules[module.__name__]
         what = error.msg if isinstance(error, SyntaxError) else error

@@ -29,6 +29,7 @@ from fullframe.techniques.budget import Costs
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.precision import Fp32Math, LossScale, computing, fp32_math
 from fullframe.techniques.recompute import Recomputation
+from fullframe.techniques.separable import require_separable
 from fullframe.techniques.stages.models import staged
 from fullframe.techniques.unrolling.models import keep_states
 from fullframe.techniques.update_in_backward import UpdateInBackward
@@ -59,9 +60,10 @@ class TrainStep:
     only. Afterwards `parameter.grad` holds the gradient of the whole batch's mean loss, clipped. `host` is where the
     step runs: here, unless a simulation says otherwise.
 
-    Raises StrategyError when the strategy does not match the ranks or the model is not parallelized, RecipeError for
-    an optimizer that needs a closure; calling it raises ShapeError when the batch cannot be cut into the microbatches,
-    RecipeError when the loss is no scalar or requires no gradient.
+    Raises StrategyError when the strategy does not match the ranks, the model is not parallelized, or the optimizer
+    cannot be given some of the parameters at a time as it asks, RecipeError for an optimizer that needs a closure;
+    calling it raises ShapeError when the batch cannot be cut into the microbatches, RecipeError when the loss is no
+    scalar or requires no gradient.
     """
 
     def __init__(
@@ -93,6 +95,10 @@ class TrainStep:
                 f"{type(optimizer).__name__} computes the loss again and again in a step (its closure), which a "
                 "TrainStep does once; choose an optimizer whose step() needs no closure"
             )
+        if host is None and strategy.shard_optimizer and strategy.ranks > 1:
+            require_separable(optimizer, "shard_optimizer")
+        if host is None and strategy.update_in_backward:
+            require_separable(optimizer, "update_in_backward")
         self._model, self._loss, self._optimizer, self._strategy = model, loss, optimizer, strategy
         parameter = next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
