@@ -24,7 +24,7 @@ class Ran(NamedTuple):
 def operands(case: Case) -> tuple[list[Tensor], list[Tensor]]:
     """What `case` is given, drawn alike everywhere, at its smallest size: split tensors and whole ones."""
     generator = torch.Generator().manual_seed(1)
-    shapes = [(*lead, *min(case.sizes)) for lead in case.split], case.whole
+    shapes = [(*lead, *case.smallest) for lead in case.split], case.whole
     split, whole = ([torch.randn(s, generator=generator, dtype=torch.float64) for s in kind] for kind in shapes)
     return split, whole
 

@@ -17,6 +17,7 @@ MESHES = [(1, 2), (2, 1), (1, 3), (2, 2)]
 VOLUME_MESHES = [(1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2)]  # height, width, depth
 WORLDS = sorted({height * width for height, width in MESHES})
 SIZES = ((16, 64), (17, 37))  # parts that are equal, and parts that are not and begin at odd rows and columns
+NARROW = (11, 37)  # where one will do
 
 Op = Callable[..., Any]
 
@@ -26,6 +27,11 @@ class Case(NamedTuple):
     split: tuple[tuple[int, ...], ...] = ((2, 4),)  # leading dims of each split operand; H and W follow
     whole: tuple[tuple[int, ...], ...] = ()
     sizes: tuple[tuple[int, int], ...] = SIZES
+
+    @property
+    def smallest(self) -> tuple[int, int]:
+        """The least of its sizes, for what is asked of one alone."""
+        return NARROW if self.sizes == SIZES else min(self.sizes)
 
 
 def one(op: Callable[[Tensor], Any]) -> Case:

@@ -65,7 +65,7 @@ class Policy(NamedTuple):
 
 def _policy(case: Case, given: torch.dtype, cut: Callable[[Tensor], Tensor]) -> Policy | str:
     generator = torch.Generator().manual_seed(1)
-    shapes = [(*lead, *min(case.sizes)) for lead in case.split]
+    shapes = [(*lead, *case.smallest) for lead in case.split]
     split = [torch.randn(s, generator=generator).to(given).requires_grad_() for s in shapes]
     whole = [torch.randn(s, generator=generator).requires_grad_() for s in case.whole]  # parameters stay in fp32
     try:

@@ -72,7 +72,7 @@ def _differences() -> tuple[dict[str, float], int]:
     with poisoned() as counted:
         for name, case in all_cases().items():
             if name.partition(":")[0] in FAMILIES:
-                answers = differences_of(case, [(1, 2)], [min(case.sizes)])
+                answers = differences_of(case, [(1, 2)], [case.smallest])
                 found[name] = max(0.0 if error <= TOLERANCE else 1.0 for _, error in answers)
     return found, counted[0]
 
@@ -96,10 +96,10 @@ def _too_early() -> tuple[bool, bool]:
         return taken
 
     with poisoned():
-        right = [error for _, error in differences_of(case, [(1, 2)], [min(case.sizes)])]
+        right = [error for _, error in differences_of(case, [(1, 2)], [case.smallest])]
         InFlight.wait = at_once  # type: ignore[method-assign]
         try:
-            wrong = [error for _, error in differences_of(case, [(1, 2)], [min(case.sizes)])]
+            wrong = [error for _, error in differences_of(case, [(1, 2)], [case.smallest])]
         finally:
             InFlight.wait = waited  # type: ignore[method-assign]
     return max(right) <= TOLERANCE, max(wrong) <= TOLERANCE

@@ -5,9 +5,9 @@ from math import prod
 import pytest
 
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, SIZES, TOLERANCE, WORLDS, all_cases, differences_of
+from tests.spatial.cases import MESHES, NARROW, SIZES, TOLERANCE, WORLDS, all_cases, differences_of
 
-OTHERS = ((17, 50), (11, 37))
+OTHERS = ((17, 50), NARROW)
 
 
 def _at_other_sizes(world: int) -> dict[str, float]:
