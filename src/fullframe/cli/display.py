@@ -1,5 +1,7 @@
-"""How a run looks: a live bar on a terminal, plain lines anywhere else."""
+"""How a run looks: a live bar on a terminal, plain lines anywhere else, one object as JSON."""
 
+import json
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -86,3 +88,8 @@ def measures(record: Mapping[str, Any]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.4g}"
+
+
+def print_json(fields: Mapping[str, Any]) -> None:
+    """Print one object; a value that is not finite as null, which JSON knows."""
+    print(json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}))

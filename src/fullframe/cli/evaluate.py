@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from fullframe.cli.mesh_options import require_ranks, split_as
-from fullframe.cli.train import Count, place_of, print_json
-from fullframe.cli.words import words
+from fullframe.cli.mesh_options import place_of, require_ranks, split_as
+from fullframe.cli.words import Count, words
 from fullframe.errors import RecipeError, RunError
 from fullframe.strategy import Strategy
 from fullframe.technique import Precision
@@ -141,7 +140,7 @@ class Evaluate:
         return 0
 
     def _print(self, found: "Evaluated", strategy: Strategy) -> None:
-        from fullframe.cli.display import measures
+        from fullframe.cli.display import measures, print_json
 
         for problem in found.problems:
             print(f"warning: {problem}", file=sys.stderr)

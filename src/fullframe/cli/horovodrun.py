@@ -10,11 +10,11 @@ from typing import Annotated, get_type_hints
 
 from tyro.conf import Positional, arg
 
+from fullframe.cli.words import Count
 from fullframe.errors import MeshError
 
 _SHORT = {"-np": "--np", "-H": "--hosts", "-hostfile": "--hostfile", "-p": "--ssh-port", "-cb": "--check-build"}
 _OLD = {"--num-proc": "--np", "--min-num-proc": "--min-np", "--max-num-proc": "--max-np", "--slots-per-host": "--slots"}
-Count = Annotated[int | None, arg(metavar="N")]
 
 
 @dataclass(frozen=True, kw_only=True)

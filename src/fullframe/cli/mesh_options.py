@@ -6,6 +6,7 @@ from typing import Any
 
 from fullframe.errors import MeshError
 from fullframe.strategy import Strategy, multiplied
+from fullframe.wording import plural
 
 
 def split_as(sizes: Mapping[str, int | None], ranks: int | None) -> Strategy:
@@ -30,3 +31,8 @@ def require_ranks(strategy: Strategy, ranks: int | None) -> None:
             f"{multiplied(strategy.mesh)} = {strategy.ranks} is not the number of ranks that were started, "
             f"{ranks}; start {strategy.ranks} or choose other axes"
         )
+
+
+def place_of(strategy: Strategy) -> str:
+    """As printed: 2 ranks (data 1 x height 1 x width 2)."""
+    return f"{plural(strategy.ranks, 'rank')} ({multiplied(strategy.mesh)})"

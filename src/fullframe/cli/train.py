@@ -1,7 +1,6 @@
 """`fullframe train`: start the local ranks, or join those that torchrun started, and show how the run goes."""
 
 import contextlib
-import json
 import math
 import os
 import sys
@@ -15,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from fullframe.cli.comparison import Comparison
+from fullframe.cli.mesh_options import place_of
 from fullframe.cli.node_options import NodeOptions, NodeWords, nodes_of, require_whole_replicas
 from fullframe.cli.remedies import explain_out_of_memory
 from fullframe.cli.report import write_at_end, written
 from fullframe.cli.strategy_file import first_plan, require_devices, strategy_of, with_batch_size
-from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed, words
+from fullframe.cli.words import Count, TechniqueOptions, TechniqueWords, changed, words
 from fullframe.errors import MeshError, RecipeError, RunError, StrategyError
 from fullframe.processes.exit_reasons import RESTART_REASON, STOPPED
 from fullframe.processes.stop_signals import Stopped
@@ -28,8 +28,6 @@ from fullframe.wording import plural
 
 if TYPE_CHECKING:
     from fullframe.training.run_directory import Resume
-
-Count = Annotated[int | None, arg(metavar="N")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +301,7 @@ class Train:
     def _train(self, strategy: Strategy, run_dir: Path, rank: int) -> int:
         import torch.distributed as dist
 
-        from fullframe.cli.display import Display
+        from fullframe.cli.display import Display, print_json
         from fullframe.observation.observers import observers_of_run
         from fullframe.ranks import device
         from fullframe.recipe import load_recipe, values_of
@@ -358,13 +356,3 @@ class Train:
         if self.json and rank == 0:
             print_json({"run_dir": str(run_dir), "ranks": strategy.ranks, **last})
         return code
-
-
-def place_of(strategy: Strategy) -> str:
-    """As printed: 2 ranks (data 1 x height 1 x width 2)."""
-    return f"{plural(strategy.ranks, 'rank')} ({multiplied(strategy.mesh)})"
-
-
-def print_json(fields: Mapping[str, Any]) -> None:
-    """Print one object; a value that is not finite as null, which JSON knows."""
-    print(json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}))

@@ -14,8 +14,7 @@ from rich.text import Text
 from tyro.conf import Positional, arg
 
 from fullframe.cli.mesh_options import split_as
-from fullframe.cli.train import Count
-from fullframe.cli.words import words
+from fullframe.cli.words import Count, words
 from fullframe.errors import MeshError, RecipeError
 from fullframe.strategy import Strategy, multiplied
 

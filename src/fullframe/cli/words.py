@@ -10,6 +10,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from fullframe.strategy import TECHNIQUES, Strategy
 from fullframe.technique import Compile
 
+Count = Annotated[int | None, arg(metavar="N")]
 _POSITIONAL = get_args(Positional[int])[1:]
 _SAID_NOTHING = arg(help_behavior_hint="")
 

@@ -13,6 +13,7 @@ from fullframe.ranks.mesh import init_mesh
 from fullframe.ranks.randomness import seed_everything
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
+from fullframe.training.checkpoints.state import has_averages
 from fullframe.training.checkpoints.writer import checkpoint_of, load_weights
 from fullframe.training.evaluation import NEEDS_LESS, evaluate
 from fullframe.training.loading.delivery import mesh_device
@@ -56,7 +57,7 @@ def evaluate_run(
     if not samples:
         raise RecipeError("recipe.evaluation_data() has no samples; does its folder or file list exist?")
     checkpoint, problems = checkpoint_of(run_dir, step=step, best=best)
-    averaged = not raw and any(name.startswith("average/") for name in checkpoint.manifest.tensors)
+    averaged = not raw and has_averages(checkpoint.manifest)
     seed_everything(recipe.seed)
     plain = recipe.model().to(mesh_device(mesh)).requires_grad_(False)
     model, _, _ = prepare(recipe, forward_only(strategy), mesh, plain)

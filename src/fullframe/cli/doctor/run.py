@@ -13,8 +13,8 @@ from tyro.conf import Positional, arg
 
 from fullframe.cli.comparison import predicting, prediction_of
 from fullframe.cli.doctor.report import exit_code, print_answers, print_findings, summary
-from fullframe.cli.train import Count, Train
-from fullframe.cli.words import TechniqueOptions, TechniqueWords, words
+from fullframe.cli.train import Train
+from fullframe.cli.words import Count, TechniqueOptions, TechniqueWords, words
 from fullframe.errors import MeshError, RecipeError, RunError
 
 if TYPE_CHECKING:

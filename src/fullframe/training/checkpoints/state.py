@@ -84,7 +84,7 @@ class RunState:
         """
         targets = weight_targets(self.model, manifest)
         others = self._optimizer.targets(manifest)
-        if self.average is not None and _names(manifest, "average/"):
+        if self.average is not None and has_averages(manifest):
             others |= {f"average/{name}": value for name, value in self.average.state_dict().items()}
         for name, target in others.items():
             _check_shape(name, target, manifest.tensors.get(name))
@@ -103,10 +103,10 @@ class RunState:
         self.loader.load_state_dict(facts["loader"])
         take_weights(self.model, manifest, filled)
         said = self._optimizer.go_on(manifest, filled)
-        if self.average is not None and not _names(manifest, "average/"):
+        if self.average is not None and not has_averages(manifest):
             self.average.load_state_dict({name: p.detach() for name, p in self.model.named_parameters()})
             said.append("the checkpoint has no average of the parameters; it begins with their values now")
-        if self.average is None and _names(manifest, "average/"):
+        if self.average is None and has_averages(manifest):
             said.append("the checkpoint's average of the parameters is dropped, as ema_decay is not given")
         if self.scale is not None and facts["scale"] is not None:
             self.scale.load_state_dict(facts["scale"])
@@ -125,6 +125,11 @@ class RunState:
             said.append(f"the checkpoint is of {precision}, this run is of {self.precision}: other rounding from here")
         self.step = manifest.step
         return said
+
+
+def has_averages(manifest: Manifest) -> bool:
+    """Whether the checkpoint holds moving averages of the parameters."""
+    return bool(_names(manifest, "average/"))
 
 
 def weights_in(manifest: Manifest, averaged: bool = False) -> dict[str, str]:
