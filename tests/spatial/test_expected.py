@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.spatial.expected import Expected, expected_of, facts_of, forget_expected
@@ -88,3 +89,67 @@ def test_autocast_is_asked_again() -> None:
 def test_nothing_real_is_computed(func: Any) -> None:
     large = torch.zeros(1).expand(10**6, 10**6)  # no result of this shape would fit
     assert asked(func, large, large).leaves[0].shape == (10**6, 10**6)
+
+
+SIZED = {
+    "line": (torch.randn(2, 3, 9), {"size": 5, "mode": "linear"}),
+    **{
+        f"{mode} {name}": (image, {"size": (5, 11), "mode": mode})
+        for mode in ("nearest", "bilinear", "bicubic", "area")
+        for name, image in {
+            "rows": torch.randn(2, 3, 7, 9), "turned": torch.randn(2, 3, 9, 7).mT,
+            "channels last": torch.randn(2, 3, 7, 9).contiguous(memory_format=torch.channels_last),
+            "bytes": torch.randint(0, 256, (1, 3, 7, 9), dtype=torch.uint8),
+        }.items()
+        if (mode, name) != ("area", "bytes")
+    },
+    "no samples": (torch.randn(0, 3, 7, 9), {"size": (5, 11)}),
+    "by scale, rounded": (torch.randn(1, 2, 7, 9), {"scale_factor": 1.3, "mode": "bilinear", "antialias": True}),
+    "by scale": (torch.randn(1, 2, 7, 9), {"scale_factor": (2, 0.5), "mode": "bicubic", "align_corners": True}),
+    "volume": (
+        torch.randn(2, 3, 4, 7, 9).contiguous(memory_format=torch.channels_last_3d),
+        {"size": (5, 3, 4), "mode": "trilinear"},
+    ),
+}  # fmt: skip
+
+
+def require_told(func: Any, *args: Any, **kwargs: Any) -> None:
+    (leaf,), real = asked(func, *args, **kwargs).leaves, func(*args, **kwargs)
+    strides = None if real.is_contiguous() else real.stride()
+    assert (leaf.shape, leaf.strides, leaf.dtype) == (real.shape, strides, real.dtype)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", SIZED)
+def test_a_resized_map_is_told_by_its_sizes(name: str, autocast: bool) -> None:
+    image, options = SIZED[name]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        require_told(F.interpolate, image, **options)
+
+
+IMAGE = torch.randn(2, 3, 7, 9)
+REFUSED = {
+    "to nothing": (F.interpolate, (IMAGE, (0, 4), None, "bicubic"), "greater than 0"),
+    "from nothing": (F.interpolate, (IMAGE[:, :, :0], (4, 4), None, "bilinear"), "greater than 0"),
+    "no channels": (F.interpolate, (IMAGE[:, :0], (4, 4), None, "bilinear"), "Non-empty 4D data tensor"),
+    "another batch": (F.grid_sample, (IMAGE, torch.rand(3, 4, 5, 2)), "same batch size"),
+    "three coordinates": (F.grid_sample, (IMAGE, torch.rand(2, 4, 5, 3)), "size 2 in last dimension"),
+    "points": (F.grid_sample, (IMAGE, torch.rand(2, 5, 2)), "same number of dimensions"),
+    "of nothing": (F.grid_sample, (IMAGE[..., :0], torch.rand(2, 4, 5, 2)), "non-empty spatial dimensions"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_resized_or_sampled_is_refused_as_in_torch(name: str) -> None:
+    func, args, why = REFUSED[name]
+    with pytest.raises(RuntimeError, match=why):
+        func(*args)
+    refused = asked(func, *args).error
+    assert type(refused) is RuntimeError and why in str(refused)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_a_sampled_map_is_told_by_its_sizes(mode: str) -> None:
+    for x in (IMAGE, IMAGE.mT, IMAGE.contiguous(memory_format=torch.channels_last)):
+        require_told(F.grid_sample, x, torch.rand(2, 4, 5, 2), mode=mode, align_corners=False)

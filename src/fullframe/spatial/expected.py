@@ -6,18 +6,21 @@ autocast fake tensors take the place of meta tensors, as autocast looks at the d
 """
 
 import logging
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._meta_registrations import check_grid_sampler_common, upsample_common_check
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from fullframe.ranks.memory_format import memory_format_of
 from fullframe.spatial.tensor import SpatialTensor
 
 PLAIN = frozenset(
@@ -44,12 +47,55 @@ class Expected(NamedTuple):
     widens: bool = False  # autocast has it computed in fp32, which its operands are not all in
 
 
+class _BySize(TorchDispatchMode):
+    """Inside, ops in `_BY_SIZE` are told by it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = _BY_SIZE.get(func)
+        return func(*args, **(kwargs or {})) if made is None else made(*args[:2])
+
+
 class _Unknown(Exception):
     """An argument that cannot be described by what all ranks know."""
 
 
 _CONVOLUTIONS = frozenset((F.conv2d, F.conv3d))
 _LAID_OUT_BY_KERNEL = frozenset((F.scaled_dot_product_attention,))  # whose strides on meta are not the device's
+
+
+def _resized(image: Tensor, size: Sequence[int]) -> Tensor:
+    """What `interpolate` makes of (N, C, ...), without its values."""
+    shape = upsample_common_check(image.shape, size, len(size))
+    torch._check(
+        math.prod(image.shape[1:]) != 0,
+        lambda: f"Non-empty {image.dim()}D data tensor expected but got a tensor with sizes {list(image.shape)}",
+    )
+    return torch.empty(shape, dtype=image.dtype, device=image.device, memory_format=memory_format_of(image))
+
+
+def _sampled(image: Tensor, grid: Tensor) -> Tensor:
+    """What `grid_sample` makes of (N, C, H, W) at (N, h, w, 2), without its values."""
+    message = "grid_sampler(): expected {}D input and grid with same number of dimensions, but got {}D grid"
+    torch._check(image.dim() == grid.dim(), lambda: message.format(image.dim(), grid.dim()))
+    check_grid_sampler_common(image, grid)
+    return image.new_empty((*image.shape[:2], *grid.shape[1:-1]))
+
+
+_aten = torch.ops.aten
+# Torch writes these out in Python, some in thousands of steps without values (up to 160 ms a call), asks less of their
+# operands than their kernels do, and refuses an empty batch. Here the first two operands tell all.
+_BY_SIZE: dict[Any, Callable[..., Tensor]] = {
+    **{
+        getattr(_aten, name).default: _resized
+        for name in (
+            "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+            "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+            "upsample_bicubic2d", "upsample_trilinear3d",
+        )
+    },
+    _aten.grid_sampler_2d.default: _sampled,
+}  # fmt: skip
+_WRITTEN_OUT = frozenset((F.interpolate, F.grid_sample))
 _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 _known: dict[Any, Expected | None] = {}
 _policy = [0]  # of autocast: how many there were before
@@ -135,7 +181,8 @@ def _run(
         with nullcontext() if device == "meta" else FakeTensorMode():
             args, kwargs = (_without_values(tree, device, made) for tree in (args, kwargs))
             try:
-                result = func(*args, **kwargs)
+                with _BySize() if func in _WRITTEN_OUT else nullcontext():  # type: ignore[no-untyped-call]
+                    result = func(*args, **kwargs)
             except Exception as error:
                 home = type(error).__module__
                 if "meta" in str(error).lower() or home.startswith("torch._subclasses"):  # it would read a value
