@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullframe.ranks.adjoint import applied, linear
+from fullframe.ranks.adjoint import applied, linear, unrecorded
 
 
 def _padded(rows: Tensor, fill: float = 0.0) -> Tensor:
@@ -51,3 +51,24 @@ def test_applied_is_refused_under_transforms_as_apply_is() -> None:
     for apply in (_Cube.apply, applied(_Cube)):
         with pytest.raises(RuntimeError, match="setup_context"):
             torch.func.grad(lambda x, apply=apply: apply(x, 2.0).sum())(torch.randn(3))
+
+
+def test_what_is_unrecorded_has_no_graph_and_counts_writes() -> None:
+    weight, buffer = torch.randn(3, requires_grad=True), torch.zeros(3)
+
+    @unrecorded
+    def step(values: Tensor) -> Tensor:
+        """Words."""
+        with torch.enable_grad():
+            result = values * weight
+        buffer.add_(result)
+        buffer[1:].mul_(2)
+        return result
+
+    before = buffer._version
+    assert not step(torch.ones(3)).requires_grad and not buffer.requires_grad
+    assert buffer._version == before + 2, "written twice, once through a view"
+    assert (weight * 1).requires_grad and step.__doc__ == "Words."
+    with pytest.raises(RuntimeError, match="must match"):
+        step(torch.ones(4))
+    assert (weight * 1).requires_grad, "after an error too"

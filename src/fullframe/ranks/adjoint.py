@@ -1,12 +1,14 @@
 """A message and its adjoint: each is the other's backward, so that gradients of any order are messages too."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Map = Callable[[Tensor], Tensor]
+Computation = TypeVar("Computation", bound=Callable[..., Any])
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -21,6 +23,20 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         return function.apply(*args) if is_transformed() else quickly(*args)
 
     return apply
+
+
+def unrecorded(computation: Computation) -> Computation:
+    """`computation`, for where nothing is recorded: its ops pass autograd by, which takes a part of each one's time.
+
+    Inside, `torch.enable_grad` has no effect.
+    """
+
+    @wraps(computation)
+    def below(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return computation(*args)
+
+    return below  # type: ignore[return-value]
 
 
 class _Linear(torch.autograd.Function):

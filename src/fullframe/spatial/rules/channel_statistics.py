@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullframe.ranks.adjoint import applied
+from fullframe.ranks.adjoint import applied, unrecorded
 from fullframe.ranks.collectives import all_gather_no_grad, all_sum, all_sum_no_grad
 from fullframe.ranks.constants import constant
 from fullframe.ranks.memory_format import memory_format_of
@@ -199,6 +199,7 @@ class _Normalize(torch.autograd.Function):
     """x (N, C, ...) normalized; weight, bias and statistics are of a channel, or if `apart` of a sample's channel."""
 
     @staticmethod
+    @unrecorded
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, how: _How, update: Callable[[Statistics], None] | None
     ) -> Tensor:
@@ -222,53 +223,62 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight, mean, var = ctx.saved_tensors
-        over, m, apart, eps = ctx.how
         if torch.is_grad_enabled():  # create_graph
+            over, m, apart, eps = ctx.how
             again = partial(differentiable_norm, elements=ctx.elements, apart=apart, m=m, eps=eps, group=over.group)
             bias = torch.zeros_like(weight, requires_grad=True)
             return *gradients_of(again, [x, weight, bias], grad, ctx.needs_input_grad[:3]), None, None
-        shape, dtype = x.shape, x.dtype
-        if not (x.is_contiguous() and grad.is_contiguous()):
-            grad, x = (t.contiguous(memory_format=memory_format_of(x)) for t in (grad, x))
-        if dtype is not weight.dtype or grad.dtype is not dtype:
-            # In float32 or wider until the end: what is subtracted from the gradient may be almost all of it.
-            grad, x = grad.to(weight.dtype), x.to(weight.dtype)
-        if apart:
-            x, grad = by_sample(x), by_sample(grad)
-        fixed = mean, var, *((None, None) if mean.is_cpu else _saved(mean, var, eps)), False, eps
-        size = x.numel()
-        if size:
-            wanted = _ALL if size <= _LARGE else _OF_PARAMETERS
-            of_x, of_weight, of_bias = _norm_backward(grad, x, weight, *fixed, wanted)
-        else:
-            of_x, of_weight, of_bias = torch.empty_like(x), torch.zeros_like(weight), torch.zeros_like(weight)
-        sums = torch.cat((of_bias, of_weight)).view(2, -1)
-        if m > 1:
-            sums = (sums * weight).view(2, -1, m).sum(2)
-        sums = all_sum_no_grad(sums, over.group, into_itself=True)
-        alpha = -1.0
-        if isinstance(ctx.elements, Tensor):
-            sums = sums / ctx.elements
-        else:
-            alpha /= ctx.elements
-        if m > 1:
-            sums = sums.repeat_interleave(m, 1)
-        if size:
-            # Both sums times weight / sqrt(var + eps), in one kernel: as the gradient of the normalization.
-            both = _norm_backward(sums, sums, weight if m == 1 else None, *fixed, _OF_INPUT)[0]
-            if size > _LARGE:
-                both.mul_(alpha)
-            by_mean, by_var = both.unbind()
-            moved = torch.native_batch_norm(x, by_var, by_mean, mean, var, False, 0.0, eps)[0]
-            if size > _LARGE:
-                of_x = moved.addcmul_(grad, _of_channels(weight * torch.rsqrt(var + eps), x.dim()))
-            else:
-                of_x.add_(moved, alpha=alpha)
-        of_x = of_x if dtype is of_x.dtype else of_x.to(dtype)
-        return of_x.view(shape) if apart else of_x, of_weight, of_bias, None, None
+        return *_gradients(grad, x, weight, mean, var, ctx.elements, ctx.how), None, None
 
 
 _normalize = applied(_Normalize)
+
+
+@unrecorded
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, var: Tensor, elements: Tensor | float, how: _How
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of (input, weight, bias), from that of the result."""
+    over, m, apart, eps = how
+    shape, dtype = x.shape, x.dtype
+    if not (x.is_contiguous() and grad.is_contiguous()):
+        grad, x = (t.contiguous(memory_format=memory_format_of(x)) for t in (grad, x))
+    if dtype is not weight.dtype or grad.dtype is not dtype:
+        # In float32 or wider until the end: what is subtracted from the gradient may be almost all of it.
+        grad, x = grad.to(weight.dtype), x.to(weight.dtype)
+    if apart:
+        x, grad = by_sample(x), by_sample(grad)
+    fixed = mean, var, *((None, None) if mean.is_cpu else _saved(mean, var, eps)), False, eps
+    size = x.numel()
+    if size:
+        wanted = _ALL if size <= _LARGE else _OF_PARAMETERS
+        of_x, of_weight, of_bias = _norm_backward(grad, x, weight, *fixed, wanted)
+    else:
+        of_x, of_weight, of_bias = torch.empty_like(x), torch.zeros_like(weight), torch.zeros_like(weight)
+    sums = torch.cat((of_bias, of_weight)).view(2, -1)
+    if m > 1:
+        sums = (sums * weight).view(2, -1, m).sum(2)
+    sums = all_sum_no_grad(sums, over.group, into_itself=True)
+    alpha = -1.0
+    if isinstance(elements, Tensor):
+        sums = sums / elements
+    else:
+        alpha /= elements
+    if m > 1:
+        sums = sums.repeat_interleave(m, 1)
+    if size:
+        # Both sums times weight / sqrt(var + eps), in one kernel: as the gradient of the normalization.
+        both = _norm_backward(sums, sums, weight if m == 1 else None, *fixed, _OF_INPUT)[0]
+        if size > _LARGE:
+            both.mul_(alpha)
+        by_mean, by_var = both.unbind()
+        moved = torch.native_batch_norm(x, by_var, by_mean, mean, var, False, 0.0, eps)[0]
+        if size > _LARGE:
+            of_x = moved.addcmul_(grad, _of_channels(weight * torch.rsqrt(var + eps), x.dim()))
+        else:
+            of_x.add_(moved, alpha=alpha)
+    of_x = of_x if dtype is of_x.dtype else of_x.to(dtype)
+    return of_x.view(shape) if apart else of_x, of_weight, of_bias
 
 
 def _saved(mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from fullframe.geometry.extents import overlap
 from fullframe.geometry.window import Window
-from fullframe.ranks.adjoint import applied
+from fullframe.ranks.adjoint import applied, unrecorded
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.approved import tells
 from fullframe.spatial.gradients import enters
@@ -226,6 +226,7 @@ class _HaloConvolution(torch.autograd.Function):
     """A convolution that borrows rows; it keeps the local input, the strips and the weight for backward."""
 
     @staticmethod
+    @unrecorded
     def forward(ctx: Any, local: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
         cuts, ctx.plan = plan.window.cuts, plan
         if plan.is_joined(local, weight):
@@ -249,18 +250,23 @@ class _HaloConvolution(torch.autograd.Function):
         mask = list(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled():  # create_graph
             return *_differentiable_backward(plan, local, grad, weight, mask), None
-        if not plan.is_joined(local, weight):
-            halo = Halo.of([local, *strips], plan.window.cuts)
-            return *_strips_first_backward(plan, halo, grad, weight, mask), None
-        joined = joined_again(local, plan.window.cuts, strips, plan.window.outside[-1])
-        joined = padded(joined, plan.window, last=False)
-        gradients = plan.gradients(grad, joined, weight, plan.padding, mask)
-        if mask[0]:
-            gradients[0] = region_gradient(gradients[0], plan.window)
-        return *gradients, None
+        return *_gradients(plan, [local, *strips], grad, weight, mask), None
 
 
 _halo_convolution = applied(_HaloConvolution)
+
+
+@unrecorded
+def _gradients(plan: _Plan, held: list[Tensor], grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:
+    """Of (input, weight, bias), from that of the result; `held` are the local input and the strips."""
+    local, *strips = held
+    if not plan.is_joined(local, weight):
+        return _strips_first_backward(plan, Halo.of(held, plan.window.cuts), grad, weight, mask)
+    joined = joined_again(local, plan.window.cuts, strips, plan.window.outside[-1])
+    gradients = plan.gradients(grad, padded(joined, plan.window, last=False), weight, plan.padding, mask)
+    if mask[0]:
+        gradients[0] = region_gradient(gradients[0], plan.window)
+    return gradients
 
 
 def _differentiable_backward(plan: _Plan, local: Tensor, grad: Tensor, weight: Tensor, mask: list[bool]) -> list[Any]:
