@@ -1,4 +1,4 @@
-"""Torch's op database on two ranks: a tenth in `make test`, a third in `make slow`.
+"""Torch's op database on two ranks: a twentieth in `make test`, a third in `make slow`.
 
 `python -m tests.whole.opinfo` runs all of it on four meshes.
 """
@@ -23,7 +23,7 @@ EXACT_SHARE = 0.65  # of the ops with an image-like sample; docs/ops.md says wha
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("parts", [10, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parts", [20, pytest.param(3, marks=pytest.mark.slow)])
 def test_ops_and_modules_are_exact_or_refused(parts: int) -> None:
     results = run([name for name in every_name() if zlib.crc32(name.encode()) % parts == 0], (1, 2), SAMPLES)
     faults = [result for result in results if result.verdict in FAULTS]
