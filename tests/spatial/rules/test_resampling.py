@@ -116,6 +116,8 @@ def resizing() -> None:
             [noise(1, 3, 2, 6, 8)],
         )
     CORNERS.add("nearest channels last", resize(size=(17, 20)), [last(noise(2, 5, 13, 11))])
+    for mode in ("nearest", "nearest-exact", "bilinear"):
+        CORNERS.add(f"{mode} of no samples", resize(size=(17, 20), mode=mode), [noise(0, 3, 13, 11)])
     CORNERS.add("nearest 8 bit", resize(size=(17, 20)), [eight_bit(1, 3, 13, 11)])
     for mode in ("nearest", "trilinear"):
         CORNERS.add(f"{mode} 3d", resize(size=(9, 17, 20), mode=mode), [last(noise(2, 5, 4, 13, 11))])
