@@ -51,7 +51,7 @@ class _BySize(TorchDispatchMode):
     """Inside, ops in `_BY_SIZE` are told by it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = _BY_SIZE.get(func)
+        made = _BY_SIZE.get(func.name())
         return func(*args, **(kwargs or {})) if made is None else made(*args[:2])
 
 
@@ -81,19 +81,18 @@ def _sampled(image: Tensor, grid: Tensor) -> Tensor:
     return image.new_empty((*image.shape[:2], *grid.shape[1:-1]))
 
 
-_aten = torch.ops.aten
 # Torch writes these out in Python, some in thousands of steps without values (up to 160 ms a call), asks less of their
 # operands than their kernels do, and refuses an empty batch. Here the first two operands tell all.
-_BY_SIZE: dict[Any, Callable[..., Tensor]] = {
+_BY_SIZE: dict[str, Callable[..., Tensor]] = {
     **{
-        getattr(_aten, name).default: _resized
+        f"aten::{name}": _resized
         for name in (
             "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
             "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
             "upsample_bicubic2d", "upsample_trilinear3d",
         )
     },
-    _aten.grid_sampler_2d.default: _sampled,
+    "aten::grid_sampler_2d": _sampled,
 }  # fmt: skip
 _WRITTEN_OUT = frozenset((F.interpolate, F.grid_sample))
 _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
