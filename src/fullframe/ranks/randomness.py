@@ -40,7 +40,7 @@ def seed_everything(seed: int) -> None:
     """Set every random state of this process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    if torch.accelerator.current_accelerator() is None:
+    if device.accelerator() is None:
         torch.default_generator.manual_seed(seed)  # the other keeps a traceback for each device that is not there
     else:
         torch.manual_seed(seed)
