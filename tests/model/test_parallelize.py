@@ -1,15 +1,19 @@
 """What people put around blocks: recompute, autocast, DDP's unused parameters, channels_last, evaluation."""
 
+import copy
+import pickle
 import warnings
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
 from tests.exactness import mesh, relative
-from tests.rank_group import rank_group
+from tests.rank_group import RankFailure, rank_group
 
 
 class Block(nn.Module):
@@ -234,3 +238,44 @@ def test_images_that_come_in_whole_are_told_once() -> None:
         assert len(whole) == 1 and "the model got an image (2, 3, 26, 38) that is not split" in whole[0]
         assert "2 ranks" in whole[0] and "ff.ShardedLoader" in whole[0] and worst < 1e-12
         assert evaluated == split == []
+
+
+def _copied(height: int, width: int) -> float:
+    """A teacher that follows by a moving average, then trains on its own; in one process and split."""
+    found = []
+    for on in (None, mesh(height, width)):
+        x = _image() if on is None else ff.shard(_image(), on)
+        student = _net() if on is None else ff.parallelize(_net(), on, find_unused_parameters=True)
+        teacher = AveragedModel(student, multi_avg_fn=get_ema_multi_avg_fn(0.9)).eval()
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+        for _ in range(2):
+            F.mse_loss(student(x), teacher(x).detach().sin()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            teacher.update_parameters(student)
+        again = copy.deepcopy(teacher.module)
+        assert not again.training
+        _loss(again(x)).backward()
+        found += [[*student.parameters(), *teacher.parameters(), *(p.grad for p in again.parameters())]]
+    return max(relative(a, b) for a, b in zip(*found, strict=True) if a is not None)
+
+
+def test_a_copy_is_a_parallel_model_of_its_own() -> None:
+    for height, width in [(1, 2), (2, 2)]:
+        assert max(rank_group(height * width).run(_copied, height, width)) < 1e-11
+
+
+def _not_to_be_copied(what: str) -> None:
+    if what == "lazy":
+        ff.parallelize(nn.Sequential(nn.LazyConv2d(4, 3)), mesh(1, 2))
+    model = ff.parallelize(_net(), mesh(1, 2), shard_parameters=True, find_unused_parameters=True)
+    copy.deepcopy(model) if what == "sharded" else pickle.dumps(model)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [("lazy", "0.weight, 0.bias are lazy"), ("sharded", "copy the plain model"), ("pickled", "save model.module")],
+)
+def test_models_that_cannot_be_copied_or_have_no_shape_are_told(what: str, told: str) -> None:
+    with pytest.raises(RankFailure, match=told):
+        rank_group(2).run(_not_to_be_copied, what)

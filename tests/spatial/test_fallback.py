@@ -1,11 +1,15 @@
 """What is not exact is refused on every rank alike, quickly, by name; and bad input gets a clear error."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
 from fullframe.errors import MeshError, ShapeError, UnsupportedOp
@@ -94,7 +98,7 @@ class Masking(nn.Module):
         y = x * 1
         y[y > 0.5] = 0.25
         y.cumprod_(3)
-        return (y * x).sum()
+        return (y * x * nn.init.constant_(torch.zeros_like(x), 2.0)).sum()
 
 
 def _gathered_writes() -> float:
@@ -166,6 +170,10 @@ def triple(x: Tensor) -> Tensor:
     return x * 3
 
 
+def _sin_twice(x: Tensor) -> Tensor:
+    return x.sin().sin()
+
+
 def _bypass(what: str) -> str:
     x = ff.shard(_image().requires_grad_(), mesh(1, 2))
     with pytest.raises(UnsupportedOp) as caught:
@@ -181,7 +189,23 @@ def _bypass(what: str) -> str:
             with torch._C.DisableTorchFunctionSubclass():  # as a compiled extension calls it
                 torch.sin(x)
         elif what == "reentrant checkpoint":
-            torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
+            checkpoint(torch.sin, x, use_reentrant=True)
+        elif what == "checkpoint in a checkpoint":
+            inner = partial(checkpoint, _sin_twice, use_reentrant=False)
+            outer = partial(checkpoint, lambda x: inner(x * 2), use_reentrant=False)
+            outer(x * 1).sum().backward()
+        elif what == "hook of a module's backward":
+            module = nn.Conv2d(3, 3, 1).double()
+            module.register_full_backward_hook(lambda module, before, after: None)
+            module(x)
+        elif what == "old hook of a module's backward":
+            module = nn.Conv2d(3, 3, 1).double()
+            module.register_backward_hook(lambda module, before, after: None)  # type: ignore[arg-type, return-value]
+            module(x)
+        elif what == "hook of a node":
+            node: Any = (x * 1).grad_fn
+            assert node.name() == "MulBackward0" and node in {node.next_functions[0][0], node}
+            node.register_prehook(print)
     return str(caught.value)
 
 
@@ -191,7 +215,11 @@ BYPASSES = {
     "custom_op": "fullframe_tests.triple",
     "aten op": "aten.sin",
     "C++ kernel": "aten.sin",
-    "reentrant checkpoint": "CheckpointFunction.apply",
+    "checkpoint in a checkpoint": "keep one of the checkpoints",
+    "hook of a module's backward": "Instead of register_full_backward_hook, call register_hook",
+    "old hook of a module's backward": "Module.register_backward_hook too",
+    "hook of a node": "grad_fn.register_prehook",
+    "reentrant checkpoint": "Give checkpoint use_reentrant=False",
 }
 
 
@@ -304,3 +332,27 @@ def _odd_calls_gathered() -> tuple[float, bool]:
 def test_gathered_calls_by_keyword_and_to_sparse() -> None:
     for apart, same in rank_group(2).run(_odd_calls_gathered):
         assert apart == 0.0 and same
+
+
+class Sent(nn.Module):
+    def __init__(self, send: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.send = send
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        self.send(y)
+        return y
+
+
+def _sent() -> int:
+    """Gathered, each would write into a copy, and the split tensor would stay what it was."""
+    for send in (dist.all_reduce, partial(dist.broadcast, src=0), lambda y: dist.all_gather([y * 0, y * 0], y)):
+        model = ff.parallelize(Sent(send), mesh(1, 2), unsupported="gather")
+        with pytest.raises(UnsupportedOp, match="ranks of a replica hold parts of one tensor"):
+            model(ff.shard(_image(), mesh(1, 2)))
+    return 1
+
+
+def test_collectives_on_split_tensors_are_refused_also_with_gather() -> None:
+    assert rank_group(2).run(_sent) == [1, 1]

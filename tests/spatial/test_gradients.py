@@ -491,3 +491,26 @@ def _agree() -> float:
 
 def test_ranks_agree_to_the_last_bit() -> None:
     assert rank_group(2).run(_agree) == [0.0, 0.0]
+
+
+def _attack(height: int, width: int) -> float:
+    """Steps of a perturbation, whose data is set anew, under the gradient's sign; other data is refused."""
+    found = []
+    for on in (None, mesh(height, width)):
+        x = _image() if on is None else ff.shard(_image(), on)
+        d = torch.zeros_like(x).requires_grad_()
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad((x + d).sin().mean(), d)
+            d.data = (d.data + 0.01 * gradient.sign()).clamp(-0.015, 0.015)
+        (d * x).sum().backward()
+        assert d.grad is not None
+        found.append([t.full() if isinstance(t, ff.SpatialTensor) else t for t in (d.detach(), d.grad)])
+    for other in (x.full(), x.float(), x.mT):
+        with pytest.raises(ff.UnsupportedOp, match="no_grad"):
+            d.data = other
+    return max(relative(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 2), (2, 2)])
+def test_data_is_set_anew(height: int, width: int) -> None:
+    assert max(rank_group(height * width).run(_attack, height, width)) < 1e-12

@@ -3,10 +3,12 @@
 DDP looks for plain tensors and their graphs, which shells do not have, so shells are taken off at its door.
 """
 
+import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -15,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from fullframe.errors import GradientError, MeshError, ShapeError, StrategyError
+from fullframe.errors import CheckpointError, GradientError, MeshError, ShapeError, StrategyError
 from fullframe.model.averaging import Averaging
 from fullframe.model.buffers import share_buffers
 from fullframe.model.compiled.blocks import CompiledBlocks, compiled_blocks
@@ -60,19 +63,10 @@ def parallelize(
     (experimental). `data_parallel` is called in the place of DistributedDataParallel, with its arguments.
 
     Raises ValueError for options that contradict each other, MeshError for a model that is wrapped already or a mesh
-    that `init_mesh` did not make, ShapeError on all ranks where they have different models.
+    that `init_mesh` did not make, ShapeError for lazy parameters, and on all ranks where they have different models.
     """
-    if unsupported not in ("error", "gather"):
-        raise ValueError(f"unsupported must be 'error' or 'gather', got {unsupported!r}")
-    if shard_parameters and not average_gradients:
-        raise ValueError("shard_parameters averages gradients; leave out average_gradients=False")
-    if shard_parameters and compile == "all":
-        raise ValueError(
-            'compile="all" makes one program, inside which sharded parameters cannot be gathered block by block; use '
-            "compile=True, or leave out shard_parameters"
-        )
-    if isinstance(model, (ParallelModel, DistributedDataParallel)):
-        raise MeshError(f"the model is wrapped already ({type(model).__name__}); pass the plain model")
+    _require_one_way(unsupported, shard_parameters, average_gradients, compile)
+    _require_plain(model)
     spatial = spatial_of(mesh)
     along = stage_axis(mesh) if has_stages(mesh) else None
     share_random_states(spatial, along)
@@ -93,8 +87,17 @@ def parallelize(
                 manage(parameter, None)
     stages = 1 if along is None else along.size
     compiled = compiled_blocks(model, compile) if compile else None
+    again = partial(
+        parallelize,
+        mesh=mesh,
+        unsupported=unsupported,
+        find_unused_parameters=find_unused_parameters,
+        average_gradients=average_gradients,
+        compile=compile,
+        data_parallel=data_parallel,
+    )
     return ParallelModel(
-        model, run, sharded, averaging, spatial, find_unused_parameters, average_gradients, stages, compiled
+        model, run, sharded, averaging, spatial, find_unused_parameters, average_gradients, stages, compiled, again
     )
 
 
@@ -144,6 +147,7 @@ class ParallelModel(nn.Module):
         average_gradients: bool,
         stages: int,
         compiled: CompiledBlocks | None,
+        again: Callable[..., "ParallelModel"],
     ):
         super().__init__()
         self.module = model
@@ -158,6 +162,30 @@ class ParallelModel(nn.Module):
         self.average_gradients = average_gradients
         self.stages = stages  # of the mesh
         self.compiled = compiled
+        self._again = again  # parallelize, as it was called for this model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelModel":
+        """A copy of the model, parallelized as this one is: an averaged or a frozen teacher. All ranks must make it.
+
+        Raises StrategyError where parameters are sharded.
+        """
+        if self._sharded is not None:
+            raise StrategyError(
+                "sharded parameters cannot be copied; copy the plain model, and give both to fullframe.parallelize"
+            )
+        memo[id(self)] = made = self._again(copy.deepcopy(self.module, memo))
+        made.training = self.training
+        for name, hooks in vars(self).items():
+            if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+                setattr(made, name, copy.copy(hooks))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises CheckpointError: the mesh that it is on is that of running processes."""
+        raise CheckpointError(
+            "a parallelized model cannot be pickled, as it is on a mesh of running processes; save model.module, or "
+            "model.module.state_dict()"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward of `args` and `kwargs`; split tensors anywhere in nested arguments and results.
@@ -316,6 +344,32 @@ def _within(leaves: list[Any]) -> Iterator[Tensor]:
 def _wrapped(leaves: list[Any], shells: _Shells) -> Any:
     dressed = [wrap(leaf, spec) if spec is not None else leaf for leaf, spec in zip(leaves, shells.specs, strict=True)]
     return tree_unflatten(dressed, shells.tree)
+
+
+def _require_one_way(
+    unsupported: str, shard_parameters: bool, average_gradients: bool, compile: bool | str | Sequence[str]
+) -> None:
+    """Raises ValueError for options of `parallelize` that contradict each other."""
+    if unsupported not in ("error", "gather"):
+        raise ValueError(f"unsupported must be 'error' or 'gather', got {unsupported!r}")
+    if shard_parameters and not average_gradients:
+        raise ValueError("shard_parameters averages gradients; leave out average_gradients=False")
+    if shard_parameters and compile == "all":
+        raise ValueError(
+            'compile="all" makes one program, inside which sharded parameters cannot be gathered block by block; use '
+            "compile=True, or leave out shard_parameters"
+        )
+
+
+def _require_plain(model: nn.Module) -> None:
+    """Raises MeshError for a model that is wrapped, ShapeError where its first call is to decide shapes."""
+    if isinstance(model, (ParallelModel, DistributedDataParallel)):
+        raise MeshError(f"the model is wrapped already ({type(model).__name__}); pass the plain model")
+    if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
+        raise ShapeError(
+            f"{', '.join(lazy[:3])} {'is' if len(lazy) == 1 else 'are'} lazy, and without a shape until the "
+            "first call; call the model on a small whole sample before fullframe.parallelize"
+        )
 
 
 def _require_same_tensors(model: nn.Module) -> None:

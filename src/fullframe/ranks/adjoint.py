@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fullframe.errors import UnsupportedOp
+
 Map = Callable[[Tensor], Tensor]
 Computation = TypeVar("Computation", bound=Callable[..., Any])
 
@@ -14,13 +16,21 @@ Computation = TypeVar("Computation", bound=Callable[..., Any])
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without looks at each argument, none of which is ever a split tensor: in two thirds of its time.
 
-    Under transforms of `torch.func` it is `function.apply` itself, which refuses them.
+    Raises UnsupportedOp under transforms of `torch.func`, which would have to see inside.
     """
     quickly = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     is_transformed = torch._C._are_functorch_transforms_active
 
     def apply(*args: Any) -> Any:
-        return function.apply(*args) if is_transformed() else quickly(*args)
+        if is_transformed():
+            raise UnsupportedOp(
+                "a transform of torch.func (grad, vjp, jvp, vmap)",
+                (),
+                "",
+                "a message between ranks cannot be transformed",
+                "Use torch.autograd.grad, with create_graph=True for gradients of gradients; a loop in place of vmap.",
+            )
+        return quickly(*args)
 
     return apply
 

@@ -26,9 +26,15 @@ def unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
     """Refuse `func` by name, or run it on gathered tensors where the user asked for that."""
     shells = list(shells_in(args, kwargs))
     name = name_of(func)
+    if str(getattr(func, "__module__", "")).startswith("torch.distributed"):  # it writes, and not into gathered copies
+        reason = "ranks of a replica hold parts of one tensor, not values of their own"
+        fix = "Give it what is whole (a mean, a pooled vector), or x.full(); ranks of one replica have it alike."
+        raise UnsupportedOp(name, described(shells), module_path(), reason, fix)
     if not any(shell.spec.gather for shell in shells) or kwargs.get("out") is not None:
         raise UnsupportedOp(name, described(shells), module_path(), reason, fix)
     say_gathered(name, reason, shells[0])
+    if not args and "tensor" in kwargs:  # so torch.nn.init hands on its own call
+        args, kwargs = (kwargs["tensor"],), {name: value for name, value in kwargs.items() if name != "tensor"}
     if writes(func, kwargs) and isinstance(args[0], SpatialTensor):
         return gathered_write(func, args, kwargs)
     return gathered_call(func, args, kwargs, shells[0].spec)

@@ -15,6 +15,12 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 # FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.
 _FSDP_IDENTITY = ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "RegisterPostBackwardFunction")
 
+_REMEDIES = {  # of torch's own functions, which users do not call by name
+    "CheckpointFunction": "Give checkpoint use_reentrant=False.",
+    "BackwardHookFunction": "Instead of register_full_backward_hook, call register_hook of the module's input or "
+    "output in a forward (pre-)hook.",
+}
+
 apply_function = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
 
@@ -26,7 +32,10 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     args = tuple(plain(arg) for arg in args)
     if not any(type(arg) is SpatialTensor for arg in args):
         return apply_function(function, *args, **kwargs)
-    fix = "Apply it to x.local if it is pointwise, or to x.full(); parallelize(..., unsupported='gather') does that."
+    fix = _REMEDIES.get(
+        function.__name__,
+        "Apply it to x.local if it is pointwise, or to x.full(); parallelize(..., unsupported='gather') does that.",
+    )
     return unsupported(function.apply, args, kwargs, "an autograd.Function would lose a split gradient", fix)
 
 

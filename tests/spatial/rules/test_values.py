@@ -61,3 +61,19 @@ def _simulated() -> int:
 
 def test_a_simulation_says_that_it_has_no_values() -> None:
     assert rank_group(2).run(_simulated) == [1, 1]
+
+
+def _as_python() -> int:
+    whole = torch.arange(60.0).view(3, 1, 4, 5)
+    x = ff.shard(whole, mesh(1, 2))
+    assert f"{x}" == str(x) and "(3, 1, 4, 5)" in f"{x}"
+    with pytest.raises(TypeError, match="format string"):
+        f"{x:.2f}"
+    assert 59 in x and torch.tensor(0.0) in x and 60.5 not in x and x in x
+    first, *others = reversed(x)
+    assert torch.equal(first.full(), whole[2]) and len(others) == 2
+    return 1
+
+
+def test_text_in_and_reversed() -> None:
+    assert rank_group(2).run(_as_python) == [1, 1]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fullframe.errors import UnsupportedOp
 from fullframe.spatial.gradients import enter, is_seen, see_leaf, seen, unseen
+from fullframe.spatial.module_path import module_path
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.rules.registry import getter, rule, setters
 from fullframe.spatial.spec import Spec
@@ -130,6 +131,46 @@ def _register_hook(func: Any, x: SpatialTensor, hook: Callable[[Tensor], Any]) -
     if kept is not None:
         kept.comes_last(local)
     return handle
+
+
+class _Node:
+    """The node of autograd's graph that made a split tensor, without its hooks: they would see what a rank holds."""
+
+    def __init__(self, node: Any, x: SpatialTensor):
+        self._node, self._x = node, repr(x)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            raise UnsupportedOp(
+                f"grad_fn.{name}",
+                (self._x,),
+                module_path(),
+                "a node's hook, that of Module.register_backward_hook too, would get a part of the gradient, unscaled",
+                "Use register_hook of the tensor itself, in a forward hook of its module.",
+            )
+        return getattr(self._node, name)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._node == (other._node if isinstance(other, _Node) else other))
+
+    def __hash__(self) -> int:
+        return hash(self._node)
+
+
+@rule(getter("grad_fn"), checked=False)
+def _grad_fn(func: Any, x: SpatialTensor) -> Any:
+    """The local tensor's node; None of a leaf."""
+    node = func(local_of(x))
+    return node if node is None or not x.spec.placements else _Node(node, x)
+
+
+@rule(setters("data")[0], checked=False)
+def _set_data(func: Any, x: SpatialTensor, data: Tensor) -> None:
+    """`x.data = data`, of a tensor that is split as `x` is and has its dtype and strides."""
+    if not isinstance(data, SpatialTensor) or data.spec is not x.spec or data.dtype != x.dtype or x._view is not None:
+        fix = "Use x.copy_(data) under torch.no_grad()."
+        raise _by_hand("Tensor.data.__set__", [x, data], "the new data is not split as the tensor is", fix)
+    func(local_of(x), local_of(data))
 
 
 @rule(Tensor.register_post_accumulate_grad_hook, checked=False)

@@ -194,7 +194,7 @@ def _contiguous(func: Any, x: SpatialTensor, memory_format: Any = torch.contiguo
     return wrap(made if made is not local else local.clone(), x.spec)
 
 
-@rule(getter("grad_fn"), getter("is_leaf"), getter("requires_grad"), Tensor.type, Tensor.record_stream, checked=False)
+@rule(getter("is_leaf"), getter("requires_grad"), Tensor.type, Tensor.record_stream, checked=False)
 def _of_the_local(func: Any, x: SpatialTensor, *args: Any) -> Any:
     """What only the local tensor can answer, as it holds the autograd graph."""
     result = func(local_of(x), *args)

@@ -23,7 +23,7 @@ _REFUSED: dict[str, str] = {
         slice_inverse unravel_index
         affine_grid affine_grid_generator grid_sampler grid_sampler_2d
         grid_sampler_3d
-        __reversed__ map_ map2_ apply_
+        map_ map2_ apply_
     """,
     "it reads or writes at index tensors": """
         index embedding embedding_bag
@@ -33,7 +33,7 @@ _REFUSED: dict[str, str] = {
     """,
     "it makes a Python value of the tensor": """
         item is_nonzero __bool__ __nonzero__ __int__ __long__ __float__ __complex__ __index__
-        __contains__ __array_wrap__ __format__ __repr__ __dlpack__ __dlpack_device__ sym_float sym_int
+        __array_wrap__ __repr__ __dlpack__ __dlpack_device__ sym_float sym_int
         _sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum __cuda_array_interface__
     """,
     "it reaches for the storage, which holds one part": """

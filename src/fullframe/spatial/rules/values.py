@@ -1,4 +1,4 @@
-"""Numbers of a split tensor as Python's lists or numpy's arrays: of small ones, that a matching or a log asks for."""
+"""Numbers of a split tensor as Python's lists or numpy's arrays, of small ones alone; and as text, `in`, `reversed`."""
 
 from typing import Any
 
@@ -24,3 +24,21 @@ def _values(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(result, list):
         result.flags.writeable = False
     return result
+
+
+@rule(Tensor.__format__, checked=False)
+def _format(func: Any, x: SpatialTensor, wanted: str) -> str:
+    """What `str(x)` says, as torch does it with any tensor that has dims; TypeError for other formats than ""."""
+    return object.__format__(x, wanted)
+
+
+@rule(Tensor.__contains__)
+def _contains(func: Any, x: Tensor, element: Any) -> bool:
+    """Whether some element of the whole tensor equals `element`."""
+    return bool((x == element).any())
+
+
+@rule(Tensor.__reversed__)
+def _reversed(func: Any, x: SpatialTensor) -> Tensor:
+    """`x` with its first dim the other way round."""
+    return x.flip(0)
