@@ -514,3 +514,19 @@ def _attack(height: int, width: int) -> float:
 @pytest.mark.parametrize(("height", "width"), [(1, 2), (2, 2)])
 def test_data_is_set_anew(height: int, width: int) -> None:
     assert max(rank_group(height * width).run(_attack, height, width)) < 1e-12
+
+
+def _of_several() -> float:
+    found = []
+    for on in (None, mesh(1, 2)):
+        x = (_image() if on is None else ff.shard(_image(), on)).requires_grad_()
+        a, b = x.sin(), x.cos()
+        torch.autograd.graph.register_multi_grad_hook(
+            (a, b), lambda them: found.append(sum(g.square().sum() for g in them))
+        )
+        (a * b).mean().backward()
+    return relative(*found)
+
+
+def test_a_hook_of_several_tensors() -> None:
+    assert max(rank_group(2).run(_of_several)) < 1e-12
