@@ -66,7 +66,7 @@ class SpatialTensor(Tensor):
         shells = [a for a in tree_iter((args, kwargs)) if isinstance(a, SpatialTensor)]
         reason = "it bypasses torch functions (a C++ kernel or a custom op called directly), so no rule can see it"
         fix = "Call it on the .local tensor if it is pointwise, or on .full(); or register a rule with fullframe.rule."
-        if func is torch.ops.aten.detach.default:
+        if str(func) == "aten.detach.default":
             reason = "torch.tensor(x), and of checkpoints one within another the inner one, pass torch functions by"
             fix = "Write x.clone() for torch.tensor(x); keep one of the checkpoints."
         raise UnsupportedOp(str(func), described(shells), module_path(), reason, fix)

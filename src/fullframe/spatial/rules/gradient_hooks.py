@@ -151,6 +151,9 @@ class _Node:
             )
         return getattr(self._node, name)
 
+    def __repr__(self) -> str:
+        return repr(self._node)
+
     def __eq__(self, other: object) -> bool:
         return bool(self._node == (other._node if isinstance(other, _Node) else other))
 
@@ -162,9 +165,9 @@ class _Node:
 def _grad_fn(func: Any, x: SpatialTensor) -> Any:
     """The local tensor's node; None of a leaf. torch's own graph tools, which hook no node, get it as it is."""
     node, frame = func(local_of(x)), sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("fullframe.spatial."):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("fullframe.spatial."):
         frame = frame.f_back
-    bare = node is None or not x.spec.placements or frame.f_globals["__name__"] == "torch.autograd.graph"
+    bare = node is None or not x.spec.placements or frame.f_globals.get("__name__") == "torch.autograd.graph"
     return node if bare else _Node(node, x)
 
 
