@@ -209,6 +209,19 @@ def _bypass(what: str) -> str:
     return str(caught.value)
 
 
+def _memory_of_a_shell() -> None:
+    x = ff.shard(_image(), mesh(1, 2))
+    plain = torch.zeros(x.shape, dtype=x.dtype)
+    plain.data = x  # which C++ alone sees
+    for read in (plain.numpy, plain.zero_, lambda: torch.utils.dlpack.to_dlpack(x)):
+        with pytest.raises(RuntimeError, match="data pointer"):
+            read()
+
+
+def test_a_shell_has_no_memory_to_read() -> None:
+    rank_group(2).run(_memory_of_a_shell)
+
+
 BYPASSES = {
     "Function, split result": "Doubled.apply",
     "Function, whole result": "Energy.apply",

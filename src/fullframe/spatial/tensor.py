@@ -28,6 +28,7 @@ from fullframe.spatial.views import View, share_memory, version_of
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _shell_grad_fn = getter("grad_fn")
 _make_shell: Any = Tensor._make_wrapper_subclass
+_no_memory: Any = torch._C._set_throw_on_mutable_data_ptr
 
 
 class SpatialTensor(Tensor):
@@ -139,6 +140,7 @@ def shell_of(local: Tensor, spec: Spec, view: View | None) -> SpatialTensor:
     shell: SpatialTensor = _make_shell(  # by position, which takes a sixth less time
         SpatialTensor, spec.shape, spec.strides, None, None, local.dtype, torch.strided, local.device, False, trains
     )
+    _no_memory(shell)  # that `plain.data = shell` would hand on
     shell._local = local
     shell.spec = spec
     shell._view = view
