@@ -128,9 +128,8 @@ class CostVolume(nn.Module):
         a, b = self.features(left), self.features(right)
         n, c, h, w = a.shape
         volume = a.new_zeros(n, 2 * c, self.disparities, h, w)
-        planes = [torch.cat([a, b], dim=1)]
-        planes += [F.pad(torch.cat([a[..., d:], b[..., :-d]], dim=1), (d, 0)) for d in range(1, self.disparities)]
-        volume = volume + torch.stack(planes, dim=2)
+        for d in range(self.disparities):
+            volume[:, :c, d, :, d:], volume[:, c:, d, :, d:] = a[..., d:], b[..., : w - d]
         cost = self.filter(volume)[:, :, :, :h, :w]
         cost = F.interpolate(cost, size=(2 * self.disparities, *left.shape[-2:]), mode="trilinear", align_corners=False)
         disparities = torch.arange(2 * self.disparities, dtype=cost.dtype, device=cost.device).view(1, -1, 1, 1)

@@ -8,6 +8,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     convolution,
     counting,
     covariance,
+    creation,
     diagonals,
     distances,
     embedding,

@@ -12,7 +12,7 @@ from fullframe.geometry.window import Slice
 from fullframe.spatial.fallback import settle
 from fullframe.spatial.operands import has_values
 from fullframe.spatial.redistribute import refetched
-from fullframe.spatial.rules.masks import is_mask, masked, write
+from fullframe.spatial.rules.masks import INTO_WHOLE, is_mask, masked, write
 from fullframe.spatial.rules.points import read_at
 from fullframe.spatial.rules.reduction import without
 from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
@@ -194,7 +194,7 @@ def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
 def _write_into_whole(x: Tensor, index: Any, value: Any) -> None:
     """A whole mask, or numbers, which each rank holds, takes what is split; refuses what has a gradient."""
     if x.is_floating_point() or x.is_complex():
-        raise Unsupported("a split value is written into a whole tensor", "Use torch.where or torch.cat.")
+        raise Unsupported("a split value is written into a whole tensor", INTO_WHOLE)
     index, value = tree_map_only(SpatialTensor, lambda t: t.full(), (index, value))
     x[index] = value
 

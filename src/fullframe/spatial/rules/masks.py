@@ -20,6 +20,9 @@ from fullframe.spatial.selection import Selection, numbers_held, picked, selecte
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
+INTO_WHOLE = (
+    "Make the whole one by x.new_zeros(size) of a split x, which is split too; or use torch.where or torch.cat."
+)
 _EVERYTHING = slice(None)
 _OF_MASKS = (torch.bool, torch.uint8)
 
@@ -117,7 +120,7 @@ def write(x: Tensor, items: Sequence[Any], value: Any) -> None:
     Refuses a whole `x`, and other index tensors beside the mask.
     """
     if not isinstance(x, SpatialTensor):
-        raise Unsupported("a split value is written into a whole tensor", "Use torch.where or torch.cat.")
+        raise Unsupported("a split value is written into a whole tensor", INTO_WHOLE)
     part, place = _placed(x, items)
     if part is not x:  # a view, whose own write reaches `x`
         part[(_EVERYTHING,) * place.dim + (place.mask,)] = value

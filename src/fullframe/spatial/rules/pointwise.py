@@ -224,12 +224,6 @@ def _of_itself(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor
     return _result(func(local_of(x), *args, **kwargs), x)
 
 
-@rule(*_named(Tensor, "new_zeros new_ones new_full new_empty new_tensor"), checked=False)
-def _new(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A tensor of a given size is whole."""
-    return func(local_of(x), *args, **kwargs)  # type: ignore[no-any-return]
-
-
 @rule(F.prelu, torch.prelu, Tensor.prelu)
 def _prelu(func: Any, x: Tensor, weight: Tensor) -> Tensor:
     """The weight is one number or one a channel; refuses a split weight."""

@@ -1,0 +1,117 @@
+"""Tensors of a given size that a program fills with split values: cost volumes, accumulators, first states."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fullframe as ff
+from tests.exactness import mesh
+from tests.rank_group import rank_group
+from tests.spatial.cases import Case, require_the_numbers_of_one_process
+
+SHIFTS = 4
+
+
+def concatenated(left: Tensor, right: Tensor) -> Tensor:
+    """PSMNet's cost volume: both maps, one of them shifted, for each disparity."""
+    n, c, h, w = left.shape
+    volume = left.new_zeros([n, 2 * c, SHIFTS, h, w])
+    for shift in range(SHIFTS):
+        if shift:
+            volume[:, :c, shift, :, shift:] = left[:, :, :, shift:]
+            volume[:, c:, shift, :, shift:] = right[:, :, :, :-shift]
+        else:
+            volume[:, :c, 0], volume[:, c:, 0] = left, right
+    return volume.contiguous()
+
+
+def correlated(left: Tensor, right: Tensor) -> Tensor:
+    """GwcNet's: the mean of products, group by group."""
+    n, c, h, w = left.shape
+    volume = torch.Tensor.new_full(left, size=(n, 2, SHIFTS, h, w), fill_value=-1.0)
+    for shift in range(SHIFTS):
+        products = left[..., shift:] * right[..., : w - shift]
+        volume[:, :, shift, :, shift:] = products.view(n, 2, c // 2, h, w - shift).mean(2)
+    return volume
+
+
+def by_windows(x: Tensor) -> Tensor:
+    """Inference by windows that overlap: a sum, and how often each pixel was in it."""
+    *_, h, w = x.shape
+    summed, count = x.new_zeros(x.shape), x.new_zeros(1, 1, h, w)
+    for top in (0, h // 2 - 1):
+        for left in (0, w // 3, w // 2):
+            window = slice(top, top + h // 2 + 1), slice(left, left + w // 2 + 1)
+            summed[..., window[0], window[1]] += x[..., window[0], window[1]].sin()
+            count[..., window[0], window[1]] += 1
+    return summed / count.clamp(min=1)
+
+
+def recurrent(x: Tensor, weight: Tensor) -> Tensor:
+    state = x.new_empty((x.shape[0], 3, *x.shape[2:])).fill_(0.5)
+    for _ in range(2):
+        state = torch.tanh(F.conv2d(torch.cat([state, x], 1), weight, padding=1))
+    return state
+
+
+def of_tokens(x: Tensor) -> Tensor:
+    tokens = x.flatten(2).mT  # (N, H * W, C)
+    ones = tokens.new_ones(3, *tokens.shape)
+    ones[1:] = tokens
+    return ones * x.new_ones((), dtype=torch.float64) + x.new_zeros(x.shape[1])
+
+
+CASES: dict[str, Case] = {
+    "concatenated cost volume": Case(concatenated, ((2, 3), (2, 3))),
+    "correlated cost volume": Case(correlated, ((2, 4), (2, 4))),
+    "windows": Case(by_windows),
+    "recurrent": Case(recurrent, whole=((3, 7, 3, 3),)),
+    "tokens": Case(of_tokens),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_one_process(name: str) -> None:
+    require_the_numbers_of_one_process(__name__, name)
+
+
+def _how_they_lie() -> list[Any]:
+    x = ff.shard(torch.zeros(2, 3, 6, 8), mesh(1, 2))
+    scores = x.flatten(2)  # (2, 3, 48)
+    found = [
+        x.new_zeros(5, 4, 6, 8, dtype=torch.int32, device=x.device, requires_grad=False),
+        x.mT.new_ones((1, 8, 6)),  # fewer dims
+        x.new_full((7, 1, 6, 8), torch.nan),
+        x.movedim(1, -1).new_empty(1, 6, 8, 9),
+        x.movedim(1, -1).new_empty(1, 6, 8, 3),
+        scores.new_zeros(1, 4, 3, 48),
+        x.new_zeros(size=(2, 3, 6, 7)),
+        x.new_zeros(2, 3, 6, 8, device="meta"),
+        x.new_zeros(x.shape[1:]),
+        x[0, 0].new_ones(6, 8),
+        x.new_tensor([1.0]),
+        x[x == 0].new_zeros(288),
+    ]
+    assert found[0].dtype is torch.int32 and found[2].full().isnan().all()
+    return [(tuple(t.shape), tuple(t.local.shape) if isinstance(t, ff.SpatialTensor) else None) for t in found]
+
+
+def test_what_is_as_wide_is_split() -> None:
+    expected = [
+        ((5, 4, 6, 8), (5, 4, 6, 4)),
+        ((1, 8, 6), None),
+        ((7, 1, 6, 8), (7, 1, 6, 4)),
+        ((1, 6, 8, 9), None),
+        ((1, 6, 8, 3), (1, 6, 4, 3)),
+        ((1, 4, 3, 48), (1, 4, 3, 24)),
+        ((2, 3, 6, 7), None),
+        ((2, 3, 6, 8), None),
+        ((3, 6, 8), None),
+        ((6, 8), None),
+        ((1,), None),
+        ((288,), None),
+    ]
+    assert rank_group(2).run(_how_they_lie) == [expected, expected]
