@@ -19,7 +19,6 @@ from tests.spatial.cases import TOLERANCE, all_cases
 # The host waits there although torch's own function does not. It only shrinks: what does not wait any more fails.
 WAITS_THOUGH_TORCH_DOES_NOT: dict[str, str] = {
     "spatial/rules/counting.py _unique": "of `isin`, whose split set is made one of different elements",
-    "spatial/rules/creation.py _of_data",
     "spatial/rules/grid_sample.py _borrowed": "which rows are read decides what is sent",
     "spatial/rules/grid_sample.py _reach": "the same",
     "spatial/rules/grid_sample.py _reach.<locals>.<listcomp>": "the same",
@@ -31,6 +30,7 @@ WAITS_THOUGH_TORCH_DOES_NOT: dict[str, str] = {
 # torch's own function waits as well, for the shape, the number or the error that it gives hangs on values.
 WAITS_AS_TORCH_DOES = {
     "spatial/dispatch.py _with_whole_views",
+    "spatial/rules/creation.py _of_data",
     "spatial/rules/counting.py _bincount",
     "spatial/rules/counting.py _different",
     "spatial/rules/counting.py _histc",
