@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from fullframe.spatial.fallback import plain, unsupported
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.module_hooks import BackwardHookFunction
+from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, wrap
 
 # FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.
 _FSDP_IDENTITY = ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "RegisterPostBackwardFunction")
 
 _REMEDIES = {  # of torch's own functions, which users do not call by name
     "CheckpointFunction": "Give checkpoint use_reentrant=False.",
-    "BackwardHookFunction": "Instead of register_full_backward_hook, call register_hook of the module's input or "
-    "output in a forward (pre-)hook.",
 }
 
 apply_function = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
@@ -32,6 +31,8 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     args = tuple(plain(arg) for arg in args)
     if not any(type(arg) is SpatialTensor for arg in args):
         return apply_function(function, *args, **kwargs)
+    if function is torch.nn.modules._functions.BackwardHookFunction:
+        return _hooked(args)
     fix = _REMEDIES.get(
         function.__name__,
         "Apply it to x.local if it is pointwise, or to x.full(); parallelize(..., unsupported='gather') does that.",
@@ -47,6 +48,14 @@ def _apply_to_locals(identity: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]
         wrap(result, arg.spec) if type(arg) is SpatialTensor else result
         for result, arg in zip(results, tensors, strict=True)
     )
+
+
+def _hooked(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """What enters or leaves a module with full backward hooks, as torch's own function hands it on."""
+    results = _apply_to_locals(BackwardHookFunction, args)
+    node: Any = next(local_or_whole(result).grad_fn for result in results if result.requires_grad)
+    node.specs = tuple(result.spec if type(result) is SpatialTensor else None for result in results)
+    return results
 
 
 torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fullframe.errors import UnsupportedOp
 from fullframe.spatial.gradients import enter, is_seen, see_leaf, seen, unseen
+from fullframe.spatial.module_hooks import Node
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.rules.registry import getter, rule, setters
@@ -147,7 +148,7 @@ class _Node:
                 (self._x,),
                 module_path(),
                 "a node's hook, that of Module.register_backward_hook too, would get a part of the gradient, unscaled",
-                "Use register_hook of the tensor itself, in a forward hook of its module.",
+                "Use register_full_backward_hook, or register_hook of the tensor itself.",
             )
         return getattr(self._node, name)
 
@@ -167,7 +168,8 @@ def _grad_fn(func: Any, x: SpatialTensor) -> Any:
     node, frame = func(local_of(x)), sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("fullframe.spatial."):
         frame = frame.f_back
-    bare = node is None or not x.spec.placements or frame.f_globals.get("__name__") == "torch.autograd.graph"
+    safe = node is None or isinstance(node, Node)
+    bare = safe or not x.spec.placements or frame.f_globals.get("__name__") == "torch.autograd.graph"
     return node if bare else _Node(node, x)
 
 
