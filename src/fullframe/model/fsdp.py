@@ -8,7 +8,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from zlib import crc32
 
 import torch
@@ -25,10 +25,13 @@ from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.gradients import manage
 from fullframe.spatial.tensor import SpatialTensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 _MOST_RUN = 10_000  # units that are remembered, of forward passes that no backward pass follows
 
 
-def is_sharded(parameter: object) -> bool:
+def is_sharded(parameter: object) -> "TypeGuard[DTensor]":
     """Whether `fully_shard`, ours or the user's, has taken the parameter."""
     loaded = sys.modules.get("torch.distributed.tensor")  # takes a second to load, and no one has sharded without it
     return loaded is not None and isinstance(parameter, loaded.DTensor)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fullframe.errors import GradientError, RecipeError, StrategyError
 from fullframe.model.buffers import KeptBuffers
 from fullframe.model.compiled.blocks import compiled_blocks
 from fullframe.model.forward_patch import restore
+from fullframe.model.fsdp import whole_value
 from fullframe.model.parallelize import require_parallelized_for
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.strategy import Strategy, multiplied
@@ -158,8 +158,7 @@ class TrainStep:
         loss_sum, count = self._accumulate(batch)
         self._host.phase("optimizer")
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = whole_value(nn.utils.get_total_norm(gradients))
         broken = ~(torch.isfinite(norm) & torch.isfinite(loss_sum))
         loss_sum_of_all, count_of_all, broken_ranks, hands, scaled_norm = self._agree(
             loss_sum, count, broken, torch.full_like(count, hand), alike=norm

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fullframe.doctor.probes.notes import Sketch
+from fullframe.model.fsdp import is_sharded
 
 _HERE = "/fullframe/doctor/"
 _SAMPLE = 16
@@ -25,14 +25,14 @@ _CHECKED_ELEMENTS = 1 << 16  # of each tensor of a batch
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a parameter or gradient."""
-    plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    plain = tensor.to_local() if is_sharded(tensor) else tensor
     plain = plain.detach()
     return plain.coalesce().values() if plain.is_sparse else plain
 
 
 def part_of(tensor: Tensor) -> str:
     """Which part of a sharded tensor this rank holds: ranks that name the same part must hold the same."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return ""
     where = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=False)
     return "".join(f"[{dim}:{at}]" for dim, (at, how) in enumerate(where) if not how.is_replicate())

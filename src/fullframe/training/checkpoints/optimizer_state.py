@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fullframe.errors import CheckpointError
+from fullframe.model.fsdp import is_sharded
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.training.checkpoints.manifest import Manifest
 from fullframe.training.checkpoints.safetensors_files import DTYPES
@@ -167,7 +167,7 @@ def as_tensor(value: Any, name: str) -> Tensor:
         raise CheckpointError(f"{name} is of type {type(value).__name__}, which a checkpoint cannot hold")
     if value.dtype not in DTYPES or value.layout != torch.strided:
         raise CheckpointError(f"{name} is {value.dtype}, {value.layout}, which a checkpoint cannot hold")
-    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+    if is_sharded(value) and any(placement.is_partial() for placement in value.placements):
         raise CheckpointError(f"{name} is a sum that the ranks have not added up yet ({value.placements})")
     return value.detach()
 
@@ -196,7 +196,7 @@ def _name(parameter: str, key: str) -> str:
 
 
 def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
+    return value.to_local() if is_sharded(value) else value
 
 
 def _packed(value: Tensor) -> Tensor | None:
@@ -210,7 +210,7 @@ def _parts(entry: _Entry) -> dict[str, Tensor]:
     if not isinstance(entry.value, Tensor) or (packed := _packed(entry.value)) is None:
         return {}
     offsets: Sequence[int] = [0] * packed.dim()
-    if isinstance(entry.value, DTensor):
+    if is_sharded(entry.value):
         offsets = entry.value.__create_chunk_list__()[0].offsets
     box = ",".join(f"{start}:{start + size}" for start, size in zip(offsets, packed.shape, strict=True))
     attributes = packed.__tensor_flatten__()[0]  # type: ignore[attr-defined]
@@ -221,10 +221,10 @@ def _whole(value: Tensor) -> Tensor:
     """`value`, or for a packed one an empty ordinary tensor of the same sharding."""
     if _packed(value) is None:
         return value
-    if not isinstance(value, DTensor):
+    if not is_sharded(value):
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)
     local = torch.empty(value.to_local().shape, dtype=value.dtype, device=value.device)
-    return DTensor.from_local(
+    return type(value).from_local(
         local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
     )
 
