@@ -13,6 +13,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     distances,
     embedding,
     extremes,
+    fake_quantization,
     flexible_attention,
     fourier,
     fractional_pooling,

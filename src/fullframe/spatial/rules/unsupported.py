@@ -47,8 +47,8 @@ _REFUSED: dict[str, str] = {
         ctc_loss miopen_rnn conv_tbc
     """,
     "it is for quantized, sparse, nested or vendor tensors": """
-        q_* quantize* quantized_* fbgemm_* miopen_* int_repr dequantize choose_qparams_optimized fake_quantize_*
-        fused_moving_avg_obs_fake_quant ccol_indices* col_indices* crow_indices* row_indices* indices indices_copy
+        q_* quantize* quantized_* fbgemm_* miopen_* int_repr dequantize choose_qparams_optimized
+        ccol_indices* col_indices* crow_indices* row_indices* indices indices_copy
         values values_copy sparse_dim sparse_mask sparse_resize_ sparse_resize_and_clear_ to_dense to_sparse
         to_sparse_* coalesce is_coalesced _coalesced_ _dimI _dimV _indices _nnz _sparse_mask_projection _to_dense
         _values ipu xpu mtia hpu is_ipu is_maia is_mtia is_vulkan is_xla is_sparse_csr
