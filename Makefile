@@ -1,7 +1,7 @@
 # Two commands matter: `make train` and `make test`. Each sets up .venv by itself.
 
 .DEFAULT_GOAL := help
-.PHONY: help train test slow quick versions sbom docs clean
+.PHONY: help train test further slow quick versions sbom docs clean
 
 # Only used to make .venv; the constraints hold for Python 3.11.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -27,7 +27,8 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 help:
 	@echo "make train   train the stereo example on 2 ranks, then compare its losses with those of 1 process"
 	@echo "make test    ruff, mypy and pytest (PYTEST_ARGS=... goes to pytest)"
-	@echo "make slow    the tests that take long, which \`make test\` leaves out"
+	@echo "make further more of the same: cases of which \`make test\` takes a sample, longer tests of numbers and faults"
+	@echo "make slow    the tests that take longest: compiled networks, Slurm, the pages of docs, the wheel"
 	@echo "make quick   less than a minute of tests: geometry, what runs in one process, all rules on two ranks"
 	@echo "make versions  some tests under other Pythons that are here (PYTHONS=\"python3.12 python3.13\")"
 	@echo "make sbom    sbom.json: what .venv is made of, as CycloneDX"
@@ -49,19 +50,24 @@ train: .venv/.installed
 	set -x; .venv/bin/fullframe $(TRAIN) && .venv/bin/python $(COMPARE) && .venv/bin/fullframe report $(RUN_DIR)
 
 # One thread a process: the tests start many ranks on few cores. The models are built from configurations, offline.
-test slow quick: export OMP_NUM_THREADS := 1
-test slow quick: export HF_HUB_OFFLINE := 1
+test further slow quick: export OMP_NUM_THREADS := 1
+test further slow quick: export HF_HUB_OFFLINE := 1
 test: .venv/.installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy --strict src
-	.venv/bin/pytest -q $(PYTEST_ARGS) || { $(FEW_FAILED) && $(PYTEST_ALONE); }
+	$(call tested,)
 
 # Tests start thousands of processes on few cores. One or two that fail are asked once more, by themselves: what fails
 # again is a fault, what passes is printed as unstable, and is a fault of the test, or a race, to be found.
 FEW_FAILED = [ $$? -eq 1 ] && [ $$(grep -c ': true' .pytest_cache/v/cache/lastfailed) -le 2 ]
-PYTEST_ALONE = .venv/bin/pytest -q --last-failed --last-failed-no-failures none $(PYTEST_ARGS) && \
-    echo "UNSTABLE: failed among the others, passed alone: see above"
+LAST_FAILED = --last-failed --last-failed-no-failures none
+tested = .venv/bin/pytest -q $(1) $(PYTEST_ARGS) || { $(FEW_FAILED) && \
+    .venv/bin/pytest -q $(1) $(LAST_FAILED) $(PYTEST_ARGS) && \
+    echo "UNSTABLE: failed among the others, passed alone: see above"; }
+
+further: .venv/.installed
+	$(call tested,-m further)
 
 slow: .venv/.installed
 	.venv/bin/pytest -q -m slow $(PYTEST_ARGS)

@@ -9,6 +9,8 @@ import numpy
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.sampled import mark_what_is_left_out
+
 DEFAULT_SEED = 0
 
 # What is equal to the bit, and in float64 to 1e-12, is so on the CPU; and there are more ranks than GPUs.
@@ -41,6 +43,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = config.getoption("--seed")  # hypothesis's own plugin reads it after this hook
     settings.load_profile("repeatable" if config.option.hypothesis_seed is None else "seeded")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_what_is_left_out(items)
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -42,13 +44,17 @@ def small(op: Callable[[Tensor], Any]) -> Case:
     return Case(op, sizes=((7, 11),))
 
 
-def all_cases() -> dict[str, Case]:
-    """The cases of all families, by "family: name"."""
-    found = {}
+# A test of all cases runs every fourth in `make test`.
+every_fourth = pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.further)])
+
+
+def all_cases(every: int = 1) -> dict[str, Case]:
+    """The cases of all families, by "family: name"; or every nth."""
+    found: dict[str, Case] = {}
     for path in sorted((Path(__file__).parent / "rules").glob("test_*.py")):
         cases = getattr(import_module(f"tests.spatial.rules.{path.stem}"), "CASES", {})
         found.update({f"{path.stem.removeprefix('test_')}: {name}": case for name, case in cases.items()})
-    return found
+    return dict(islice(found.items(), 0, None, every))
 
 
 def require_the_numbers_of_one_process(module: str, name: str) -> None:

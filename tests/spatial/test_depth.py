@@ -172,7 +172,7 @@ def _on_eight(names: tuple[str, ...]) -> list[tuple[str, float]]:
     return [found for name in names for found in differences_of(CASES[name], [(2, 2, 2)], SIZES)]
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_all_three_axes_split() -> None:
     """Where a value lies along two of them alone, ranks that are neither one axis nor all combine it."""
     group = RankGroup(8)

@@ -16,7 +16,7 @@ def _swept() -> dict[str, float]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.further
 @pytest.mark.filterwarnings("ignore")
 def test_every_rule_is_exact_on_two_ranks() -> None:
     for found in rank_group(2).run(_swept):

@@ -125,7 +125,7 @@ def calm(recipe: Path, strategy: ff.Strategy, run_dir: Path, steps: int, resume:
         ff.fit(load_recipe(recipe), strategy, run_dir, steps=steps, resume=resume)
 
 
-@pytest.mark.slow
+@pytest.mark.further
 @pytest.mark.timeout(3600)  # with --kills 20
 def test_ranks_killed_at_random_moments(tmp_path, request, seed):
     """In a step, while a checkpoint is written, while the ranks start; `--kills 20` is the whole of it, on 4 ranks."""
@@ -166,7 +166,7 @@ def test_ranks_killed_at_random_moments(tmp_path, request, seed):
     assert [line["step"] for line in numbers(tmp_path / "run")] == list(range(1, steps + 1))
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_told_to_stop_then_abandoned_then_under_torchrun(tmp_path):
     """One run in three launches, each the same command: what a scheduler does that queues it again and again."""
     recipe, run_dir = written(tmp_path, pause=0.1, workers=1), tmp_path / "run"
@@ -214,7 +214,7 @@ HANGS_AND_RUNS_OUT = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_a_rank_hangs_and_a_rank_runs_out_of_memory(tmp_path):
     recipe, run_dir = written(tmp_path, trouble=HANGS_AND_RUNS_OUT.strip()), tmp_path / "run"
     options = ("--width", 2, "--steps", 8, "--checkpoint-every", 2, "--hang-timeout", 8, "--max-restarts", 1)

@@ -76,7 +76,7 @@ def trained(strategy: ff.Strategy, folder: Path, steps: int, norms: bool, optimi
     ff.fit(recipe(**changes), strategy, folder, steps=steps, resume=folder.exists())
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_a_run_ends_as_in_one_process(tmp_path: Path, seed: int) -> None:
     for run in range(RUNS):
         draw = random.Random(f"{seed}, {run}")

@@ -23,7 +23,7 @@ EXACT_SHARE = 0.65  # of the ops with an image-like sample; docs/ops.md says wha
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("parts", [20, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parts", [20, pytest.param(3, marks=pytest.mark.further)])
 def test_ops_and_modules_are_exact_or_refused(parts: int) -> None:
     results = run([name for name in every_name() if zlib.crc32(name.encode()) % parts == 0], (1, 2), SAMPLES)
     faults = [result for result in results if result.verdict in FAULTS]
@@ -74,7 +74,7 @@ def _raise(error: BaseException) -> Tensor:
     raise error
 
 
-@pytest.mark.slow
+@pytest.mark.further
 @pytest.mark.timeout(600)
 def test_the_suite_sees_every_kind_of_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opinfo, "MOST_HANGS", 1)

@@ -84,7 +84,7 @@ def orders() -> dict[str, list[Any]]:
     return {name: order_of(case, 1, 3) for name, case in all_cases().items()}
 
 
-@pytest.mark.slow
+@pytest.mark.further
 @pytest.mark.filterwarnings("ignore")
 def test_messages_and_saved_tensors_are_in_one_order_on_all_ranks() -> None:
     first, *others = rank_group(3).run(orders)  # two ranks at the edges of the image, one within

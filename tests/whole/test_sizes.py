@@ -20,7 +20,7 @@ def _at_other_sizes(world: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.further
 @pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("world", WORLDS)

@@ -190,7 +190,7 @@ def _by_many(world: int) -> list[str]:
     return found(cases, 1e-12, world)
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_at_many_positions_that_are_split() -> None:
     assert not on_all_meshes(_by_many)
 
@@ -270,6 +270,6 @@ def _lifted(places: Tensor) -> Tensor:
     return torch.cat([places, places[:, :1].flip(0)], -1)[None]
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_at_few_positions() -> None:
     assert not on_all_meshes(_at_points)
