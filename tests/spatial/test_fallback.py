@@ -198,6 +198,13 @@ def _bypass(what: str) -> str:
             module = nn.Conv2d(3, 3, 1).double()
             module.register_backward_hook(lambda module, before, after: None)  # type: ignore[arg-type, return-value]
             module(x)
+        elif what == "traced function":
+            torch.jit.trace(_sin_twice, (_image(),))(x)
+        elif what == "scripted module":
+            torch.jit.script(nn.Conv2d(3, 3, 1).double())(x)
+        elif what == "forward mode":
+            with torch.autograd.forward_ad.dual_level():
+                torch.autograd.forward_ad.make_dual(x, x)
         elif what == "hook of a node":
             node: Any = (x * 1).grad_fn
             assert node.name() == "MulBackward0" and node in {node.next_functions[0][0], node}
@@ -226,6 +233,9 @@ BYPASSES = {
     "C++ kernel": "aten.sin",
     "checkpoint in a checkpoint": "keep one of the checkpoints",
     "old hook of a module's backward": "Use register_full_backward_hook",
+    "traced function": "Call the function that torch.jit.trace was given",
+    "scripted module": "Give parallelize the module that torch.jit was given",
+    "forward mode": "autograd.grad is exact",
     "hook of a node": "grad_fn.register_prehook",
     "reentrant checkpoint": "Give checkpoint use_reentrant=False",
 }

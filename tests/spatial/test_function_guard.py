@@ -1,9 +1,10 @@
-"""`autograd.Function.apply` on split tensors."""
+"""`autograd.Function.apply` and functions of TorchScript on split tensors."""
 
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fullframe as ff
@@ -49,3 +50,31 @@ def test_a_split_one_is_refused_or_gathered_and_no_gradient_is_lost() -> None:
     for said, values, gradient in rank_group(2).run(_applied):
         assert "autograd.Function would lose a split gradient" in said
         assert values == [0, 3, 6, 9] and gradient == [0, 3, 6, 9]
+
+
+@torch.jit.script
+def swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+@torch.jit.script
+def focal(logits: Tensor, maps: list[Tensor], gamma: float = 2.0) -> Tensor:
+    bare = F.binary_cross_entropy_with_logits(swish(logits), maps[0], reduction="none")
+    return (bare * (1 - torch.exp(-bare)) ** gamma).mean()
+
+
+def _scripted() -> float:
+    mesh, found = ff.init_mesh(width=3), []
+    image = torch.randn(1, 2, 5, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for split in (False, True):
+        leaf = image.clone().requires_grad_()
+        x = ff.shard(leaf, mesh) if split else leaf
+        loss = focal(x, [(x > 0).double()], gamma=1.5)
+        loss.backward()
+        assert leaf.grad is not None
+        found.append((loss.detach(), leaf.grad))
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+def test_a_scripted_function_is_one_process_s() -> None:
+    assert max(rank_group(3).run(_scripted)) < 1e-15

@@ -157,6 +157,9 @@ def _ruled(
     """The rule's result, with the shape, dtype, strides and shared memory that torch's has; raises Unsupported."""
     rule = RULES.get(func)
     if rule is None:
+        if isinstance(func, torch.ScriptMethod):
+            fix = "Give parallelize the module that torch.jit was given, and compile it for export alone."
+            raise Unsupported("TorchScript compiled it, and no rule can see its ops", fix)
         raise Unsupported(REASONS.get(func, "there is no exact rule for it on split tensors"))
     expected = None if facts is None or func in UNCHECKED else expected_of(facts, func, args, kwargs)
     if expected is not None and expected.error is not None:

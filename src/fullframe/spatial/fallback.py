@@ -128,4 +128,4 @@ def name_of(func: Any) -> str:
     owner = getattr(func, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return f"{owner.__name__}.apply"
-    return torch.overrides.resolve_name(func) or getattr(func, "__qualname__", None) or str(func)
+    return torch.overrides.resolve_name(func) or str(getattr(func, "__qualname__", getattr(func, "name", func)))

@@ -1,7 +1,8 @@
-"""`autograd.Function.apply` on a split tensor, which torch hands to no `__torch_function__`, made to do so.
+"""What torch hands to no `__torch_function__`, made to do so: `autograd.Function.apply` and TorchScript's functions.
 
-It would see a shell without a graph: a plain result would backpropagate into the shell, and be lost. Importing this
-module puts the guard in place.
+The first would see a shell without a graph: a plain result would backpropagate into the shell, and be lost. The second
+runs its ops where no rule sees them; the Python function that `torch.jit.script` was given runs instead. Importing this
+module puts the guards in place.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fullframe.spatial.fallback import plain, unsupported
 from fullframe.spatial.module_hooks import BackwardHookFunction
+from fullframe.spatial.operands import shells_in
 from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, wrap
 
 # FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.
@@ -58,4 +60,16 @@ def _hooked(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     return results
 
 
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    if next(shells_in(args, kwargs), None) is None:
+        return _call_compiled(function, *args, **kwargs)
+    facts = function.__dict__
+    if facts.get("__name__") == "ScriptFunction":  # of `script`; what `trace` has seen may be less than the function
+        return facts["_torchdynamo_inline"](*args, **kwargs)
+    reason = "torch.jit.trace compiled it, and no rule can see its ops"
+    return unsupported(function, args, kwargs, reason, "Call the function that torch.jit.trace was given.")
+
+
+_call_compiled = torch.jit.ScriptFunction.__call__
+torch.jit.ScriptFunction.__call__ = _call  # type: ignore[assignment,method-assign]
 torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]

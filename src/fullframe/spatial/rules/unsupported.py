@@ -42,6 +42,7 @@ _REFUSED: dict[str, str] = {
         __deepcopy__ _nested_tensor_size _nested_tensor_storage_offsets _nested_tensor_strides
         _clear_non_serializable_cached_data from_file to_mkldnn qscheme
     """,
+    "it differentiates forward; autograd.grad is exact": "_make_dual _unpack_dual",
     "it changes the shape in place": "squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_ t_ moveaxis_",
     "it is recurrent over a sequence": """
         ctc_loss miopen_rnn conv_tbc
