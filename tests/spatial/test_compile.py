@@ -41,18 +41,21 @@ def compared(part):
     model, x = copy.deepcopy(plain), torch.randn(1, 2, 11, 18, dtype=torch.float64)
     if part == "block":
         model.block = torch.compile(model.block, backend="eager")
-    else:
+    elif part == "model":
         model = torch.compile(model, backend="eager")
     mesh = ff.init_mesh(width=2)
     tensor._warned_of_dynamo.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = step(ff.parallelize(model, mesh), ff.shard(x, mesh))
+        model = ff.parallelize(model, mesh)
+        if part == "parallel model":
+            model = torch.compile(model, backend="eager")
+        found = step(model, ff.shard(x, mesh))
     told = [str(w.message) for w in said if "torch.compile breaks its graph" in str(w.message)]
     return [float((a - b).abs().max()) for a, b in zip(found, step(plain, x), strict=True)], told
 
 
-@pytest.mark.parametrize("part", ["block", "model"])
+@pytest.mark.parametrize("part", ["block", "model", "parallel model"])
 def test_a_compiled_model_is_exact_and_told_what_compiles_instead(part):
     for rank, (differences, told) in enumerate(rank_group(2).run(compared, part)):
         assert len(differences) == 10 and max(differences) < 1e-12

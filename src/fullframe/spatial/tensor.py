@@ -163,6 +163,8 @@ def local_of(shell: SpatialTensor) -> Tensor:
     A shell that went through `autograd.Function.apply` has one: its gradient would bypass the local tensor and be lost.
     A view that had to be copied is taken anew where its base was written since.
     """
+    if is_dynamo_compiling():  # it would take the local tensor's graph for the shell's
+        return torch._dynamo.disable(local_of)(shell)  # type: ignore[no-any-return]
     if shell._view is not None:
         shell._view.refresh(shell, local_of(shell._view.base))
     with _no_torch_function():
