@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fullframe as ff
 from fullframe.errors import StrategyError
@@ -346,19 +346,31 @@ def test_models_on_two_by_two_ranks(name: str, modules: tuple[str, ...]) -> None
 
 
 class Checkpointed(blocks.Blocks):
-    """The user's own recompute, by torch."""
+    """The user's own recompute, by torch, of all or, in its selective form, of all but convolutions."""
+
+    selective = False
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         x = self.stem(image)
         for block in self.blocks:
-            x, found = checkpoint(block, x, [], extra={"scale": 0.5}, use_reentrant=False)
+            options: dict[str, Any] = {"context_fn": keeping_convolutions} if self.selective else {}
+            x, found = checkpoint(block, x, [], extra={"scale": 0.5}, use_reentrant=False, **options)
             x = x + found["mean"]
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def with_the_users_own(height: int, width: int) -> Any:
+def keeping_convolutions() -> Any:
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = "convolution" in str(op)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
+
+
+def with_the_users_own(height: int, width: int, selective: bool) -> Any:
     torch.manual_seed(0)
     model = Checkpointed().double()
+    model.selective = selective
     image, given = blocks.batch()["image"], model
     if height * width > 1:
         mesh = ff.init_mesh(height=height, width=width)
@@ -367,11 +379,12 @@ def with_the_users_own(height: int, width: int) -> Any:
     return {n: p.grad for n, p in model.named_parameters()}, dict(model.named_buffers())
 
 
-def test_the_users_own_recompute_is_what_it_is_in_one_process() -> None:
+@pytest.mark.parametrize("selective", [False, True])
+def test_the_users_own_recompute_is_what_it_is_in_one_process(selective: bool) -> None:
     """Torch's, which counts a batch twice: the numbers of one GPU, whatever they are."""
-    expected = with_the_users_own(1, 1)
+    expected = with_the_users_own(1, 1, selective)
     assert expected[1]["blocks.0.norm.num_batches_tracked"] == 2
-    for found in rank_group(4).run(with_the_users_own, 2, 2):
+    for found in rank_group(4).run(with_the_users_own, 2, 2, selective):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13)
 
 
