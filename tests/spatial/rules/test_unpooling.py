@@ -76,6 +76,17 @@ def elsewhere(x: Tensor) -> Tensor:
     return F.max_unpool2d(y * y, places, 3, 1, 0)
 
 
+def of_whole_values(pool: Any, unpool: Any) -> Op:
+    """Of a map that has become too small to be split, by the indices of one that was."""
+
+    def op(x: Tensor) -> Tensor:
+        y, places = pool(x, 2, return_indices=True)
+        y = y.full() if isinstance(y, ff.SpatialTensor) else y
+        return unpool(y * y, places, 2, output_size=x.size())  # type: ignore[no-any-return]
+
+    return op
+
+
 CASES: dict[str, Case] = {
     "max_pool 2/2": one(pooled(2)),
     "max_pool 3/2/1": one(pooled(3, 2, 1)),
@@ -93,6 +104,9 @@ CASES: dict[str, Case] = {
     "back 3d": Case(back(F.max_pool3d, F.max_unpool3d), ((1, 2, 6),)),
     "back 1d": one(flat(back(F.max_pool1d, F.max_unpool1d))),
     "back from everywhere": one(strays),
+    "whole values": one(of_whole_values(F.max_pool2d, F.max_unpool2d)),
+    "whole values 1d": one(flat(of_whole_values(F.max_pool1d, F.max_unpool1d))),
+    "whole values 3d": Case(of_whole_values(F.max_pool3d, F.max_unpool3d), ((1, 2, 6),)),
     "a small SegNet": Case(segnet, ((2, 3),), ((6, 3, 3, 3), (8, 6, 3, 3), (6, 8, 3, 3), (2, 6, 3, 3))),
 }  # fmt: skip
 CORNERS = Corners()

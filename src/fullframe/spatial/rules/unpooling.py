@@ -15,7 +15,7 @@ from fullframe.ranks.adjoint import linear
 from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.spatial.operands import aligned, merged
 from fullframe.spatial.redistribute import gather_axes
-from fullframe.spatial.rules.registry import rule
+from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.resampling import in_format
 from fullframe.spatial.rules.window_plan import WindowPlan, ints, plan_windows, region
 from fullframe.spatial.spec import Spec
@@ -60,6 +60,14 @@ def _max_unpool(
     back = partial(_taken, slots=slots, shape=values.shape)
     result = linear(values, partial(_put, slots=slots, shape=shape), back, partial(_added, slots=slots, shape=shape))
     return in_format(wrap(result, plan.spec), input, input.dtype)
+
+
+@rule(torch._C._nn.max_unpool2d, torch._C._nn.max_unpool3d)
+def _unpool_whole(func: Any, input: Tensor, indices: SpatialTensor, *args: Any) -> Tensor:
+    """Whole values at split indices: the functions above look at the values alone, and call these."""
+    if isinstance(input, SpatialTensor):
+        raise Unsupported("it is an inner function of torch", "Call that of torch.nn.functional.")
+    return func(input, indices.full(), *args)  # type: ignore[no-any-return]
 
 
 def _all_in_reach(
