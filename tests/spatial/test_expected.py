@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,13 @@ def test_calls_differ_by_shape_dtype_option_and_type() -> None:
     assert len(set(keys)) == len(calls)
     operands: list[Tensor] = []
     assert facts_of(torch.sum, (x, object()), {}, operands) is None and not operands
+
+
+def test_a_slice_is_told_by_its_bounds_whatever_holds_them() -> None:
+    x = torch.zeros(9, 3)
+    rows = [asked(Tensor.__getitem__, x, slice(None, torch.tensor(stop))).leaves[0].shape[0] for stop in (4, 7)]
+    assert rows == [4, 7]
+    assert asked(Tensor.__getitem__, x, slice(np.int64(2), 9, torch.tensor(2))).leaves[0].shape == (4, 3)
 
 
 def test_operands_are_listed_in_order() -> None:

@@ -1,13 +1,19 @@
 """Which spec several operands get."""
 
+import warnings
+
 import pytest
 import torch
 
+import fullframe as ff
 from fullframe.errors import MeshError
 from fullframe.ranks.mesh import init_mesh, spatial_of
 from fullframe.spatial.operands import aligned, alike, merged, require_one_mesh, shells_in, united
 from fullframe.spatial.tensor import wrap
+from tests.exactness import mesh, relative
+from tests.rank_group import rank_group
 from tests.spatial.fake import on_height, on_width, spatial, spec
+from tests.spatial.sent import elements_sent
 
 EVEN, LEFT = (0, 3, 6), (0, 2, 6)
 
@@ -49,6 +55,28 @@ def test_a_whole_operand_is_cut_where_the_spec_is() -> None:
         shell = wrap(whole[:, 2:], wanted)
         assert torch.equal(aligned(shell, wanted), whole[:, 2:])
         assert list(shells_in([shell, {"a": number}], 3)) == [shell]
+
+
+def _turned(height: int, width: int) -> tuple[int, float, float]:
+    """What `x * x.mT` sends, and how far it and its gradient are off; no warning is given."""
+    whole = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x, split = (whole.clone().requires_grad_() for _ in range(2))
+    shell = ff.shard(split, mesh(height, width))
+    (expected := x * x.mT * 2).sin().sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sent = elements_sent(lambda: shell * shell.mT)
+        (got := shell * shell.mT + shell.mT * shell).sin().sum().backward()
+    assert isinstance(got, ff.SpatialTensor) and x.grad is not None and split.grad is not None
+    return sent, relative(expected, got.full()), relative(x.grad, split.grad)
+
+
+def test_a_split_that_meets_another_dims_changes_dims_and_is_not_gathered() -> None:
+    for height, width in ((1, 2), (2, 1), (1, 3)):
+        ranks = height * width
+        for sent, *errors in rank_group(ranks).run(_turned, height, width):
+            assert sent == 2 * 3 * 12 * 12 * (ranks - 1) // ranks**2, sent
+            assert max(errors) < 1e-12
 
 
 def test_tensors_of_two_meshes_do_not_meet() -> None:

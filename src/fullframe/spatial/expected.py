@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -143,7 +144,7 @@ def _facts(values: Any, operands: list[Tensor]) -> tuple[Any, ...]:
         elif kind is tuple or kind is list:
             found.append(_facts(value, operands))
         elif kind is slice:
-            found.append(_facts((value.start, value.stop, value.step), operands))
+            found.append(tuple(map(_bound, (value.start, value.stop, value.step))))
         elif kind is torch.Size:
             found.append(value)
         elif kind is dict:
@@ -151,6 +152,11 @@ def _facts(values: Any, operands: list[Tensor]) -> tuple[Any, ...]:
         else:
             raise _Unknown
     return tuple(found)
+
+
+def _bound(value: Any) -> Any:
+    """A slice's bound, a tensor's or numpy's number too: the result's size follows from its value."""
+    return value if type(value) in PLAIN else index(value)
 
 
 def autocast_of(operands: list[Tensor]) -> tuple[str, torch.dtype, int] | None:

@@ -15,7 +15,7 @@ from fullframe.geometry.placement import Placement, Placements
 from fullframe.ranks.mesh import AXES, axes_in
 from fullframe.ranks.recording import require_sending
 from fullframe.spatial.module_path import module_path
-from fullframe.spatial.redistribute import gather_axes, resplit, sliced
+from fullframe.spatial.redistribute import gather_axes, moved, resplit, sliced
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of
 
@@ -32,11 +32,13 @@ def aligned(value: Tensor, spec: Spec) -> Tensor:
     target = {p.axis: p for p in spec.placements}
     for p in own.placements:
         wanted = target.get(p.axis)
-        if wanted is None or not alike(p.at(p.dim + offset), wanted):
+        if wanted is not None and alike(p.at(p.dim + offset), wanted):
+            local, own = resplit(local, own, p.axis, wanted.extents)
+        elif wanted is not None and _can_move(own, p, wanted, wanted.dim - offset):
+            local, own = moved(local, own, p, wanted.dim - offset, wanted.extents)
+        else:
             say_gathered("an operand", f"{p} meets {wanted or 'a tensor that is whole there'}", value)
             local, own = gather_axes(local, own, [p.axis])
-        else:
-            local, own = resplit(local, own, p.axis, wanted.extents)
     return sliced(local, spec, tuple(p.at(p.dim + offset) for p in own.placements))
 
 
@@ -78,6 +80,17 @@ def alike(p: Placement, q: Placement) -> bool:
     """Whether two placements split the same factor of the same dim, at whatever boundaries, its rows in one order."""
     same = (p.dim, p.outer, p.inner, p.extents.size) == (q.dim, q.outer, q.inner, q.extents.size)
     return same and p.order is q.order
+
+
+def _can_move(spec: Spec, p: Placement, wanted: Placement, dim: int) -> bool:
+    """Whether the split `p` of `spec` can be exchanged for one of its `dim`, cut as `wanted`."""
+    return (
+        p.is_plain
+        and wanted.is_plain
+        and 0 <= dim != p.dim
+        and spec.shape[dim] == wanted.extents.size
+        and not spec.is_split(dim)
+    )
 
 
 def _fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:

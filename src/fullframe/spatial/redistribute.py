@@ -15,6 +15,7 @@ from fullframe.geometry.placement import Placement, Placements, local_factors
 from fullframe.ranks.collectives import in_one_row
 from fullframe.ranks.exchange import fetch
 from fullframe.ranks.mesh import Axis, axes_in
+from fullframe.ranks.transposition import transposed
 from fullframe.spatial.rules.registry import Merged
 from fullframe.spatial.spec import Spec
 
@@ -76,6 +77,17 @@ def resplit(local: Tensor, spec: Spec, axis: str, extents: Extents) -> tuple[Ten
         return local, spec
     local = refetched(local, spec, placement, extents.ranges)
     return local, spec.with_(spec.shape, tuple(p.recut(extents) if p is placement else p for p in spec.placements))
+
+
+def moved(local: Tensor, spec: Spec, placement: Placement, dim: int, extents: Extents) -> tuple[Tensor, Spec]:
+    """(local, spec) with a plain split moved to the whole dim `dim`, cut there at `extents`; differentiable.
+
+    An exchange of all with all: no rank holds more than its part before and its part behind.
+    """
+    axis = spec.spatial.axis(placement.axis)
+    local = transposed(local, placement.dim, placement.extents, dim, extents, axis)
+    there = placement.recut(extents).at(dim)
+    return local, spec.with_(spec.shape, tuple(there if p is placement else p for p in spec.placements))
 
 
 def sliced(whole: Tensor, spec: Spec, cut: Placements = ()) -> Tensor:

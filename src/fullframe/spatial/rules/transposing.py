@@ -13,7 +13,7 @@ from fullframe.geometry.window import proportional_extents
 from fullframe.ranks.exchange import fetch, joined
 from fullframe.ranks.transposition import transposed
 from fullframe.spatial.operands import united
-from fullframe.spatial.redistribute import gather_axes, sliced
+from fullframe.spatial.redistribute import gather_axes, moved, sliced
 from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, wrap
@@ -60,10 +60,10 @@ def with_whole(x: Tensor, dims: Sequence[int], op: Callable[[Tensor], Tensor]) -
     if not split:
         return op(x)
     assert isinstance(x, SpatialTensor)
-    dim, moved = split[0], moved_from(x, split[0], dims)
+    dim, turned = split[0], moved_from(x, split[0], dims)
     placement = x.spec.of(dim)
     assert placement is not None
-    axis, found = x.spec.spatial.axis(placement.axis), with_whole(moved, dims, op)
+    axis, found = x.spec.spatial.axis(placement.axis), with_whole(turned, dims, op)
     extents = nonempty(proportional_extents(placement.extents, found.shape[dim]))
     spec = found.spec if isinstance(found, SpatialTensor) else x.spec.with_(tuple(found.shape), ())
     local = local_or_whole(found)
@@ -108,7 +108,4 @@ def moved_from(x: SpatialTensor, dim: int, besides: Collection[int] = ()) -> Ten
     axis, other = spec.spatial.axis(placement.axis), _other(spec, dim, {d % len(spec.shape) for d in besides})
     if other is None or spec.is_split(other) or spec.shape[other] < axis.size:
         return wrap(*gather_axes(local_of(x), spec, [axis.name]))
-    pieces = Extents.even(spec.shape[other], axis.size)
-    local = transposed(local_of(x), dim, placement.extents, other, pieces, axis)
-    moved = tuple(p.recut(pieces).at(other) if p is placement else p for p in spec.placements)
-    return wrap(local, spec.with_(spec.shape, moved))
+    return wrap(*moved(local_of(x), spec, placement, other, Extents.even(spec.shape[other], axis.size)))
