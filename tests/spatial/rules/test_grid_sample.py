@@ -16,7 +16,7 @@ import fullframe as ff
 from fullframe.spatial.tensor import local_of, wrap
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, Case, Op, one, require_the_numbers_of_one_process
+from tests.spatial.cases import MESHES, Case, Op, one, require_the_numbers_of_one_process, small
 from tests.spatial.corners import Corners, autocast, last, noise, require_no_faults, spoiled
 from tests.spatial.fake import spatial
 from tests.spatial.traffic import bytes_of_messages
@@ -24,6 +24,8 @@ from tests.spatial.values import found, on_all_meshes
 
 CASES: dict[str, Case] = {
     "grid_sample": one(lambda x: F.grid_sample(x, x[:, :2].tanh().permute(0, 2, 3, 1), align_corners=False)),
+    "above the image": small(lambda x: sample(x, x[:, :2].tanh() - torch.tensor([0.0, 9.0]).view(2, 1, 1))),
+    "beside the image": small(lambda x: sample(x, x[:, :2].tanh() - torch.tensor([9.0, 0.0]).view(2, 1, 1))),
 }  # fmt: skip
 CORNERS = Corners()
 

@@ -180,9 +180,9 @@ def _at_own_positions(image: SpatialTensor, grid: SpatialTensor, where: _Where) 
     if borrowed is None:
         return None
     piece, first = borrowed
-    shape, places = piece.shape[2:], own.flatten(1, -2)
+    shape, places = [max(held, 1) for held in piece.shape[2:]], own.flatten(1, -2)
     flat = piece.flatten(2)
-    flat = torch.cat([flat, flat.new_zeros((*flat.shape[:2], 1))], 2) if not flat.shape[2] else flat
+    flat = torch.cat([flat, flat.new_zeros((*flat.shape[:2], prod(shape)))], 2) if not flat.shape[2] else flat
     total = flat.new_zeros(())
     for which in product(range(_TAPS[where.mode]), repeat=len(sizes)):
         total = total + checkpoint(_one_tap, flat, places, which, sizes, shape, first, where,
