@@ -26,6 +26,19 @@ def windows_and_back(x: Tensor, size: int = 4) -> Tensor:
     return image[:, :height, :width].permute(0, 3, 1, 2)
 
 
+def turned(x: Tensor) -> Tensor:
+    """(N, C, H, W) read as (N, C, W, H)."""
+    return x.view(*x.shape[:2], -1, x.shape[2])
+
+
+def written(x: Tensor) -> list[Tensor]:
+    """Writes to a view reach its base, and the other way round."""
+    view = turned(x)
+    view[:, :, 1:5] *= 3
+    x[..., 2:4] *= 5
+    return [x, view]
+
+
 CASES: dict[str, Case] = {
     "unsqueeze, expand": one(lambda x: x.unsqueeze(1).expand(-1, 3, -1, -1, -1).sum(1).unsqueeze(-1).squeeze(-1)),
     "tokens and back": Case(
@@ -39,6 +52,9 @@ CASES: dict[str, Case] = {
     "channel_shuffle": one(lambda x: F.channel_shuffle(x, 2)),
     "windows and back": one(windows_and_back),
     "shifted windows": one(lambda x: windows_and_back(x.roll((-2, -2), (2, 3))).roll((2, 2), (2, 3))),
+    "rows and columns in the other's place": one(lambda x: [
+        turned(x) * 2, x.flatten(2).view(*x.shape[:2], *x.shape[:1:-1]).mT, x.permute(0, 2, 3, 1).reshape(2, 4, -1)]),
+    "a write into them": one(lambda x: written(x * 2)),
     "repeat of split dims": one(lambda x: [x.repeat(1, 2, 3, 2), x.repeat(2, 1, 1, 1, 2), x.tile(2), x.tile(2, 1)]),
     "repeat_interleave": one(lambda x: [x.repeat_interleave(2, 3), x.repeat_interleave(3, 1)]),
     "repeat_interleave by a tensor": one(lambda x: [

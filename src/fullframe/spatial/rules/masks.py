@@ -21,7 +21,8 @@ from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
 INTO_WHOLE = (
-    "Make the whole one by x.new_zeros(size) of a split x, which is split too; or use torch.where or torch.cat."
+    "Make the whole one by x.new_zeros(size) of a split x, which is split too where it has x's rows and columns; use "
+    "torch.where or torch.cat; or give parallelize or ff.Recipe unsupported='gather', which writes the gathered values."
 )
 _EVERYTHING = slice(None)
 _OF_MASKS = (torch.bool, torch.uint8)

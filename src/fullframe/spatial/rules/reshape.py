@@ -12,21 +12,28 @@ from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import coarsened, grain, local_shape, permuted, reshaped
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.operands import aligned
-from fullframe.spatial.redistribute import gather_axes, resplit
-from fullframe.spatial.rules.registry import Merged, Unsupported, getter, rule
+from fullframe.spatial.redistribute import gather_axes, in_runs, resplit
+from fullframe.spatial.rules.registry import Merged, getter, rule
 from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, viewed, wrap
 
 
+class _CutInPieces(Exception):
+    """A shape cuts a split factor in pieces wherever its boundaries lie."""
+
+
 def _at_multiples(local: Tensor, spec: Spec, shape: Sequence[int]) -> tuple[Tensor, Spec]:
-    """The tensor with boundaries moved to where `shape` cuts a split dim (into windows, say), by one fetch."""
+    """The tensor with boundaries moved to where `shape` cuts a split dim (into windows, say), by one fetch.
+
+    Raises _CutInPieces where no boundaries would do.
+    """
     for p in spec.placements:
         rows = grain(p, [size or 1 for size in spec.shape], [size or 1 for size in shape])
         if rows != 1 and p.order is not None:
             raise Merged(spec, p.dim)
         if rows == 0:
-            raise Unsupported(f"the shape {tuple(shape)} would cut a split dim in pieces")
+            raise _CutInPieces
         if rows > 1:
             natural = Extents(tuple((b + rows // 2) // rows for b in p.extents.bounds))
             coarse = nonempty(natural)
@@ -57,11 +64,28 @@ def _reshaped(func: Any, x: SpatialTensor, shape: Sequence[int]) -> Tensor:
 
 
 def _reshaped_local(local: Tensor, spec: Spec, shape: Sequence[int]) -> tuple[Tensor, Spec]:
+    """A shape that no boundaries fit, (H, W) as (W, H), is made of the changed dims as one, cut in runs of rows."""
+    try:
+        return _regrouped(local, spec, shape)
+    except _CutInPieces:
+        lead, end = _alike(spec.shape, shape), len(spec.shape) - _alike(spec.shape[::-1], shape[::-1])
+        flat = (*spec.shape[:lead], math.prod(spec.shape[lead:end]), *spec.shape[end:])
+        local, spec = in_runs(*_regrouped(local, spec, flat), lead)
+        return _regrouped(local, spec, shape)
+
+
+def _alike(old: Sequence[int], new: Sequence[int]) -> int:
+    """How many dims in front have equal sizes."""
+    return next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+
+def _regrouped(local: Tensor, spec: Spec, shape: Sequence[int]) -> tuple[Tensor, Spec]:
+    """Another shape, each split in the dim that then holds its rows; raises _CutInPieces where no dim does."""
     local, spec = _at_multiples(local, spec, shape)
     # A dim without rows says nothing of where the others go.
     placements = reshaped(spec.placements, [size or 1 for size in spec.shape], [size or 1 for size in shape])
     if placements is None:
-        raise Unsupported(f"the shape {tuple(shape)} would cut a split dim in pieces")
+        raise _CutInPieces
     result = spec.with_(shape, placements)
     coordinates = [spec.spatial.axis(p.axis).coordinate for p in placements]
     # A part cut from a larger tensor may need a copy where the whole would not.
@@ -70,7 +94,7 @@ def _reshaped_local(local: Tensor, spec: Spec, shape: Sequence[int]) -> tuple[Te
 
 @rule(Tensor.view, Tensor.reshape, torch.reshape)
 def _view(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Another shape, or the same memory as another dtype; refuses a shape that would cut a split dim in pieces."""
+    """Another shape, or the same memory as another dtype."""
     kind = kwargs.get("dtype", args[0] if args else None)
     if isinstance(kind, torch.dtype):
         return _viewed_as(x, kind)
