@@ -165,6 +165,11 @@ def autocast(op: Op) -> Op:
     return inside
 
 
+def of_complex(op: Op) -> Op:
+    """`op` of complex numbers, whose parts are seen apart."""
+    return lambda x, w: torch.view_as_real(op(torch.complex(x, x.flip(1)), torch.complex(w, w.flip(1))))
+
+
 def merged(op: Op) -> Op:
     """`op` on (N, C, H, K * W), of a split (N, K, C, H, W)."""
     return lambda x, *rest: op(x.permute(0, 2, 3, 1, 4).flatten(3), *rest)

@@ -15,7 +15,7 @@ from fullframe.simulation.fake.world import fake_job
 from fullframe.spatial.rules.convolution import JOINED_BYTES
 from tests.exactness import mesh
 from tests.spatial.cases import MESHES, Case, one, require_the_numbers_of_one_process
-from tests.spatial.corners import F32, F64, Corners, last, merged, noise, require_no_faults
+from tests.spatial.corners import F32, F64, Corners, last, merged, noise, of_complex, require_no_faults
 from tests.spatial.windows import geometries, require_exact, windowed, windows
 
 
@@ -76,6 +76,7 @@ def convolving() -> None:
             CORNERS.add(f"{name} channels last {dtype}", op, [x], [weight.to(dtype)])
         CORNERS.add(f"{name} empty", op, [noise(0, 3, 23, 22)], [weight])
         CORNERS.add(f"{name} few", op, [noise(1, 3, 3, 4)], [weight])
+        CORNERS.add(f"{name} complex", of_complex(op), [noise(1, 3, 7, 8)], [weight])
         CORNERS.add(f"{name} merged", merged(op), [noise(1, 2, 3, 6, 8)], [weight])
     volume, w = last(noise(2, 3, 9, 23, 22, dtype=F32)), noise(4, 3, 3, 3, 3, dtype=F32)
     CORNERS.add("3d channels last", partial(F.conv3d, padding=1), [volume], [w])

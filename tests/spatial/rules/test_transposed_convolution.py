@@ -5,13 +5,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 
 from fullframe.geometry.window import TransposedWindow
 from tests.spatial.cases import MESHES, Case, Op, require_the_numbers_of_one_process
-from tests.spatial.corners import F32, F64, Corners, last, merged, noise, require_no_faults
+from tests.spatial.corners import F32, F64, Corners, last, merged, noise, of_complex, require_no_faults
 from tests.spatial.windows import geometries, require_exact, windowed, windows
 
 
@@ -60,11 +59,6 @@ def convolving() -> None:
                 x = noise(1, 3, 7, 8)
                 x[0, 1, 3, column] = value
                 CORNERS.add(f"{options} of {value} at {column}", partial(F.conv_transpose2d, **options), [x], [t])
-
-
-def of_complex(op: Op) -> Op:
-    """`op` of complex numbers, whose parts are seen apart."""
-    return lambda x, w: torch.view_as_real(op(torch.complex(x, x.flip(1)), torch.complex(w, w.flip(1))))
 
 
 def times(op: Op, value: float) -> Op:

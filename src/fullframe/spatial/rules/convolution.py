@@ -216,6 +216,8 @@ def _convolution(
     local, window = local_of(input), plan.window
     if not window.borrows and plan.lead is not None:
         out = func(plan.unskipped(local) if plan.skips else local, weight, bias, stride, plan.lead, dilation, groups)
+    elif local.is_complex():  # for which aten::convolution has no kernel
+        out = func(region(local, window), weight, bias, stride, plan.padding, dilation, groups)
     else:
         local, weight, bias = autocast_inputs(local, weight, bias)
         out = _halo_convolution(local, weight, bias, plan)
