@@ -146,13 +146,15 @@ def _compared(name: str, height: int, width: int, graph: bool) -> list[float]:
     return [relative(here, there) for here, there in zip(*answers, strict=True)]
 
 
-def _all_compared(height: int, width: int, graph: bool) -> dict[str, Any]:
+def _all_compared(height: int, width: int, mode: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    graph = mode == "gradients"
     for name in WRITES:
         if graph and name in WITHOUT_GRAPH:
             continue
         try:
-            found[name] = _compared(name, height, width, graph)
+            with torch.inference_mode(mode == "inference"):
+                found[name] = _compared(name, height, width, graph)
         except UnsupportedOp as refused:
             found[name] = str(refused)
         except RuntimeError as error:
@@ -160,10 +162,10 @@ def _all_compared(height: int, width: int, graph: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["values", "gradients"])
+@pytest.mark.parametrize("mode", ["values", "gradients", "inference"])
 @pytest.mark.parametrize(("height", "width"), MESHES)
-def test_a_write_reaches_who_shares_the_memory(height: int, width: int, graph: bool) -> None:
-    for found in rank_group(height * width).run(_all_compared, height, width, graph):
+def test_a_write_reaches_who_shares_the_memory(height: int, width: int, mode: str) -> None:
+    for found in rank_group(height * width).run(_all_compared, height, width, mode):
         wrong = {name: e for name, e in found.items() if isinstance(e, str) or not max(e) <= 1e-12}
         assert not wrong, wrong
 

@@ -184,8 +184,8 @@ def _ruled(
 
 
 def _changed(view: SpatialTensor, before: int) -> bool:
-    """Whether it was written to since its version was `before`; inference tensors, which count none, may have been."""
-    return before < 0 or version_of(view._local) != before
+    """Whether it was written to since its version was `before`."""
+    return version_of(view._local) != before
 
 
 def _run(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

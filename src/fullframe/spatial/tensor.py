@@ -21,9 +21,9 @@ from fullframe.ranks.channel import announce
 from fullframe.spatial.gradients import see_leaf
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.redistribute import gather_axes
-from fullframe.spatial.rules.registry import QUICK, general, getter
+from fullframe.spatial.rules.registry import QUICK, general, getter, writes
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.views import View, share_memory, version_of
+from fullframe.spatial.views import View, counting, share_memory, version_of
 
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _shell_grad_fn = getter("grad_fn")
@@ -49,6 +49,9 @@ class SpatialTensor(Tensor):
     ) -> Any:
         if is_dynamo_compiling():  # a rule talks to other ranks: the graph is broken here, and the rule runs as it is
             return torch._dynamo.disable(_under_dynamo)(func, args, kwargs or {})
+        if torch.is_inference_mode_enabled() and not _writes_into_whole(func, args, kwargs or {}):
+            with counting():  # a copied view must know what was written to its base
+                return cls.__torch_function__(func, types, args, kwargs)
         quick = QUICK.get(func)
         if quick is not None:
             try:
@@ -124,6 +127,12 @@ def _under_dynamo(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return general[0](func, args, kwargs)
 
 
+def _writes_into_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor that is not split is written to, which torch allows an inference tensor in its mode alone."""
+    target = kwargs.get("out", args[0] if args and writes(func, kwargs) else None)
+    return isinstance(target, Tensor) and not isinstance(target, SpatialTensor)
+
+
 def wrap(local: Tensor, spec: Spec) -> Tensor:
     """The shell around `local`, or `local` itself where the spec has no split: what is whole is a plain tensor."""
     return shell_of(local, spec, None) if spec.placements else local
@@ -136,6 +145,9 @@ def on_local(x: Tensor, op: Callable[[Tensor], Tensor]) -> Tensor:
 
 def shell_of(local: Tensor, spec: Spec, view: View | None) -> SpatialTensor:
     """The shell around `local`; whole only for a view whose writes must reach a split base."""
+    if local.is_inference():
+        with counting():
+            local = local.clone()
     trains = local.requires_grad
     shell: SpatialTensor = _make_shell(  # by position, which takes a sixth less time
         SpatialTensor, spec.shape, spec.strides, None, None, local.dtype, torch.strided, local.device, False, trains

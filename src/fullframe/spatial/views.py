@@ -4,7 +4,8 @@ In torch a slice shares memory with its base: a write to either is seen in both.
 what is written to the slice is put back, and a slice whose base was written since is taken anew when it is read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,16 @@ import torch
 from torch import Tensor
 
 
+@contextmanager
+def counting() -> Iterator[None]:
+    """What is made inside counts its writes, as inference mode's own tensors do not; it has no graph either."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def version_of(local: Tensor) -> int:
-    """How often the memory of `local` was written to; inference tensors do not count, and give -1."""
-    return -1 if local.is_inference() else local._version
+    """How often the memory of `local` was written to."""
+    return local._version
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
