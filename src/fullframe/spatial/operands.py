@@ -116,6 +116,11 @@ def say_gathered(name: str, reason: str, shell: SpatialTensor) -> None:
         warnings.warn(f"{name} ({where or 'outside a module'}) runs on the gathered {shell!r}: {reason}", stacklevel=5)
 
 
+def has_gradients(tensor: Tensor) -> bool:
+    """Whether torch can have a gradient of it: real and complex numbers, not masks and integers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def has_values(tensor: Tensor) -> bool:
     """Whether there are numbers to look at: not so in a simulation, whose ranks take the usual way."""
     require_sending("what it does depends on numbers")

@@ -16,6 +16,15 @@ def written(x: Tensor, column: Tensor, row: Tensor) -> Tensor:
     return x
 
 
+def weighted(x: Tensor) -> Tensor:
+    """A whole map of weights by what the split one holds."""
+    weights = torch.ones(x.shape, dtype=x.dtype)
+    weights[x > 0.5] = 3.0
+    weights[:, 1][x[:, 0] < 0] = torch.tensor(0.5, dtype=x.dtype)
+    weights[..., 2] = (x[..., 2] > 0).long()
+    return weights
+
+
 def written_mask(x: Tensor) -> Tensor:
     """What queries see of tokens, written behind prefix tokens of a mask that is whole."""
     n, c, h, w = x.shape
@@ -37,6 +46,7 @@ CASES: dict[str, Case] = {
         lambda x: [torch.sum(input=x, dim=1), torch.gather(x, dim=1, index=x.argmax(dim=1, keepdim=True)),
                    torch.flip(x, dims=[3]), torch.matmul(x, other=x.transpose(2, 3)), x.new_zeros((2, 2))]
     ),
+    "a whole map that takes numbers at split masks": one(lambda x: x * weighted(x)),
     "a whole mask that takes split values": one(lambda x: x.flatten(2) * written_mask(x)),
 }  # fmt: skip
 

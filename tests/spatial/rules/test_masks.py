@@ -342,7 +342,7 @@ def _refusals() -> list[str]:
     x, mask = ff.shard(X, on), ff.shard(X > 0, on)
     index = torch.tensor([0])
     calls: dict[str, Op] = {
-        "beside": lambda: x[index.view(1, 1), :, mask[0, 0]], "whole": lambda: X.clone().__setitem__(mask, 1.0),
+        "beside": lambda: x[index.view(1, 1), :, mask[0, 0]], "whole": lambda: X.clone().__setitem__(mask, x[mask]),
     }  # fmt: skip
     return [_raised(call) for call in calls.values()]
 

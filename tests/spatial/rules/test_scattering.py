@@ -71,6 +71,7 @@ def whole(op: object, *shapes: tuple[int, ...]) -> Case:
 CASES: dict[str, Case] = {
     "one hot by scatter": small(lambda x: torch.zeros_like(x).scatter_(1, labels(x), 1.0)),
     "scatter into a whole map": small(lambda x: torch.zeros(x.shape, dtype=x.dtype).scatter(1, labels(x), 1.0)),
+    "one hot in a whole map": small(lambda x: torch.zeros(x.shape, dtype=x.dtype).scatter_(1, labels(x), 1.0) * x),
     "scatter of a source": small(lambda x: x.scatter(1, labels(x), x[:, :1] * 3)),
     "scatter_add": small(lambda x: x.scatter_add(1, labels(x), x[:, 1:2])),
     "scatter_reduce": small(lambda x: x.scatter_reduce(1, labels(x), x[:, 1:2], "amax")),

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.geometry.window import Slice
 from fullframe.spatial.fallback import settle
-from fullframe.spatial.operands import has_values
+from fullframe.spatial.operands import has_gradients, has_values, shells_in
 from fullframe.spatial.redistribute import refetched
 from fullframe.spatial.rules.masks import INTO_WHOLE, is_mask, masked, write
 from fullframe.spatial.rules.points import read_at
@@ -192,8 +192,8 @@ def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
 
 
 def _write_into_whole(x: Tensor, index: Any, value: Any) -> None:
-    """A whole mask, or numbers, which each rank holds, takes what is split; refuses what has a gradient."""
-    if x.is_floating_point() or x.is_complex():
+    """A whole tensor, which each rank holds, takes split masks, indices and integers, made whole; no gradients."""
+    if has_gradients(x) and any(map(has_gradients, shells_in(index, value))):
         raise Unsupported("a split value is written into a whole tensor", INTO_WHOLE)
     index, value = tree_map_only(SpatialTensor, lambda t: t.full(), (index, value))
     x[index] = value

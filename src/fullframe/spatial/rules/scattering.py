@@ -11,7 +11,7 @@ from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import proportional_extents
 from fullframe.ranks.collectives import all_sum
-from fullframe.spatial.operands import aligned, has_values, merged
+from fullframe.spatial.operands import aligned, has_gradients, has_values, merged
 from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.points import (
     at_own,
@@ -140,9 +140,15 @@ def _without_cuts(t: SpatialTensor, x: SpatialTensor, axes: Sequence[str]) -> Te
 
 
 def _scattered_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, src: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Split values that are scattered into a whole tensor: the result is cut as they are, or is their sum, whole."""
+    """Split values that are scattered into a whole tensor: the result is cut as they are, or is their sum, whole.
+
+    In place, one-hot labels for one, an index and what has no gradient is made whole.
+    """
     given = [t for t in (index, src) if isinstance(t, SpatialTensor)]
-    spec = given[0].spec
+    spec, in_place = given[0].spec, writes(func, kwargs)
+    if in_place and not func.__name__.startswith("scatter_add") and not any(map(has_gradients, given)):
+        index, src = (t.full() if isinstance(t, SpatialTensor) else t for t in (index, src))
+        return func(x, dim, index, src, *args, **kwargs)  # type: ignore[no-any-return]
     if any(t.spec.is_split(dim) for t in given):
         if not func.__name__.startswith("scatter_add") or src.shape != index.shape:
             raise Unsupported("it scatters along a split dim into a whole tensor; only sums are added over ranks")
@@ -150,7 +156,7 @@ def _scattered_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, src: An
         spec.require_whole("along other dims the index is split too", *(d for d in range(x.dim()) if d != dim))
         parts = aligned(index, spec), aligned(src, spec)
         return _added(func, x, torch.scatter_add(x.new_zeros(x.shape), dim, *parts), spec, kwargs)
-    if writes(func, kwargs):
+    if in_place:
         raise Unsupported("it writes split values into a whole tensor", "Use the form that is not in place.")
     tensors = [t for t in (x, index, src) if isinstance(t, Tensor)]
     if any(t.shape[p.dim] != spec.shape[p.dim] for t in tensors for p in spec.placements):
