@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tests.models import dense_networks as dense
-from tests.models import detectors
+from tests.models import detectors, prompted
 from tests.models import from_transformers as hf
 from tests.models import matching_networks as matching
 from tests.models import perception_inputs as given
@@ -121,6 +121,7 @@ WITH_MAP = ("pixel_values", "labels")
 BOXES = on_outputs("logits", "pred_boxes")
 MASKS = on_outputs("class_queries_logits", "masks_queries_logits")
 DEPTH = on_outputs("predicted_depth")
+PROMPTED_MASKS = on_outputs("pred_masks", "iou_scores")
 
 
 def classifier(name: str, build: Callable[[], nn.Module], size: tuple[int, int] = AWKWARD) -> Architecture:
@@ -212,6 +213,7 @@ PLAIN_TRANSFORMERS = (
 ENCODERS = (
     Architecture("VideoMAE", hf.videomae, video(4), model_loss, PIXELS, (96, 96)),
     Architecture("TimeSformer", hf.timesformer, video(3), model_loss, PIXELS, (96, 96)),
+    Architecture("ViViT", hf.vivit, video(4), model_loss, PIXELS, (96, 96)),
     reader("CLIP image encoder", hf.clip_vision, on_outputs("last_hidden_state", "pooler_output"), (96, 96)),
     reader(
         "SigLIP image encoder",
@@ -244,11 +246,28 @@ DETECTORS = (
     reader("RT-DETR", detectors.rt_detr, BOXES, (96, 160)),
     reader("RT-DETRv2", lambda: detectors.rt_detr("RTDetrV2"), BOXES, (96, 160)),
     reader("D-FINE", lambda: detectors.rt_detr("DFine"), BOXES, (96, 160)),
+    reader("LW-DETR", detectors.lw_detr, BOXES, (128, 192)),
+    reader("RF-DETR", lambda: detectors.lw_detr("RfDetr"), BOXES, (112, 112)),
     reader("YOLOS", hf.yolos, BOXES, hf.PATCHED),
     reader("MaskFormer", detectors.maskformer, MASKS, (60, 92)),
     reader("Mask2Former", detectors.mask2former, MASKS, (60, 92)),
     Architecture("OneFormer", detectors.oneformer, with_task, MASKS, PIXELS, (60, 92)),
     reader("EoMT", detectors.eomt, MASKS, (96, 96)),
+)
+
+PROMPTED = (
+    Architecture("SAM, by points", prompted.sam, prompted.with_points, PROMPTED_MASKS, PIXELS, (96, 96)),
+    Architecture("SAM 2, by points", prompted.sam2, prompted.with_points, PROMPTED_MASKS, PIXELS, (128, 128)),
+    Architecture("CLIPSeg", prompted.clipseg, prompted.with_text, model_loss, WITH_MAP, (96, 96)),
+    Architecture("SegGPT", prompted.seggpt, prompted.with_example, model_loss, prompted.WITH_EXAMPLE, (64, 64)),
+    Architecture(
+        "Prompt Depth Anything",
+        prompted.depth_anything,
+        prompted.with_coarse_depth,
+        DEPTH,
+        prompted.WITH_DEPTH,
+        (98, 98),
+    ),
 )
 
 TRAINED_DETECTORS = (
@@ -258,6 +277,8 @@ TRAINED_DETECTORS = (
     detector("DAB-DETR", detectors.dab_detr, AWKWARD)._replace(tolerance=FLOAT32_INSIDE),
     detector("RT-DETR", detectors.rt_detr, (96, 160)),
     detector("RT-DETRv2", lambda: detectors.rt_detr("RTDetrV2"), (96, 160)),
+    detector("LW-DETR", detectors.lw_detr, (128, 192)),
+    detector("RF-DETR", lambda: detectors.lw_detr("RfDetr"), (112, 112)),
     detector("YOLOS", lambda: hf.yolos(), hf.PATCHED),
     Architecture(
         "DETR segmentation, its loss",
@@ -371,6 +392,7 @@ GROUPS = {
     "Videos and image encoders (transformers)": ENCODERS,
     "Dense prediction (transformers)": (*FROM_ZOO[4:7], *DENSE_HEADS),
     "Detection and masks (transformers)": DETECTORS,
+    "Prompted (transformers)": PROMPTED,
     "Detection and masks, trained on their own losses (transformers)": TRAINED_DETECTORS,
     "Written by hand": (*FROM_ZOO[7:], *OWN),
     "Written by hand or trained on losses written by hand: perception": PERCEPTION,

@@ -126,3 +126,28 @@ def oneformer() -> nn.Module:
 def eomt() -> nn.Module:
     options = {"num_blocks": 1, "num_queries": 5, "num_upscale_blocks": 1, "num_register_tokens": 2, "mlp_ratio": 2}
     return built("Eomt", "ForUniversalSegmentation", **TRANSFORMER, **options, image_size=96, num_labels=3)
+
+
+def lw_detr(family: str = "LwDetr") -> nn.Module:
+    """Windowed blocks of a plain vision transformer, and a decoder that is trained in groups of queries."""
+    vit = {**TRANSFORMER, "num_hidden_layers": 4, "mlp_ratio": 2, "num_windows": 4, "out_indices": [2, 4]}
+    heads = {"decoder_self_attention_heads": 2, "decoder_cross_attention_heads": 2, "group_detr": 2}
+    if family == "LwDetr":
+        more = {"image_size": 128, "pretrain_image_size": 64, "window_block_indices": [0, 2]}
+        backbone, own = transformers.LwDetrViTConfig(**vit, **more), {"projector_scale_factors": [2.0, 0.5]}
+    else:
+        backbone = transformers.RfDetrDinov2Config(**{**vit, "num_windows": 2}, image_size=112, patch_size=14)
+        own = {"intermediate_size": 32}
+    return built(
+        family,
+        "ForObjectDetection",
+        backbone_config=backbone,
+        d_model=32,
+        decoder_ffn_dim=32,
+        decoder_layers=2,
+        num_queries=6,
+        c2f_num_blocks=1,
+        num_labels=3,
+        **heads,
+        **own,
+    )

@@ -348,6 +348,10 @@ def timesformer() -> nn.Module:
     return built("Timesformer", "ForVideoClassification", **ENCODER, num_frames=3, image_size=96, num_labels=4)
 
 
+def vivit() -> nn.Module:
+    return built("Vivit", "ForVideoClassification", **ENCODER, num_frames=4, image_size=96, num_labels=4)
+
+
 def clip_vision(family: str = "CLIPVision") -> nn.Module:
     return built(family, "Model", **ENCODER, image_size=96, patch_size=16)
 

@@ -63,6 +63,7 @@ def test_the_architectures_know_nothing_of_splitting() -> None:
         "elsewhere",
         "perception_inputs",
         "perception_networks",
+        "prompted",
     ):
         assert "fullframe" not in (folder / f"{source}.py").read_text(), source
 
