@@ -8,6 +8,7 @@ from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
 CASES: dict[str, Case] = {
     "cat channels, other boundaries": one(lambda x: torch.cat([x[..., 1:], x[..., :-1], x[..., 1:]], 1)),
     "cat with a whole tensor": Case(lambda x, y: torch.cat([x, y.expand(2, 3, *x.shape[2:])], 1), whole=((1, 1),)),
+    "cat of rows and columns": one(lambda x: torch.cat([x.mean(3), x.mean(2)], 2)),  # coordinate attention
     "cat along the split dims": one(lambda x: torch.cat([torch.cat([x, x * 2], 3), torch.cat([x, x], 3)], 2)),
     "cat an odd strip": one(lambda x: torch.cat([x[:, :, :, :3], x, x[:, :, :, -1:]], 3)),
     "stack": one(lambda x: torch.stack([x, x * 2, x + 1], 2)),

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from fullframe.geometry.extents import Extents, overlap
 from fullframe.ranks.exchange import fetch, joined
-from fullframe.spatial.operands import aligned, united
+from fullframe.spatial.operands import aligned, say_gathered, united
+from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.indexing import sliced_rows
-from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
+from fullframe.spatial.rules.registry import TooSmall, rule
 from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
@@ -118,11 +119,12 @@ def _cat_split(tensors: Sequence[Tensor], dim: int) -> Tensor:
 def _rows(t: Tensor, dim: int, wanted: tuple[range, ...], axis: Any, others: Spec) -> Tensor:
     """This rank's `wanted` rows of one operand, cut along the other axes as `others` is."""
     mine = wanted[axis.coordinate]
+    if isinstance(t, SpatialTensor) and (p := t.spec.of(dim)) is not None and p.axis != axis.name:
+        say_gathered("torch.cat", f"{p} meets a larger operand that is split over {axis.name}", t)
+        t = wrap(*gather_axes(local_of(t), t.spec, [p.axis]))
     if not isinstance(t, SpatialTensor) or (own := t.spec.of(dim)) is None:
         local = aligned(t, others.with_(t.shape, others.placements))
         return local.narrow(dim, mine.start if mine else 0, len(mine))
-    if own.axis != axis.name:
-        raise Unsupported("operands are split over different mesh axes along the joined dim")
     wanted = tuple(r if r else range(0) for r in wanted)
     local = fetch(local_of(t), dim, own.extents, wanted, axis)
     rest = t.spec.whole_along([own.axis])
