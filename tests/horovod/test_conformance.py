@@ -16,7 +16,10 @@ from tests.horovod import conformance
 SCRIPT = Path(conformance.__file__)
 
 
-@pytest.fixture(scope="module", params=["2", "2 by-gloo", "3"], ids=lambda how: f"np{how}")
+BY_GLOO = pytest.param("2 by-gloo", marks=pytest.mark.further)
+
+
+@pytest.fixture(scope="module", params=["2", BY_GLOO, "3"], ids=lambda how: f"np{how}")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What went wrong, by case."""
     folder = tmp_path_factory.mktemp("conformance")

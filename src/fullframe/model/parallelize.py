@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -35,7 +36,7 @@ from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split ten
 from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
 from fullframe.spatial.shard import even_spec
 from fullframe.spatial.spec import Spec, spec_of
-from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_or_whole, warn_of_dynamo, wrap
 from fullframe.strategy import Strategy
 
 
@@ -193,6 +194,8 @@ class ParallelModel(nn.Module):
         Raises what the model raises. Its backward pass raises GradientError for gradients of gradients
         (create_graph=True) with `shard_parameters`.
         """
+        if is_dynamo_compiling():  # it would take minutes to follow DDP's code and ours, and break at each op
+            return torch._dynamo.disable(self._as_it_is)(*args, **kwargs)
         run = self.run
         if self._replicas > 1 and self.training and not isinstance(run, DistributedDataParallel):
             share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
@@ -211,6 +214,10 @@ class ParallelModel(nn.Module):
             self._averaging.called()
         self._watch_backward([*results, *within])
         return _wrapped(results, shells)
+
+    def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
+        warn_of_dynamo()
+        return self.forward(*args, **kwargs)
 
     @property
     def run(self) -> nn.Module:

@@ -115,6 +115,12 @@ _warned_of_dynamo: list[bool] = []
 
 
 def _under_dynamo(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    warn_of_dynamo()
+    return general[0](func, args, kwargs)
+
+
+def warn_of_dynamo() -> None:
+    """Say once, on the job's first rank, what compiles split tensors."""
     if not _warned_of_dynamo:
         _warned_of_dynamo.append(True)
         if dist.get_rank() == 0:
@@ -122,9 +128,8 @@ def _under_dynamo(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
                 "torch.compile breaks its graph at each op on a split tensor: the numbers are right, and nothing gets "
                 "faster; take torch.compile away and pass compile=True to fullframe.parallelize, or "
                 "Strategy(compile=True), which compiles the model's repeated blocks",
-                stacklevel=3,
+                stacklevel=4,
             )
-    return general[0](func, args, kwargs)
 
 
 def _writes_into_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
