@@ -1,4 +1,4 @@
-"""What `make test` takes a sample of, to end in a quarter of an hour: the other cases are `further`.
+"""What `make test` takes a sample of, to end within twenty minutes on two cores: the other cases are `further`.
 
 `make further` runs those; continuous integration does after each `make test`.
 """
