@@ -5,6 +5,7 @@ on theirs and, as the others, on the mean squared distance of their outputs from
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -262,7 +263,7 @@ PROMPTED = (
     Architecture("SegGPT", prompted.seggpt, prompted.with_example, model_loss, prompted.WITH_EXAMPLE, (64, 64)),
     Architecture(
         "Prompt Depth Anything",
-        prompted.depth_anything,
+        partial(hf.depth_anything, "PromptDepthAnything"),
         prompted.with_coarse_depth,
         DEPTH,
         prompted.WITH_DEPTH,

@@ -289,7 +289,7 @@ def glpn() -> nn.Module:
     return built("GLPN", "ForDepthEstimation", **options, decoder_hidden_size=8)
 
 
-def depth_anything() -> nn.Module:
+def depth_anything(family: str = "DepthAnything") -> nn.Module:
     backbone = transformers.Dinov2Config(
         **{**TRANSFORMER, "num_hidden_layers": 4},
         image_size=98,
@@ -298,7 +298,7 @@ def depth_anything() -> nn.Module:
         reshape_hidden_states=False,
     )
     options = {"neck_hidden_sizes": WIDTHS, "reassemble_hidden_size": 16, "fusion_hidden_size": 8}
-    return built("DepthAnything", "ForDepthEstimation", backbone_config=backbone, head_hidden_size=8, **options)
+    return built(family, "ForDepthEstimation", backbone_config=backbone, head_hidden_size=8, **options)
 
 
 def zoedepth() -> nn.Module:

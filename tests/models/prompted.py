@@ -4,7 +4,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.models.from_transformers import ENCODER, TRANSFORMER, WIDTHS, built
+from tests.models.from_transformers import ENCODER, TRANSFORMER, built
 from tests.models.zoo import Inputs, images
 
 WITH_EXAMPLE = ("pixel_values", "prompt_pixel_values", "prompt_masks", "labels")
@@ -107,15 +107,3 @@ def with_coarse_depth(height: int, width: int) -> Inputs:
     return dict(
         zip(WITH_DEPTH, (images(2, height, width), images(2, height // 4, width // 4)[:, :1].abs()), strict=True)
     )
-
-
-def depth_anything() -> nn.Module:
-    backbone = transformers.Dinov2Config(
-        **{**TRANSFORMER, "num_hidden_layers": 4},
-        image_size=98,
-        patch_size=14,
-        out_indices=[1, 2, 3, 4],
-        reshape_hidden_states=False,
-    )
-    options = {"neck_hidden_sizes": WIDTHS, "reassemble_hidden_size": 16, "fusion_hidden_size": 8}
-    return built("PromptDepthAnything", "ForDepthEstimation", backbone_config=backbone, head_hidden_size=8, **options)

@@ -60,3 +60,22 @@ def test_a_compiled_model_is_exact_and_told_what_compiles_instead(part):
     for rank, (differences, told) in enumerate(rank_group(2).run(compared, part)):
         assert len(differences) == 10 and max(differences) < 1e-12
         assert len(told) == (rank == 0) and all("compile=True" in one for one in told), told
+
+
+def made_whole(x):
+    y = x * 2
+    return (y.full() if isinstance(y, ff.SpatialTensor) else y).sin().sum()
+
+
+def compiled_to_the_whole():
+    leaf = torch.randn(1, 2, 5, 7, dtype=torch.float64).requires_grad_()
+    split = ff.shard(leaf, ff.init_mesh(width=2))
+    made_whole(leaf).backward()
+    expected, leaf.grad = leaf.grad, None
+    torch.compile(made_whole, backend="eager")(split).backward()
+    return float((leaf.grad - expected).abs().max())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_may_make_a_split_tensor_whole():
+    assert max(rank_group(2).run(compiled_to_the_whole)) < 1e-12

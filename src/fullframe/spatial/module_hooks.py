@@ -26,12 +26,12 @@ class BackwardHookFunction(torch_functions.BackwardHookFunction):
 Node: Any = BackwardHookFunction._backward_cls
 
 
-class _Shown:
+class Shown:
     """A gradient that arrived here, and what a hook is given in its place."""
 
     def __init__(self, arrived: Tensor | None, spec: Spec | None):
         self._arrived, self.spec = arrived, spec
-        self.given = arrived if arrived is None or spec is None else wrap(seen(arrived, spec), spec)
+        self.given: Any = arrived if arrived is None or spec is None else wrap(seen(arrived, spec), spec)
         self._version = None if self.given is None else version_of(local_or_whole(self.given))
 
     def taken_back(self, result: Tensor | None) -> Tensor | None:
@@ -47,9 +47,9 @@ def _register_hook(node: Any, hook: Callable[[Gradients, Gradients], Gradients |
     specs: tuple[Spec | None, ...] = node.specs
 
     def called(before: Gradients, after: Gradients) -> Gradients | None:
-        shown = [_Shown(gradient, spec) for gradient, spec in zip(before, specs, strict=True)]
+        shown = [Shown(gradient, spec) for gradient, spec in zip(before, specs, strict=True)]
         # the function does nothing: but for a gradient that torch fills in, they are the same
-        outer = [s if a is b else _Shown(a, s.spec) for a, b, s in zip(after, before, shown, strict=True)]
+        outer = [s if a is b else Shown(a, s.spec) for a, b, s in zip(after, before, shown, strict=True)]
         result = hook(tuple(s.given for s in shown), tuple(s.given for s in outer))
         if result is None:
             return None

@@ -96,6 +96,8 @@ class SpatialTensor(Tensor):
 
     def full(self) -> Tensor:
         """The whole tensor, plain, on every rank of the replica; differentiable. All ranks must call it."""
+        if is_dynamo_compiling():  # it would follow the messages, and take the local tensor's graph for the shell's
+            return torch._dynamo.disable(self.full)()  # type: ignore[no-any-return]
         return gather_axes(local_of(self), self.spec, [p.axis for p in self.spec.placements])[0]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -180,8 +182,6 @@ def local_of(shell: SpatialTensor) -> Tensor:
     A shell that went through `autograd.Function.apply` has one: its gradient would bypass the local tensor and be lost.
     A view that had to be copied is taken anew where its base was written since.
     """
-    if is_dynamo_compiling():  # it would take the local tensor's graph for the shell's
-        return torch._dynamo.disable(local_of)(shell)  # type: ignore[no-any-return]
     if shell._view is not None:
         shell._view.refresh(shell, local_of(shell._view.base))
     with _no_torch_function():

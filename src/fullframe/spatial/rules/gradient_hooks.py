@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fullframe.errors import UnsupportedOp
 from fullframe.spatial.gradients import enter, is_seen, see_leaf, seen, unseen
-from fullframe.spatial.module_hooks import Node
+from fullframe.spatial.module_hooks import Node, Shown
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.rules.registry import getter, rule, setters
@@ -117,16 +117,12 @@ def _register_hook(func: Any, x: SpatialTensor, hook: Callable[[Tensor], Any]) -
     is_right = is_seen(local)
 
     def called(gradient: Tensor) -> Tensor | None:
-        given = gradient if is_right else seen(gradient, spec)
-        version = given._version
-        result = hook(wrap(given, spec))
-        if result is None:
-            if given is gradient or given._version == version:
-                return None
-            changed = given  # in place
-        else:
-            changed = aligned(result, spec)
-        return changed if is_right else unseen(changed, spec)
+        if is_right:
+            result = hook(wrap(gradient, spec))
+            return None if result is None else aligned(result, spec)
+        shown = Shown(gradient, spec)
+        result = hook(shown.given)
+        return shown.taken_back(shown.given if result is None else result)
 
     handle = func(local, called)
     kept = _retained(local)
