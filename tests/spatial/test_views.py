@@ -68,6 +68,18 @@ def strips(x: Tensor, value: Tensor) -> Any:
     return x
 
 
+def properties(x: Tensor) -> Any:
+    """Of slices that are copies: their rows lie on some of the ranks, and are spread over all of them."""
+    y = x[1, :, :3, :6]
+    y.mT[:, 3:] -= 1
+    y[:, :2].mH[1].mul_(2)
+    x[0, 1, :3, 7:].T[4] = 3
+    x[0, 2, 4:, :5].H.add_(1)
+    y.data[0, 1] += 4
+    x[1, 3:, 4:, :4].real[0, :, :2] *= 5
+    return x, y
+
+
 def same_memory(x: Tensor) -> Any:
     y = F.interpolate(x, size=x.shape[2:])
     y += 1
@@ -98,6 +110,7 @@ WRITES: dict[str, Callable[..., Any]] = {
     "rows and columns": lambda x: (x[:, :, 1:3, 2:9].mul_(2), x[:, :, 1:5, :1].fill_(3), x),
     "every second": lambda x: (x[..., ::2].mul_(2), x[:, :, 1::3].zero_(), x),
     "of the data": lambda x: (x.data[..., 0].zero_(), x.detach()[..., 3:5].fill_(2), x),
+    "properties": properties,
     "transposed": lambda x: (x.transpose(2, 3)[:, :, 0].zero_(), x.permute(0, 2, 3, 1)[..., 5, :].fill_(1), x),
     "a view of a slice": nested,
     "base and view": both_ways,

@@ -6,6 +6,7 @@ DDP looks for plain tensors and their graphs, which shells do not have, so shell
 import copy
 import hashlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -158,6 +159,7 @@ class ParallelModel(nn.Module):
         self._agreement = Agreement(spatial)
         self._spatial, self._said_whole = spatial, False
         self._syncing = True  # outside no_sync()
+        self._whole = [weakref.ref(buffer) for buffer in model.buffers()]  # so `spatial/canvas.py` leaves them
         self._queued = False  # a check at the end of the backward pass that is running
         self.find_unused_parameters = find_unused_parameters
         self.average_gradients = average_gradients

@@ -17,6 +17,7 @@ from fullframe.errors import FullframeError, UnsupportedOp
 from fullframe.ranks.channel import announce
 from fullframe.ranks.recording import recorder
 from fullframe.spatial.approved import AS_IT_IS, KnownCall, approve, conformed, known_call
+from fullframe.spatial.canvas import filled_by
 from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
 from fullframe.spatial.fallback import derived, memory_of, name_of, plain, settle, unsupported
 from fullframe.spatial.gradients import entered
@@ -69,6 +70,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = operands or [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
     if any(type(operand) is SpatialTensor and not operand.spec.placements for operand in operands):
         return _with_whole_views(func, args, kwargs if target is None else {**kwargs, "out": target})
+    canvas = args[0] if target is None and args and writes(func, kwargs) else target
+    if canvas is not None and filled_by(canvas, func, args, kwargs, alike=True):
+        return dispatch(func, args, kwargs if target is None else {**kwargs, "out": target})
     try:
         result = _ruled(func, args, kwargs, operands, facts, call)
         return result if target is None else _into(target, result, func)
@@ -77,6 +81,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reason, fix = merged.reason, merged.fix
     except Unsupported as refused:
         again, reason, fix = None, refused.reason, refused.fix
+        if filled_by(canvas, func, args, kwargs, alike=False):
+            return dispatch(func, args, kwargs if target is None else {**kwargs, "out": target})
     if again is not None:
         result = dispatch(func, again[0], again[1] if target is None else {**again[1], "out": target})
         return args[0] if args and result is again[0][0] else result

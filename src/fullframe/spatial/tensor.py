@@ -38,7 +38,6 @@ class SpatialTensor(Tensor):
     raises `UnsupportedOp` on all ranks alike.
     """
 
-    __slots__ = ("_local", "_view", "spec")
     _local: Tensor
     spec: Spec  # what all ranks know of it
     _view: View | None  # set where memory that torch would share is not shared

@@ -124,10 +124,19 @@ def main(recipe_path: Path, folder: Path, values: Sequence[str] = ()) -> None:
 
 
 def double_model(recipe: Recipe, device: torch.device) -> tuple[nn.Module, list[str]]:
-    """The recipe's model from its seed, in float64, without dropout; what dropout there was, in words."""
+    """The recipe's model from its seed, in double precision, without dropout; what dropout there was, in words."""
     seed_everything(recipe.seed)
-    model = recipe.model().double().to(device)
+    model = recipe.model().to(device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = in_double(tensor.data)  # nn.Module.double() would leave complex ones as they are
     return model, without_dropout(model)
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    """Real and complex numbers in double precision, others as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _recorded(recipe: Recipe, model: nn.Module, batch: Any, folder: Path) -> tuple[float, float]:

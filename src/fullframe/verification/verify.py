@@ -113,7 +113,7 @@ class _KeptBatch:
 
     def __call__(self, samples: list[Any]) -> Any:
         collated = self._collate(samples)
-        self.batch = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, collated)
+        self.batch = tree_map_only(Tensor, reference.in_double, collated)
         return self.batch
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, require_the_numbers_of_one_process, small
 
 SHIFTS = 4
 
@@ -64,12 +64,53 @@ def of_tokens(x: Tensor) -> Tensor:
     return ones * x.new_ones((), dtype=torch.float64) + x.new_zeros(x.shape[1])
 
 
+def spectral(x: Tensor, weight: Tensor) -> Tensor:
+    """A layer of a Fourier neural operator: few frequencies are kept, in a tensor of another shape."""
+    n, _, h, w = x.shape
+    found = torch.fft.rfft2(x)
+    kept = torch.zeros(n, 3, h, w // 2 + 1, dtype=found.dtype, device=x.device)
+    for rows in (slice(3), slice(-3, None)):
+        kept[:, :, rows, :4] = torch.einsum("bixy,ioxy->boxy", found[:, :, rows, :4], weight.to(kept.dtype))
+    return torch.fft.irfft2(kept, s=(h, w))
+
+
+def by_wavelets(x: Tensor) -> Tensor:
+    n, c, h, w = x.shape
+    out = torch.zeros(n, c, 2 * h, 2 * w, dtype=x.dtype, device=x.device)
+    for number in range(4):
+        out[:, :, number // 2 :: 2, number % 2 :: 2] = x * number + 1
+    return out
+
+
+def added_to_views(x: Tensor) -> Tensor:
+    n, c, h, w = x.shape
+    out = torch.full((n, c + 5, h, w), 0.5, dtype=x.dtype, device=x.device)
+    out[:, 1 : c + 1] += x
+    out[1] -= out[0] * 0.5
+    wider = torch.ones(n, c, h, 2 * w + 3, dtype=x.dtype, device=x.device)
+    wider[..., 1:-2:2] *= x
+    return out * wider.sum()
+
+
+def at_places(x: Tensor) -> Tensor:
+    points = x.flatten(2)[0]
+    out = torch.zeros(len(points), 2 * points.shape[1], dtype=x.dtype, device=x.device)
+    out[:, 2 * torch.arange(points.shape[1], device=x.device).flip(0)] = points
+    sums = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    sums.copy_(x).scatter_add_(1, (x.detach() > 0).long(), x * x)
+    return out.view(len(points), -1, 2).sum(2) @ sums.flatten(2).mT
+
+
 CASES: dict[str, Case] = {
     "concatenated cost volume": Case(concatenated, ((2, 3), (2, 3))),
     "correlated cost volume": Case(correlated, ((2, 4), (2, 4))),
     "windows": Case(by_windows),
     "recurrent": Case(recurrent, whole=((3, 7, 3, 3),)),
     "tokens": Case(of_tokens),
+    "a spectral layer": Case(spectral, whole=((4, 3, 3, 4),)),
+    "wavelets": small(by_wavelets),
+    "added to views": Case(added_to_views),
+    "at places": small(at_places),
 }
 
 

@@ -230,8 +230,19 @@ def beside(x: Tensor, y: Tensor, whole: Tensor) -> list[Tensor]:
     ]
 
 
+def put_back(x: Tensor) -> Tensor:
+    """A masked autoencoder's: tokens put back to their places among learned ones."""
+    tokens = x.flatten(2).mT
+    mask = tokens[..., 0] > 0
+    out = torch.zeros(tokens.shape, dtype=x.dtype, device=x.device)
+    out[mask] = tokens[mask] ** 2
+    out[:, 2:7] += tokens[:, 1:6]
+    return out
+
+
 TWO = ((17, 50), (8, 11))
 CASES: dict[str, Case] = {
+    "tokens put back": Case(put_back, sizes=((7, 11),)),
     **{
         f"{name}, {where}": Case(lambda *t, op=op, mask=mask: op(*t, mask(t[0])), split, whole)
         for where, mask in {"anywhere": above, "on one rank": corner, "everywhere": lambda x: above(x, -9)}.items()
@@ -341,8 +352,9 @@ def _refusals() -> list[str]:
     on = mesh(1, 2)
     x, mask = ff.shard(X, on), ff.shard(X > 0, on)
     index = torch.tensor([0])
+    whole = torch.nn.Parameter(X.clone(), requires_grad=False)
     calls: dict[str, Op] = {
-        "beside": lambda: x[index.view(1, 1), :, mask[0, 0]], "whole": lambda: X.clone().__setitem__(mask, x[mask]),
+        "beside": lambda: x[index.view(1, 1), :, mask[0, 0]], "whole": lambda: whole.__setitem__(mask, x[mask]),
     }  # fmt: skip
     return [_raised(call) for call in calls.values()]
 

@@ -274,7 +274,6 @@ def _refused() -> int:
         lambda: torch.zeros(4).index_copy(0, index, x.flatten()),
         lambda: torch.zeros(4).scatter(0, index, x.flatten()),
         lambda: torch.zeros(4).index_put((index,), x.flatten()),
-        lambda: set_in(torch.zeros(4), x.flatten(), index),
         lambda: x.index_put((x > 0,), torch.ones(())),
     ):
         with pytest.raises(ff.UnsupportedOp):

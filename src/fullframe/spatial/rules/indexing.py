@@ -12,11 +12,12 @@ from fullframe.geometry.window import Slice
 from fullframe.spatial.fallback import settle
 from fullframe.spatial.operands import has_gradients, has_values, shells_in
 from fullframe.spatial.redistribute import refetched
-from fullframe.spatial.rules.masks import INTO_WHOLE, is_mask, masked, write
+from fullframe.spatial.rules.masks import is_mask, masked, write
 from fullframe.spatial.rules.points import read_at
 from fullframe.spatial.rules.reduction import without
 from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
 from fullframe.spatial.rules.scattering import put_at
+from fullframe.spatial.rules.unsupported import INTO_WHOLE
 from fullframe.spatial.rules.window_plan import plan_windows, region
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, viewed, wrap

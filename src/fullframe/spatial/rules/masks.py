@@ -16,14 +16,11 @@ from fullframe.spatial.operands import aligned, has_values, merged, united
 from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.pointwise import pointwise
 from fullframe.spatial.rules.registry import Merged, Unsupported, rule
+from fullframe.spatial.rules.unsupported import INTO_WHOLE
 from fullframe.spatial.selection import Selection, numbers_held, picked, selected
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
-INTO_WHOLE = (
-    "Make the whole one by x.new_zeros(size) of a split x, which is split too where it has x's rows and columns; use "
-    "torch.where or torch.cat; or give parallelize or ff.Recipe unsupported='gather', which writes the gathered values."
-)
 _EVERYTHING = slice(None)
 _OF_MASKS = (torch.bool, torch.uint8)
 
@@ -249,7 +246,8 @@ def _masked_scatter(func: Any, x: Tensor, mask: Tensor, source: Tensor) -> Tenso
     """
     in_place = func is Tensor.masked_scatter_
     if not isinstance(x, SpatialTensor) and (in_place or not isinstance(mask, SpatialTensor)):
-        raise Unsupported("split values are written into a whole tensor", "Give the source as source.full().")
+        fix = INTO_WHOLE if in_place else "Give the source as source.full()."
+        raise Unsupported("split values are written into a whole tensor", fix)
     spec = x.spec if in_place else merged([x, mask])  # type: ignore[attr-defined]
     spec = spec.with_(spec.shape, spec.placements)
     local, mask_ = aligned(x, spec), aligned(mask, spec)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from fullframe.spatial.gradients import enters
 from fullframe.spatial.operands import aligned, merged
 from fullframe.spatial.rules.registry import IN_PLACE_OPERATORS, QUICK, RULES, Unsupported, getter, rule, writes
+from fullframe.spatial.rules.unsupported import INTO_WHOLE
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, shell_of, wrap
 
@@ -118,7 +119,7 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     spec = merged([leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)])
     target = args[0] if writes(func, kwargs) else None
     if target is not None and (not isinstance(target, SpatialTensor) or target.spec.shape != spec.shape):
-        raise Unsupported("it writes a split result into a smaller or whole tensor", "Write x = x + y, not in place.")
+        raise Unsupported("it writes a split result into a smaller or whole tensor", INTO_WHOLE)
     if target is not None:
         spec = target.spec
     local_args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, spec), (args, kwargs))

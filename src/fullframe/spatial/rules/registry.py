@@ -94,6 +94,7 @@ def rule(*functions: Any, checked: bool = True) -> Callable[[R], R]:
 
 
 def _of_torch(function: Any) -> bool:
+    function = getattr(function, "__self__", None) or function  # of a `getter` the property
     home = getattr(function, "__module__", None) or getattr(getattr(function, "__objclass__", None), "__module__", "")
     return not home or home.partition(".")[0] == "torch"
 

@@ -22,6 +22,7 @@ from fullframe.spatial.rules.points import (
 )
 from fullframe.spatial.rules.registry import Unsupported, rule, writes
 from fullframe.spatial.rules.tables import landing
+from fullframe.spatial.rules.unsupported import INTO_WHOLE
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 from fullframe.spatial.whole_rows import sent_home, whole_rows
@@ -157,7 +158,7 @@ def _scattered_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, src: An
         parts = aligned(index, spec), aligned(src, spec)
         return _added(func, x, torch.scatter_add(x.new_zeros(x.shape), dim, *parts), spec, kwargs)
     if in_place:
-        raise Unsupported("it writes split values into a whole tensor", "Use the form that is not in place.")
+        raise Unsupported("it writes split values into a whole tensor", INTO_WHOLE)
     tensors = [t for t in (x, index, src) if isinstance(t, Tensor)]
     if any(t.shape[p.dim] != spec.shape[p.dim] for t in tensors for p in spec.placements):
         raise Unsupported("the index or the source covers a part of a split dim")

@@ -9,6 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+INTO_WHOLE = (
+    "A tensor made to be filled, as by torch.zeros(size), becomes split by itself; not so a parameter, a model's "
+    "buffer, and what shares its memory with an array, torch's graph or a second view (under torch.inference_mode with "
+    "any view: use torch.no_grad). Fill a new one, use torch.where or torch.cat, or give parallelize or ff.Recipe "
+    "unsupported='gather', which writes the gathered values."
+)
 _REFUSED: dict[str, str] = {
     "it works on whole matrices": """
         linalg.* cholesky cholesky_inverse cholesky_solve det logdet slogdet geqrf householder_product inverse

@@ -1,0 +1,182 @@
+"""Whole tensors that a program fills with split values, as in `out = torch.zeros(size); out[:, :, ::2] = x`.
+
+Such a tensor becomes split where the first split value is written into it: the object that the program holds is given
+the shell of this rank's part, so that the rest of the program goes on as it is. A view that the program has just taken,
+as in `out[:, 2:-2] += x`, becomes the same view of what is split.
+"""
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import swap_tensors
+
+from fullframe.geometry.extents import Extents
+from fullframe.geometry.placement import Placement
+from fullframe.ranks.memory_format import memory_format_of
+from fullframe.spatial.operands import shells_in, united
+from fullframe.spatial.redistribute import sliced
+from fullframe.spatial.tensor import SpatialTensor, wrap
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alike: bool) -> bool:
+    """Whether `canvas`, into which `func` writes what comes of its split operands, is split now; sends nothing.
+
+    It is cut as the operands are in the dims in which it has as many rows as they have, and evenly in others, where it
+    has at least a row for each rank; with `alike` only where it has none of the others. It is left whole where it is a
+    parameter or a model's buffer, and where something would not see what is written: an array or torch's graph that
+    holds its memory, a second view.
+    """
+    if not isinstance(canvas, Tensor) or isinstance(canvas, SpatialTensor) or not canvas.numel():
+        return False
+    base: Tensor = canvas if canvas._base is None else canvas._base
+    view = _view_of(canvas, base)
+    if view is None or not _is_alone(base, canvas):
+        return False
+    cuts: list[tuple[Placement, ...]] = []
+    shells = sorted(shells_in(args, kwargs), key=lambda shell: -shell.numel())
+    for shell in shells:
+        behind = [None if dim is None else view.dims[dim] for dim in _lies_along(shell, canvas, func, args)]
+        cuts.append(tuple(_cuts(shell, behind, tuple(base.shape))))
+    placements = united(cuts)
+    wanted = {(p.axis, p.extents) for shell in shells for p in shell.spec.placements}
+    if not placements or (alike and wanted != {(p.axis, p.extents) for p in placements}):
+        return False
+    spec = shells[0].spec.with_(tuple(base.shape), placements).strided(base.stride())
+    split = wrap(sliced(base.detach(), spec).clone(memory_format=memory_format_of(base)), spec)
+    if canvas is not base:
+        swap_tensors(canvas, torch.empty(0))  # which lets go of `base`
+    swap_tensors(base, split)
+    if canvas is not base:
+        swap_tensors(canvas, view.taken(base))
+    return True
+
+
+class _View(NamedTuple):
+    """Slices and numbers that pick a view of a base, and for each dim of it the base's dim; None for an added one."""
+
+    picks: tuple[Any, ...]
+    dims: tuple[int | None, ...]
+
+    def taken(self, base: Tensor) -> Tensor:
+        """This view of `base`."""
+        picked = base[self.picks]
+        kept = [dim for dim in self.dims if dim is not None]
+        if kept != sorted(kept):
+            picked = picked.permute([sorted(kept).index(dim) for dim in kept])
+        for number, dim in enumerate(self.dims):
+            picked = picked.unsqueeze(number) if dim is None else picked
+        return picked
+
+
+def _view_of(canvas: Tensor, base: Tensor) -> _View | None:
+    """How `canvas` is a view of `base`, from where its elements lie; None where slices and numbers cannot say it."""
+    shape, strides = tuple(base.shape), base.stride()
+    if canvas is base:
+        return _View((), tuple(range(base.dim())))
+    if canvas.dtype is not base.dtype or canvas.is_conj() or canvas.is_neg():
+        return None
+    behind = canvas.storage_offset() - base.storage_offset()
+    picks: list[Any] = [0] * base.dim()
+    by_stride = sorted((d for d in range(base.dim()) if shape[d] > 1 and strides[d]), key=lambda d: -strides[d])
+    for d in by_stride:
+        picks[d], behind = divmod(int(behind), strides[d])
+    if behind or any(number >= size for number, size in zip(picks, shape, strict=True)):
+        return None
+    dims: list[int | None] = []
+    for size, stride in zip(canvas.shape, canvas.stride(), strict=True):
+        dim = next((d for d in by_stride if strides[d] <= stride), None) if size > 1 else None
+        dims.append(dim)
+        if size == 1:
+            continue
+        if dim is None or stride % strides[dim] or isinstance(picks[dim], slice):
+            return None
+        first, step = picks[dim], stride // strides[dim]
+        last = first + (size - 1) * step
+        if last >= shape[dim]:
+            return None
+        picks[dim] = slice(first, last + 1, step)
+    return _View(tuple(picks), tuple(dims))
+
+
+def _is_alone(base: Tensor, canvas: Tensor) -> bool:
+    """Whether nothing but the program's variables holds `base`, or its memory, beside the view `canvas` of it."""
+    if base.requires_grad or canvas.requires_grad or isinstance(base, nn.Parameter):
+        return False
+    if base.layout is not torch.strided or not base.untyped_storage().resizable():  # as of an array
+        return False
+    if base.device.type == "cpu" and base.is_shared():  # with other processes; on other devices torch says so of all
+        return False
+    alone = torch.empty(2, device=base.device)
+    if {type(base), type(canvas)} != {type(alone)}:  # a class of the program's own, which would be lost
+        return False
+    if isinstance(base, FakeTensor):  # which keeps the views between; a simulation asks no more
+        return True
+    view = alone if canvas is base else alone[:1]
+    return _holders(base) == _holders(alone) and _holders(canvas) == _holders(view)
+
+
+def _holders(tensor: Tensor) -> tuple[Any, ...]:
+    """Who holds a tensor beside Python's variables, and how many hold its memory."""
+    memory: Any = tensor.untyped_storage()
+    held: Any = tensor
+    in_use = torch._C._storage_Use_Count(memory._cdata)
+    return held._use_count(), weakref.getweakrefs(tensor), sys.getrefcount(memory), in_use
+
+
+def _cuts(shell: SpatialTensor, behind: Sequence[int | None], shape: Sequence[int]) -> Iterator[Placement]:
+    """Where the cuts of an operand lie in a tensor of `shape`, whose dim each of its dims lies along."""
+    spec = shell.spec
+    for dim, along in enumerate(behind):
+        here = [p for p in spec.placements if p.dim == dim]
+        if along is None or not here:
+            continue
+        axis = spec.spatial.axis(spec.spatial.joint([p.axis for p in here]))
+        if shape[along] == spec.shape[dim]:
+            yield from (p.at(along) for p in here)
+        elif shape[along] >= axis.size:
+            yield Placement(axis.name, along, Extents.even(shape[along], axis.size))
+
+
+def _lies_along(shell: SpatialTensor, canvas: Tensor, func: Any, args: tuple[Any, ...]) -> list[int | None]:
+    """The dim of the canvas that each dim of an operand lies along; None where it lies along none.
+
+    What is written ends where the canvas ends, or what an index picks of it. A mask in the index lies along the dims
+    that it covers, positions lie along the dim that they index.
+    """
+    index: Any = args[1] if getattr(func, "__name__", "") in ("__setitem__", "index_put_") else ()
+    items = list(index) if isinstance(index, tuple) or func is Tensor.index_put_ else [index]
+    rest = canvas.dim() - sum(_uses(item) for item in items)
+    at = next((n for n, item in enumerate(items) if item is Ellipsis), len(items))
+    items[at : at + 1] = [slice(None)] * rest
+    picked: list[int | None] = []
+    dim, in_tensors = 0, False
+    for item in items:
+        if item is shell:
+            return [dim + n if _is_mask(item) else dim for n in range(shell.dim())]
+        if item is None or isinstance(item, slice):
+            picked.append(None if item is None else dim)
+        elif not in_tensors:
+            dims = 1 if _is_mask(item) else torch.as_tensor(item).dim()
+            picked += [dim] * dims
+            in_tensors = dims > 0
+        dim += _uses(item)
+    outside = shell.dim() - len(picked)
+    return [*[None] * outside, *picked[max(0, -outside) :]]
+
+
+def _uses(item: Any) -> int:
+    """How many dims an item of an index is for."""
+    if item is None or item is Ellipsis:
+        return 0
+    return item.dim() if _is_mask(item) else 1
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in _MASKS and item.dim() > 0

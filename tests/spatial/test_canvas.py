@@ -1,0 +1,216 @@
+"""Whole tensors that become split where split values are written into them, and those that must not."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+import fullframe as ff
+from fullframe.spatial.canvas import _view_of
+from tests.exactness import mesh
+from tests.rank_group import rank_group
+from tests.spatial.traffic import bytes_of_messages
+
+SHAPE = (1, 2, 6, 9)
+
+
+def _filled() -> list[Any]:
+    x = ff.shard(torch.ones(SHAPE), mesh(1, 2))
+    canvas = torch.zeros(SHAPE).to(memory_format=torch.channels_last)
+    canvas[:, 0] = 3
+    same, holders = canvas, {"canvas": canvas}
+    sent = bytes_of_messages(lambda: canvas.__setitem__((slice(None), 1), x[:, 1]))
+    assert same is canvas is holders["canvas"] and isinstance(canvas, ff.SpatialTensor)
+    assert canvas.stride() == torch.empty(SHAPE).to(memory_format=torch.channels_last).stride()
+    assert torch.equal(canvas.full()[0], torch.stack([torch.full((6, 9), 3.0), x.full()[0, 1]]))
+    return [sent, canvas.local.shape[-1], canvas.local.untyped_storage().nbytes()]
+
+
+def test_the_object_itself_becomes_split_and_nothing_is_sent() -> None:
+    assert rank_group(2).run(_filled) == [[0, width, 2 * 6 * width * 4] for width in (5, 4)]
+
+
+def _cuts() -> list[Any]:
+    x = ff.shard(torch.ones(SHAPE), mesh(2, 2))
+    taller, wider, flat = torch.zeros(1, 2, 12, 9), torch.zeros(1, 2, 6, 1), torch.zeros(108)
+    taller[:, :, ::2] += x
+    wider += x.sum(-1, keepdim=True)
+    flat[torch.arange(108)] = x.flatten()
+    assert torch.equal(taller.full()[:, :, ::2], x.full()) and torch.equal(flat.full(), torch.ones(108))  # type: ignore[attr-defined]
+    return [tuple(t.local.shape) for t in (taller, wider, flat)]  # type: ignore[attr-defined]
+
+
+def test_the_cuts_are_those_of_what_is_written() -> None:
+    parts = [((1, 2, 6, 5), (30,)), ((1, 2, 6, 4), (24,)), ((1, 2, 6, 5), (30,)), ((1, 2, 6, 4), (24,))]
+    assert rank_group(4).run(_cuts) == [[taller, (1, 2, 3, 1), flat] for taller, flat in parts]
+
+
+def _window(image: Tensor) -> Tensor:
+    summed = torch.zeros(1, 4, 11, 13)
+    for top in (0, 2, 5):
+        summed[:, 1:3, top : top + 6, 2:11] += image
+        summed[0, 3, top : top + 6].mT[4:] -= image[0, 1].mT
+    return summed
+
+
+def _windows(height: int, width: int) -> bool:
+    x = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0))
+    summed = _window(ff.shard(x, mesh(height, width)))
+    return torch.equal(summed.full(), _window(x))  # type: ignore[attr-defined]
+
+
+def test_windows_of_several_dims_are_added_to() -> None:
+    for on in ((1, 2), (2, 1)):
+        assert rank_group(2).run(_windows, *on) == [True, True]
+
+
+def _in_numpy(x: Tensor) -> tuple[Tensor, Any]:
+    canvas = torch.zeros(SHAPE)
+    return canvas, canvas.numpy()
+
+
+def _of_numpy(x: Tensor) -> tuple[Tensor, Any]:
+    return torch.from_numpy(torch.zeros(SHAPE).numpy().copy()), None
+
+
+def _in_a_graph(x: Tensor) -> tuple[Tensor, Any]:
+    canvas = torch.zeros(SHAPE)
+    return canvas, canvas * torch.ones(SHAPE, requires_grad=True)
+
+
+def _viewed(x: Tensor) -> tuple[Tensor, Any]:
+    canvas = torch.zeros(SHAPE)
+    return canvas, canvas[:, 1]
+
+
+def _viewed_twice(x: Tensor) -> tuple[Tensor, Any]:
+    base = torch.zeros(2, *SHAPE)
+    return base[0], base[0]
+
+
+def _detached(x: Tensor) -> tuple[Tensor, Any]:
+    canvas = torch.zeros(SHAPE)
+    return canvas, canvas.detach()
+
+
+def _memory_kept(x: Tensor) -> tuple[Tensor, Any]:
+    canvas = torch.zeros(SHAPE)
+    return canvas, canvas.untyped_storage()
+
+
+def _shared(x: Tensor) -> tuple[Tensor, Any]:
+    return torch.zeros(SHAPE).share_memory_(), None
+
+
+def _parameter(x: Tensor) -> tuple[Tensor, Any]:
+    return nn.Parameter(torch.zeros(SHAPE), requires_grad=False), None
+
+
+def _buffer(x: Tensor) -> tuple[Tensor, Any]:
+    module = nn.BatchNorm2d(2)
+    module.register_buffer("canvas", torch.zeros(SHAPE))
+    parallel = ff.parallelize(module, x.device_mesh)  # type: ignore[attr-defined]
+    return module.get_buffer("canvas"), parallel
+
+
+def _trained(x: Tensor) -> tuple[Tensor, Any]:
+    return torch.zeros(SHAPE, requires_grad=True) * 2, None
+
+
+class Image(Tensor):
+    """A class of the program's own."""
+
+
+def _of_a_class(x: Tensor) -> tuple[Tensor, Any]:
+    return torch.zeros(SHAPE).as_subclass(Image), None
+
+
+def _known_elsewhere(x: Tensor) -> tuple[Tensor, Any]:
+    canvas = torch.zeros(SHAPE)
+    return canvas, weakref.ref(canvas)
+
+
+def _flattened(x: Tensor) -> tuple[Tensor, Any]:
+    return torch.zeros(2, *SHAPE[1:]).flatten()[5 : 5 + x.numel()].view(SHAPE), None
+
+
+STAYS = [
+    _in_numpy, _of_numpy, _in_a_graph, _viewed, _viewed_twice, _detached, _memory_kept, _shared, _parameter, _buffer,
+    _trained, _known_elsewhere, _flattened, _of_a_class,
+]  # fmt: skip
+
+
+def _refused(number: int) -> list[str]:
+    x = ff.shard(torch.ones(SHAPE), mesh(1, 2))
+    found = []
+    writes: list[Callable[[Tensor], Any]] = [
+        lambda t: t.__setitem__(slice(None), x), lambda t: t.add_(x), lambda t: t.__setitem__(x > 0, x[x > 0]),
+    ]  # fmt: skip
+    for write in writes:
+        canvas, held = STAYS[number](x)
+        with pytest.raises(ff.UnsupportedOp):
+            write(canvas)
+        assert not isinstance(canvas, ff.SpatialTensor) and not canvas.detach().any(), held
+    with torch.inference_mode(), pytest.raises(ff.UnsupportedOp, match="inference_mode"):
+        canvas = torch.zeros(SHAPE)
+        canvas[:, 1:] += x[:, 1:]
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(STAYS)), ids=[make.__name__[1:] for make in STAYS])
+def test_what_others_hold_is_refused_and_left_as_it_was(number: int) -> None:
+    rank_group(2).run(_refused, number)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_view_of_slices_and_numbers_is_found_again(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    order = data.draw(st.permutations(range(len(sizes))))
+    base = torch.arange(torch.Size(sizes).numel()).view(sizes).permute(order).clone(memory_format=torch.preserve_format)
+    items: list[Any] = []
+    for size in base.shape:
+        start = data.draw(st.integers(0, size - 1))
+        stop = data.draw(st.integers(start + 1, size))
+        items.append(data.draw(st.sampled_from([start, slice(start, stop, data.draw(st.integers(1, 3))), slice(None)])))
+        items += data.draw(st.sampled_from([[], [], [None]]))
+    view = base[tuple(items)]
+    view = view.permute(data.draw(st.permutations(range(view.dim()))))
+    found = _view_of(view, base)
+    assert found is not None
+    again = found.taken(base)
+    assert torch.equal(again, view) and again.data_ptr() == view.data_ptr()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_view_that_is_found_is_the_one_that_it_was(data: st.DataObject) -> None:
+    """Of any strides: flattened, diagonal, windows that overlap, expanded."""
+    base = torch.arange(60).view(data.draw(st.sampled_from([(60,), (5, 12), (3, 4, 5), (2, 2, 3, 5), (5, 1, 12)])))
+    sizes = data.draw(st.lists(st.integers(1, 4), max_size=3))
+    strides = [data.draw(st.integers(0, 20)) for _ in sizes]
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    if last < 60:
+        view = base.as_strided(sizes, strides, data.draw(st.integers(0, 59 - last)))
+        found = _view_of(view, base)
+        if found is not None:
+            again = found.taken(base)
+            assert torch.equal(again, view) and again.data_ptr() == view.data_ptr()
+
+
+def test_views_that_slices_do_not_say_are_not_found() -> None:
+    base = torch.zeros(4, 6, dtype=torch.cfloat)
+    for view in (
+        base.flatten(),
+        base.diagonal(),
+        base.unfold(1, 3, 1),
+        base[:, :1].expand(4, 3),
+        base.conj(),
+        base.real,
+    ):
+        assert _view_of(view, base) is None, view
