@@ -118,8 +118,16 @@ def _buffer(x: Tensor) -> tuple[Tensor, Any]:
     return module.get_buffer("canvas"), parallel
 
 
-def _trained(x: Tensor) -> tuple[Tensor, Any]:
-    return torch.zeros(SHAPE, requires_grad=True) * 2, None
+def _leaf(x: Tensor) -> tuple[Tensor, Any]:
+    canvas = torch.zeros(SHAPE, requires_grad=True)
+    torch.set_grad_enabled(False)
+    return canvas, None
+
+
+def _trained_before(x: Tensor) -> tuple[Tensor, Any]:
+    canvas = torch.zeros(SHAPE, requires_grad=True) * 2
+    torch.set_grad_enabled(False)
+    return canvas, None
 
 
 class Image(Tensor):
@@ -141,7 +149,7 @@ def _flattened(x: Tensor) -> tuple[Tensor, Any]:
 
 STAYS = [
     _in_numpy, _of_numpy, _in_a_graph, _viewed, _viewed_twice, _detached, _memory_kept, _shared, _parameter, _buffer,
-    _trained, _known_elsewhere, _flattened, _of_a_class,
+    _leaf, _trained_before, _known_elsewhere, _flattened, _of_a_class,
 ]  # fmt: skip
 
 
@@ -155,6 +163,7 @@ def _refused(number: int) -> list[str]:
         canvas, held = STAYS[number](x)
         with pytest.raises(ff.UnsupportedOp):
             write(canvas)
+        torch.set_grad_enabled(True)
         assert not isinstance(canvas, ff.SpatialTensor) and not canvas.detach().any(), held
     with torch.inference_mode(), pytest.raises(ff.UnsupportedOp, match="inference_mode"):
         canvas = torch.zeros(SHAPE)

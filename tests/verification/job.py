@@ -131,6 +131,22 @@ class Unused(nn.Module):
         return self.mix(x)
 """
 
+# Parameters, a complex one among them, go into modules as their inputs; the gradient of one is a mean over replicas.
+QUERIED = """
+class Spectrum(nn.Module):
+    def forward(self, x, weight):
+        return torch.fft.ifft(torch.fft.fft(x, dim=1) * weight[:, None, None], dim=1).real
+
+class Queried(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.weight = nn.Parameter(torch.rand(6)), nn.Parameter(torch.rand(6, dtype=torch.cfloat))
+        self.embed, self.spectrum = nn.Linear(6, 6), Spectrum()
+
+    def forward(self, x):
+        return self.spectrum(x, self.weight) + self.embed(self.query)[:, None, None]
+"""
+
 # Dropout that is no module: every rank draws for its own pixels.
 DRAWN = """
 class Drawn(nn.Module):

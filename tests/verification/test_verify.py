@@ -12,7 +12,7 @@ from fullframe.verification.verdict import Verdict
 from fullframe.verification.verify import verify
 from tests.rank_group import RankFailure, rank_group
 from tests.verification.forked import verified_by_a_fork
-from tests.verification.job import DRAWN, LEAK, PARTS, RIGHT, SCALED, SEAM, SPECTRAL, UNUSED, written
+from tests.verification.job import DRAWN, LEAK, PARTS, QUERIED, RIGHT, SCALED, SEAM, SPECTRAL, UNUSED, written
 
 
 def _verified(path: str, data: int, height: int, width: int, unsupported: str, depth: int) -> str:
@@ -144,6 +144,12 @@ def test_parameters_without_a_gradient_are_named(tmp_path: Path) -> None:
         "middle.spare.bias": "no gradient",
     }
     assert verdict.notes[-1].startswith("2 parameters get no gradient from this batch (middle.spare.weight, ")
+
+
+def test_parameters_that_go_into_modules(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, "Queried()", QUERIED), data=2)
+    assert verdict.exact and largest(verdict) < 1e-12, verdict
+    assert {"middle.query", "middle.weight"} < {d.name for d in verdict.parameters}
 
 
 def test_random_numbers_are_named_as_a_reason(tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import swap_tensors
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.ranks.memory_format import memory_format_of
+from fullframe.spatial.gradients import enter
 from fullframe.spatial.operands import shells_in, united
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.tensor import SpatialTensor, wrap
@@ -49,7 +50,7 @@ def filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if not placements or (alike and wanted != {(p.axis, p.extents) for p in placements}):
         return False
     spec = shells[0].spec.with_(tuple(base.shape), placements).strided(base.stride())
-    split = wrap(sliced(base.detach(), spec).clone(memory_format=memory_format_of(base)), spec)
+    split = wrap(sliced(enter(base, spec.spatial), spec).clone(memory_format=memory_format_of(base)), spec)
     if canvas is not base:
         swap_tensors(canvas, torch.empty(0))  # which lets go of `base`
     swap_tensors(base, split)
@@ -107,7 +108,7 @@ def _view_of(canvas: Tensor, base: Tensor) -> _View | None:
 
 def _is_alone(base: Tensor, canvas: Tensor) -> bool:
     """Whether nothing but the program's variables holds `base`, or its memory, beside the view `canvas` of it."""
-    if base.requires_grad or canvas.requires_grad or isinstance(base, nn.Parameter):
+    if base.requires_grad and (base.is_leaf or not torch.is_grad_enabled()):  # its graph would not go on
         return False
     if base.layout is not torch.strided or not base.untyped_storage().resizable():  # as of an array
         return False

@@ -205,6 +205,8 @@ class _Comparison:
         self._known[local] = local._version
         if is_another_s:
             return  # a copy of what a stage has made, which gets a part of the gradient
+        if isinstance(local, nn.Parameter):
+            return  # its gradient is compared by its name, as the mean over replicas that it is
         if local.requires_grad and not found.problem and number not in self._hooked:
             times = self._calls.stages if self._calls.are_inside else 1
             self._hooked[number] = _Hooked(spec, local.detach().new_empty(0), tuple(local.shape), times)

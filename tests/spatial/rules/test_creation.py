@@ -92,6 +92,16 @@ def added_to_views(x: Tensor) -> Tensor:
     return out * wider.sum()
 
 
+def beside_a_token(x: Tensor, token: Tensor) -> Tensor:
+    """A vision transformer's tokens behind its own: what has been written already has a gradient, and is not split."""
+    n, c, h, w = x.shape
+    out = torch.zeros(n, h * w + 1, c, dtype=x.dtype, device=x.device)
+    out[:, 0] = token * 2
+    first = out * 3
+    out[:, 1:] = x.flatten(2).mT
+    return out.exp() + first
+
+
 def at_places(x: Tensor) -> Tensor:
     points = x.flatten(2)[0]
     out = torch.zeros(len(points), 2 * points.shape[1], dtype=x.dtype, device=x.device)
@@ -111,6 +121,7 @@ CASES: dict[str, Case] = {
     "wavelets": small(by_wavelets),
     "added to views": Case(added_to_views),
     "at places": small(at_places),
+    "tokens behind one": Case(beside_a_token, whole=((4,),), sizes=((7, 11),)),
 }
 
 
