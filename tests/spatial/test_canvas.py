@@ -138,6 +138,25 @@ def _of_a_class(x: Tensor) -> tuple[Tensor, Any]:
     return torch.zeros(SHAPE).as_subclass(Image), None
 
 
+def _gathered(x: Tensor) -> tuple[Tensor, Any]:
+    return (x * 0).full(), None  # type: ignore[attr-defined]
+
+
+def _local(x: Tensor) -> tuple[Tensor, Any]:
+    zeros = ff.shard(torch.zeros(*SHAPE[:-1], 2 * SHAPE[-1]), x.device_mesh)  # type: ignore[attr-defined]
+    return zeros.local, zeros
+
+
+def _part(x: Tensor) -> tuple[Tensor, Any]:
+    part = torch.zeros(SHAPE)
+    return part, ff.from_local(part, x.device_mesh)  # type: ignore[attr-defined]
+
+
+def _of_a_part(x: Tensor) -> tuple[Tensor, Any]:
+    part = torch.zeros(2, *SHAPE[1:])
+    return part[:1], ff.from_local(part, x.device_mesh)  # type: ignore[attr-defined]
+
+
 def _known_elsewhere(x: Tensor) -> tuple[Tensor, Any]:
     canvas = torch.zeros(SHAPE)
     return canvas, weakref.ref(canvas)
@@ -149,7 +168,8 @@ def _flattened(x: Tensor) -> tuple[Tensor, Any]:
 
 STAYS = [
     _in_numpy, _of_numpy, _in_a_graph, _viewed, _viewed_twice, _detached, _memory_kept, _shared, _parameter, _buffer,
-    _leaf, _trained_before, _known_elsewhere, _flattened, _of_a_class,
+    _leaf, _trained_before, _known_elsewhere, _flattened, _of_a_class, _gathered, _local,
+    _part, _of_a_part,
 ]  # fmt: skip
 
 

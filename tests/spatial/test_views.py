@@ -80,6 +80,16 @@ def properties(x: Tensor) -> Any:
     return x, y
 
 
+def whole_views(x: Tensor) -> Any:
+    """What is written into a row that all ranks hold is split itself."""
+    x[..., 3] = x[:, :, :, 5].clone()
+    y = x[1, 2, 4]
+    y += x[0, 0, :, :6].sum(-1)[4] + x[0, 1, 2] * 2
+    z = x[0, :, :, 2]
+    z.copy_(x[1, :, :7, 6:].flatten(1)[:, 2:9] * 1)
+    return x, y, z, x.select_scatter(x[..., 1] * x[..., 4], -1, -1)
+
+
 def same_memory(x: Tensor) -> Any:
     y = F.interpolate(x, size=x.shape[2:])
     y += 1
@@ -110,7 +120,7 @@ WRITES: dict[str, Callable[..., Any]] = {
     "rows and columns": lambda x: (x[:, :, 1:3, 2:9].mul_(2), x[:, :, 1:5, :1].fill_(3), x),
     "every second": lambda x: (x[..., ::2].mul_(2), x[:, :, 1::3].zero_(), x),
     "of the data": lambda x: (x.data[..., 0].zero_(), x.detach()[..., 3:5].fill_(2), x),
-    "properties": properties,
+    "properties": properties, "whole views": whole_views,
     "transposed": lambda x: (x.transpose(2, 3)[:, :, 0].zero_(), x.permute(0, 2, 3, 1)[..., 5, :].fill_(1), x),
     "a view of a slice": nested,
     "base and view": both_ways,

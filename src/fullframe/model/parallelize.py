@@ -6,7 +6,6 @@ DDP looks for plain tensors and their graphs, which shells do not have, so shell
 import copy
 import hashlib
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,7 +36,7 @@ from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split ten
 from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
 from fullframe.spatial.shard import even_spec
 from fullframe.spatial.spec import Spec, spec_of
-from fullframe.spatial.tensor import SpatialTensor, local_or_whole, warn_of_dynamo, wrap
+from fullframe.spatial.tensor import SpatialTensor, left_whole, local_or_whole, warn_of_dynamo, wrap
 from fullframe.strategy import Strategy
 
 
@@ -159,7 +158,8 @@ class ParallelModel(nn.Module):
         self._agreement = Agreement(spatial)
         self._spatial, self._said_whole = spatial, False
         self._syncing = True  # outside no_sync()
-        self._whole = [weakref.ref(buffer) for buffer in model.buffers()]  # so `spatial/canvas.py` leaves them
+        for buffer in model.buffers():
+            left_whole(buffer)
         self._queued = False  # a check at the end of the backward pass that is running
         self.find_unused_parameters = find_unused_parameters
         self.average_gradients = average_gradients

@@ -21,7 +21,7 @@ from fullframe.ranks.memory_format import memory_format_of
 from fullframe.spatial.gradients import enter
 from fullframe.spatial.operands import shells_in, united
 from fullframe.spatial.redistribute import sliced
-from fullframe.spatial.tensor import SpatialTensor, wrap
+from fullframe.spatial.tensor import SpatialTensor, is_left_whole, wrap
 
 _MASKS = (torch.bool, torch.uint8)
 
@@ -108,6 +108,8 @@ def _view_of(canvas: Tensor, base: Tensor) -> _View | None:
 
 def _is_alone(base: Tensor, canvas: Tensor) -> bool:
     """Whether nothing but the program's variables holds `base`, or its memory, beside the view `canvas` of it."""
+    if is_left_whole(base) or is_left_whole(canvas):
+        return False
     if base.requires_grad and (base.is_leaf or not torch.is_grad_enabled()):  # its graph would not go on
         return False
     if base.layout is not torch.strided or not base.untyped_storage().resizable():  # as of an array

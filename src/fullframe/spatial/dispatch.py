@@ -37,7 +37,7 @@ from fullframe.spatial.rules.registry import (
 )
 from fullframe.spatial.rules.unsupported import REASONS
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, described, local_of, shell_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, described, left_whole, local_of, shell_of, wrap
 from fullframe.spatial.views import View, share_memory, version_of
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x1": "input", "x2": "other"}  # as torch itself translates them
@@ -338,9 +338,18 @@ def _view_of(base: Tensor, local: Tensor, call: Call, number: int) -> View | Non
 
 
 def _with_whole_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call on whole tensors that are views of split ones: torch's own, and what it writes reaches the split ones."""
+    """A call on whole tensors that are views of split ones: torch's own, and what it writes reaches the split ones.
+
+    Split values that are written into one, and are no more than it has, are made whole as well.
+    """
+    first = args[0] if args else None
+    if type(first) is SpatialTensor and not first.spec.placements and writes(func, kwargs):
+        room = first.numel()
+        args, kwargs = tree_map_only(SpatialTensor, lambda t: _whole_where_small(t, room), (args, kwargs))
     views = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is SpatialTensor and not leaf.spec.placements]
     locals_, options = tree_map_only(SpatialTensor, plain, (args, kwargs))
+    for view in views:
+        left_whole(view._local)
     before = version_of(args[0]._local) if args and type(args[0]) is SpatialTensor else -1
     result = func(*locals_, **options)
     memories = [(view, view._local) for view in views]
@@ -362,6 +371,10 @@ def _with_whole_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             if view is args[0] or view is kwargs.get("out"):
                 settle(view)
     return tree_unflatten(leaves, tree)
+
+
+def _whole_where_small(t: SpatialTensor, room: int) -> Tensor:
+    return t.full() if t.spec.placements and t.numel() <= room else t
 
 
 def _into(target: Any, result: Any, func: Any) -> Any:

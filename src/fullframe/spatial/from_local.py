@@ -19,7 +19,7 @@ from fullframe.spatial.redistribute import gather_axes, resplit
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.shard import MOST_DIMS, even_spec, fingerprint, image_dims, shard
 from fullframe.spatial.spec import Spec, spec_of
-from fullframe.spatial.tensor import SpatialTensor, wrap
+from fullframe.spatial.tensor import SpatialTensor, left_whole, wrap
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _FORMATS = [torch.contiguous_format, torch.channels_last, torch.channels_last_3d]
@@ -61,7 +61,7 @@ def from_local(
         local = local.view_as(local)
         if local.requires_grad:  # not under no_grad
             local.register_hook(lambda gradient: seen(gradient, spec))
-    return wrap(local, spec)
+    return wrap(left_whole(local), spec)
 
 
 def _problem(local: object, spatial: Spatial, like: Tensor | None, placements: Mapping[str, int] | None) -> str:

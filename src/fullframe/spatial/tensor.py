@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import UnsupportedOp
 from fullframe.geometry.placement import Placements
@@ -81,7 +82,7 @@ class SpatialTensor(Tensor):
     @property
     def local(self) -> Tensor:
         """This rank's part, a plain tensor that carries the autograd graph."""
-        return local_of(self)
+        return left_whole(local_of(self))
 
     @property
     def placements(self) -> Placements:
@@ -97,7 +98,7 @@ class SpatialTensor(Tensor):
         """The whole tensor, plain, on every rank of the replica; differentiable. All ranks must call it."""
         if is_dynamo_compiling():  # it would follow the messages, and take the local tensor's graph for the shell's
             return torch._dynamo.disable(self.full)()  # type: ignore[no-any-return]
-        return gather_axes(local_of(self), self.spec, [p.axis for p in self.spec.placements])[0]
+        return left_whole(gather_axes(local_of(self), self.spec, [p.axis for p in self.spec.placements])[0])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         cuts = "; ".join(map(str, self.spec.placements))
@@ -137,6 +138,20 @@ def _writes_into_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Whether a tensor that is not split is written to, which torch allows an inference tensor in its mode alone."""
     target = kwargs.get("out", args[0] if args and writes(func, kwargs) else None)
     return isinstance(target, Tensor) and not isinstance(target, SpatialTensor)
+
+
+_left_whole: Any = WeakIdKeyDictionary()
+
+
+def left_whole(tensor: Tensor) -> Tensor:
+    """`tensor`, which never becomes split, whatever is written into it: a shell's own memory, or a model's buffer."""
+    _left_whole[tensor] = True
+    return tensor
+
+
+def is_left_whole(tensor: Tensor) -> bool:
+    """Whether it was given to `left_whole`."""
+    return tensor in _left_whole
 
 
 def wrap(local: Tensor, spec: Spec) -> Tensor:
