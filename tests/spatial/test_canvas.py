@@ -7,6 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from torch import Tensor, nn
 
@@ -194,6 +195,21 @@ def _refused(number: int) -> list[str]:
 @pytest.mark.parametrize("number", range(len(STAYS)), ids=[make.__name__[1:] for make in STAYS])
 def test_what_others_hold_is_refused_and_left_as_it_was(number: int) -> None:
     rank_group(2).run(_refused, number)
+
+
+def _held_on_one_rank() -> str:
+    x, canvas = ff.shard(torch.ones(SHAPE), mesh(1, 2)), torch.zeros(SHAPE)
+    held = canvas[0] if dist.get_rank() else None
+    try:
+        canvas[..., 1:] = x[..., 1:] * 2
+        canvas.roll(1, -1)
+    except ff.FullframeError as error:
+        return f"{type(error).__name__}, {'rank 1 raised' in str(error)}, {held is None}"
+    return "went on"
+
+
+def test_what_one_rank_alone_must_refuse_is_told_to_the_others() -> None:
+    assert rank_group(2).run(_held_on_one_rank) == ["DivergenceError, True, True", "UnsupportedOp, False, False"]
 
 
 @settings(max_examples=300, deadline=None)

@@ -105,7 +105,56 @@ def same_memory(x: Tensor) -> Any:
     return x, y, z, c, r, e, q
 
 
+def with_gaps(x: Tensor) -> Any:
+    """What torch copies for the gaps between strides, which rows that were spread over the ranks do not have."""
+    z = torch.complex(x, -x)
+    copies = [
+        x[:, :, 1:4].detach().reshape(-1), x[..., ::2].data.flatten(), x[..., 1:].data.contiguous(),
+        x[:, :, 2:5, 6].reshape(-1), x[:, :, 3, 1:4].flatten(1), x[:, 1:, 2:5, 6].contiguous(), z.real.contiguous(),
+        z.imag.reshape(-1),
+    ]  # fmt: skip
+    for copy in copies:
+        copy += 1
+    return x, z.real, z.imag, copies
+
+
+def through_data(x: Tensor) -> Any:
+    y, z = x[..., 2:5], x.diagonal(0, 2, 3)
+    x.view(2, 4, -1).data[..., 1:50] = 5
+    first = y.sum() + z.sum()
+    y.data[0].data.add_(1)
+    return x, y, z, first
+
+
+def read_without_graph(x: Tensor) -> Any:
+    y = x[..., 2:5]
+    x.detach().mul_(2)
+    with torch.no_grad():
+        seen = y.sum()
+    return y.sin(), seen
+
+
+def out_of_whole(x: Tensor) -> Any:
+    torch.add(torch.ones(7, 13, dtype=x.dtype), 2.0, out=x.detach()[1, 1])
+    torch.mul(torch.arange(13, dtype=x.dtype), torch.ones(7, 1, dtype=x.dtype), out=x.detach()[0, 2])
+    return x * 1
+
+
+def without_rows(x: Tensor) -> Any:
+    y = x[..., 13:].flatten(2)
+    y += 1
+    x[:, []] = 4.0
+    return y, x[:, :, 3:3].reshape(2, -1, 13), x[..., 13:].chunk(3, 3), x[..., 5:5].split(4, 3), x
+
+
 WRITES: dict[str, Callable[..., Any]] = {
+    "split values into a whole view": lambda x: (x[..., 3, :1].copy_(x[..., 4, 5:6].detach() * 2), x),
+    "split values into a whole row": lambda x: (x[0, 0, -3, :2:2].copy_(x[0, 0, 3:4, 2].detach() * 2), x),
+    "gaps": with_gaps,
+    "through data": through_data,
+    "read without a graph": read_without_graph,
+    "out= of whole operands": out_of_whole,
+    "without rows": without_rows,
     "slice": lambda x: (x[..., :2].zero_(), x),
     "one column": lambda x: (x[..., 0].zero_(), x),
     "select": lambda x: (x.select(-1, 0).zero_(), x.select(2, -1).fill_(4), x),
@@ -136,7 +185,13 @@ WRITES: dict[str, Callable[..., Any]] = {
     "strip of a strip": lambda x: (x[..., 0][..., 1:3].zero_(), x[0, ..., 0].view(-1).mul_(2), x),
 }  # fmt: skip
 
-WITHOUT_GRAPH = ("of the data", "chunk", "unbind", "chunks")  # what torch itself refuses where a gradient is wanted
+WITHOUT_GRAPH = (
+    "of the data",
+    "other data",
+    "chunk",
+    "unbind",
+    "chunks",
+)  # what torch itself refuses where a gradient is wanted
 
 
 def _values(results: Any) -> list[Tensor]:
@@ -236,6 +291,37 @@ def test_what_an_op_gives_can_be_written_to() -> None:
         }
         wrong = {name: e for name, e in found.items() if name not in refused and (isinstance(e, str) or not e <= 1e-9)}
         assert not wrong, wrong
+
+
+def _looks_at_memory() -> None:
+    x = ff.shard(torch.ones(SHAPE), mesh(1, 2))
+    looks: list[Callable[[Tensor], Any]] = [
+        lambda t: t.as_strided((2,), (1,), 0), lambda t: torch.as_strided(t, (2,), (1,)), Tensor.storage_offset,
+        lambda t: t.unsqueeze_(0), lambda t: t.resize_(3), lambda t: setattr(t, "data", t * 2),
+    ]  # fmt: skip
+    for look in looks:
+        with pytest.raises(UnsupportedOp):
+            look(x[..., 6])
+        look(x[..., 6].clone())
+
+
+def test_how_a_whole_view_lies_in_its_base_is_not_looked_at() -> None:
+    rank_group(2).run(_looks_at_memory)
+
+
+def _given_other_data() -> None:
+    x = ff.shard(torch.ones(SHAPE), mesh(1, 2))
+    strip, column, diagonal = x[..., 2:5], x[..., 1], x.diagonal(0, 2, 3)
+    x.data = x.data * 2
+    x.add_(1)
+    assert strip.sum() == strip.numel() and column.sum() == column.numel()  # of the data before, as in torch
+    with pytest.raises(UnsupportedOp, match="given other data"):
+        diagonal.sum()
+    assert x[..., 2:5].sum() == 3 * strip.numel()
+
+
+def test_a_view_of_what_was_given_other_data_has_the_data_before_or_is_refused() -> None:
+    rank_group(2).run(_given_other_data)
 
 
 def _read_by_contiguous() -> list[bool]:

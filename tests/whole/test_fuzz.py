@@ -201,7 +201,8 @@ def _write(r: random.Random, x: Tensor) -> Step:
     h, w = x.shape[2:]
     a, b = sorted(r.sample(range(w + 1), 2)) if w > 1 else (0, 1)
     c, step, number = r.randrange(h), r.randint(1, 3), r.choice([0.0, 1.5, -2.0])
-    kind = r.choice(["columns", "row", "every", "chunk", "nested", "flat", "assign", "shift", "turned", "base", "relu"])
+    kinds = "columns row every chunk nested flat assign shift turned base relu copied gaps data mT canvas"
+    kind = r.choice(kinds.split())
     return f"write {kind} {a}:{b}:{step} {c} {number}", lambda x: _written(x * 1, kind, a, b, c, step, number)
 
 
@@ -229,6 +230,21 @@ def _written(x: Tensor, kind: str, a: int, b: int, c: int, step: int, number: fl
     elif kind == "base":
         x.add_(1)
         return x + y.mean()
+    elif kind == "copied":  # what torch copies, for the gaps between strides
+        x[:, :, c:, a].reshape(-1).add_(number)
+        return x + x[:, :1, c, a:b].contiguous().mul_(number).sum()
+    elif kind == "gaps":
+        x.detach()[..., a:b].flatten().add_(number)
+    elif kind == "data":
+        x.detach().view(-1).data[c:].mul_(number)
+        return x + y.mean()
+    elif kind == "mT":
+        x[:, 0, c:, a:b].mT[:1] *= number
+    elif kind == "canvas":
+        out = torch.full((*x.shape[:2], x.shape[2] + c, x.shape[3]), number, dtype=x.dtype)
+        out[:, :, c:] += x
+        out[..., a:b] = y * 2
+        return out
     else:
         F.relu_(y)
     return x

@@ -151,7 +151,7 @@ def _lies_along(shell: SpatialTensor, canvas: Tensor, func: Any, args: tuple[Any
     """The dim of the canvas that each dim of an operand lies along; None where it lies along none.
 
     What is written ends where the canvas ends, or what an index picks of it. A mask in the index lies along the dims
-    that it covers, positions lie along the dim that they index.
+    that it covers, what it picks along the longest of them; positions lie along the dim that they index.
     """
     index: Any = args[1] if getattr(func, "__name__", "") in ("__setitem__", "index_put_") else ()
     items = list(index) if isinstance(index, tuple) or func is Tensor.index_put_ else [index]
@@ -167,7 +167,8 @@ def _lies_along(shell: SpatialTensor, canvas: Tensor, func: Any, args: tuple[Any
             picked.append(None if item is None else dim)
         elif not in_tensors:
             dims = 1 if _is_mask(item) else torch.as_tensor(item).dim()
-            picked += [dim] * dims
+            covered = range(dim, dim + _uses(item))
+            picked += [max(covered, key=lambda d: (canvas.shape[d], d))] * dims
             in_tensors = dims > 0
         dim += _uses(item)
     outside = shell.dim() - len(picked)

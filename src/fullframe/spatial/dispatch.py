@@ -23,6 +23,7 @@ from fullframe.spatial.fallback import derived, memory_of, name_of, plain, settl
 from fullframe.spatial.gradients import entered
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.operands import aligned, shells_in
+from fullframe.spatial.out import into
 from fullframe.spatial.redistribute import gather_axes, in_runs
 from fullframe.spatial.rules.registry import (
     COMPOSED,
@@ -35,7 +36,7 @@ from fullframe.spatial.rules.registry import (
     takes_any_order,
     writes,
 )
-from fullframe.spatial.rules.unsupported import REASONS
+from fullframe.spatial.rules.unsupported import BY_MEMORY, REASONS
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, described, left_whole, local_of, shell_of, wrap
 from fullframe.spatial.views import View, share_memory, version_of
@@ -69,13 +70,18 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = facts_of(func, args, kwargs, operands)
         operands = operands or [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
     if any(type(operand) is SpatialTensor and not operand.spec.placements for operand in operands):
-        return _with_whole_views(func, args, kwargs if target is None else {**kwargs, "out": target})
+        expected = None if facts is None or func in UNCHECKED else expected_of(facts, func, args, kwargs)
+        options = kwargs if target is None else {**kwargs, "out": target}
+        return _with_whole_views(func, args, options, operands, expected if target is None else None)
     canvas = args[0] if target is None and args and writes(func, kwargs) else target
     if canvas is not None and filled_by(canvas, func, args, kwargs, alike=True):
         return dispatch(func, args, kwargs if target is None else {**kwargs, "out": target})
     try:
-        result = _ruled(func, args, kwargs, operands, facts, call)
-        return result if target is None else _into(target, result, func)
+        if target is not None and next(shells_in(args, kwargs), None) is None:
+            result = func(*args, **kwargs)
+        else:
+            result = _ruled(func, args, kwargs, operands, facts, call)
+        return result if target is None else into(target, result, func)
     except Merged as merged:
         again = _in_runs(merged, args, kwargs)
         reason, fix = merged.reason, merged.fix
@@ -86,7 +92,12 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if again is not None:
         result = dispatch(func, again[0], again[1] if target is None else {**again[1], "out": target})
         return args[0] if args and result is again[0][0] else result
-    return unsupported(func, args, kwargs if target is None else {**kwargs, "out": target}, reason, fix)
+    try:
+        return unsupported(func, args, kwargs if target is None else {**kwargs, "out": target}, reason, fix)
+    except UnsupportedOp as error:
+        if canvas is not None:  # what else holds its memory may differ between the ranks
+            announce(error, even_ours=True)
+        raise
 
 
 general.append(dispatch)
@@ -337,71 +348,51 @@ def _view_of(base: Tensor, local: Tensor, call: Call, number: int) -> View | Non
     return View(base, replay, None if shared else refuse, base._local, version_of(base._local))
 
 
-def _with_whole_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_whole_views(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor], expected: Expected | None
+) -> Any:
     """A call on whole tensors that are views of split ones: torch's own, and what it writes reaches the split ones.
 
-    Split values that are written into one, and are no more than it has, are made whole as well.
+    Such a view has no gaps where torch's has them, so what shares memory with it is told as for a split tensor. Split
+    values that are written into one, and are no more than it has, are made whole as well.
     """
-    first = args[0] if args else None
-    if type(first) is SpatialTensor and not first.spec.placements and writes(func, kwargs):
-        room = first.numel()
-        args, kwargs = tree_map_only(SpatialTensor, lambda t: _whole_where_small(t, room), (args, kwargs))
+    if func in BY_MEMORY:
+        return unsupported(func, args, kwargs, BY_MEMORY[func], "Use .clone() first.")
+    if expected is not None and expected.error is not None:
+        raise type(expected.error)(*expected.error.args)
     views = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is SpatialTensor and not leaf.spec.placements]
-    locals_, options = tree_map_only(SpatialTensor, plain, (args, kwargs))
     for view in views:
         left_whole(view._local)
+    first: Any = args[0] if args else None
+    into_whole = type(first) is SpatialTensor and not first.spec.placements and writes(func, kwargs)
+    room = first.numel() if into_whole else 0
+
+    def met(t: SpatialTensor) -> Any:
+        return t.full() if t.spec.placements and t.numel() <= room else plain(t)
+
+    locals_, options = tree_map_only(SpatialTensor, met, (args, kwargs))
     before = version_of(args[0]._local) if args and type(args[0]) is SpatialTensor else -1
     result = func(*locals_, **options)
-    memories = [(view, view._local) for view in views]
+    memories = {id(view._local): view for view in views}
     written = writes(func, kwargs) or kwargs.get("out") is not None
     leaves, tree = tree_flatten(result)
-    for n, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or type(leaf) is SpatialTensor:
+    tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    told = expected.leaves if expected is not None and len(expected.leaves) == len(tensors) else [None] * len(tensors)
+    for number, (n, as_torch) in enumerate(zip(tensors, told, strict=True)):
+        leaf = leaves[n]
+        if type(leaf) is SpatialTensor:
             continue
-        base = next((view for view, local in memories if share_memory(leaf, local)), None)
-        if base is None:
-            continue
-        if leaf is base._local:
+        base = memories.get(id(leaf))
+        if base is not None and (as_torch is None or as_torch.alias is not None):
             leaves[n] = base
             written = written or (base is args[0] and _changed(base, before))
+        elif as_torch is not None:
+            leaves[n] = _conformed(leaf, as_torch, operands, Call(func, args, kwargs), number)
         else:
-            leaves[n] = derived(base, leaf, func, args, kwargs, n)
+            base = next((view for view in views if share_memory(leaf, view._local)), None)
+            leaves[n] = leaf if base is None else derived(base, leaf, func, args, kwargs, n)
     if written:
         for view in views:
             if view is args[0] or view is kwargs.get("out"):
                 settle(view)
     return tree_unflatten(leaves, tree)
-
-
-def _whole_where_small(t: SpatialTensor, room: int) -> Tensor:
-    return t.full() if t.spec.placements and t.numel() <= room else t
-
-
-def _into(target: Any, result: Any, func: Any) -> Any:
-    """`out=`: the result is written into the tensors of `target` as torch does it."""
-    targets = [target] if isinstance(target, Tensor) else list(target)
-    results = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
-    for goal, value in zip(targets, results, strict=True):
-        _check_out(goal, value, func)
-    for goal, value in zip(targets, results, strict=True):
-        with torch.no_grad():
-            goal.copy_(value)
-    if isinstance(target, Tensor):
-        return target
-    if type(result) in (tuple, list):  # of `unbind_copy` and its like, which return nothing
-        return None
-    return getattr(torch.return_types, f"{type(result).__name__}_out", type(result))(targets)
-
-
-def _check_out(goal: Tensor, value: Tensor, func: Any) -> None:
-    name = name_of(func)
-    if torch.is_grad_enabled() and (goal.requires_grad or value.requires_grad):
-        raise RuntimeError(f"{name}(): functions with out=... arguments don't support automatic differentiation")
-    if not torch.can_cast(value.dtype, goal.dtype):
-        raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {goal.dtype}")
-    if goal.dtype != value.dtype:  # some functions convert, some raise
-        raise Unsupported(f"out= is of {goal.dtype}, the result of {value.dtype}", "Give out= the result's dtype.")
-    if tuple(goal.shape) != tuple(value.shape):
-        raise Unsupported(f"out= has shape {tuple(goal.shape)}, the result {tuple(value.shape)}", "Give out= its size.")
-    if isinstance(value, SpatialTensor) and not isinstance(goal, SpatialTensor):
-        raise Unsupported("out= is whole and the result split", "Leave out= away, or give a split tensor.")

@@ -26,7 +26,7 @@ from fullframe.geometry.placement import Placement, local_factors
 from fullframe.ranks.adjoint import linear
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.exchange import joined
-from fullframe.ranks.mesh import Axis
+from fullframe.ranks.mesh import Axis, axes_in
 from fullframe.spatial.operands import has_values
 from fullframe.spatial.spec import Spec
 
@@ -193,7 +193,8 @@ def _axis_of(spec: Spec) -> str:
 
 def _coordinates(spec: Spec) -> Iterator[dict[str, int]]:
     """Those of the ranks among which the spec is split, in their order."""
-    names = [axis.name for axis in spec.spatial.axes if any(p.axis == axis.name for p in spec.placements)]
+    order = [axis.name for axis in spec.spatial.axes]
+    names = sorted({p.axis for p in spec.placements}, key=lambda name: order.index(axes_in(name)[0]))
     for parts in product(*(range(spec.spatial.axis(name).size) for name in names)):
         yield dict(zip(names, parts, strict=True))
 

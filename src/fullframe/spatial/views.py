@@ -6,11 +6,14 @@ what is written to the slice is put back, and a slice whose base was written sin
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fullframe.errors import UnsupportedOp
+from fullframe.spatial.module_path import module_path
 
 
 @contextmanager
@@ -21,8 +24,17 @@ def counting() -> Iterator[None]:
 
 
 def version_of(local: Tensor) -> int:
-    """How often the memory of `local` was written to."""
-    return local._version
+    """How often the memory of `local` was written to, through `.data` too, which torch does not count."""
+    return local._version + getattr(local.untyped_storage(), _UNCOUNTED, 0)
+
+
+def count_write(local: Tensor) -> None:
+    """One more write to the memory of `local` that torch does not count."""
+    memory = local.untyped_storage()
+    setattr(memory, _UNCOUNTED, getattr(memory, _UNCOUNTED, 0) + 1)
+
+
+_UNCOUNTED = "_fullframe_uncounted_writes"
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
@@ -35,7 +47,8 @@ class View:
     """How a shell is a view of `base`, another shell.
 
     `put` writes what the view holds into the base, None where the two share memory. `replay` takes the view again.
-    `source` and `version` are the base's local tensor and its version when the view was last taken.
+    `source` and `version` are the base's local tensor and its version when the view was last taken; `tracked` says
+    whether it was first taken where gradients are recorded, and so is taken again in the same way.
     """
 
     base: Any
@@ -43,16 +56,32 @@ class View:
     put: Callable[[Any], None] | None  # the view's shell
     source: Tensor
     version: int
+    tracked: bool = field(default_factory=torch.is_grad_enabled)
+
+    def __post_init__(self) -> None:
+        self.memory = self.source.untyped_storage()
+
+    def _require_memory(self, source: Tensor) -> None:
+        """Raises UnsupportedOp where `base.data = other` has left the view, a copy, with the base's memory before."""
+        if self.source is source and source.untyped_storage() is not self.memory:
+            reason = "the tensor that it is a view of was given other data, and this view of the data before is a copy"
+            fix = "Take the view again, or give x.copy_(data) under torch.no_grad() instead of x.data = data."
+            raise UnsupportedOp("a view", (), module_path(), reason, fix)
 
     def refresh(self, shell: Any, source: Tensor) -> None:
         """Take the view again where its base, whose local tensor is `source`, was written since."""
+        self._require_memory(source)
         if self.source is source and (self.put is None or self.version == version_of(source)):
             return
-        shell._local = self.replay(self.base)
-        self.source, self.version = source, version_of(source)
+        with torch.set_grad_enabled(self.tracked):
+            shell._local = self.replay(self.base)
+        self._taken_of(source)
 
     def settle(self, shell: Any) -> None:
         """Carry a write to the view on to its base."""
         if self.put is not None:
             self.put(shell)
-        self.source, self.version = self.base._local, version_of(self.base._local)
+        self._taken_of(self.base._local)
+
+    def _taken_of(self, source: Tensor) -> None:
+        self.source, self.version, self.memory = source, version_of(source), source.untyped_storage()

@@ -243,6 +243,7 @@ def put_back(x: Tensor) -> Tensor:
 TWO = ((17, 50), (8, 11))
 CASES: dict[str, Case] = {
     "tokens put back": Case(put_back, sizes=((7, 11),)),
+    "tokens put back, of one sample": Case(lambda x: put_back(x[:1]), sizes=((7, 11),)),
     **{
         f"{name}, {where}": Case(lambda *t, op=op, mask=mask: op(*t, mask(t[0])), split, whole)
         for where, mask in {"anywhere": above, "on one rank": corner, "everywhere": lambda x: above(x, -9)}.items()

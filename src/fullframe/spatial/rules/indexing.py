@@ -243,7 +243,7 @@ def _spelled_out(x: Tensor, index: Any) -> list[Any]:
 def _as_tensor(item: Any, x: Tensor) -> Any:
     if isinstance(item, Tensor) or not (isinstance(item, list) or hasattr(item, "__array__")):
         return item
-    return torch.as_tensor(item, device=x.device)
+    return torch.as_tensor(item, dtype=torch.long if item == [] else None, device=x.device)
 
 
 def _dims_used(item: Any) -> int:
@@ -268,7 +268,7 @@ def _split(func: Any, x: SpatialTensor, split_size_or_sections: Any = None, dim:
     sizes = named.get("split_size", named.get("split_sizes", split_size_or_sections))
     size = x.shape[dim]
     if isinstance(sizes, int):
-        sizes = [min(sizes, size - start) for start in range(0, size, sizes)]
+        sizes = [min(sizes, size - start) for start in range(0, size, sizes)] if size else [0]
     return _pieces(x, sizes, dim)
 
 
@@ -285,7 +285,7 @@ def _chunk(func: Any, x: SpatialTensor, chunks: int, dim: int = 0) -> Any:
     """The rows of a dim in at most `chunks` pieces of one size, but for the last."""
     size = x.shape[dim]
     rows = -(-size // chunks)
-    return _pieces(x, [min(rows, size - start) for start in range(0, size, rows)], dim)
+    return _pieces(x, [min(rows, size - start) for start in range(0, size, rows)] if size else [0] * chunks, dim)
 
 
 @rule(torch.tensor_split, Tensor.tensor_split)

@@ -18,6 +18,7 @@ from fullframe.spatial.rules.registry import IN_PLACE_OPERATORS, QUICK, RULES, U
 from fullframe.spatial.rules.unsupported import INTO_WHOLE
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, shell_of, wrap
+from fullframe.spatial.views import View, count_write, version_of
 
 _UNARY = """
     abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil cos cosh
@@ -77,7 +78,7 @@ def _functions() -> set[Any]:
     owned = [(torch, maths), (Tensor, maths), (torch.special, maths), (Tensor, _METHODS), (F, _FUNCTIONAL)]
     owned += [(torch, _TORCH), (torch.special, _SPECIAL), (Tensor, " ".join(IN_PLACE_OPERATORS))]
     found = set().union(*(_named(owner, names) for owner, names in owned))
-    return {f for f in found if callable(f)} | {getter("data"), getter("real"), getter("imag")}
+    return {f for f in found if callable(f)} | {getter("real"), getter("imag")}
 
 
 def _quick(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -110,7 +111,27 @@ def _quick(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> A
 
 _FORMATS = frozenset(("memory_format", "axis", "keepdims", "input", "x1", "x2"))
 _NUMBERS = frozenset((int, float, bool, complex, str, torch.dtype))
-QUICK.update(dict.fromkeys(_functions(), _quick))
+_DETACHED = {torch.detach, Tensor.detach}
+_OTHER_VIEWS = {torch.real, torch.imag, torch.conj, Tensor.conj, getter("real"), getter("imag")}
+
+
+def _quick_detached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """The same memory, gaps between its strides included, which an elementwise result has not."""
+    first = args[0] if args else None
+    if type(first) is not SpatialTensor or first._view is not None:
+        return NotImplemented
+    return shell_of(func(local_of(first)), first.spec, None)
+
+
+QUICK.update(dict.fromkeys(_functions() - _OTHER_VIEWS, _quick) | dict.fromkeys(_DETACHED, _quick_detached))
+
+
+@rule(getter("data"))
+def _data(func: Any, x: SpatialTensor) -> Tensor:
+    """The same memory with a count of writes of its own, so they are counted for copied views by hand."""
+    local = local_of(x)
+    view = View(x, lambda base: func(local_of(base)), lambda data: count_write(data._local), local, version_of(local))
+    return shell_of(func(local), x.spec, view)
 
 
 @rule(*_functions())

@@ -65,6 +65,8 @@ def _reshaped(func: Any, x: SpatialTensor, shape: Sequence[int]) -> Tensor:
 
 def _reshaped_local(local: Tensor, spec: Spec, shape: Sequence[int]) -> tuple[Tensor, Spec]:
     """A shape that no boundaries fit, (H, W) as (W, H), is made of the changed dims as one, cut in runs of rows."""
+    if 0 in spec.shape:  # which says nothing of where boundaries go
+        local, spec = gather_axes(local, spec, [p.axis for p in spec.placements])
     try:
         return _regrouped(local, spec, shape)
     except _CutInPieces:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fullframe.spatial.rules.registry import setters
+
 INTO_WHOLE = (
     "A tensor made to be filled, as by torch.zeros(size), becomes split by itself; not so a parameter, a model's "
     "buffer, and what shares its memory with an array, torch's graph or a second view (under torch.inference_mode with "
@@ -76,6 +78,10 @@ _REFUSED: dict[str, str] = {
         baddbmm_ logcumsumexp_ repeat_interleave_
     """,
 }
+_BY_MEMORY = """
+    as_strided as_strided_ as_strided_copy as_strided_scatter storage_offset set_ resize_ resize_as_
+    squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_ t_ moveaxis_
+"""
 
 
 def _matching(pattern: str) -> list[Any]:
@@ -103,3 +109,6 @@ def _reasons() -> dict[Any, str]:
 
 
 REASONS = _reasons()
+BY_MEMORY = {found: REASONS[found] for name in _BY_MEMORY.split() for found in _matching(name) if found in REASONS}
+BY_MEMORY[setters("data")[0]] = "it gives a view another memory than its base's"
+"""Those that look at how a view lies in its base's memory, or change it: not so for a whole view of a split tensor."""
