@@ -21,9 +21,8 @@ from fullframe.ranks.memory_format import memory_format_of
 from fullframe.spatial.gradients import enter
 from fullframe.spatial.operands import shells_in, united
 from fullframe.spatial.redistribute import sliced
+from fullframe.spatial.rules.masks import is_mask
 from fullframe.spatial.tensor import SpatialTensor, is_left_whole, wrap
-
-_MASKS = (torch.bool, torch.uint8)
 
 
 def filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alike: bool) -> bool:
@@ -31,8 +30,8 @@ def filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
     It is cut as the operands are in the dims in which it has as many rows as they have, and evenly in others, where it
     has at least a row for each rank; with `alike` only where it has none of the others. It is left whole where it is a
-    parameter or a model's buffer, and where something would not see what is written: an array or torch's graph that
-    holds its memory, a second view.
+    parameter, a model's buffer or a shell's own memory, and where something would not see what is written: an array or
+    torch's graph that holds its memory, a second view.
     """
     if not isinstance(canvas, Tensor) or isinstance(canvas, SpatialTensor) or not canvas.numel():
         return False
@@ -156,17 +155,19 @@ def _lies_along(shell: SpatialTensor, canvas: Tensor, func: Any, args: tuple[Any
     index: Any = args[1] if getattr(func, "__name__", "") in ("__setitem__", "index_put_") else ()
     items = list(index) if isinstance(index, tuple) or func is Tensor.index_put_ else [index]
     rest = canvas.dim() - sum(_uses(item) for item in items)
+    if rest < 0:  # which torch refuses
+        return [None] * shell.dim()
     at = next((n for n, item in enumerate(items) if item is Ellipsis), len(items))
     items[at : at + 1] = [slice(None)] * rest
     picked: list[int | None] = []
     dim, in_tensors = 0, False
     for item in items:
         if item is shell:
-            return [dim + n if _is_mask(item) else dim for n in range(shell.dim())]
-        if item is None or isinstance(item, slice):
-            picked.append(None if item is None else dim)
+            return [dim + n if is_mask(item) else dim for n in range(shell.dim())]
+        if item is None or isinstance(item, (slice, bool)):
+            picked.append(dim if isinstance(item, slice) else None)
         elif not in_tensors:
-            dims = 1 if _is_mask(item) else torch.as_tensor(item).dim()
+            dims = 1 if is_mask(item) else (item if isinstance(item, Tensor) else torch.as_tensor(item)).dim()
             covered = range(dim, dim + _uses(item))
             picked += [max(covered, key=lambda d: (canvas.shape[d], d))] * dims
             in_tensors = dims > 0
@@ -177,10 +178,6 @@ def _lies_along(shell: SpatialTensor, canvas: Tensor, func: Any, args: tuple[Any
 
 def _uses(item: Any) -> int:
     """How many dims an item of an index is for."""
-    if item is None or item is Ellipsis:
+    if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
-    return item.dim() if _is_mask(item) else 1
-
-
-def _is_mask(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.dtype in _MASKS and item.dim() > 0
+    return item.dim() if is_mask(item) else 1

@@ -1,5 +1,6 @@
 """Slices, selects, chunks, flips, writes into slices."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ CASES: dict[str, Case] = {
     "slice a few columns": one(lambda x: x[..., :2] * 3),
     "select a column": one(lambda x: x[..., 5] + x[..., -1]),
     "index channels": one(lambda x: x[:, [2, 0]] + x[:, torch.tensor([1, 1])]),
+    "index by arrays": one(lambda x: [x[:, np.array([2, 0])], x[np.arange(8).reshape(2, 4) % 3 > 0], x[[]]]),
     "split and chunk": one(lambda x: [t.sin() for t in (*x.chunk(2, 1), *x.split(7, 3))]),
     "flip": one(lambda x: x.flip(2, 3) - x),
     "write into slices": Case(written, whole=((3, 1), (5,))),

@@ -243,7 +243,7 @@ def _spelled_out(x: Tensor, index: Any) -> list[Any]:
 def _as_tensor(item: Any, x: Tensor) -> Any:
     if isinstance(item, Tensor) or not (isinstance(item, list) or hasattr(item, "__array__")):
         return item
-    return torch.as_tensor(item, dtype=torch.long if item == [] else None, device=x.device)
+    return torch.as_tensor(item, dtype=torch.long if isinstance(item, list) and not item else None, device=x.device)
 
 
 def _dims_used(item: Any) -> int:
