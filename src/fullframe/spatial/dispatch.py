@@ -95,7 +95,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return unsupported(func, args, kwargs if target is None else {**kwargs, "out": target}, reason, fix)
     except UnsupportedOp as error:
-        if canvas is not None:  # what else holds its memory may differ between the ranks
+        if canvas is not None and type(canvas) is not SpatialTensor:  # ranks may differ in what else holds it
             announce(error, even_ours=True)
         raise
 
