@@ -158,14 +158,14 @@ class ParallelModel(nn.Module):
         self._agreement = Agreement(spatial)
         self._spatial, self._said_whole = spatial, False
         self._syncing = True  # outside no_sync()
-        for buffer in model.buffers():
-            left_whole(buffer)
         self._queued = False  # a check at the end of the backward pass that is running
         self.find_unused_parameters = find_unused_parameters
         self.average_gradients = average_gradients
         self.stages = stages  # of the mesh
         self.compiled = compiled
         self._again = again  # parallelize, as it was called for this model
+        for buffer in model.buffers():
+            left_whole(buffer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelModel":
         """A copy of the model, parallelized as this one is: an averaged or a frozen teacher. All ranks must make it.

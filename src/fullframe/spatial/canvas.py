@@ -21,7 +21,7 @@ from fullframe.ranks.memory_format import memory_format_of
 from fullframe.spatial.gradients import enter
 from fullframe.spatial.operands import shells_in, united
 from fullframe.spatial.redistribute import sliced
-from fullframe.spatial.rules.masks import is_mask
+from fullframe.spatial.rules.masks import dims_used, is_mask
 from fullframe.spatial.tensor import SpatialTensor, is_left_whole, wrap
 
 
@@ -154,7 +154,7 @@ def _lies_along(shell: SpatialTensor, canvas: Tensor, func: Any, args: tuple[Any
     """
     index: Any = args[1] if getattr(func, "__name__", "") in ("__setitem__", "index_put_") else ()
     items = list(index) if isinstance(index, tuple) or func is Tensor.index_put_ else [index]
-    rest = canvas.dim() - sum(_uses(item) for item in items)
+    rest = canvas.dim() - sum(dims_used(item) for item in items)
     if rest < 0:  # which torch refuses
         return [None] * shell.dim()
     at = next((n for n, item in enumerate(items) if item is Ellipsis), len(items))
@@ -168,16 +168,9 @@ def _lies_along(shell: SpatialTensor, canvas: Tensor, func: Any, args: tuple[Any
             picked.append(dim if isinstance(item, slice) else None)
         elif not in_tensors:
             dims = 1 if is_mask(item) else (item if isinstance(item, Tensor) else torch.as_tensor(item)).dim()
-            covered = range(dim, dim + _uses(item))
+            covered = range(dim, dim + dims_used(item))
             picked += [max(covered, key=lambda d: (canvas.shape[d], d))] * dims
             in_tensors = dims > 0
-        dim += _uses(item)
+        dim += dims_used(item)
     outside = shell.dim() - len(picked)
     return [*[None] * outside, *picked[max(0, -outside) :]]
-
-
-def _uses(item: Any) -> int:
-    """How many dims an item of an index is for."""
-    if item is None or item is Ellipsis or isinstance(item, bool):
-        return 0
-    return item.dim() if is_mask(item) else 1

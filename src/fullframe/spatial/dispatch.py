@@ -69,13 +69,14 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = tuple(map(_number, args)), {name: _number(value) for name, value in kwargs.items()}
         facts = facts_of(func, args, kwargs, operands)
         operands = operands or [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    options = kwargs if target is None else {**kwargs, "out": target}
     if any(type(operand) is SpatialTensor and not operand.spec.placements for operand in operands):
-        expected = None if facts is None or func in UNCHECKED else expected_of(facts, func, args, kwargs)
-        options = kwargs if target is None else {**kwargs, "out": target}
-        return _with_whole_views(func, args, options, operands, expected if target is None else None)
+        known = target is None and facts is not None and func not in UNCHECKED
+        expected = expected_of(facts, func, args, kwargs) if known else None
+        return _with_whole_views(func, args, options, operands, expected)
     canvas = args[0] if target is None and args and writes(func, kwargs) else target
     if canvas is not None and filled_by(canvas, func, args, kwargs, alike=True):
-        return dispatch(func, args, kwargs if target is None else {**kwargs, "out": target})
+        return dispatch(func, args, options)
     try:
         if target is not None and next(shells_in(args, kwargs), None) is None:
             result = func(*args, **kwargs)
@@ -88,12 +89,12 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except Unsupported as refused:
         again, reason, fix = None, refused.reason, refused.fix
         if filled_by(canvas, func, args, kwargs, alike=False):
-            return dispatch(func, args, kwargs if target is None else {**kwargs, "out": target})
+            return dispatch(func, args, options)
     if again is not None:
         result = dispatch(func, again[0], again[1] if target is None else {**again[1], "out": target})
         return args[0] if args and result is again[0][0] else result
     try:
-        return unsupported(func, args, kwargs if target is None else {**kwargs, "out": target}, reason, fix)
+        return unsupported(func, args, options, reason, fix)
     except UnsupportedOp as error:
         if canvas is not None and type(canvas) is not SpatialTensor:  # ranks may differ in what else holds it
             announce(error, even_ours=True)

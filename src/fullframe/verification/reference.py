@@ -126,9 +126,10 @@ def main(recipe_path: Path, folder: Path, values: Sequence[str] = ()) -> None:
 def double_model(recipe: Recipe, device: torch.device) -> tuple[nn.Module, list[str]]:
     """The recipe's model from its seed, in double precision, without dropout; what dropout there was, in words."""
     seed_everything(recipe.seed)
-    model = recipe.model().to(device)
+    model = recipe.model().double().to(device)
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = in_double(tensor.data)  # nn.Module.double() would leave complex ones as they are
+        if tensor.is_complex():  # which nn.Module.double() leaves as they are
+            tensor.data = in_double(tensor.data)
     return model, without_dropout(model)
 
 

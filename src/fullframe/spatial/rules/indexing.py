@@ -12,7 +12,7 @@ from fullframe.geometry.window import Slice
 from fullframe.spatial.fallback import settle
 from fullframe.spatial.operands import has_gradients, has_values, shells_in
 from fullframe.spatial.redistribute import refetched
-from fullframe.spatial.rules.masks import is_mask, masked, write
+from fullframe.spatial.rules.masks import dims_used, is_mask, masked, write
 from fullframe.spatial.rules.points import read_at
 from fullframe.spatial.rules.reduction import without
 from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
@@ -235,7 +235,7 @@ def _spelled_out(x: Tensor, index: Any) -> list[Any]:
         items = [i if number is None else number for i, number in zip(items, numbers, strict=True)]
     if any(i is Ellipsis for i in items):
         at = next(n for n, i in enumerate(items) if i is Ellipsis)
-        used = sum(_dims_used(i) for i in items if i is not Ellipsis)
+        used = sum(dims_used(i) for i in items)
         items[at : at + 1] = [slice(None)] * (x.dim() - used)
     return items
 
@@ -244,12 +244,6 @@ def _as_tensor(item: Any, x: Tensor) -> Any:
     if isinstance(item, Tensor) or not (isinstance(item, list) or hasattr(item, "__array__")):
         return item
     return torch.as_tensor(item, dtype=torch.long if isinstance(item, list) and not item else None, device=x.device)
-
-
-def _dims_used(item: Any) -> int:
-    if item is None:
-        return 0
-    return item.dim() if is_mask(item) else 1
 
 
 @rule(torch.narrow, Tensor.narrow)

@@ -44,6 +44,13 @@ def is_mask(item: Any) -> bool:
     return isinstance(item, Tensor) and item.dtype in _OF_MASKS and item.dim() > 0
 
 
+def dims_used(item: Any) -> int:
+    """How many dims of a tensor an item of an index is for."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    return item.dim() if is_mask(item) else 1
+
+
 def _shape(t: Tensor) -> tuple[int, ...]:
     """Of a shell without a call of torch's, each of which takes longer than all else that is asked here."""
     return t.spec.shape if type(t) is SpatialTensor else tuple(t.shape)
