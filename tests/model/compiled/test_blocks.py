@@ -90,6 +90,24 @@ class Writes(Block):
         return super().forward(F.relu_(x))
 
 
+class WritesAround(Block):
+    """By a dropout that drops nothing, which AOTAutograd takes for a copy."""
+
+    def forward(self, x: Any) -> Any:
+        factor = torch.zeros(1, 4, 1, 1, dtype=torch.float64)
+        F.dropout(factor, 0.5, training=False).add_(1.5)
+        return super().forward(x * factor)
+
+
+class WritesToWindows(Block):
+    """What is in no window becomes 0 by AOTAutograd."""
+
+    def forward(self, x: Any) -> Any:
+        x = x * 1
+        x.unfold(1, 1, 2).mul_(0.5)
+        return super().forward(x)
+
+
 class Returns(Block):
     def forward(self, x: Any) -> Any:
         result = super().forward(x)
@@ -246,6 +264,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "strided": (Strided, ""),
     "attention": (Attention, ""),
     "writes to its input": (Writes, ""),
+    "writes around": (WritesAround, ""),
+    "writes to windows": (WritesToWindows, "it writes to windows of unfold"),
     "returns its input and numbers": (Returns, ""),
     "draws whole numbers": (Draws, ""),
     "dropout": (Dropout, ""),

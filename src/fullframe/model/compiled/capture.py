@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fullframe.model.compiled.aot_faults import WithoutAOTFaults
 from fullframe.model.compiled.draws import NothingByHand, Watched
 from fullframe.model.compiled.fates import Fates, fates, with_fates
 from fullframe.model.compiled.guard import PLAIN, SIMPLE, Guard, memory
@@ -142,7 +143,7 @@ class Capture:
         watched = Watched(self._recorder, torch._guards.detect_fake_mode(tensors))
         for tensor, real in zip(own, guard.tensors, strict=True):
             stand_in(tensor, real)
-        with unchanged(guard), watched, NothingByHand():
+        with unchanged(guard), watched, NothingByHand(), WithoutAOTFaults() as faults:
             try:
                 for table, name, number in guard.places:
                     table[name] = own[number]
@@ -161,7 +162,9 @@ class Capture:
         self._constants |= watched.constants
         leaves, self._tree = tree_flatten(result)
         self._result = tuple(map(_described, leaves))
-        return tuple(local_or_whole(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        outputs = tuple(local_or_whole(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        faults.check(outputs)
+        return outputs
 
 
 def _require_capturable(guard: Guard, leaves: Sequence[Any], simulated: set[type]) -> None:
