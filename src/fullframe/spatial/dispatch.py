@@ -33,6 +33,7 @@ from fullframe.spatial.rules.registry import (
     TooSmall,
     Unsupported,
     general,
+    rule_of,
     takes_any_order,
     writes,
 )
@@ -173,7 +174,7 @@ def _ruled(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor], facts: Any, call: KnownCall | None
 ) -> Any:
     """The rule's result, with the shape, dtype, strides and shared memory that torch's has; raises Unsupported."""
-    rule = RULES.get(func)
+    rule = rule_of(func)
     if rule is None:
         if isinstance(func, torch.ScriptMethod):
             fix = "Give parallelize the module that torch.jit was given, and compile it for export alone."

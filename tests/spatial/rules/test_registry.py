@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.spatial.rules import registry
-from fullframe.spatial.rules.registry import RULES, UNCHECKED, getter, rule, setters, writes
+from fullframe.spatial.rules.registry import NAMED, RULES, UNCHECKED, getter, rule, rule_of, setters, writes
 
 
 def own() -> None: ...
@@ -32,6 +32,26 @@ def test_a_rule_is_found_by_its_function_and_a_second_one_is_refused() -> None:
         RULES.update(before)
         UNCHECKED.difference_update((own, other))
     assert registry.general, "the dispatch has put itself in"
+
+
+def test_an_op_is_found_by_its_name_whenever_its_library_is_loaded() -> None:
+    rules, named, unchecked = dict(RULES), dict(NAMED), set(UNCHECKED)
+    try:
+        decorated = rule("of_a_test::twice")(lambda func, x: x)
+        with pytest.raises(ValueError, match="of_a_test::twice has a rule already"):
+            rule("of_a_test::twice")(lambda func, x: x)
+        library = torch.library.Library("of_a_test", "DEF")
+        library.define("twice(Tensor x) -> Tensor")
+        library.define("thrice(Tensor x) -> Tensor")
+        ops = torch.ops.of_a_test
+        assert rule_of(ops.twice) is decorated and rule_of(ops.twice.default) is decorated
+        assert ops.twice in UNCHECKED
+        assert rule_of(ops.thrice) is None and rule_of(own) is None
+    finally:
+        for table, before in ((RULES, rules), (NAMED, named)):
+            table.clear()
+            table.update(before)
+        UNCHECKED.intersection_update(unchecked)
 
 
 def test_properties_by_the_functions_that_torch_passes() -> None:

@@ -44,6 +44,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     scattering,
     softmax,
     tables,
+    torchvision_ops,
     transformers,
     transposed_convolution,
     unfolding,

@@ -19,7 +19,7 @@ from fullframe.ranks.collectives import all_gather_no_grad, all_sum
 from fullframe.spatial.operands import aligned, has_values, say_gathered
 from fullframe.spatial.redistribute import gather_axes, refetched, sliced
 from fullframe.spatial.rules.points import at_own
-from fullframe.spatial.rules.registry import rule
+from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
@@ -126,6 +126,28 @@ class _Where(NamedTuple):
         first = row.detach().floor()
         weights = _cubic(row - first)
         return [(self.inside(first + n - 1, size), weight) for n, weight in enumerate(weights)]
+
+
+class _Pixels(_Where):
+    """Positions that are counted in pixels already."""
+
+    def row(self, place: Tensor, size: int) -> Tensor:
+        return place
+
+
+def at_pixels(image: SpatialTensor, places: SpatialTensor) -> Tensor:
+    """An image (N, C, H, W) at positions (N, ..., 2), x and y in pixels of it: bilinear, and zeros outside.
+
+    The result (N, C, ...) lies where the positions lie. Raises Unsupported where these are not split beside the image.
+    """
+    if not _is_borrowed(image, places):
+        raise Unsupported(
+            "map and positions are not both float32 or float64, or are split so that no rows can be borrowed"
+        )
+    own = _at_own_positions(image, places, _Pixels("bilinear", "zeros", False, True))
+    if own is None:
+        raise Unsupported("some positions are not finite")
+    return wrap(own, _of_result(places, image.shape[1]))
 
 
 def _cubic(t: Tensor) -> list[Tensor]:

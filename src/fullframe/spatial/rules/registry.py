@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
@@ -18,6 +19,7 @@ _IN_ANY_ORDER = {
 }  # fmt: skip
 
 RULES: dict[Any, Rule] = {}
+NAMED: dict[str, Rule] = {}  # of ops by their names: their libraries may be loaded later, or never
 UNCHECKED: set[Any] = set()  # functions whose calls are not held to what torch does with the whole tensors
 COMPOSED: set[Any] = set()  # functions whose rules call torch's, each of which autocast casts by itself
 QUICK: dict[Any, Rule] = {}  # (func, args, kwargs) -> the result, or NotImplemented for the general way
@@ -71,6 +73,18 @@ def setters(name: str) -> tuple[Any, Any]:
     return getattr(Tensor, name).__set__, getattr(Tensor, name).__delete__
 
 
+def rule_of(function: Any) -> Rule | None:
+    """The rule of a function, or None; of an op of another library that of its name, by the op itself from then on."""
+    found = RULES.get(function)
+    if found is None and isinstance(function, (OpOverload, OpOverloadPacket)):
+        packet = function.overloadpacket if isinstance(function, OpOverload) else function
+        found = NAMED.get(packet._qualified_op_name)
+        if found is not None:
+            RULES[function] = found
+            UNCHECKED.add(function)
+    return found
+
+
 def rule(*functions: Any, checked: bool = True) -> Callable[[R], R]:
     """Register a rule for torch functions: it is called as `rule(function, *args, **kwargs)` on every rank.
 
@@ -78,14 +92,18 @@ def rule(*functions: Any, checked: bool = True) -> Callable[[R], R]:
     plain tensor that is equal on all ranks. Before a rule is called the function itself is run on meta tensors of the
     global shapes: what torch refuses is refused, and the result is held to torch's shape and dtype. `checked=False`
     leaves that out, for functions that cannot run on meta tensors or have side effects; functions that are not
-    torch's are never so run. A function that has a rule already raises ValueError.
+    torch's are never so run. An op of a library that need not be there is given by its name, "library::op". A function
+    that has a rule already raises ValueError.
     """
 
     def register(function_rule: R) -> R:
         for function in dict.fromkeys(functions):  # some names of torch are the same function
-            if function in RULES:
-                raise ValueError(f"{function} has a rule already: {RULES[function].__qualname__}")
-            RULES[function] = function_rule
+            table: dict[Any, Rule] = NAMED if isinstance(function, str) else RULES
+            if function in table:
+                raise ValueError(f"{function} has a rule already: {table[function].__qualname__}")
+            table[function] = function_rule
+            if table is NAMED:
+                continue
             if not checked or not _of_torch(function):
                 UNCHECKED.add(function)
         return function_rule
