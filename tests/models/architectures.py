@@ -18,6 +18,7 @@ from tests.models import from_transformers as hf
 from tests.models import matching_networks as matching
 from tests.models import perception_inputs as given
 from tests.models import perception_networks as perception
+from tests.models import region_networks as regions
 from tests.models.zoo import (
     ZOO,
     Inputs,
@@ -329,6 +330,7 @@ def perceiving(
 
 
 LABELS = ("image", "labels")
+MASKED = ("pixel_values", "masks")
 DEPTHS = ("pixel_values", "depth")
 PERCEPTION = (
     own_segmenter("SegNet (max unpooling)", perception.SegNet),
@@ -338,6 +340,7 @@ PERCEPTION = (
         "CenterNet, loss and decoding", perception.CenterNet, given.centers, perception.center_loss, ("image", "heat")
     ),
     perceiving("FCOS, its loss", perception.FCOS, given.assigned, perception.fcos_loss, ("image", "classes", "sides")),
+    perceiving("Mask R-CNN, its losses", regions.MaskRCNN, regions.objects_with_masks, regions.mask_rcnn_loss, MASKED),
     perceiving("YOLO head with anchors, its loss", perception.YOLO, given.objects, perception.yolo_loss, ("image",)),
     perceiving(
         "Monodepth2, its loss",

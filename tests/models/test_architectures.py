@@ -33,6 +33,7 @@ WITHOUT_GATHER = (
     "Deformable DETR, its loss",  # two stages
     "Lift-splat BEV, scatter",
     "FCOS, its loss",  # boolean masks
+    "Mask R-CNN, its losses",  # nms, regions of maps and of masks
     "Monodepth2, its loss",  # grid_sample by depth and pose
     "EoMT",  # a split mask is written into a whole one
 )
