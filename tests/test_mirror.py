@@ -37,7 +37,6 @@ EXCEPTIONS: dict[str, str] = {
     **{f"planning/{name}.py": PLANS for name in ("estimate", "pool", "ranking", "shortfall")},
     "training/checkpoints/optimizer_state.py": CHECKPOINTS,
     "training/checkpoints/state.py": CHECKPOINTS,
-    "model/averaging.py": "tests/model/test_parallelize.py and tests/spatial/test_gradients.py",
     "processes/orphans.py": "tests/processes/test_launch.py kills launchers",
     "spatial/dispatch.py": "every test of a rule; tests/spatial/test_calls.py",
     "spatial/rules/gradient_hooks.py": "tests/spatial/test_gradients.py",

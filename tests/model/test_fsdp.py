@@ -412,6 +412,10 @@ def _refused(what: str) -> None:
         model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
         model.module.head.requires_grad_(False)  # type: ignore[union-attr]
         model(_mine(_images(), mesh(1, 2)))
+    elif what == "a new head":
+        model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+        model.module.head = nn.Conv2d(1, 1, 1)
+        model(_mine(_images(), mesh(1, 2)))
     elif what == "dtypes":
         model.blocks[1].norm.float()  # type: ignore[index,union-attr]
         ff.parallelize(model, mesh(1, 2), shard_parameters=True)
@@ -424,7 +428,11 @@ REFUSED = {
     "hook": "parameter head.weight has a gradient hook",
     "later hook": "parameter head.weight has a gradient hook",
     "frozen later": "requires_grad of head.bias, head.weight has changed",
+    "a new head": "head.bias, head.weight came into the model after",
 }
+
+
+GRADIENTS = ("hook", "later hook", "frozen later", "a new head")
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -432,5 +440,5 @@ def test_what_would_be_averaged_wrong_is_refused(what: str) -> None:
     with pytest.raises(RankFailure) as caught:
         rank_group(4).run(_refused, what)
     for _, name, text, _ in caught.value.errors:
-        assert name == ("GradientError" if what in ("hook", "later hook", "frozen later") else "MeshError")
+        assert name == ("GradientError" if what in GRADIENTS else "MeshError")
         assert REFUSED[what] in text

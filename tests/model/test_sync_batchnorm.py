@@ -87,7 +87,7 @@ def test_every_kind(width: int, uneven: bool) -> None:
 
 
 def test_a_sync_batchnorm_of_the_users_runs_on_a_cpu_and_on_split_tensors() -> None:
-    """With sharded parameters, as DDP refuses it on a CPU."""
+    """With sharded parameters; tests/model/test_door.py has it with DDP."""
     expected = odd_step(ff.Strategy(), nn.BatchNorm2d)[2]
     strategy = ff.Strategy(data=2, width=2, shard_parameters=True)
     for _, _, buffers in rank_group(4).run(odd_step, strategy, nn.SyncBatchNorm):

@@ -36,6 +36,16 @@ def test_the_model_holds_the_average_inside_and_its_own_after_an_error_too() -> 
     assert model.weight.item() == 3 and average.state_dict()["weight"].item() == 2
 
 
+def test_another_parameter_in_the_place_of_one() -> None:
+    model = weight(1.0)
+    average = ParameterAverage(model, 0.5)
+    model.weight, model.bias = nn.Parameter(torch.tensor([3.0])), nn.Parameter(torch.tensor([4.0, 5.0]))
+    average.update()
+    assert average.state_dict()["weight"].tolist() == [2] and average.state_dict()["bias"].tolist() == [4, 5]
+    with average.applied():
+        assert model.weight.item() == 2
+
+
 def test_it_goes_on_from_a_state() -> None:
     first, second = ParameterAverage(weight(4.0), 0.5), ParameterAverage(weight(0.0), 0.5)
     second.load_state_dict({name: t.clone() for name, t in first.state_dict().items()})

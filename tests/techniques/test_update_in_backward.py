@@ -116,6 +116,29 @@ def test_what_is_trained_may_change():
         assert error(changes(parameters), changes(expected)) < 1e-12
 
 
+def with_another_head(strategy):
+    """Parameters after three steps; each rank has drawn a head of its own before the second."""
+    model = parallelize_for(strategy, network(), ff.init_mesh())
+    optimizer = build_optimizer(grouped(AdamW), model, strategy)
+    step = ff.TrainStep(model, exact_loss, optimizer, strategy)
+    replica, share = 0 if strategy.data == 1 else torch.distributed.get_rank(), BATCH // strategy.data
+    for number in range(3):
+        if number == 1:
+            torch.manual_seed(replica)
+            model.module.head = torch.nn.Conv2d(6, 4, 1).double()
+            optimizer.add_param_group({"params": model.module.head.parameters()})
+        step({name: value[replica * share :][:share] for name, value in batch_of(number).items()})
+    return [p.detach() for p in model.parameters()]
+
+
+def test_a_new_head_is_trained():
+    expected = with_another_head(ff.Strategy())
+    found = [with_another_head(ff.Strategy(update_in_backward=True))]
+    found += rank_group(2).run(with_another_head, ff.Strategy(data=2, update_in_backward=True))
+    for parameters in found:
+        torch.testing.assert_close(parameters, expected, rtol=1e-10, atol=1e-12)
+
+
 def broken(kind, ranks):
     strategy = ff.Strategy(data=ranks, update_in_backward=True)
     model = ff.parallelize(network(), ff.init_mesh(), average_gradients=False)

@@ -6,7 +6,7 @@ same forward pass, a part of the model called on its own, `autograd.grad` and th
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any, NamedTuple
@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import GradientError
+from fullframe.model.gradient_memory import Buckets, Placed
 from fullframe.model.unused import Unused, give_zeros, has_hooks
 from fullframe.ranks.agreement import on_any_rank_each
 from fullframe.ranks.mesh import Spatial
+from fullframe.ranks.raw_bytes import share_values
 from fullframe.spatial.gradients import Hook, is_accumulated, manage, mean_over_ranks, reaches_any
 
 _SYNC_BUFFERS = "forward_sync_buffers"  # in each forward; torch before 2.13 calls it broadcast_buffers
@@ -27,9 +30,15 @@ if _SYNC_BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
     _SYNC_BUFFERS = "broadcast_buffers"
 _CHUNK_NUMBERS = 1 << 22  # of a message in which gradients travel together
 
+Trained = dict[nn.Parameter, tuple[torch.dtype, torch.device]]  # torch takes hooks like DDP's off where these change
+
 
 class Averaging:
-    """DDP around `door`, which calls `model`; made anew when other parameters of the model are trained."""
+    """DDP around `door`, which calls `model`; made anew when other parameters of the model are trained.
+
+    So it is when they are moved or get another dtype, and when a backward pass has ended by an error. Parameters that
+    the model did not have before take the first rank's values, as all do in `parallelize`.
+    """
 
     def __init__(
         self,
@@ -44,12 +53,14 @@ class Averaging:
         self._find_unused = find_unused_parameters
         self._unused = Unused(model, varies=find_unused_parameters)
         self._several = dist.get_world_size() > spatial.size and spatial.channel.tagged  # replicas, which may differ
-        self._parameters: dict[nn.Parameter, None] = {}  # those that are trained
+        self._shared: Any = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))  # equal on all ranks
+        self._parameters: Trained = {}  # those that are trained
         self._ddp: Any = None
-        self._for: dict[nn.Parameter, None] = {}  # those that `_ddp` averages
+        self._for: Trained = {}  # those that `_ddp` averages
         self._alone: set[nn.Parameter] = set()  # those whose gradients of no_sync() are not averaged yet
-        self._buckets = Buckets()
+        self._buckets, self._placed = Buckets(), Placed()
         self._expects = False  # DDP: a backward pass to average in
+        self._began = False  # that pass
         self._pass: Any = lambda: None  # the backward pass that is running
         self.syncing = True  # outside no_sync()
         self.arrange()
@@ -61,24 +72,34 @@ class Averaging:
 
     def arrange(self) -> None:
         """See which parameters are trained now."""
+        self._placed.note(self._for)
         found = _trained(self._model)
-        if found.keys() != self._parameters.keys():
+        if self._began and self._pass() is None:  # it ended by an error, and DDP waits for the rest
+            self._wrap(self._for)
+        if found != self._parameters:
             new = [parameter for parameter in found if parameter not in self._parameters]
             self._parameters = found
             self._unused.forget()
+            self._share([parameter for parameter in new if parameter not in self._shared])
             for parameter in new:
                 manage(parameter, _hook(weakref.ref(self), weakref.ref(parameter), self._spatial))
         elif self._unused.is_known:
             return
         wanted = self._unused.others(found)
-        if wanted and wanted.keys() != self._for.keys():
+        if wanted and wanted != self._for:
             self._wrap(wanted)
 
-    def _wrap(self, wanted: dict[nn.Parameter, None]) -> None:
+    def _share(self, parameters: list[nn.Parameter]) -> None:
+        """A head that was put in the place of another, say, which each rank has drawn by itself."""
+        if parameters:
+            share_values(parameters)
+            self._shared.update(dict.fromkeys(parameters))
+
+    def _wrap(self, wanted: Trained) -> None:
         if self._ddp is not None and hasattr(self._ddp, "reducer"):
             self._ddp.reducer._remove_autograd_hooks()
         several = dist.get_world_size() > self._spatial.size  # within one replica the buffers stay equal by themselves
-        self._for, self._expects, self._buckets = wanted, False, Buckets()
+        self._for, self._expects, self._began, self._buckets = wanted, False, False, Buckets()
         self._ddp = None  # with its buckets
         with _frozen([parameter for parameter in self._parameters if parameter not in wanted]):
             self._ddp = self._make_ddp(
@@ -87,6 +108,7 @@ class Averaging:
                 init_sync=False,  # `parallelize` has compared and shared what the ranks hold
                 **{_SYNC_BUFFERS: several},
             )
+        self._placed.give_back(wanted)
         self.sync(self.syncing)
 
     def sync(self, on: bool) -> None:
@@ -97,6 +119,7 @@ class Averaging:
 
     def called(self) -> None:
         """After a forward pass."""
+        self._placed.give_back(self._for)
         if self.syncing and torch.is_grad_enabled() and self.run is self._ddp:
             self._expects = True
 
@@ -112,6 +135,8 @@ class Averaging:
             running = _Pass(self)
             self._pass = weakref.ref(running)
             if self._expects:
+                self._began = True
+                self._placed.note(self._for)
                 self._buckets.leave_to_holders()
             _at_the_end(running.check)  # which alone holds it, so that it ends with its pass, also by an error
         return running
@@ -123,7 +148,10 @@ class Averaging:
                 "backward(create_graph=True) reaches a model's parameters, whose gradients are averaged over the "
                 "ranks by messages that cannot be differentiated; use torch.autograd.grad(..., create_graph=True)"
             )
-        self.begin().arrived.add(parameter)
+        running = self.begin()
+        running.arrived.add(parameter)
+        if parameter.grad is None:
+            running.made.append(parameter)
         if not has_hooks(parameter):
             return None
         # Replicas that use other parameters each meet them in other orders, so there the ranks of one replica alone.
@@ -142,8 +170,8 @@ class Averaging:
             give_zeros(came.lacking, self._model, with_hooks=self._several and not self._find_unused)
         return came
 
-    def finish(self, came: "_Came") -> None:
-        """After a pass, when DDP has waited for what it sent."""
+    def finish(self, came: "_Came", made: list[nn.Parameter]) -> None:
+        """After a pass, when DDP has waited for what it sent; `made` are those whose gradient torch has made in it."""
         simulated = self._ddp is not None and not hasattr(self._ddp, "reducer")
         if not self._expects:
             if not self.syncing:
@@ -151,11 +179,13 @@ class Averaging:
             elif not simulated:
                 self._average(self._on_any_rank(came).used)
                 self._alone.clear()
+            self._placed.remember(made)
             return
         if not simulated:
             self._ddp.reducer._check_reducer_finalized()
             self._buckets.hand_out(self._for)
-        self._expects = False
+            self._placed.give_back(self._for)
+        self._expects = self._began = False
         self._alone.clear()
         self._settle(*self._on_any_rank(came), simulated)
 
@@ -204,84 +234,25 @@ class _Pass:
     def __init__(self, averaging: Averaging):
         self._averaging = averaging
         self.arrived: set[nn.Parameter] = set()
+        self.made: list[nn.Parameter] = []  # had no gradient before
 
     def check(self) -> None:
         came = self._averaging.check(self.arrived)
         _at_the_end(lambda: self.finish(came))  # DDP, too, is called when backward ends, and later than this
 
     def finish(self, came: _Came) -> None:
-        self._averaging.finish(came)
+        self._averaging.finish(came, self.made)
 
 
-class Buckets:
-    """The memory in which DDP keeps gradients, and into which those of the next pass will be written.
-
-    A gradient that someone has kept by reference would change under him. He keeps the memory, and DDP gets other.
-    """
-
-    def __init__(self) -> None:
-        self._are_made_again = True  # by DDP before the second pass, in the order of the first
-        self._places: dict[nn.Parameter, Tensor] = {}  # DDP's own views of its buckets
-        self._holders: dict[Tensor, int] = {}  # of a bucket's memory, without the gradients of parameters
-
-    def hand_out(self, arrived: Iterable[nn.Parameter]) -> None:
-        """After a pass: what lies in `.grad` is another view than DDP's own, which nobody may keep."""
-        for parameter in arrived:
-            place, known = parameter.grad, self._places.get(parameter)
-            if place is None or place._base is None or (known is not None and place.data_ptr() == known.data_ptr()):
-                continue
-            self._places[parameter] = place  # DDP's own view, made in this pass
-        for parameter, place in self._places.items():
-            if parameter.grad is place:
-                parameter.grad = place.detach()
-        if self._are_made_again:  # nothing is written here any more, and who keeps a gradient keeps the memory
-            self._are_made_again = False
-            self._places.clear()
-        self._holders = self._held()
-
-    def leave_to_holders(self) -> None:
-        """Before a pass writes into the buckets."""
-        for bucket, holders in self._held().items():
-            if holders <= self._holders.get(bucket, 0):
-                continue
-            places = [place for place in self._places.values() if place._base is bucket]
-            where = [(place.shape, place.stride(), place.storage_offset()) for place in places]
-            bucket.data = torch.empty_like(bucket)
-            for place, shape in zip(places, where, strict=True):
-                place.data = bucket.data.as_strided(*shape)
-
-    def _held(self) -> dict[Tensor, int]:
-        """By bucket, how many tensors lie in its memory, without the gradients that are `.grad` of a parameter."""
-        held: dict[Tensor, int] = {}
-        for place in self._places.values():
-            bucket = place._base
-            if bucket is not None and bucket not in held:
-                held[bucket] = _tensors_in(bucket)
-        for parameter, place in self._places.items():
-            if parameter.grad is not None and _memory(parameter.grad) == _memory(place):
-                held[place._base] -= 1  # type: ignore[index]
-        return held
-
-
-def _memory(tensor: Tensor) -> int:
-    storage: Any = tensor.untyped_storage()
-    return storage._cdata  # type: ignore[no-any-return]
-
-
-def _tensors_in(bucket: Tensor) -> int:
-    storage: Any = bucket.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
-def _trained(model: nn.Module) -> dict[nn.Parameter, None]:
+def _trained(model: nn.Module) -> Trained:
     """The parameters that require a gradient; quicker than `model.parameters()`, which every forward pass can do."""
-    found: dict[nn.Parameter, None] = {}
+    found: Trained = {}
     modules, seen = [model], {model}
     while modules:
         module = modules.pop()
         for parameter in module._parameters.values():
             if parameter is not None and parameter.requires_grad:
-                found[parameter] = None
+                found[parameter] = parameter.dtype, parameter.device
         for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)

@@ -22,7 +22,7 @@ from fullframe.model.blocks import repeated_blocks
 from fullframe.model.unused import say_unused
 from fullframe.ranks.agreement import from_all_ranks, on_any_rank_each
 from fullframe.ranks.mesh import Spatial
-from fullframe.spatial.gradients import manage
+from fullframe.spatial.gradients import is_managed, manage
 from fullframe.spatial.tensor import SpatialTensor
 
 if TYPE_CHECKING:
@@ -108,8 +108,15 @@ class ShardedParameters:
 
     def begin(self) -> None:
         """A forward pass begins. Raises GradientError where torch would pass over what the user has changed."""
-        trained = {name for name, p in self._root.named_parameters() if p.requires_grad}
-        changed = sorted(trained ^ self._parameters.keys())
+        trained = {name: p for name, p in self._root.named_parameters() if p.requires_grad}
+        changed = sorted(trained.keys() ^ self._parameters.keys())
+        new = sorted(name for name, p in trained.items() if not is_sharded(p) and not is_managed(p))
+        if new and torch.is_grad_enabled():
+            raise GradientError(
+                f"{', '.join(new[:3])}{', ...' if new[3:] else ''} came into the model after the parameters were "
+                "sharded, and its gradient would not be averaged; replace modules before parallelize, or do without "
+                "shard_parameters"
+            )
         if changed and torch.is_grad_enabled():
             raise GradientError(
                 f"requires_grad of {', '.join(changed[:3])}{', ...' if changed[3:] else ''} has changed since the "

@@ -1,7 +1,4 @@
-"""The user's model on a mesh: gradients averaged over all ranks by DDP or FSDP2, split tensors in and out.
-
-DDP looks for plain tensors and their graphs, which shells do not have, so shells are taken off at its door.
-"""
+"""The user's model on a mesh: gradients averaged over all ranks by DDP or FSDP2, split tensors in and out."""
 
 import copy
 import hashlib
@@ -19,14 +16,15 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fullframe.errors import CheckpointError, GradientError, MeshError, ShapeError, StrategyError
 from fullframe.model.averaging import Averaging
 from fullframe.model.buffers import share_buffers
 from fullframe.model.compiled.blocks import CompiledBlocks, compiled_blocks
+from fullframe.model.door import Undressed, unwrapped, wrapped
 from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
 from fullframe.model.same_program import Agreement
+from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.mesh import Spatial, has_stages, spatial_of, stage_axis
 from fullframe.ranks.random_states import share_random_states
@@ -35,8 +33,7 @@ from fullframe.spatial.gradients import manage
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
 from fullframe.spatial.shard import even_spec
-from fullframe.spatial.spec import Spec, spec_of
-from fullframe.spatial.tensor import SpatialTensor, left_whole, local_or_whole, warn_of_dynamo, wrap
+from fullframe.spatial.tensor import left_whole, warn_of_dynamo
 from fullframe.strategy import Strategy
 
 
@@ -71,14 +68,14 @@ def parallelize(
     spatial = spatial_of(mesh)
     along = stage_axis(mesh) if has_stages(mesh) else None
     share_random_states(spatial, along)
-    run: nn.Module = _Undressed(model, unsupported == "gather")
+    run: nn.Module = Undressed(model, unsupported == "gather")
     sharded, averaging = None, None
     if dist.get_world_size() > 1:
         if not shard_parameters:
             require_whole(model)
         _require_same_tensors(model)
-        # Not what is sharded, whose parts are equal by nature.
-        share_values(tensor for tensor in (*model.parameters(), *model.buffers()) if not is_sharded(tensor))
+        synchronize_batchnorm(model, spatial.size, every=False)
+        share_values(t for t in (*model.parameters(), *model.buffers()) if not is_sharded(t))  # each its own part
         if shard_parameters:
             sharded = ShardedParameters(model, spatial, find_unused_parameters)
         elif average_gradients:
@@ -203,7 +200,7 @@ class ParallelModel(nn.Module):
             share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
         if self._sharded is not None:
             self._sharded.begin()
-        leaves, shells = _unwrapped((args, kwargs))
+        leaves, shells = unwrapped((args, kwargs))
         is_split = any(spec is not None for spec in shells.specs)
         if not is_split and not self._said_whole and self.training and torch.is_grad_enabled():
             self._say_whole(leaves)
@@ -215,7 +212,7 @@ class ParallelModel(nn.Module):
         if self._averaging is not None:
             self._averaging.called()
         self._watch_backward([*results, *within])
-        return _wrapped(results, shells)
+        return wrapped(results, shells)
 
     def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
         warn_of_dynamo()
@@ -299,60 +296,6 @@ class ParallelModel(nn.Module):
             self._averaging.sync(on)
         if self._sharded is not None:
             self._sharded.set_gradient_sync(on)
-
-
-class _Shells:
-    """Where the shells were in nested values: opaque to DDP."""
-
-    def __init__(self, tree: TreeSpec, specs: list[Spec | None]):
-        self.tree, self.specs = tree, specs
-
-
-class _Undressed(nn.Module):
-    """The model between a door where shells come off and one where they are put on."""
-
-    def __init__(self, model: nn.Module, gather: bool):
-        super().__init__()
-        self.model = model
-        self.gather = gather
-
-    def forward(self, leaves: list[Any], shells: _Shells) -> tuple[list[Any], _Shells, list[Tensor]]:
-        if self.gather:
-            shells = _Shells(
-                shells.tree,
-                [lay and spec_of(lay.spatial, lay.shape, lay.placements, True, None) for lay in shells.specs],
-            )
-        args, kwargs = _wrapped(leaves, shells)
-        results, shells = _unwrapped(self.model(*args, **kwargs))
-        return results, shells, list(_within(results))
-
-
-def _unwrapped(tree: Any) -> tuple[list[Any], _Shells]:
-    leaves, shells = tree_flatten(tree)
-    specs = [leaf.spec if isinstance(leaf, SpatialTensor) else None for leaf in leaves]
-    return [local_or_whole(leaf) for leaf in leaves], _Shells(shells, specs)
-
-
-def _within(leaves: list[Any]) -> Iterator[Tensor]:
-    """Plain tensors in objects, a dataclass say, that come out as they are: DDP asks what a result depends on."""
-    waiting = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module, type))]
-    seen: set[int] = set()
-    while waiting:
-        value = waiting.pop()
-        names = getattr(type(value), "__dataclass_fields__", None) or getattr(value, "__dict__", ())
-        if id(value) in seen or not names or callable(value):
-            continue
-        seen.add(id(value))
-        for leaf in tree_leaves([getattr(value, name, None) for name in names]):
-            if isinstance(leaf, Tensor):
-                yield local_or_whole(leaf)
-            elif not isinstance(leaf, (nn.Module, type)):
-                waiting.append(leaf)
-
-
-def _wrapped(leaves: list[Any], shells: _Shells) -> Any:
-    dressed = [wrap(leaf, spec) if spec is not None else leaf for leaf, spec in zip(leaves, shells.specs, strict=True)]
-    return tree_unflatten(dressed, shells.tree)
 
 
 def _require_one_way(

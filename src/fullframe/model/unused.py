@@ -4,13 +4,15 @@ They are left without one, as in one process. All ranks know which they are, and
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+Kind = TypeVar("Kind")
 
 _SPARSE = (nn.Embedding, nn.EmbeddingBag)
 
@@ -32,10 +34,10 @@ class Unused:
         """Other parameters are trained."""
         self._left_out, self.is_known = frozenset(), False
 
-    def others(self, trained: Iterable[nn.Parameter]) -> dict[nn.Parameter, None]:
+    def others(self, trained: Mapping[nn.Parameter, Kind]) -> dict[nn.Parameter, Kind]:
         """Those for which DDP is to be made."""
         self.is_known = True
-        return {parameter: None for parameter in trained if parameter not in self._left_out}
+        return {parameter: kind for parameter, kind in trained.items() if parameter not in self._left_out}
 
     def learn(self, lacking: Iterable[nn.Parameter], used: set[nn.Parameter]) -> None:
         """After a pass, on all ranks alike: those that got no gradient on some rank; those that have one."""

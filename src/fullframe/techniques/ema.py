@@ -15,19 +15,30 @@ class ParameterAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float):
-        self._parameters = dict(model.named_parameters())
-        self._decay = decay
-        self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
+        self._model, self._decay = model, decay
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._average: dict[str, Tensor] = {}
+        self._follow()
 
     @torch.no_grad()
     def update(self) -> None:
         """Take one step of the average."""
+        self._follow()
         parameters = [p.detach() for p in self._parameters.values()]
         torch._foreach_lerp_(list(self._average.values()), parameters, 1 - self._decay)
+
+    def _follow(self) -> None:
+        """See the parameters that the model has now; the average of one of another shape begins with its value."""
+        before, self._parameters = self._average, dict(self._model.named_parameters())
+        self._average = {
+            name: before[name] if name in before and before[name].shape == p.shape else p.detach().clone()
+            for name, p in self._parameters.items()
+        }
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the model holds the averages."""
+        self._follow()
         self._swap()
         try:
             yield

@@ -14,17 +14,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullframe.errors import GradientError, StrategyError
+from fullframe.ranks.raw_bytes import share_values
 from fullframe.ranks.waiting import waiting_for_ranks
+from fullframe.spatial.gradients import manage
 
 
 class UpdateInBackward:
     """Hooks on the parameters of `model`, which are numbered as in `names`; they do nothing outside `backward`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: int):
-        self._optimizer, self._ranks = optimizer, ranks
-        named = dict(model.named_parameters())
-        self.names, self._parameters = list(named), list(named.values())
-        self._numbers: dict[Tensor, int] = {p: number for number, p in enumerate(self._parameters)}
+        self._model, self._optimizer, self._ranks = model, optimizer, ranks
+        self.names: list[str] = []
+        self._parameters: list[nn.Parameter] = []
+        self._numbers: dict[Tensor, int] = {}
+        self._number(dict(model.named_parameters()))
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._running = False
         self._turns: deque[int] = deque()  # parameters that are still to be updated
@@ -33,6 +36,21 @@ class UpdateInBackward:
         self._squares: list[Tensor] = []
         self._hooked: set[Tensor] = set()
         self._hook()
+
+    def _number(self, named: dict[str, nn.Parameter]) -> None:
+        for name, parameter in named.items():
+            self._numbers[parameter] = len(self.names)
+            self.names.append(name)
+            self._parameters.append(parameter)
+
+    def begin(self) -> None:
+        """Before a forward pass: parameters that the model did not have before take the first rank's values."""
+        new = {name: p for name, p in self._model.named_parameters() if p not in self._numbers}
+        if new and self._ranks > 1:
+            share_values(new.values())
+            for parameter in new.values():
+                manage(parameter, None)
+        self._number(new)
 
     def _hook(self) -> None:
         """See the gradients of all parameters that are trained now, which may be others than before."""

@@ -180,6 +180,7 @@ class TrainStep:
     def _update_in_backward(self, batch: Any, hand: bool) -> tuple[float, float, float, bool, float]:
         """The same; whether to update, and by what to divide, is agreed before backward."""
         assert self._in_backward is not None
+        self._in_backward.begin()
         self._host.phase("forward")
         summed, count = self._forward(batch)
         self._host.phase("backward")

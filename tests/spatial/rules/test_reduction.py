@@ -15,6 +15,7 @@ CASES: dict[str, Case] = {
     "sum": one(lambda x: [x.sum(), x.sum((0, 2)), x.sum(-1, keepdim=True), x.sum(1)]),
     "mean": one(lambda x: [x.mean(), x.mean((2, 3)), x.mean(-1), x.mean(1, keepdim=True)]),
     "any, all": one(lambda x: [(x > 1).any(), (x > -9).all(3), x.argmax(1), torch.count_nonzero(x > 0)]),
+    "of distributions": one(lambda x: torch.distributions.Normal(x, 2.0).log_prob(x.sin())),
     "prod, nansum, nanmean": one(
         lambda x: [x.prod(3), x.prod(1), x.nansum((2, 3)), x.nanmean(2), x.tanh().exp().prod()]
     ),

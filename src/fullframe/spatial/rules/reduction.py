@@ -109,10 +109,10 @@ def _nanmean(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = Fals
     return torch.nansum(x, dims, keepdim, dtype=dtype) / torch.sum(valid, dims, keepdim)
 
 
-@rule(torch.any, Tensor.any, torch.all, Tensor.all)
+@rule(torch.any, Tensor.any, torch._is_any_true, torch.all, Tensor.all, torch._is_all_true)
 def _any(func: Any, x: SpatialTensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """Whether any, or all, elements of the whole tensor are true."""
-    dims, any_ = dims_of(x.spec, dim), func in (torch.any, Tensor.any)
+    dims, any_ = dims_of(x.spec, dim), func in (torch.any, Tensor.any, torch._is_any_true)
     hits = torch.sum(x != 0 if any_ else x == 0, dims, keepdim)
     found = hits > 0 if any_ else hits == 0
     return found.to(torch.uint8) if x.dtype == torch.uint8 else found

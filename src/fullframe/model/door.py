@@ -1,0 +1,74 @@
+"""The door of a parallel model: shells come off before DDP and are put on behind it, and the other way round.
+
+DDP looks for plain tensors and their graphs, which shells do not have.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from fullframe.spatial.spec import Spec, spec_of
+from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
+
+
+class Shells:
+    """Where the shells were in nested values: opaque to DDP."""
+
+    def __init__(self, tree: TreeSpec, specs: list[Spec | None]):
+        self.tree, self.specs = tree, specs
+
+
+class Undressed(nn.Module):
+    """The model between a door where shells come off and one where they are put on."""
+
+    def __init__(self, model: nn.Module, gather: bool):
+        super().__init__()
+        self.model = model
+        self.gather = gather
+
+    def forward(self, leaves: list[Any], shells: Shells) -> tuple[list[Any], Shells, list[Tensor]]:
+        if self.gather:
+            shells = Shells(
+                shells.tree,
+                [lay and spec_of(lay.spatial, lay.shape, lay.placements, True, None) for lay in shells.specs],
+            )
+        args, kwargs = wrapped(leaves, shells)
+        results, shells = unwrapped(self.model(*args, **kwargs))
+        return results, shells, list(_within(results))
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        """Without `nn.SyncBatchNorm`, which DDP refuses on a CPU: `synchronize_batchnorm` has given it a way to run."""
+        every = self.named_modules(remove_duplicate=remove_duplicate)
+        return (module for _, module in every if not isinstance(module, nn.SyncBatchNorm))
+
+
+def unwrapped(tree: Any) -> tuple[list[Any], Shells]:
+    """The leaves of nested values, of split ones the local tensors, and where the shells were."""
+    leaves, shells = tree_flatten(tree)
+    specs = [leaf.spec if isinstance(leaf, SpatialTensor) else None for leaf in leaves]
+    return [local_or_whole(leaf) for leaf in leaves], Shells(shells, specs)
+
+
+def _within(leaves: list[Any]) -> Iterator[Tensor]:
+    """Plain tensors in objects, a dataclass say, that come out as they are: DDP asks what a result depends on."""
+    waiting = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module, type))]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        names = getattr(type(value), "__dataclass_fields__", None) or getattr(value, "__dict__", ())
+        if id(value) in seen or not names or callable(value):
+            continue
+        seen.add(id(value))
+        for leaf in tree_leaves([getattr(value, name, None) for name in names]):
+            if isinstance(leaf, Tensor):
+                yield local_or_whole(leaf)
+            elif not isinstance(leaf, (nn.Module, type)):
+                waiting.append(leaf)
+
+
+def wrapped(leaves: list[Any], shells: Shells) -> Any:
+    """What `unwrapped` took apart."""
+    dressed = [wrap(leaf, spec) if spec is not None else leaf for leaf, spec in zip(leaves, shells.specs, strict=True)]
+    return tree_unflatten(dressed, shells.tree)

@@ -1,0 +1,102 @@
+"""The memory in which gradients lie: DDP's buckets, what others have kept of them, what users have put into `.grad`."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Buckets:
+    """The memory in which DDP keeps gradients, and into which those of the next pass will be written.
+
+    A gradient that someone has kept by reference would change under him. He keeps the memory, and DDP gets other.
+    """
+
+    def __init__(self) -> None:
+        self._are_made_again = True  # by DDP before the second pass, in the order of the first
+        self._places: dict[nn.Parameter, Tensor] = {}  # DDP's own views of its buckets
+        self._holders: dict[Tensor, int] = {}  # of a bucket's memory, without the gradients of parameters
+
+    def hand_out(self, arrived: Iterable[nn.Parameter]) -> None:
+        """After a pass: what lies in `.grad` is another view than DDP's own, which nobody may keep."""
+        for parameter in arrived:
+            place, known = parameter.grad, self._places.get(parameter)
+            if place is None or place._base is None or (known is not None and place.data_ptr() == known.data_ptr()):
+                continue
+            self._places[parameter] = place  # DDP's own view, made in this pass
+        for parameter, place in self._places.items():
+            if parameter.grad is place:
+                parameter.grad = place.detach()
+        if self._are_made_again:  # nothing is written here any more, and who keeps a gradient keeps the memory
+            self._are_made_again = False
+            self._places.clear()
+        self._holders = self._held()
+
+    def leave_to_holders(self) -> None:
+        """Before a pass writes into the buckets."""
+        for bucket, holders in self._held().items():
+            if holders <= self._holders.get(bucket, 0):
+                continue
+            places = [place for place in self._places.values() if place._base is bucket]
+            where = [(place.shape, place.stride(), place.storage_offset()) for place in places]
+            bucket.data = torch.empty_like(bucket)
+            for place, shape in zip(places, where, strict=True):
+                place.data = bucket.data.as_strided(*shape)
+
+    def _held(self) -> dict[Tensor, int]:
+        """By bucket, how many tensors lie in its memory, without the gradients that are `.grad` of a parameter."""
+        held: dict[Tensor, int] = {}
+        for place in self._places.values():
+            bucket = place._base
+            if bucket is not None and bucket not in held:
+                held[bucket] = _tensors_in(bucket)
+        for parameter, place in self._places.items():
+            if parameter.grad is not None and _memory(parameter.grad) == _memory(place):
+                held[place._base] -= 1  # type: ignore[index]
+        return held
+
+
+class Placed:
+    """What users have put into `.grad` themselves, pieces of one tensor with all gradients say.
+
+    DDP puts its own in its place when it is made, when it makes its buckets again in a forward pass, and in backward.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[nn.Parameter, weakref.ref[Tensor]] = {}  # gradients that torch or DDP has made
+        self._placed: dict[nn.Parameter, Tensor] = {}  # other ones
+
+    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Before any of that."""
+        self._placed = {p: p.grad for p in parameters if p.grad is not None and not self._has_made(p, p.grad)}
+
+    def give_back(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Afterwards: it has DDP's values, and is what lies in `.grad`; what else lies there is no one's."""
+        self.remember(parameter for parameter in parameters if parameter not in self._placed)
+        for parameter, own in self._placed.items():
+            if parameter.grad is not None and parameter.grad is not own:
+                parameter.grad = own.copy_(parameter.grad)
+        self._placed.clear()
+
+    def remember(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The gradients of these were made by torch or DDP."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and not self._has_made(parameter, gradient):
+                self._made[parameter] = weakref.ref(gradient)
+
+    def _has_made(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
+        made = self._made.get(parameter)
+        return made is not None and made() is gradient
+
+
+def _memory(tensor: Tensor) -> int:
+    storage: Any = tensor.untyped_storage()
+    return storage._cdata  # type: ignore[no-any-return]
+
+
+def _tensors_in(bucket: Tensor) -> int:
+    storage: Any = bucket.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)

@@ -1,0 +1,96 @@
+"""Models that change while they are trained: new heads, other dtypes, backward passes that end by an error."""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fullframe as ff
+from fullframe.model.averaging import Averaging
+from tests.exactness import mesh, relative
+from tests.rank_group import rank_group
+
+STEPS = 4
+Change = Callable[[nn.Module, int], None]
+
+
+class Net(nn.Module):
+    """A map, and a head of pooled values that never meets a split tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 4, 3, stride=2, padding=1))
+        self.mask = nn.Conv2d(4, 2, 1)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return self.mask(x), self.head(x.mean((2, 3)))
+
+
+def _other_heads(net: Any, step: int) -> None:
+    if step == 2:
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+        net.mask, net.head = nn.Conv2d(4, 2, 1).double(), nn.Linear(4, 3).double()
+
+
+def _doubled(net: Any, step: int) -> None:
+    if step == 0:
+        net.double()
+
+
+def _an_error(net: Any, step: int) -> None:
+    if step == 2:
+        raised = count()
+
+        def fail(module: nn.Module, given: Any, gradient: Any) -> None:
+            if next(raised) == 0:
+                raise ArithmeticError
+
+        net.body[2].register_full_backward_hook(fail)
+
+
+CHANGES: dict[str, Change] = {"heads": _other_heads, "dtype": _doubled, "an error": _an_error}
+
+
+def _trained(what: str, height: int | None, width: int = 1) -> list[Tensor]:
+    """The parameters after some steps, and the losses, a mean over the replicas."""
+    torch.manual_seed(0)
+    net: Any = Net()
+    if what != "dtype":
+        net.double()
+    on = None if height is None else mesh(height, width)
+    model = net if on is None else ff.parallelize(net, on)
+    losses = []
+    for step in range(STEPS):
+        CHANGES[what](net, step)
+        images = torch.randn(4, 2, 9, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        if on is not None:
+            images = ff.shard(images.chunk(on.size(0))[on.get_local_rank("data")], on)
+        mask, scores = model(images)
+        loss = mask.sin().mean() + scores.square().mean()
+        model.zero_grad()
+        try:
+            loss.backward()
+        except ArithmeticError:
+            continue
+        losses.append(loss.detach() / (1 if on is None else dist.get_world_size()))
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 0.1 * parameter.grad
+    told = torch.stack(losses)
+    if on is not None:
+        dist.all_reduce(told)
+    return [*(parameter.detach() for parameter in net.parameters()), told]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_model_that_changes_trains_as_in_one_process(what: str) -> None:
+    assert Averaging  # whose work this is
+    expected = _trained(what, None)
+    for found in rank_group(4).run(_trained, what, 1, 2):
+        assert max(map(relative, expected, found)) < 1e-10

@@ -1,0 +1,53 @@
+"""Where gradients lie: what a user has put into `.grad` stays there, and gets the job's gradient."""
+
+import torch
+from torch import Tensor, nn
+
+import fullframe as ff
+from fullframe.model.gradient_memory import Placed
+from tests.exactness import mesh, relative
+from tests.rank_group import rank_group
+
+
+def test_what_torch_has_made_is_nobodys() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    placed = Placed()
+    weight.grad = made = torch.zeros(3)
+    placed.remember([weight])
+    placed.note([weight])
+    weight.grad = torch.ones(3)  # as DDP does
+    placed.give_back([weight])
+    assert weight.grad is not made
+    weight.grad = own = torch.zeros(3)
+    placed.note([weight])
+    weight.grad = torch.ones(3)
+    placed.give_back([weight])
+    assert weight.grad is own and own.sum() == 3
+
+
+def _in_one_tensor(width: int | None) -> list[Tensor]:
+    """All gradients after each of three steps, of which the second has two backward passes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 1)).double()
+    model = net if width is None else ff.parallelize(net, mesh(1, width))
+    gradients = torch.zeros(sum(p.numel() for p in net.parameters()), dtype=torch.float64)
+    pieces = gradients.split([p.numel() for p in net.parameters()])
+    for parameter, piece in zip(net.parameters(), pieces, strict=True):
+        parameter.grad = piece.view_as(parameter)
+    found = []
+    for step in range(3):
+        gradients.zero_()
+        for number in range(1 + step % 2):
+            image = torch.randn(1, 2, 6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(step + number))
+            model(image if width is None else ff.shard(image, mesh(1, width))).square().mean().backward()
+        found.append(gradients.clone())
+        with torch.no_grad():
+            for parameter, piece in zip(net.parameters(), pieces, strict=True):
+                parameter -= piece.view_as(parameter)
+    return found
+
+
+def test_gradients_that_are_pieces_of_one_tensor() -> None:
+    expected = _in_one_tensor(None)
+    for found in rank_group(2).run(_in_one_tensor, 2):
+        assert max(map(relative, expected, found)) < 1e-12
