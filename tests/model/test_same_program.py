@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -30,6 +31,25 @@ def _drawn_apart(draws: bool, split: bool) -> str:
 def test_a_state_that_was_drawn_from_must_be_equal(draws: bool, split: bool) -> None:
     for said in rank_group(2).run(_drawn_apart, draws, split):
         assert ("drew random numbers from torch, whose state differs over ranks [0, 1]" in said) == (draws and split)
+
+
+def _told_of_draws_between(apart: bool) -> list[str]:
+    agreement = Agreement(spatial_of(init_mesh(width=2)))
+    torch.manual_seed(dist.get_rank() if apart else 0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):  # told once
+            torch.rand(())
+            agreement.before_forward(True)
+            agreement.after_forward([])
+    return [str(warning.message) for warning in said]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_draws_between_forward_passes_are_told_where_they_differ(apart: bool) -> None:
+    first, second = rank_group(2).run(_told_of_draws_between, apart)
+    assert len(first) == apart and not second
+    assert all("drawn from torch, whose state differs over ranks [0, 1]" in text for text in first)
 
 
 def _met() -> list[int]:

@@ -4,10 +4,12 @@ Between two exchanges of a model's ops a rank can wait where no message of ours 
 ranks meet at the start of backward, and what they have drawn from random states is compared after forward.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fullframe.errors import DivergenceError
@@ -24,6 +26,8 @@ class Agreement:
     def __init__(self, spatial: Spatial | None):
         self._spatial = spatial if spatial is not None and spatial.size > 1 and spatial.channel.tagged else None
         self._before: tuple[int, ...] = ()
+        self._last = () if self._spatial is None else digests()  # after the forward pass before
+        self._is_said = False
         self._looks = False  # at this forward pass
         self._backward = -1  # the last backward pass in which the ranks met
 
@@ -40,7 +44,8 @@ class Agreement:
     def after_forward(self, results: Sequence[Any]) -> None:
         """Raise DivergenceError on all ranks if they drew random numbers from different states.
 
-        A state that differs and was not drawn from does no harm. The ranks meet when the first of `results` gets its
+        A state that differs and was not drawn from does no harm. What all have drawn since the last forward pass, of
+        which it is not known what for, is a warning, once. The ranks meet when the first of `results` gets its
         gradient.
         """
         if self._spatial is None or not self._looks:
@@ -62,18 +67,32 @@ class Agreement:
             text = f"the end of a forward pass that drew from {', '.join(said) or 'no random state'} at {line()}"
             spatial.channel.record.note(padded(text, HEAD_BYTES))
             return
-        facts = torch.tensor([after, drawn], device=spatial.mesh.device_type)
-        everyone = all_gather_no_grad(facts, spatial.replica, "random states")
-        states, used = everyone[:, 0], everyone[:, 1]
-        wrong = ((states != states[0]).any(0) & used.any(0)).tolist()
-        if any(wrong):
-            names = ", ".join(name for name, is_wrong in zip(NAMES, wrong, strict=True) if is_wrong)
+        drawn_before = [int(a != b) for a, b in zip(self._last, self._before, strict=True)]
+        facts = torch.tensor([after, drawn, self._before, drawn_before], device=spatial.mesh.device_type)
+        self._last = after
+        states, used, states_before, used_before = all_gather_no_grad(facts, spatial.replica, "random states").unbind(1)
+        doubtful = (states_before != states_before[0]).any(0) & used_before.all(0)
+        if names := _names(doubtful):
+            self._warn(names, spatial)
+        if names := _names((states != states[0]).any(0) & used.any(0)):
             raise DivergenceError(
                 f"the forward pass at {line()} drew random numbers from {names}, whose state differs over ranks "
                 f"{list(spatial.replica_ranks)} of one replica, so they dropped, mixed or sized differently; after "
                 "parallelize, which shares the states, seed all ranks of a replica alike "
                 "(torch.manual_seed(seed + mesh.get_local_rank('data'))), and draw nothing on one rank alone"
             )
+
+    def _warn(self, names: str, spatial: Spatial) -> None:
+        if self._is_said or dist.get_rank() != spatial.replica_ranks[0]:
+            return
+        self._is_said = True
+        warnings.warn(
+            f"before the forward pass at {line()} random numbers were drawn from {names}, whose state differs over "
+            f"ranks {list(spatial.replica_ranks)} of one replica: a crop, a mix or a permutation of split images that follows "
+            "from them is another on each rank, and wrong; after parallelize seed all ranks of a replica alike "
+            "(torch.manual_seed(seed + mesh.get_local_rank('data'))), and draw nothing on one rank alone",
+            stacklevel=4,
+        )
 
     def _gradient_arrived(self, gradient: Tensor) -> None:
         backward = torch._C._current_graph_task_id()
@@ -87,3 +106,7 @@ class Agreement:
     def _compare_record(self) -> None:
         if self._spatial is not None and self._spatial.channel.record is not None:
             self._spatial.channel.record.compare(self._spatial.replica)
+
+
+def _names(chosen: Tensor) -> str:
+    return ", ".join(name for name, is_chosen in zip(NAMES, chosen.tolist(), strict=True) if is_chosen)
