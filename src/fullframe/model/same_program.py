@@ -88,8 +88,8 @@ class Agreement:
         self._is_said = True
         warnings.warn(
             f"before the forward pass at {line()} random numbers were drawn from {names}, whose state differs over "
-            f"ranks {list(spatial.replica_ranks)} of one replica: a crop, a mix or a permutation of split images that follows "
-            "from them is another on each rank, and wrong; after parallelize seed all ranks of a replica alike "
+            f"ranks {list(spatial.replica_ranks)} of one replica: a crop, a mix or a permutation of split images that "
+            "follows from them is another on each rank, and wrong; after parallelize seed all ranks of a replica alike "
             "(torch.manual_seed(seed + mesh.get_local_rank('data'))), and draw nothing on one rank alone",
             stacklevel=4,
         )
