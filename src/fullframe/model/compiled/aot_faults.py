@@ -1,4 +1,4 @@
-"""What AOTAutograd of torch 2.11 to 2.13 computes wrongly without a word, so that no program is made of it."""
+"""What AOTAutograd of torch 2.13 computes wrongly without a word, so that no program is made of it."""
 
 from collections.abc import Sequence
 from typing import Any

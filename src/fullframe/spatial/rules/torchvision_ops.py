@@ -43,8 +43,10 @@ def _roi_align(
         before, behind = int(rows.start > 0), int(rows.stop < spec.shape[p.dim])
         local = F.pad(local, (before, behind) if p.dim == 3 else (0, 0, before, behind))
         first[3 - p.dim] = float(rows.start - before)
-    here = rois - rois.new_tensor([0.0, *first, *first]) / spatial_scale
-    return all_sum(func(local, here, spatial_scale, pooled_height, pooled_width, *options), spec.group)
+    rois = rois.clone()
+    for column, start in enumerate(first, 1):
+        rois[:, column::2] -= start / spatial_scale
+    return all_sum(func(local, rois, spatial_scale, pooled_height, pooled_width, *options), spec.group)
 
 
 @rule("torchvision::deform_conv2d")
@@ -68,10 +70,9 @@ def _deform_conv2d(
     with torch.autocast(device.type, enabled=False):
         down = torch.arange(kernel[0], device=device) * dil_h - pad_h
         right = torch.arange(kernel[1], device=device) * dil_w - pad_w
-        rows = (
-            torch.arange(size[0], device=device) * stride_h + down.repeat_interleave(kernel[1])[:, None]
-        )  # (taps, H_out)
-        columns = torch.arange(size[1], device=device) * stride_w + right.repeat(kernel[0])[:, None]  # (taps, W_out)
+        down, right = down.repeat_interleave(kernel[1])[:, None], right.repeat(kernel[0])[:, None]
+        rows = torch.arange(size[0], device=device) * stride_h + down  # (taps, H_out)
+        columns = torch.arange(size[1], device=device) * stride_w + right  # (taps, W_out)
         by = offset.unflatten(1, (offset_groups, taps, 2))  # (N, offset_groups, taps, 2, H_out, W_out)
         x = by[:, :, :, 1] + columns[:, None, :].to(offset.dtype)
         y = by[:, :, :, 0] + rows[:, :, None].to(offset.dtype)
