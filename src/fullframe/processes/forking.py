@@ -1,4 +1,7 @@
-"""Forked workers that start, on Pythons where one may not.
+"""Forked workers that start, and that leave alone what their parent has left.
+
+What Python has not collected yet in the parent may hold process groups, whose end joins threads that a child has not:
+one that collects it hangs or dies. So a child here never does.
 
 Before Python 3.12 a child that is forked while another thread of its parent enters or leaves the interpreter waits for
 ever in a lock of the interpreter's own, before it runs a line: `os.fork` takes over a lock that is held, and clears it
@@ -7,11 +10,11 @@ for a worker that never says anything. So a child here says that it is through, 
 ended and forked again: it has done nothing yet.
 """
 
+import gc
 import multiprocessing
 import os
 import select
 import signal
-import sys
 from contextlib import suppress
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
@@ -26,6 +29,7 @@ _said: tuple[int, int] | None = None  # in a child: the pipe by which it says th
 def _say_through() -> None:
     global _said
     if _said is not None:
+        gc.freeze()
         here, there = _said
         _said = None
         os.close(here)
@@ -73,6 +77,6 @@ class _Context(ForkContext):
 
 
 def worker_context(asked: BaseContext | None) -> BaseContext | None:
-    """The context for a loader's workers: `asked` (None: Python's default), with forks that are sure to begin."""
+    """The context for a loader's workers: `asked` (None: Python's default), with the forks of this file."""
     forks = isinstance(asked, ForkContext) or (asked is None and multiprocessing.get_start_method() == "fork")
-    return _Context() if forks and sys.version_info < (3, 12) else asked
+    return _Context() if forks else asked
