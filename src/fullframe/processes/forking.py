@@ -26,7 +26,7 @@ _ATTEMPTS = 6
 _said: tuple[int, int] | None = None  # in a child: the pipe by which it says that it is through
 
 
-def _say_through() -> None:
+def _begin() -> None:
     global _said
     if _said is not None:
         gc.freeze()
@@ -37,7 +37,7 @@ def _say_through() -> None:
         os.close(there)
 
 
-os.register_at_fork(after_in_child=_say_through)
+os.register_at_fork(after_in_child=_begin)
 
 
 class _Popen(Popen):

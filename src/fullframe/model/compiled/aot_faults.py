@@ -12,13 +12,12 @@ from fullframe.ranks.recording import NotCapturable
 from fullframe.spatial.tensor import local_or_whole
 from fullframe.spatial.views import share_memory, version_of
 
-# Each by the place of `training` and its default; where nothing is dropped they return what they were given.
-_DROPOUTS: dict[Any, tuple[int, bool]] = {
-    F.dropout: (2, True), F.dropout1d: (2, True), F.dropout2d: (2, True), F.dropout3d: (2, True),
-    F.alpha_dropout: (2, False), F.feature_alpha_dropout: (2, False),
-    torch.dropout: (2, True), torch.alpha_dropout: (2, True), torch.feature_dropout: (2, True),
-    torch.feature_alpha_dropout: (2, True),
+# Called as (input, p, training), where nothing is dropped they return the input.
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
 }  # fmt: skip
+_OFF_UNLESS_TRAINING = {F.alpha_dropout, F.feature_alpha_dropout}
 
 
 class WithoutAOTFaults(TorchFunctionMode):
@@ -52,8 +51,8 @@ class WithoutAOTFaults(TorchFunctionMode):
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    place, default = _DROPOUTS[func]
-    training = args[place] if len(args) > place else kwargs.get("training", kwargs.get("train", default))
+    given = kwargs.get("training", kwargs.get("train", func not in _OFF_UNLESS_TRAINING))
+    training = args[2] if len(args) > 2 else given
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     return not training or p == 0
 

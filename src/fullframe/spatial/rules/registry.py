@@ -102,9 +102,7 @@ def rule(*functions: Any, checked: bool = True) -> Callable[[R], R]:
             if function in table:
                 raise ValueError(f"{function} has a rule already: {table[function].__qualname__}")
             table[function] = function_rule
-            if table is NAMED:
-                continue
-            if not checked or not _of_torch(function):
+            if table is RULES and not (checked and _of_torch(function)):
                 UNCHECKED.add(function)
         return function_rule
 
