@@ -9,8 +9,9 @@ from torch import nn
 
 import fullframe as ff
 from fullframe.errors import RecipeError
+from fullframe.spatial.tensor import whole
 from fullframe.techniques.ema import ParameterAverage
-from fullframe.training.evaluation import OfPart, evaluate, whole
+from fullframe.training.evaluation import OfPart, evaluate
 from tests.rank_group import rank_group
 from tests.training import tiny
 

@@ -216,6 +216,11 @@ def local_or_whole(value: Any) -> Any:
     return local_of(value) if isinstance(value, SpatialTensor) else value
 
 
+def whole(value: Any) -> Any:
+    """All of a split tensor, on every rank; anything else, as there is on a mesh without a split, as it is."""
+    return value.full() if isinstance(value, SpatialTensor) else value
+
+
 def described(shells: Sequence[SpatialTensor]) -> tuple[str, ...]:
     """Split tensors as an error's message names them."""
     return tuple(repr(shell) for shell in shells)

@@ -23,7 +23,7 @@ from fullframe.ranks.agreement import on_first_rank
 from fullframe.ranks.mesh import has_stages, spatial_of, stage_axis
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.recipe import Recipe
-from fullframe.spatial.tensor import SpatialTensor
+from fullframe.spatial.tensor import whole
 from fullframe.technique import Precision
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.precision import computing
@@ -46,11 +46,6 @@ class OfPart:
     """
 
     value: Any
-
-
-def whole(value: Any) -> Any:
-    """The whole of a split tensor, on every rank; anything else, as there is on a mesh without a split, as it is."""
-    return value.full() if isinstance(value, SpatialTensor) else value
 
 
 def evaluate(

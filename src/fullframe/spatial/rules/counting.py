@@ -10,7 +10,7 @@ from fullframe.ranks.collectives import all_gather_no_grad, all_sum, device_of_f
 from fullframe.spatial.operands import aligned, has_values
 from fullframe.spatial.redistribute import in_runs, sliced
 from fullframe.spatial.rules.registry import Unsupported, rule
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, whole, wrap
 from fullframe.spatial.whole_rows import everywhere, whole_rows
 
 _BY_VALUE = "the shape of its result depends on the values, which a simulation has not"
@@ -39,7 +39,7 @@ def _histogram(func: Any, x: Any, bins: Any, *, range: Any = None, weight: Any =
     """Counts of all ranks, or sums of weights or their density, and the edges; refuses whole values."""
     if not isinstance(x, SpatialTensor):
         raise Unsupported("the values are whole, the edges or weights are split")
-    bins = bins.full() if isinstance(bins, SpatialTensor) else bins
+    bins = whole(bins)
     if weight is not None:
         if weight.shape != x.shape:
             raise RuntimeError(f"histogram: weights of shape {tuple(weight.shape)} for values of {tuple(x.shape)}")

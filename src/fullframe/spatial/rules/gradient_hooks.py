@@ -17,7 +17,7 @@ from fullframe.spatial.module_path import module_path
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.rules.registry import getter, rule, setters
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, whole, wrap
 
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 
@@ -217,7 +217,7 @@ def _seeded(outputs: Any, seeds: Any) -> tuple[list[Any], list[Tensor | None]]:
 
 def _seed(output: Any, seed: Any) -> tuple[Any, Any]:
     if not isinstance(output, SpatialTensor):
-        return output, seed.full() if isinstance(seed, SpatialTensor) else seed
+        return output, whole(seed)
     spec = output.spec
     if seed is None:
         if spec.shape.count(1) != len(spec.shape):

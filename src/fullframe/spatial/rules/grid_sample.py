@@ -21,7 +21,7 @@ from fullframe.spatial.redistribute import gather_axes, refetched, sliced
 from fullframe.spatial.rules.points import at_own
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, whole, wrap
 
 _EXACT = torch.float32, torch.float64  # shorter floats torch rounds in its own way
 _TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}  # rows along each dim that a position reads
@@ -39,7 +39,7 @@ def _grid_sample(
     """Image (N, C, ...), grid (N, ..., 2 or 3); the result lies where the grid lies."""
     where = _Where(mode, padding_mode, bool(align_corners), input.dim() == 5 or input.device.type != "cpu")
     if isinstance(input, SpatialTensor) and _is_little(input, grid, mode):
-        found = _at_positions(input, grid.full() if isinstance(grid, SpatialTensor) else grid, where)
+        found = _at_positions(input, whole(grid), where)
         spec = _of_result(grid, input.shape[1]) if isinstance(grid, SpatialTensor) else None
         return found if spec is None else wrap(sliced(found, spec), spec)
     if isinstance(input, SpatialTensor) and isinstance(grid, SpatialTensor) and _is_borrowed(input, grid):

@@ -30,7 +30,7 @@ from fullframe.spatial.rules.reduction import count
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.transposing import moved_from
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, whole, wrap
 
 
 def _parameters(*tensors: Tensor | None) -> list[Any]:
@@ -38,7 +38,7 @@ def _parameters(*tensors: Tensor | None) -> list[Any]:
     for t in tensors:
         if isinstance(t, SpatialTensor):
             say_gathered("a norm's weight", "it is split", t)
-    return [t.full() if isinstance(t, SpatialTensor) else t for t in tensors]
+    return [whole(t) for t in tensors]
 
 
 def _check_buffers(*buffers: Tensor | None) -> None:
@@ -103,8 +103,8 @@ def _batch_norm(
         return func(input, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
     spec = input.spec
     if spec.is_split(1):
-        whole = moved_from(input, 1)
-        return func(whole, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
+        moved = moved_from(input, 1)
+        return func(moved, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
     x = local_of(input)
     if not training or 0 in spec.shape:
         made = func(x, running_mean, running_var, weight, bias, training, momentum, eps)

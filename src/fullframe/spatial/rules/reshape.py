@@ -16,7 +16,7 @@ from fullframe.spatial.redistribute import gather_axes, in_runs, resplit
 from fullframe.spatial.rules.registry import Merged, getter, rule
 from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, viewed, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, viewed, whole, wrap
 
 
 class _CutInPieces(Exception):
@@ -288,7 +288,7 @@ def _repeat_interleave(
         x, dim = x.flatten(), 0  # type: ignore[assignment]
     dim %= x.dim()
     if isinstance(repeats, Tensor):
-        repeats = repeats.full() if isinstance(repeats, SpatialTensor) else repeats
+        repeats = whole(repeats)
         rows = torch.arange(x.shape[dim], device=x.device)
         return x.index_select(dim, rows.repeat_interleave(repeats, output_size=output_size))
     shape = list(x.spec.shape)

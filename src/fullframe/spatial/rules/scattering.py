@@ -24,7 +24,7 @@ from fullframe.spatial.rules.registry import Unsupported, rule, writes
 from fullframe.spatial.rules.tables import landing
 from fullframe.spatial.rules.unsupported import INTO_WHOLE
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, whole, wrap
 from fullframe.spatial.whole_rows import sent_home, whole_rows
 
 
@@ -148,7 +148,7 @@ def _scattered_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, src: An
     given = [t for t in (index, src) if isinstance(t, SpatialTensor)]
     spec, in_place = given[0].spec, writes(func, kwargs)
     if in_place and not func.__name__.startswith("scatter_add") and not any(map(has_gradients, given)):
-        index, src = (t.full() if isinstance(t, SpatialTensor) else t for t in (index, src))
+        index, src = whole(index), whole(src)
         return func(x, dim, index, src, *args, **kwargs)  # type: ignore[no-any-return]
     if any(t.spec.is_split(dim) for t in given):
         if not func.__name__.startswith("scatter_add") or src.shape != index.shape:

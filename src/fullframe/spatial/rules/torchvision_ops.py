@@ -13,13 +13,13 @@ from torch import Tensor
 from fullframe.ranks.collectives import all_sum
 from fullframe.spatial.rules.grid_sample import at_pixels
 from fullframe.spatial.rules.registry import Unsupported, rule
-from fullframe.spatial.tensor import SpatialTensor, local_of
+from fullframe.spatial.tensor import SpatialTensor, local_of, whole
 
 
 @rule("torchvision::nms")
 def _nms(func: Any, dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """Boxes (N, 4), scores (N,) to the whole numbers of those that are kept, on all ranks."""
-    return func(_whole(dets.detach()), _whole(scores.detach()), iou_threshold)  # type: ignore[no-any-return]
+    return func(whole(dets.detach()), whole(scores.detach()), iou_threshold)  # type: ignore[no-any-return]
 
 
 @rule("torchvision::roi_align")
@@ -31,7 +31,7 @@ def _roi_align(
     It is linear in the map, and reads row 0 for what lies up to a row above it, the last row likewise. So each rank
     calls it on its own rows, with a row of zeros where another rank's begin, and regions that count from these rows.
     """
-    rois = _whole(rois.detach())
+    rois = whole(rois.detach())
     if not isinstance(input, SpatialTensor):
         return func(input, rois, spatial_scale, pooled_height, pooled_width, *options)  # type: ignore[no-any-return]
     spec, local = input.spec, local_of(input)
@@ -86,7 +86,3 @@ def _deform_conv2d(
         joined = torch.cat(found, 1)  # (N, C * taps, H_out, W_out)
         result = F.conv2d(joined, weight.flatten(1)[:, :, None, None], bias, groups=groups)
     return result.to(given)
-
-
-def _whole(boxes: Tensor) -> Tensor:
-    return boxes.full() if isinstance(boxes, SpatialTensor) else boxes

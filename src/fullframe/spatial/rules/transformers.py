@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.spatial.rules.registry import COMPOSED, Unsupported, rule
-from fullframe.spatial.tensor import SpatialTensor
+from fullframe.spatial.tensor import whole
 
 COMPOSED.add(F.multi_head_attention_forward)
 
@@ -111,8 +111,8 @@ def _left_aligned(func: Any, x: Tensor, mask: Tensor) -> bool:
     """False, so that `nn.TransformerEncoder` does without nested tensors; refuses padding for which they give zeros."""
     if torch.is_grad_enabled() and x.requires_grad:
         return False  # torch then does without them too
-    whole = mask.full() if isinstance(mask, SpatialTensor) else mask
-    if bool(whole.all()) or not bool((whole[:, 1:] <= whole[:, :-1]).all()):
+    mask = whole(mask)
+    if bool(mask.all()) or not bool((mask[:, 1:] <= mask[:, :-1]).all()):
         return False
     fix = "Make the encoder with enable_nested_tensor=False."
     raise Unsupported("in evaluation torch leaves out what is padded, and gives zeros there", fix)
