@@ -279,3 +279,62 @@ def _not_to_be_copied(what: str) -> None:
 def test_models_that_cannot_be_copied_or_have_no_shape_are_told(what: str, told: str) -> None:
     with pytest.raises(RankFailure, match=told):
         rank_group(2).run(_not_to_be_copied, what)
+
+
+class Detector(nn.Module):
+    """With a loss of its own, as detectors have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.GELU(), Block(6), Block(6))
+        self.scale = nn.Parameter(torch.tensor([2.0]))
+        self.register_buffer("anchors", torch.linspace(0.1, 1, 6)[:, None, None])
+        self.epoch, self.steps = 0, 0
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.net(image) * self.scale * self.anchors  # type: ignore[no-any-return]
+
+    def loss(self, batch: dict[str, Tensor], weight: float = 1.0) -> dict[str, Tensor]:
+        self.steps += 1
+        found = self(batch["image"])
+        boxes = (found - batch["target"]).square().mean() * (weight + self.epoch)
+        return {"boxes": boxes, "scale": (found * self.scale).tanh().mean()}
+
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.anchors.shape)  # type: ignore[arg-type]
+
+
+def _by_methods(height: int, width: int, shard_parameters: bool) -> tuple[float, int, bool]:
+    """Steps by a model's own loss, in one process and on replicas of a mesh; the largest difference."""
+    on = mesh(height, width)
+    replicas, replica = torch.distributed.get_world_size() // (height * width), on.get_local_rank("data")
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(replicas, 2, 3, 13, 18, dtype=torch.float64, generator=generator)
+    found = []
+    for parallel in (False, True):
+        torch.manual_seed(1)
+        model: nn.Module = Detector().double()
+        if parallel:
+            model = ff.parallelize(model, on, shard_parameters=shard_parameters)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for epoch in range(3):
+            model.epoch = epoch  # type: ignore[assignment]
+            for each in images[replica : replica + 1] if parallel else images:
+                batch = {"image": each, "target": each.repeat(1, 2, 1, 1).sin()}
+                batch = {key: ff.shard(value, on) for key, value in batch.items()} if parallel else batch
+                losses = model.loss(batch, weight=0.5)  # type: ignore[operator]
+                ((losses["boxes"] + losses["scale"]) / (1 if parallel else replicas)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.shape() == (6, 1, 1) and model.anchors.shape == (6, 1, 1)  # type: ignore[operator]
+        values = [p.detach() for p in model.parameters()]
+        found.append([v.full_tensor() if hasattr(v, "full_tensor") else v for v in values])
+    worst = max(relative(a, b) for a, b in zip(*found, strict=True))
+    return worst, model.module.steps, hasattr(model, "boxes")  # type: ignore[union-attr, return-value]
+
+
+@pytest.mark.parametrize("shard_parameters", [False, True])
+def test_methods_and_attributes_are_those_of_the_model(shard_parameters: bool) -> None:
+    for ranks, height, width in [(2, 1, 2), (2, 1, 1), (4, 2, 1)]:
+        for worst, steps, has_boxes in rank_group(ranks).run(_by_methods, height, width, shard_parameters):
+            assert worst < 1e-11 and steps == 3 and not has_boxes

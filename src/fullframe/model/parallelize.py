@@ -2,10 +2,11 @@
 
 import copy
 import hashlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_iter
 
 from fullframe.errors import CheckpointError, GradientError, MeshError, ShapeError, StrategyError
 from fullframe.model.averaging import Averaging
@@ -68,7 +70,7 @@ def parallelize(
     spatial = spatial_of(mesh)
     along = stage_axis(mesh) if has_stages(mesh) else None
     share_random_states(spatial, along)
-    run: nn.Module = Undressed(model, unsupported == "gather")
+    run: nn.Module = Undressed(model, unsupported == "gather", shard_parameters)
     sharded, averaging = None, None
     if dist.get_world_size() > 1:
         if not shard_parameters:
@@ -132,7 +134,11 @@ def require_parallelized_for(strategy: Strategy, model: Any) -> None:
 
 
 class ParallelModel(nn.Module):
-    """What `parallelize` returns; the user's model is `.module`, as in DDP."""
+    """What `parallelize` returns; the user's model is `.module`, as in DDP.
+
+    What this class has no name for is the model's own: `model.anchors` is read from it, `model.epoch = 3` is set on it,
+    and a method that is given tensors, `model.loss(batch)`, runs as a forward pass does.
+    """
 
     def __init__(
         self,
@@ -148,7 +154,6 @@ class ParallelModel(nn.Module):
         again: Callable[..., "ParallelModel"],
     ):
         super().__init__()
-        self.module = model
         self._run = (run,)  # in a tuple, which nn.Module does not look into: parameters are named module.xxx, and once
         self._sharded, self._averaging = sharded, averaging
         self._replicas = dist.get_world_size() // spatial.size
@@ -163,6 +168,31 @@ class ParallelModel(nn.Module):
         self._again = again  # parallelize, as it was called for this model
         for buffer in model.buffers():
             left_whole(buffer)
+        self.module = model  # the last: what is set from here on is the model's
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model has of that name. Raises AttributeError where it has none, of the model's class."""
+        if name in self._modules or name.startswith("_"):
+            return super().__getattr__(name)
+        found = getattr(self.module, name)
+        if not inspect.ismethod(found) or found.__self__ is not self.module:
+            return found
+
+        @wraps(found)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(leaf, Tensor) for leaf in tree_iter((args, kwargs))):
+                return self._called(name, args, kwargs)
+            return found(*args, **kwargs)
+
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets what the model has of that name, or may have."""
+        mine = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if mine or name == "module" or "module" not in self._modules:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelModel":
         """A copy of the model, parallelized as this one is: an averaged or a frozen teacher. All ranks must make it.
@@ -195,6 +225,10 @@ class ParallelModel(nn.Module):
         """
         if is_dynamo_compiling():  # it would take minutes to follow DDP's code and ours, and break at each op
             return torch._dynamo.disable(self._as_it_is)(*args, **kwargs)
+        return self._called("", args, kwargs)
+
+    def _called(self, method: str, args: Any, kwargs: Any) -> Any:
+        """The model, or a method of it, called by way of the door and DDP."""
         run = self.run
         if self._replicas > 1 and self.training and not isinstance(run, DistributedDataParallel):
             share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
@@ -203,9 +237,9 @@ class ParallelModel(nn.Module):
         leaves, shells = unwrapped((args, kwargs))
         is_split = any(spec is not None for spec in shells.specs)
         if not is_split and not self._said_whole and self.training and torch.is_grad_enabled():
-            self._say_whole(leaves)
+            self._say_whole(leaves, 4 if method else 6)
         self._agreement.before_forward(is_split)
-        results, shells, within = run(leaves, shells)
+        results, shells, within = run(leaves, shells, method)
         self._agreement.after_forward([*results, *within])
         if self._sharded is not None:
             self._sharded.end()
@@ -232,8 +266,8 @@ class ParallelModel(nn.Module):
         """The memory in which a simulated DDP keeps gradients, tensors with one dim; torch's own shows none."""
         return getattr(self.run, "buckets", [])
 
-    def _say_whole(self, leaves: list[Any]) -> None:
-        """Where images come in whole that could be split."""
+    def _say_whole(self, leaves: list[Any], frames: int) -> None:
+        """Where images come in whole that could be split; the call of the model is so many frames up."""
         images = (tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 3)
         whole = [shape for shape in images if even_spec(shape, self._spatial.mesh).placements]
         if self._spatial.size == 1 or not whole:
@@ -243,7 +277,7 @@ class ParallelModel(nn.Module):
             f"the model got an image {whole[0]} that is not split, so each of the {self._spatial.size} ranks of a "
             "replica computes all of it: the numbers are right, and no memory or time is saved; pass split tensors, "
             "from ff.ShardedLoader or ff.shard",
-            stacklevel=5,
+            stacklevel=frames,
         )
 
     def _watch_backward(self, results: list[Any]) -> None:
