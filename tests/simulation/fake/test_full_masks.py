@@ -17,8 +17,10 @@ from tests.rank_group import rank_group
 from tests.simulation.fake.test_outcomes import Remembering
 from tests.simulation.real_steps import peak_and_left
 from tests.spatial.rules.test_masks import RECIPE
+from tests.spatial.torchvision_kernels import torchvision_ops
 
 ROWS, COLUMNS = 64, 96
+BOXES = 200
 COPY_BYTES = 2 * ROWS * COLUMNS // 2  # of a mask's part, by which a CPU knows it again, and a simulation does not
 aten = torch.ops.aten
 
@@ -118,6 +120,37 @@ def test_a_recipe_with_masks_is_planned_and_the_assumption_is_said_once(
         assert run([*words, str(path)]) == 0
         said = capsys.readouterr().out
         assert said.count("note: ") == said.count(FULL_MASKS) == 1
+
+
+class Regions(nn.Module):
+    """Reads a map where its best boxes are, of which `nms` keeps those that lie apart."""
+
+    def __init__(self, nms: bool) -> None:
+        super().__init__()
+        self.nms = nms
+        self.stem, self.score = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        best, place = self.score(x)[0].flatten().topk(BOXES)
+        corner = torch.stack([place % COLUMNS, place // COLUMNS], dim=1).to(x.dtype)
+        boxes = torch.cat([corner, corner + 0.4], dim=1)
+        kept = torchvision_ops().nms(boxes, best, 0.5) if self.nms else torch.arange(BOXES)
+        return x[0].flatten(1)[:, place[kept]].sin().mean() + best[kept].mean()
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_step_with_nms_is_simulated_as_if_it_kept_all_boxes(width: int) -> None:
+    found, without = (
+        ff.simulate(recipe(model=lambda nms=nms: Regions(nms), loss=_of_regions), ff.Strategy(width=width), "cpu")
+        for nms in (True, False)
+    )
+    assert found.notes == (FULL_MASKS,) and without.notes == ()
+    assert found.peak_bytes == without.peak_bytes
+
+
+def _of_regions(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["image"])  # type: ignore[no-any-return]
 
 
 def _scattered(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

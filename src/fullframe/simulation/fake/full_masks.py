@@ -1,6 +1,6 @@
-"""Ops whose result has as many rows as a mask has true elements, on fake masks: as if every element were true.
+"""Ops whose result has as many rows as a mask has true elements, or as boxes are kept: as if every one were.
 
-So what a simulation says of memory and time is an upper bound, for any mask.
+So what a simulation says of memory and time is an upper bound, for any mask and any boxes.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 FULL_MASKS = (
-    "a mask picks elements by its values, which a simulation does not have: all are taken as picked, an upper bound"
+    "a mask or nms picks by values, which a simulation does not have: all elements are taken as picked, an upper bound"
 )
 
 _aten = torch.ops.aten
@@ -22,7 +22,13 @@ def picks_by_value(func: Any, args: Sequence[Any]) -> bool:
     """Whether the shape of what an op gives depends on which elements of a fake mask are true."""
     if func in (_nonzero, _select):
         return isinstance(args[-1], FakeTensor)
-    return func is _index and any(map(_is_mask, args[1]))
+    if func is _index:
+        return any(map(_is_mask, args[1]))
+    return _is_nms(func) and isinstance(args[0], FakeTensor)
+
+
+def _is_nms(func: Any) -> bool:  # by its name, as torchvision need not be there
+    return func.namespace == "torchvision" and func._opname == "nms"
 
 
 def _is_mask(index: Any) -> bool:
@@ -36,6 +42,8 @@ def as_if_all_were_true(func: Any, args: Sequence[Any]) -> Tensor:
         return torch.empty(x.dim(), x.numel(), dtype=torch.int64).t()
     if func is _select:
         return torch.empty(torch.broadcast_shapes(x.shape, args[1].shape).numel(), dtype=x.dtype)
+    if _is_nms(func):
+        return torch.empty(len(x), dtype=torch.int64)
     indices: list[Tensor | None] = []
     for index in args[1]:
         if _is_mask(index):

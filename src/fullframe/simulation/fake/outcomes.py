@@ -47,12 +47,12 @@ class Outcomes:
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         kind = _kind(func)
-        if kind == "other":
-            return self._other(func, args, kwargs)
         if picks_by_value(func, args):
             self.notes.add(FULL_MASKS)
             with self._fake:
                 return as_if_all_were_true(func, args)
+        if kind == "other":
+            return self._other(func, args, kwargs)
         try:
             key = func, _signature(args), _signature(tuple(kwargs.items()))
         except _NotPlain:
