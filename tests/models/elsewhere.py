@@ -26,20 +26,21 @@ TORCHVISION = (
     "segmentation.deeplabv3_mobilenet_v3_large",
     "segmentation.fcn_resnet50",
 )
+# The smallest of each of its files, but for those that do not run on small images (halonet) or compute in float32.
 TIMM = (
-    "resnet18",
-    "resnest14d",
-    "regnety_002",
-    "densenet121",
-    "ghostnet_100",
-    "hrnet_w18_small",
-    "dla34",
-    "efficientnet_b0",
-    "mobilenetv3_small_050",
-    "convnext_atto",
-    "edgenext_xx_small",
-    "poolformer_s12",
-    "repvgg_a0",
+    "test_byobnet cait_xxs24_224 coat_tiny convit_tiny convmixer_768_32 test_convnext cpubone_nano "
+    "crossvit_tiny_240 csatv2 cs3darknet_focus_s cspnext_tiny davit_tiny deit_tiny_patch16_224 densenet121 "
+    "dla46x_c dpn48b edgenext_xx_small efficientformer_l1 efficientformerv2_s0 test_efficientnet efficientvim_m1 "
+    "efficientvit_m0 vit_tiny_patch16_dinov3_qkvb fasternet_t0 fastvit_t8 focalnet_tiny_srf "
+    "gcvit_xxtiny ghostnet_050 hardcorenas_b hgnetv2_b0 hiera_tiny_224 sam2_hiera_tiny hrnet_w18_small iformer_t "
+    "inception_next_atto inception_v3 lcnetv2_small levit_128s lowformer_b0 test_mambaout test_coatnet "
+    "poolformerv2_s12 gmlp_ti16_224 mobilenetv3_small_050 mobilevit_xxs mvitv2_tiny nest_tiny nextvit_small "
+    "test_nfnet pit_ti_224 pvt_v2_b0 rdnet_tiny regnetx_002 repghostnet_050 repvit_m1 res2next50 resnest14d "
+    "test_resnet resnetv2_18 rexnet_100 selecsls42 legacy_seresnet18 sequencer2d_s shvit_s1 skresnet18 "
+    "starnet_s050 swiftformer_xs swin_tiny_patch4_window7_224 swinv2_tiny_window16_256 swinv2_cr_tiny_224 "
+    "tiny_vit_5m_224 tnt_s_legacy_patch16_224 tresnet_m twins_svt_small visformer_tiny test_vit "
+    "vit_tiny_r_s16_p8_224 test_vit_relpos vitamin_small_224 volo_d1_224 ese_vovnet19b_slim_dw legacy_xception "
+    "xception41p xcit_nano_12_p8_224"
 )
 
 
@@ -69,6 +70,14 @@ def timm_backbone(name: str) -> nn.Module:
     return undropped(transformers.TimmBackbone(config))
 
 
+def _size(package: str, name: str) -> dict[str, tuple[int, int]]:
+    """Of the image, where a model takes no other."""
+    if package != "timm":
+        return {}
+    config = importlib.import_module("timm").get_pretrained_cfg(name)
+    return {"size": config.input_size[1:]} if config is not None and config.fixed_input_size else {}
+
+
 def _later(build: Callable[[str], nn.Module], name: str) -> Callable[[], nn.Module]:
     return lambda: build(name)
 
@@ -76,13 +85,13 @@ def _later(build: Callable[[str], nn.Module], name: str) -> Callable[[], nn.Modu
 def installed() -> tuple[dict[str, tuple[Architecture, ...]], dict[str, str]]:
     """Groups of architectures by title, and for each package that does not import the reason."""
     groups, missing = {}, {}
-    for package, names, build in (("torchvision", TORCHVISION, torchvision_model), ("timm", TIMM, timm_model)):
+    for package, names, build in (("torchvision", TORCHVISION, torchvision_model), ("timm", TIMM.split(), timm_model)):
         try:
             importlib.import_module(package)
         except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision built for another torch
             missing[package] = f"{type(error).__name__}: {error}"
             continue
-        entries = [own(f"{package} {name}", _later(build, name)) for name in names]
+        entries = [own(f"{package} {name}", _later(build, name), **_size(package, name)) for name in names]
         if package == "timm":
             maps = on_outputs("feature_maps")
             entries.append(reader("TimmBackbone resnet18", _later(timm_backbone, "resnet18"), maps))
