@@ -35,12 +35,29 @@ def written_mask(x: Tensor) -> Tensor:
     return mask[:, :c, 2:]
 
 
+def written_at_sequences(x: Tensor) -> Tensor:
+    x = x * 1
+    x[[slice(None), 1, slice(2, 5)]] = 3
+    x[:, (3, 0), 1:3] = torch.tensor([1.0, 2.0], dtype=x.dtype)[:, None, None]
+    x[range(1, -1, -1), 2, 4] = torch.tensor([[4.0], [5.0]], dtype=x.dtype)
+    return x
+
+
 CASES: dict[str, Case] = {
     "slice every third": one(lambda x: x[:, 1:, 2:-1:3, 1::2]),
     "slice a few columns": one(lambda x: x[..., :2] * 3),
     "select a column": one(lambda x: x[..., 5] + x[..., -1]),
     "index channels": one(lambda x: x[:, [2, 0]] + x[:, torch.tensor([1, 1])]),
-    "index by arrays": one(lambda x: [x[:, np.array([2, 0])], x[np.arange(8).reshape(2, 4) % 3 > 0], x[[]]]),
+    "index by arrays": one(
+        lambda x: [x[:, np.array([2, 0])], x[[np.int64(1), np.int64(0)]], x[np.arange(8).reshape(2, 4) % 3 > 0], x[[]]]
+    ),
+    "index by a list that stands for a tuple": one(
+        lambda x: [x[[slice(None), slice(1, 3), 2]], x[[None, 0]], x[[..., 3]], x[[[1, 0], [3, 2]]], x[[0, [1, 1]]]]
+    ),
+    "index by tuples and ranges": one(
+        lambda x: [x[(1, 0),], x[range(1, -1, -1)], x[:, (3, 1, 2, 0)], x[:, range(3, 0, -1)]]
+    ),
+    "write at a list that stands for a tuple, and at ranges": one(written_at_sequences),
     "split and chunk": one(lambda x: [t.sin() for t in (*x.chunk(2, 1), *x.split(7, 3))]),
     "flip": one(lambda x: x.flip(2, 3) - x),
     "write into slices": Case(written, whole=((3, 1), (5,))),

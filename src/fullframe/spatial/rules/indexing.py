@@ -228,7 +228,7 @@ def _spelled_out(x: Tensor, index: Any) -> list[Any]:
 
     Beside a mask tensors of no dims are the numbers for which torch takes them.
     """
-    items = [_as_tensor(i, x) for i in (index if isinstance(index, tuple) else (index,))]
+    items = [_as_tensor(i, x) for i in (index if _stands_for_items(index) else (index,))]
     if any(map(is_mask, items)):
         tensors = [isinstance(i, Tensor) and not is_mask(i) and i.dtype != torch.bool for i in items]
         numbers = [as_number(i) if is_tensor else None for i, is_tensor in zip(items, tensors, strict=True)]
@@ -240,10 +240,20 @@ def _spelled_out(x: Tensor, index: Any) -> list[Any]:
     return items
 
 
+def _stands_for_items(index: Any) -> bool:
+    """Whether torch takes an index for several: a tuple, or a short sequence that holds more than numbers."""
+    if not isinstance(index, Sequence) or isinstance(index, tuple):
+        return isinstance(index, tuple)
+    return len(index) < 32 and any(
+        i is None or i is Ellipsis or isinstance(i, slice) or hasattr(i, "__len__") for i in index
+    )
+
+
 def _as_tensor(item: Any, x: Tensor) -> Any:
-    if isinstance(item, Tensor) or not (isinstance(item, list) or hasattr(item, "__array__")):
+    if isinstance(item, Tensor) or not (isinstance(item, Sequence) or hasattr(item, "__array__")):
         return item
-    return torch.as_tensor(item, dtype=torch.long if isinstance(item, list) and not item else None, device=x.device)
+    empty = isinstance(item, Sequence) and not item
+    return torch.as_tensor(item, dtype=torch.long if empty else None, device=x.device)
 
 
 @rule(torch.narrow, Tensor.narrow)
