@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy._core._multiarray_umath as kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,24 +32,66 @@ def test_plain_tensors_pass_and_torch_s_own_is_behind_it() -> None:
     assert torch.autograd.Function.apply.__func__ is not apply_function
 
 
-def _applied() -> tuple[str, list[float], list[float]]:
+class InPlace(Triple):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(3)
+
+
+class OfMemory(Triple):
+    """As a kernel of C++ reads its operand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            assert x.data_ptr()
+        return x * 3
+
+
+class Compiled(Triple):
+    """Of an extension module, as far as its code tells: it is not called here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3 if kernels else x
+
+
+class Unseen(Triple):
+    """Of an op that has no rule."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.linalg.eigvalsh(x.expand(4, 4) * 0) + x * 3
+
+
+SAID = {
+    InPlace: "InPlace.apply: an autograd.Function that writes to its input would lose its gradient",
+    OfMemory: "OfMemory.apply: its own kernel reads memory, which a split tensor has in parts alone",
+    Compiled: "Compiled.apply: its own kernel reads memory",
+    Unseen: "linalg.eigvalsh: ",
+}
+
+
+def _applied(function: Any) -> tuple[str, list[float], list[float]]:
     mesh = ff.init_mesh(width=2)
     whole = torch.arange(4.0).view(1, 4).requires_grad_()
     with pytest.raises(ff.UnsupportedOp) as refused:
-        Triple.apply(ff.shard(whole, mesh))
-    x = ff.shard(whole, mesh)
+        function.apply(ff.shard(whole, mesh) * 1)
+    x = ff.shard(whole, mesh) * 1
     spec = x.spec
     loose = wrap(x.local, spec_of(spec.spatial, spec.shape, spec.placements, True, None))
-    got = Triple.apply(loose)
+    got = function.apply(loose)
     (got * torch.arange(4.0)).sum().backward()
     assert whole.grad is not None
     return str(refused.value), got.flatten().tolist(), whole.grad.flatten().tolist()
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_split_one_is_refused_or_gathered_and_no_gradient_is_lost() -> None:
-    for said, values, gradient in rank_group(2).run(_applied):
-        assert "autograd.Function would lose a split gradient" in said
+@pytest.mark.parametrize("function", SAID)
+def test_what_cannot_run_on_split_tensors_is_refused_or_gathered_and_no_gradient_is_lost(function: Any) -> None:
+    for said, values, gradient in rank_group(2).run(_applied, function):
+        assert SAID[function] in said
         assert values == [0, 3, 6, 9] and gradient == [0, 3, 6, 9]
 
 

@@ -1,8 +1,8 @@
 """What torch hands to no `__torch_function__`, made to do so: `autograd.Function.apply` and TorchScript's functions.
 
-The first would see a shell without a graph: a plain result would backpropagate into the shell, and be lost. The second
-runs its ops where no rule sees them; the Python function that `torch.jit.script` was given runs instead. Importing this
-module puts the guards in place.
+The first would see a shell without a graph: a plain result would backpropagate into the shell, and be lost. A user's
+own runs on split tensors instead (`users_function.py`). The second runs its ops where no rule sees them; the Python
+function that `torch.jit.script` was given runs instead. Importing this module puts the guards in place.
 """
 
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullframe.errors import UnsupportedOp
 from fullframe.spatial.fallback import plain, unsupported
 from fullframe.spatial.module_hooks import BackwardHookFunction
 from fullframe.spatial.operands import shells_in
 from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, wrap
+from fullframe.spatial.users_function import OWN_KERNEL, composed, obstacle_in
 
 # FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.
 _FSDP_IDENTITY = ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "RegisterPostBackwardFunction")
@@ -35,11 +37,29 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         return apply_function(function, *args, **kwargs)
     if function is torch.nn.modules._functions.BackwardHookFunction:
         return _hooked(args)
+    if kwargs or function.__module__.startswith(("torch.", "fullframe.")):
+        return _refused(function, args, kwargs, "an autograd.Function would lose a split gradient")
+    obstacle = obstacle_in(function)
+    if obstacle is not None:
+        return _refused(function, args, kwargs, obstacle)
+    try:
+        return composed(function, args)
+    except UnsupportedOp:
+        if not any(arg.spec.gather for arg in args if type(arg) is SpatialTensor):
+            raise
+        return _refused(function, args, kwargs, "it holds a function that no rule can see")
+    except RuntimeError as error:
+        if "data pointer" not in str(error):
+            raise
+        return _refused(function, args, kwargs, OWN_KERNEL)
+
+
+def _refused(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
     fix = _REMEDIES.get(
         function.__name__,
         "Apply it to x.local if it is pointwise, or to x.full(); parallelize(..., unsupported='gather') does that.",
     )
-    return unsupported(function.apply, args, kwargs, "an autograd.Function would lose a split gradient", fix)
+    return unsupported(function.apply, args, kwargs, reason, fix)
 
 
 def _apply_to_locals(identity: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:

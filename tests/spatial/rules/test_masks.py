@@ -414,6 +414,29 @@ def test_equal_masks_are_one_selection(height: int, width: int) -> None:
         assert answers == [True, True, False, False, True]
 
 
+def selections(parts: list[Tensor]) -> set[int]:
+    return {id(p.placements[0].order) for p in parts if isinstance(p, ff.SpatialTensor)}
+
+
+def labelled(deep: Tensor, labels: Tensor) -> list[Tensor]:
+    """A map that a network leaves at other boundaries than the labels', and a loss of what their mask picks of both."""
+    pred, mask = F.interpolate(deep, scale_factor=32.0)[:, 1], labels > 0
+    parts = [pred[mask], labels[mask], torch.masked_select(pred, mask)]
+    assert len(selections(parts)) <= 1
+    return [F.mse_loss(parts[0], parts[1]), (parts[2] * parts[1]).mean(), pred[None, :, mask[0]].square().sum()]
+
+
+def _cut_otherwise(height: int, width: int) -> dict[str, float]:
+    tensors = [noise(1, 2, 3, 5), noise(1, 32 * 3, 32 * 5)]
+    return differences_from(one_process(labelled, tensors, []), labelled, tensors, [], height, width)
+
+
+@pytest.mark.parametrize(("height", "width"), MESHES)
+def test_what_a_mask_picks_is_cut_as_the_mask(height: int, width: int) -> None:
+    for differences in rank_group(height * width).run(_cut_otherwise, height, width):
+        assert max(differences.values()) < 1e-12
+
+
 def _of_another_world(world: int) -> list[str]:
     """In a batch after batch the masks change, and nothing of them is kept."""
     on = mesh(1, world)

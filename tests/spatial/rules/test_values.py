@@ -35,6 +35,18 @@ def test_small_tensors_are_given_whole(shape: tuple[int, int]) -> None:
     assert rank_group(ranks).run(_given, *shape) == [1] * ranks
 
 
+def _sizes() -> int:
+    x = ff.shard(torch.arange(60.0).view(1, 1, 5, 12), mesh(1, 2))
+    for part in (x, x[..., 1:].mT, x.flatten(1)):
+        sizes = torch._shape_as_tensor(part)
+        assert type(sizes) is torch.Tensor and sizes.dtype == torch.int64 and sizes.tolist() == list(part.shape)
+    return 1
+
+
+def test_sizes_are_those_of_the_whole() -> None:
+    assert rank_group(2).run(_sizes) == [1, 1]
+
+
 def _refused() -> int:
     x = ff.shard(torch.zeros(1, 2, 200, 300), mesh(1, 2))
     for call in (x.tolist, x.numpy, lambda: np.asarray(x)):

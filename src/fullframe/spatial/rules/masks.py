@@ -5,14 +5,15 @@ order. Their number depends on values: a simulation, which has none, takes all e
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fullframe.geometry.placement import Placement
+from fullframe.geometry.placement import Placement, Placements
 from fullframe.ranks.mesh import AXES, axes_in
-from fullframe.spatial.operands import aligned, has_values, merged, united
+from fullframe.spatial.operands import aligned, alike, has_values, merged, united
 from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.pointwise import pointwise
 from fullframe.spatial.rules.registry import Merged, Unsupported, rule
@@ -69,11 +70,17 @@ def masked(x: Tensor, items: Sequence[Any]) -> Tensor:
         return _beside_tensors(x, items)
     x, place = _placed(x, items)
     spec = (x if isinstance(x, SpatialTensor) else _shell(place.mask)).spec
-    cuts = [t.spec.placements for t in (x,) if isinstance(t, SpatialTensor)]
-    if isinstance(place.mask, SpatialTensor):
-        cuts.append(tuple(p.at(p.dim + place.dim) for p in place.mask.spec.placements))
-    spec = spec.with_(_shape(x), united(cuts))
+    own = x.spec.placements if isinstance(x, SpatialTensor) else ()
+    of_mask = place.mask.spec.placements if isinstance(place.mask, SpatialTensor) else ()
+    of_mask = tuple(p.at(p.dim + place.dim) for p in of_mask)
+    # At the mask's boundaries, so that what else the mask picks is cut alike, and meets this without a message.
+    spec = spec.with_(_shape(x), united([tuple(map(partial(_as_the_mask, of_mask), own)), of_mask]))
     return _picked_from(aligned(x, spec), spec, place)
+
+
+def _as_the_mask(of_mask: Placements, p: Placement) -> Placement:
+    """A placement of a tensor at the boundaries of the mask's, where that splits the same factor over the same axis."""
+    return next((q for q in of_mask if q.axis == p.axis and alike(q, p)), p)
 
 
 def _lies_alike(x: SpatialTensor, mask: SpatialTensor) -> bool:
@@ -239,7 +246,7 @@ def _masked_select(func: Any, x: Tensor, mask: Tensor) -> Tensor:
     """(true elements,) of a tensor and a mask that broadcast."""
     if mask.dtype != torch.bool:
         raise RuntimeError("masked_select: expected BoolTensor for mask")
-    spec = merged([x, mask])
+    spec = merged([mask, x])  # of one size, at the mask's boundaries, as for an index
     spec = spec.with_(spec.shape, spec.placements)
     local, mask_ = torch.broadcast_tensors(aligned(x, spec), aligned(mask, spec))
     return _picked_from(local, spec, _Place.of(wrap(mask_, spec), 0))

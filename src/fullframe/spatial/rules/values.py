@@ -1,7 +1,8 @@
-"""Numbers of a split tensor as Python's lists or numpy's arrays, of small ones alone; and as text, `in`, `reversed`."""
+"""Numbers of a small split tensor as Python's lists or numpy's arrays; its sizes; as text, `in`, `reversed`."""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fullframe.spatial.operands import has_values
@@ -24,6 +25,12 @@ def _values(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(result, list):
         result.flags.writeable = False
     return result
+
+
+@rule(torch._shape_as_tensor)
+def _shape(func: Any, x: SpatialTensor) -> Tensor:
+    """(dims,) the whole tensor's sizes as int64 on the CPU, as detectors hand them to deformable attention."""
+    return torch.tensor(x.spec.shape)
 
 
 @rule(Tensor.__format__, checked=False)
