@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullframe as ff
@@ -26,7 +27,14 @@ def conv(kernel: int, stride: int = 1, padding: Any = 0, dilation: int = 1, grou
     )
 
 
+def by_its_own(x: Tensor) -> Tensor:
+    """As dynamic filters and correlations do it: a kernel of each sample and channel, made of the image."""
+    kernel = F.adaptive_avg_pool2d(x.sin(), 5).view(8, 1, 5, 5)
+    return F.conv2d(F.pad(x, (2, 2, 2, 2)).view(1, 8, x.shape[2] + 4, -1), kernel, groups=8)
+
+
 CASES: dict[str, Case] = {
+    "conv by a kernel made of the image": Case(by_its_own),
     "conv 3/1/1": conv(3, 1, 1),
     "conv 5/1/2": conv(5, 1, 2),
     "conv 7/1/3 depthwise": conv(7, 1, 3, groups=4),

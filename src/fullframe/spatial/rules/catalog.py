@@ -6,6 +6,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     attention,
     composed,
     convolution,
+    convolution_gradients,
     counting,
     covariance,
     creation,

@@ -188,9 +188,11 @@ def _convolution(
     dilation: int | Ints = 1,
     groups: int = 1,
 ) -> Tensor:
-    """(N, C, ...) by a whole weight (K, C / groups, ...); channels made whole; refuses a split weight."""
-    if type(input) is not SpatialTensor or type(weight) is SpatialTensor:
+    """(N, C, ...) by a weight (K, C / groups, ...), which is made whole, as are channels; refuses a whole input."""
+    if type(input) is not SpatialTensor:
         raise Unsupported("the weight is split, not the input")
+    if type(weight) is SpatialTensor:  # a kernel that was made of an image
+        return func(input, weight.full(), bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
     asked: tuple[Any, ...] = (weight.shape, stride, padding, dilation, groups)
     try:
         plan = input.spec.plans.get(asked)
