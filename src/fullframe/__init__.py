@@ -75,8 +75,10 @@ else:
         "watch_leaks": "fullframe.observation.leaks.watch",
     }
 
+    _CONTRACTIONS = ("einsum", "tensordot", "transpose")  # for libraries that look for them by an array's type
+
     def __getattr__(name):
-        home = _HOMES.get(name)
+        home = "fullframe.spatial.contractions" if name in _CONTRACTIONS else _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module 'fullframe' has no attribute {name!r}; it has {', '.join(__all__)}")
         value = globals()[name] = getattr(import_module(home), name)
