@@ -60,6 +60,7 @@ class View:
 
     def __post_init__(self) -> None:
         self.memory = self.source.untyped_storage()
+        self.spec = self.base.spec
 
     def _require_memory(self, source: Tensor) -> None:
         """Raises UnsupportedOp where `base.data = other` has left the view, a copy, with the base's memory before."""
@@ -73,6 +74,9 @@ class View:
         self._require_memory(source)
         if self.source is source and (self.put is None or self.version == version_of(source)):
             return
+        if self.base.spec is not self.spec:
+            reason = "the tensor that it is a view of was given another shape in place"
+            raise UnsupportedOp("a view", (), module_path(), reason, "Take the view afterwards, or use .clone().")
         with torch.set_grad_enabled(self.tracked):
             shell._local = self.replay(self.base)
         self._taken_of(source)

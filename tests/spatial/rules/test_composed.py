@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from tests.spatial.cases import Case, require_the_numbers_of_one_process, small
 
 CASES: dict[str, Case] = {
+    "pad_sequence": small(lambda x: [
+        pad_sequence([x[0, 0], x[1, 2, :4]], padding_value=2.0),
+        pad_sequence([x[0, 0], x[1, 2, :4]], batch_first=True, padding_side="left"),
+        pad_sequence([x[0].flatten(1).T, x[1, :, 1:5].flatten(1).T, x[1, :, :, 2].T], batch_first=True)]),
     "hsplit": small(lambda x: torch.hsplit(x, 2)),
     "vsplit": small(lambda x: x.vsplit(2)),
     "dsplit": small(lambda x: torch.dsplit(x, [2, 5])),

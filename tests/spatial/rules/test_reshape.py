@@ -1,5 +1,7 @@
 """View, flatten, permute, shuffles, windows and tokens."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,18 @@ def written(x: Tensor) -> list[Tensor]:
     return [x, view]
 
 
+def shaped_in_place(x: Tensor) -> list[Tensor]:
+    """Other shapes in place, and writes beside them."""
+    x = x * 1
+    x.unsqueeze_(1).mul_(2)
+    x.transpose_(3, 4)
+    rows = x * 5
+    x.squeeze_(1).swapaxes_(0, 1)
+    x[..., 2:4] *= 3
+    ones = (x[:1] > 0).squeeze_(0).unsqueeze_(-1)
+    return [x, rows, x[0, 1] * 1, ones * x[0].unsqueeze(-1), x.detach().clone().transpose_(2, 3)[..., 1:]]
+
+
 CASES: dict[str, Case] = {
     "unsqueeze, expand": one(lambda x: x.unsqueeze(1).expand(-1, 3, -1, -1, -1).sum(1).unsqueeze(-1).squeeze(-1)),
     "tokens and back": Case(
@@ -55,6 +69,7 @@ CASES: dict[str, Case] = {
     "rows and columns in the other's place": one(lambda x: [
         turned(x) * 2, x.flatten(2).view(*x.shape[:2], *x.shape[:1:-1]).mT, x.permute(0, 2, 3, 1).reshape(2, 4, -1)]),
     "a write into them": one(lambda x: written(x * 2)),
+    "shapes in place": one(shaped_in_place),
     "repeat of split dims": one(lambda x: [x.repeat(1, 2, 3, 2), x.repeat(2, 1, 1, 1, 2), x.tile(2), x.tile(2, 1)]),
     "repeat_interleave": one(lambda x: [x.repeat_interleave(2, 3), x.repeat_interleave(3, 1)]),
     "repeat_interleave by a tensor": one(lambda x: [
@@ -85,6 +100,29 @@ def test_corners(mesh: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_as_in_one_process(name: str) -> None:
     require_the_numbers_of_one_process(__name__, name)
+
+
+def _said(change: Callable[[Tensor, Tensor], object], leaf: bool = False) -> str:
+    """The error that a change of shape ends in, of a base and a view of it that is a copy."""
+    base = ff.shard(torch.randn(1, 4, 7, 11), mesh(1, 2)).requires_grad_(leaf)
+    view = base.narrow(3, 7, 4)  # from the second rank to both
+    try:
+        change(base, view)
+    except (ff.UnsupportedOp, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def _refused() -> list[str]:
+    changes = [lambda _, view: view.unsqueeze_(0), lambda base, view: (base.unsqueeze_(0), view + 1)]
+    return [*map(_said, changes), _said(changes[1], leaf=True)]
+
+
+def test_a_shape_in_place_is_refused_where_views_would_go_wrong() -> None:
+    for copy, base, leaf in rank_group(2).run(_refused):
+        assert "it changes the shape of a view that is a copy in place" in copy
+        assert "the tensor that it is a view of was given another shape in place" in base
+        assert "a leaf Variable that requires grad" in leaf
 
 
 def _untouched() -> list[float]:

@@ -62,6 +62,21 @@ def _column_stack(func: Any, tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1, 1) if t.dim() < 2 else t for t in tensors], 1)
 
 
+@rule(torch._C._nn.pad_sequence)
+def _pad_sequence(
+    func: Any,
+    sequences: Sequence[Tensor],
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> Tensor:
+    """Sequences (L, ...), each padded to the longest, beside each other."""
+    longest = max(t.shape[0] for t in sequences)
+    beside = [(0, longest - t.shape[0])[:: 1 if padding_side == "right" else -1] for t in sequences]
+    rows = [F.pad(t, (0, 0) * (t.dim() - 1) + n, value=padding_value) for t, n in zip(sequences, beside, strict=True)]
+    return torch.stack(rows, 0 if batch_first else 1)
+
+
 @rule(torch.broadcast_tensors)
 def _broadcast_tensors(func: Any, *tensors: Any) -> tuple[Tensor, ...]:
     """All operands expanded to one shape."""

@@ -13,7 +13,7 @@ from fullframe.geometry.placement import coarsened, grain, local_shape, permuted
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.redistribute import gather_axes, in_runs, resplit
-from fullframe.spatial.rules.registry import Merged, getter, rule
+from fullframe.spatial.rules.registry import Merged, Unsupported, getter, rule
 from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, viewed, whole, wrap
@@ -211,6 +211,27 @@ def _unsqueeze(func: Any, x: SpatialTensor, dim: int) -> Tensor:
     shape = list(x.spec.shape)
     shape.insert(dim % (len(shape) + 1), 1)
     return _reshaped(func, x, shape)
+
+
+@rule(Tensor.squeeze_, Tensor.unsqueeze_, Tensor.transpose_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.t_)
+def _in_place(func: Any, x: SpatialTensor, *args: Any, **named: Any) -> Tensor:
+    """`x` itself, from now on in the shape that the form without _ gives.
+
+    Refuses views that are copies. Views that were copied from `x` before are refused when they are next read.
+    """
+    local = local_of(x)
+    if local.requires_grad and local.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    if local.retains_grad:
+        raise Unsupported("it changes the shape of what retains its gradient in place", "Use the form without _.")
+    made = getattr(Tensor, func.__name__[:-1])(x, *args, **named)
+    if x._view is not None or not isinstance(made, SpatialTensor) or made._view is not None:
+        raise Unsupported("it changes the shape of a view that is a copy in place", "Use the form without _.")
+    if made.spec is not x.spec:
+        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch(), torch.no_grad():
+            func(x, *args, **named)  # sizes and strides alone, as the shell has no memory
+        x._local, x.spec = made._local, made.spec
+    return x
 
 
 @rule(Tensor.expand, torch.broadcast_to, Tensor.broadcast_to, Tensor.expand_as)
