@@ -177,11 +177,7 @@ def _sin_twice(x: Tensor) -> Tensor:
 def _bypass(what: str) -> str:
     x = ff.shard(_image().requires_grad_(), mesh(1, 2))
     with pytest.raises(UnsupportedOp) as caught:
-        if what == "Function, split result":
-            Doubled.apply(x * 1)
-        elif what == "Function, whole result":
-            Energy.apply(x * 1)
-        elif what == "custom_op":
+        if what == "custom_op":
             triple(x)
         elif what == "aten op":
             torch.ops.aten.sin.default(x)
@@ -226,8 +222,6 @@ def test_a_shell_has_no_memory_to_read() -> None:
 
 
 BYPASSES = {
-    "Function, split result": "Doubled.apply",
-    "Function, whole result": "Energy.apply",
     "custom_op": "fullframe_tests.triple",
     "aten op": "aten.sin",
     "C++ kernel": "aten.sin",
@@ -260,21 +254,19 @@ def triple_gradient(x: Tensor) -> Tensor:
     return x * 3
 
 
-def _functions_gathered() -> float:
+def _functions_in_a_model() -> float:
     torch.manual_seed(0)
     whole = WithFunctions().double()
     whole(_image()).backward()
     torch.manual_seed(0)
-    model = ff.parallelize(WithFunctions().double(), mesh(1, 2), unsupported="gather")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model(ff.shard(_image(), mesh(1, 2))).backward()
+    model = ff.parallelize(WithFunctions().double(), mesh(1, 2))
+    model(ff.shard(_image(), mesh(1, 2))).backward()
     pairs = zip(whole.parameters(), model.parameters(), strict=True)
     return max(relative(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
 
 
-def test_no_gradient_is_dropped_when_functions_are_gathered() -> None:
-    assert max(rank_group(2).run(_functions_gathered)) < 1e-12
+def test_no_gradient_of_a_model_s_own_functions_is_dropped() -> None:
+    assert max(rank_group(2).run(_functions_in_a_model)) < 1e-12
 
 
 def _shell_with_a_graph() -> str:
