@@ -19,7 +19,7 @@ from fullframe.spatial.fallback import plain
 from fullframe.spatial.gradients import mean_over_ranks, seen, unseen
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_or_whole, whole, wrap
 
 Specs = tuple[Spec | None, ...]  # of tensors in their order, None for what is not split
 
@@ -88,7 +88,7 @@ class _Call:
     def gradient_of_operand(self, gradient: Any, spec: Spec | None) -> Any:
         """What goes on in backward here, from one process's; as in torch one of a larger shape is summed."""
         if not isinstance(gradient, Tensor) or spec is None:
-            return gradient.full() if isinstance(gradient, SpatialTensor) else gradient
+            return whole(gradient)
         if tuple(gradient.shape) != spec.shape:
             gradient = gradient.sum_to_size(spec.shape)
         return unseen(aligned(gradient, spec), spec)

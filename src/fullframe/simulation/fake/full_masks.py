@@ -28,7 +28,7 @@ def picks_by_value(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _is_nms(func: Any) -> bool:  # by its name, as torchvision need not be there
-    return func.namespace == "torchvision" and func._opname == "nms"
+    return str(func) == "torchvision.nms.default"
 
 
 def _is_mask(index: Any) -> bool:
