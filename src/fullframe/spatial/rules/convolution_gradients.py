@@ -28,24 +28,25 @@ def _convolution_backward(
     """
     count = weight.dim() - 2
     of_input = of_weight = of_bias = None
-    if output_mask[0] and transposed:
-        of_input = _DOWN[count - 1](gradient, weight, None, stride, padding, dilation, groups)
-    elif output_mask[0]:
-        reached = [
-            (gradient.shape[n + 2] - 1) * stride[n] - 2 * padding[n] + dilation[n] * (weight.shape[n + 2] - 1) + 1
-            for n in range(count)
-        ]
-        extra = [size - rows for size, rows in zip(x.shape[2:], reached, strict=True)]
-        of_input = _UP[count - 1](gradient, weight, None, stride, padding, extra, groups, dilation)
-    if output_mask[1]:
-        again = torch.is_grad_enabled()
-        with torch.enable_grad():
-            stand_in = weight.new_zeros(weight.shape).requires_grad_()
-            if transposed:
-                made = _UP[count - 1](x, stand_in, None, stride, padding, output_padding, groups, dilation)
-            else:
-                made = _DOWN[count - 1](x, stand_in, None, stride, padding, dilation, groups)
-            (of_weight,) = torch.autograd.grad(made, stand_in, gradient, create_graph=again)
-    if output_mask[2]:
-        of_bias = gradient.sum([0, *range(2, gradient.dim())])
+    with torch.autocast(gradient.device.type, enabled=False):  # which does not look at this op either
+        if output_mask[0] and transposed:
+            of_input = _DOWN[count - 1](gradient, weight, None, stride, padding, dilation, groups)
+        elif output_mask[0]:
+            reached = [
+                (gradient.shape[n + 2] - 1) * stride[n] - 2 * padding[n] + dilation[n] * (weight.shape[n + 2] - 1) + 1
+                for n in range(count)
+            ]
+            extra = [size - rows for size, rows in zip(x.shape[2:], reached, strict=True)]
+            of_input = _UP[count - 1](gradient, weight, None, stride, padding, extra, groups, dilation)
+        if output_mask[1]:
+            again = torch.is_grad_enabled()
+            with torch.enable_grad():
+                stand_in = weight.new_zeros(weight.shape).requires_grad_()
+                if transposed:
+                    made = _UP[count - 1](x, stand_in, None, stride, padding, output_padding, groups, dilation)
+                else:
+                    made = _DOWN[count - 1](x, stand_in, None, stride, padding, dilation, groups)
+                (of_weight,) = torch.autograd.grad(made, stand_in, gradient, create_graph=again)
+        if output_mask[2]:
+            of_bias = gradient.sum([0, *range(2, gradient.dim())])
     return of_input, of_weight, of_bias
