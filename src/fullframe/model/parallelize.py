@@ -70,7 +70,7 @@ def parallelize(
     spatial = spatial_of(mesh)
     along = stage_axis(mesh) if has_stages(mesh) else None
     share_random_states(spatial, along)
-    run: nn.Module = Undressed(model, unsupported == "gather", shard_parameters)
+    run: nn.Module = Undressed(model, unsupported == "gather", shard_parameters and dist.get_world_size() > 1)
     sharded, averaging = None, None
     if dist.get_world_size() > 1:
         if not shard_parameters:
