@@ -22,9 +22,6 @@ def transposed(kernel: int, stride: int, padding: int, extra: int = 0, dilation:
 
 
 CASES: dict[str, Case] = {
-    "conv_transpose by a kernel made of the image": Case(
-        lambda x: F.conv_transpose2d(x, F.adaptive_avg_pool2d(x.sin(), 4).view(4, 2, 4, 4), stride=2, padding=1)
-    ),
     "conv_transpose 2/2/0": transposed(2, 2, 0),
     "conv_transpose 4/2/1": transposed(4, 2, 1),
     "conv_transpose 3/2/1": transposed(3, 2, 1),
