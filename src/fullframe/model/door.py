@@ -3,14 +3,12 @@
 DDP looks for plain tensors and their graphs, which shells do not have.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.spatial.spec import Spec, spec_of
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 
@@ -23,15 +21,12 @@ class Shells:
 
 
 class Undressed(nn.Module):
-    """The model between a door where shells come off and one where they are put on.
+    """The model between a door where shells come off and one where they are put on."""
 
-    Where its parameters are sharded, which are gathered by hooks, those of the model run around its methods too.
-    """
-
-    def __init__(self, model: nn.Module, gather: bool, sharded: bool = False):
+    def __init__(self, model: nn.Module, gather: bool):
         super().__init__()
         self.model = model
-        self.gather, self.sharded = gather, sharded
+        self.gather = gather
 
     def forward(self, leaves: list[Any], shells: Shells, method: str = "") -> tuple[list[Any], Shells, list[Tensor]]:
         """The model of those arguments, or its method of that name."""
@@ -41,42 +36,14 @@ class Undressed(nn.Module):
                 [lay and spec_of(lay.spatial, lay.shape, lay.placements, True, None) for lay in shells.specs],
             )
         args, kwargs = wrapped(leaves, shells)
-        found: Any = getattr(self.model, method) if method else self.model
-        with _with_hooks(self.model, found) if method and self.sharded else nullcontext(found) as called:
-            results, shells = unwrapped(called(*args, **kwargs))
+        called = getattr(self.model, method) if method else self.model
+        results, shells = unwrapped(called(*args, **kwargs))
         return results, shells, list(_within(results))
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Without `nn.SyncBatchNorm`, which DDP refuses on a CPU: `synchronize_batchnorm` has given it a way to run."""
         every = self.named_modules(remove_duplicate=remove_duplicate)
         return (module for _, module in every if not isinstance(module, nn.SyncBatchNorm))
-
-
-class _Once(PatchedForward):
-    """In the place of an FSDP2 module's forward for one call of the module."""
-
-    def __init__(self, module: Any, method: Callable[..., Any]):
-        super().__init__(module)
-        self._module, self._method = module, method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unpatch(self._module)
-        self._module.set_reshard_after_forward(False, recurse=False)  # the method may call its own forward in between
-        try:
-            return self._method(*args, **kwargs)
-        finally:
-            self._module.set_reshard_after_forward(True, recurse=False)
-
-
-@contextmanager
-def _with_hooks(module: nn.Module, method: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """A method of an FSDP2 module, to be called once, that runs between its hooks as its forward does."""
-    module.forward = patch = _Once(module, method)
-    try:
-        yield module
-    finally:
-        if vars(module).get("forward") is patch:  # a hook before it has raised
-            unpatch(module)
 
 
 def unwrapped(tree: Any) -> tuple[list[Any], Shells]:

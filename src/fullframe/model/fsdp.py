@@ -6,7 +6,8 @@ go of them afterwards. Every rank holds a part of the job's mean gradient, so al
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeGuard
 from zlib import crc32
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from fullframe.errors import DivergenceError, GradientError, MeshError
 from fullframe.model.blocks import repeated_blocks
+from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.model.unused import say_unused
 from fullframe.ranks.agreement import from_all_ranks, on_any_rank_each
 from fullframe.ranks.mesh import Spatial
@@ -126,6 +128,16 @@ class ShardedParameters:
         _require_no_hooks(self._root)
         self._had = {name for name, p in self._parameters.items() if p.grad is not None}
 
+    @contextmanager
+    def as_forward(self, method: str) -> Iterator[None]:
+        """Inside, the next call of the model runs that method of it, between the hooks that gather parameters."""
+        self._root.forward = patch = _Once(self._root, getattr(self._root, method))
+        try:
+            yield
+        finally:
+            if vars(self._root).get("forward") is patch:  # a hook before it has raised
+                unpatch(self._root)
+
     def end(self) -> None:
         """A forward pass has ended. Raises DivergenceError on all ranks where it was another one on some replica."""
         if self._several and not torch.is_grad_enabled():
@@ -175,6 +187,22 @@ class ShardedParameters:
     def set_gradient_sync(self, on: bool) -> None:
         """Whether backward averages gradients over the ranks, or adds them up whole on each."""
         self._root.set_requires_gradient_sync(on)
+
+
+class _Once(PatchedForward):
+    """In the place of an FSDP2 module's forward for one call of the module."""
+
+    def __init__(self, module: Any, method: Callable[..., Any]):
+        super().__init__(module)
+        self._module, self._method = module, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unpatch(self._module)
+        self._module.set_reshard_after_forward(False, recurse=False)  # the method may call its own forward in between
+        try:
+            return self._method(*args, **kwargs)
+        finally:
+            self._module.set_reshard_after_forward(True, recurse=False)
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:

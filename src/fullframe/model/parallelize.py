@@ -70,7 +70,7 @@ def parallelize(
     spatial = spatial_of(mesh)
     along = stage_axis(mesh) if has_stages(mesh) else None
     share_random_states(spatial, along)
-    run: nn.Module = Undressed(model, unsupported == "gather", shard_parameters and dist.get_world_size() > 1)
+    run: nn.Module = Undressed(model, unsupported == "gather")
     sharded, averaging = None, None
     if dist.get_world_size() > 1:
         if not shard_parameters:
@@ -239,7 +239,11 @@ class ParallelModel(nn.Module):
         if not is_split and not self._said_whole and self.training and torch.is_grad_enabled():
             self._say_whole(leaves, 4 if method else 6)
         self._agreement.before_forward(is_split)
-        results, shells, within = run(leaves, shells, method)
+        if method and self._sharded is not None:
+            with self._sharded.as_forward(method):
+                results, shells, within = run(leaves, shells)
+        else:
+            results, shells, within = run(leaves, shells, method)
         self._agreement.after_forward([*results, *within])
         if self._sharded is not None:
             self._sharded.end()
