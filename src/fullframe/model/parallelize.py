@@ -27,8 +27,9 @@ from fullframe.model.door import Undressed, unwrapped, wrapped
 from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
 from fullframe.model.same_program import Agreement
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
+from fullframe.model.world_collectives import watch_collectives
 from fullframe.ranks.agreement import from_all_ranks
-from fullframe.ranks.mesh import Spatial, has_stages, spatial_of, stage_axis
+from fullframe.ranks.mesh import Axis, Spatial, has_stages, spatial_of, stage_axis
 from fullframe.ranks.random_states import share_random_states
 from fullframe.ranks.raw_bytes import share_values
 from fullframe.spatial.gradients import manage
@@ -70,6 +71,7 @@ def parallelize(
     spatial = spatial_of(mesh)
     along = stage_axis(mesh) if has_stages(mesh) else None
     share_random_states(spatial, along)
+    watch_collectives(mesh)
     run: nn.Module = Undressed(model, unsupported == "gather")
     sharded, averaging = None, None
     if dist.get_world_size() > 1:
@@ -85,7 +87,6 @@ def parallelize(
         else:
             for parameter in model.parameters():
                 manage(parameter, None)
-    stages = 1 if along is None else along.size
     compiled = compiled_blocks(model, compile) if compile else None
     again = partial(
         parallelize,
@@ -97,7 +98,7 @@ def parallelize(
         data_parallel=data_parallel,
     )
     return ParallelModel(
-        model, run, sharded, averaging, spatial, find_unused_parameters, average_gradients, stages, compiled, again
+        model, run, sharded, averaging, spatial, find_unused_parameters, average_gradients, along, compiled, again
     )
 
 
@@ -149,7 +150,7 @@ class ParallelModel(nn.Module):
         spatial: Spatial,
         find_unused_parameters: bool,
         average_gradients: bool,
-        stages: int,
+        along: Axis | None,
         compiled: CompiledBlocks | None,
         again: Callable[..., "ParallelModel"],
     ):
@@ -163,7 +164,7 @@ class ParallelModel(nn.Module):
         self._queued = False  # a check at the end of the backward pass that is running
         self.find_unused_parameters = find_unused_parameters
         self.average_gradients = average_gradients
-        self.stages = stages  # of the mesh
+        self.stages = 1 if along is None else along.size  # of the mesh
         self.compiled = compiled
         self._again = again  # parallelize, as it was called for this model
         for buffer in model.buffers():
