@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather as gathered_with_gradient
 
 import fullframe as ff
+from fullframe.model.world_collectives import watch_collectives
 from tests.rank_group import rank_group
 
 
@@ -57,7 +58,7 @@ def _in_torch(x: Tensor, group: dist.ProcessGroup) -> None:
 
 def _told(collective: Callable[[Tensor, dist.ProcessGroup], None], width: int) -> list[str]:
     mesh = ff.init_mesh(width=width)
-    ff.parallelize(nn.Conv2d(1, 1, 3), mesh)
+    watch_collectives(mesh)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -119,6 +120,18 @@ def _gradient_of_a_contrastive_loss(images: Tensor) -> Tensor:
     gradient = model.module.weight.grad
     assert gradient is not None
     return gradient
+
+
+def _told_by_a_parallel_model() -> int:
+    ff.parallelize(nn.Conv2d(1, 1, 3), ff.init_mesh(width=2))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        dist.all_reduce(torch.ones(()))
+    return len(said)
+
+
+def test_a_parallel_model_starts_it() -> None:
+    assert rank_group(2).run(_told_by_a_parallel_model) == [1, 0]
 
 
 def test_what_is_gathered_over_the_replicas_is_one_process_s() -> None:
