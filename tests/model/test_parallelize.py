@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -290,6 +291,7 @@ class Detector(nn.Module):
         self.scale = nn.Parameter(torch.tensor([2.0]))
         self.register_buffer("anchors", torch.linspace(0.1, 1, 6)[:, None, None])
         self.epoch, self.steps = 0, 0
+        self.stages, self.run, self.buckets = [1, 2], "day", (3,)  # names that timm's models and unrolled ones have
 
     def forward(self, image: Tensor) -> Tensor:
         return self.net(image) * self.scale * self.anchors  # type: ignore[no-any-return]
@@ -326,11 +328,38 @@ def _by_methods(height: int, width: int, shard_parameters: bool) -> tuple[float,
                 ((losses["boxes"] + losses["scale"]) / (1 if parallel else replicas)).backward()
             optimizer.step()
             optimizer.zero_grad()
+        assert (model.stages, model.run, model.buckets) == ([1, 2], "day", (3,))
         assert model.shape() == (6, 1, 1) and model.anchors.shape == (6, 1, 1)  # type: ignore[operator]
         values = [p.detach() for p in model.parameters()]
         found.append([v.full_tensor() if hasattr(v, "full_tensor") else v for v in values])
     worst = max(relative(a, b) for a, b in zip(*found, strict=True))
     return worst, model.module.steps, hasattr(model, "boxes")  # type: ignore[union-attr, return-value]
+
+
+def _by_parts(height: int, width: int) -> float:
+    """Gradients of a loss that calls parts of the model one by one, in one process and on replicas."""
+    on = mesh(height, width)
+    replicas, replica = torch.distributed.get_world_size() // (height * width), on.get_local_rank("data")
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(replicas, 2, 3, 13, 18, dtype=torch.float64, generator=generator)
+    found = []
+    for parallel in (False, True):
+        torch.manual_seed(1)
+        model: Any = Detector().double()
+        if parallel:
+            model = ff.parallelize(model, on)
+        for image in images[replica : replica + 1] if parallel else images:
+            features = model.net[:3](ff.shard(image, on) if parallel else image)
+            pooled = model.net[4](features * model.scale).mean((2, 3))
+            ((model.net[3](features).square().mean() + pooled.tanh().sum()) / (1 if parallel else replicas)).backward()
+        found.append([p.grad for p in model.parameters()])
+    # The bias in front of the batch norm has a gradient of rounding alone.
+    return max(relative(a, b, 1e-3) for a, b in zip(*found, strict=True))
+
+
+def test_parts_of_the_model_may_be_called_by_themselves() -> None:
+    for ranks, height, width in [(2, 1, 2), (2, 1, 1), (4, 2, 1), (4, 2, 2)]:
+        assert max(rank_group(ranks).run(_by_parts, height, width)) < 1e-11
 
 
 @pytest.mark.parametrize("shard_parameters", [False, True])

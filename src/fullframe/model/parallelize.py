@@ -120,7 +120,7 @@ def require_parallelized_for(strategy: Strategy, model: Any) -> None:
         "shard_parameters": (any(map(is_sharded, model.parameters())), strategy.shard_parameters),
         "average_gradients": (getattr(model, "average_gradients", True), not strategy.update_in_backward),
     }
-    stages = getattr(model, "stages", 1)
+    stages = getattr(model, "_stages", 1)
     if stages != strategy.stages:
         raise StrategyError(
             f"the model was parallelized over a mesh with {stages} stages, strategy.stages is {strategy.stages}; pass "
@@ -164,7 +164,7 @@ class ParallelModel(nn.Module):
         self._queued = False  # a check at the end of the backward pass that is running
         self.find_unused_parameters = find_unused_parameters
         self.average_gradients = average_gradients
-        self.stages = 1 if along is None else along.size  # of the mesh
+        self._stages = 1 if along is None else along.size  # of the mesh
         self.compiled = compiled
         self._again = again  # parallelize, as it was called for this model
         for buffer in model.buffers():
@@ -230,7 +230,7 @@ class ParallelModel(nn.Module):
 
     def _called(self, method: str, args: Any, kwargs: Any) -> Any:
         """The model, or a method of it, called by way of the door and DDP."""
-        run = self.run
+        run = self._as_called
         if self._replicas > 1 and self.training and not isinstance(run, DistributedDataParallel):
             share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
         if self._sharded is not None:
@@ -258,7 +258,7 @@ class ParallelModel(nn.Module):
         return self.forward(*args, **kwargs)
 
     @property
-    def run(self) -> nn.Module:
+    def _as_called(self) -> nn.Module:
         """The model as it is called, with DDP around it where there is one."""
         if self._averaging is None:
             return self._run[0]
@@ -267,9 +267,9 @@ class ParallelModel(nn.Module):
         return self._averaging.run
 
     @property
-    def buckets(self) -> list[Tensor]:
+    def gradient_buckets(self) -> list[Tensor]:
         """The memory in which a simulated DDP keeps gradients, tensors with one dim; torch's own shows none."""
-        return getattr(self.run, "buckets", [])
+        return getattr(self._as_called, "buckets", [])
 
     def _say_whole(self, leaves: list[Any], frames: int) -> None:
         """Where images come in whole that could be split; the call of the model is so many frames up."""
@@ -316,7 +316,7 @@ class ParallelModel(nn.Module):
     def train(self, mode: bool = True) -> "ParallelModel":
         """As `nn.Module.train(mode)`, for the model and for DDP around it."""
         super().train(mode)
-        self.run.train(mode)
+        self._as_called.train(mode)
         return self
 
     @contextmanager

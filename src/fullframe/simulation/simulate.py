@@ -164,7 +164,7 @@ class _Simulation:
         if model.compiled is not None:
             model.compiled.programs.simulated = self._programs
         tracer.mark("parameter", list(model.parameters()))  # where they are sharded, these are others
-        tracer.mark("gradient", model.buckets)
+        tracer.mark("gradient", model.gradient_buckets)
         if self._is_cuda:
             _choose_as_on_cuda(optimizer)
         optimizer.register_step_pre_hook(lambda *_: setattr(self._outcomes, "updating", True))
@@ -205,7 +205,7 @@ class _Simulation:
             "nccl": terms.nccl_bytes((opened | self._tracer.groups).values()),
             "cublas_workspace": terms.cublas_bytes,
             "cudnn_workspace": largest_scratch,
-            "ddp_buckets": sum(t.nbytes for t in model.buckets),
+            "ddp_buckets": sum(t.nbytes for t in model.gradient_buckets),
             "prefetched_batch": sum(t.nbytes for t in tree_iter(_local(ahead)) if isinstance(t, Tensor)),
             "caching_allocator": reserved - held.peak_bytes,
         }
