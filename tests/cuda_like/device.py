@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from fullframe.model import world_collectives
 from tests.cuda_like.communication import Call, Sent
 from tests.cuda_like.stand_ins import STAND_INS
 
@@ -36,6 +37,7 @@ NAME = "cuda_like"
 CPU = torch.device("cpu")
 _PACKAGES, _PYTHON = str(Path(torch.__file__).parents[1]), sysconfig.get_paths()["stdlib"]
 _SOURCE, _FOLDER, _HERE = "/src/fullframe/", "/tests/cuda_like/", str(Path(__file__))
+_WATCH = world_collectives.__file__
 
 # The host asks for a value, or for a shape or an error that hangs on values, and so waits for the device.
 WAITS = frozenset({
@@ -325,12 +327,12 @@ def _is_view(func: Any) -> bool:
 
 
 def line() -> Line:
-    """The innermost line outside torch and this file; it is nobody's where autograd calls torch's own kernels."""
+    """The innermost line outside torch, here and the watch on collectives; nobody's where autograd calls kernels."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
-        if name != _HERE and not name.startswith((_PACKAGES, _PYTHON, "<")):
+        if name not in (_HERE, _WATCH) and not name.startswith((_PACKAGES, _PYTHON, "<")):
             inside = _SOURCE in name
             return Line(name.partition(_SOURCE)[2] if inside else name, code.co_qualname, frame.f_lineno, inside)
         frame = frame.f_back

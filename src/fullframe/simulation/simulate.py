@@ -129,7 +129,7 @@ class _Simulation:
         self._sample = read_sample(recipe)  # before anything is fake: an augmentation may read its own random numbers
         self._model = abstract_model(recipe, self._fake)
         names = {module: name for name, module in self._model.named_modules()}
-        self._outcomes = Outcomes(self._fake)
+        self._outcomes = Outcomes(self._fake, self._is_cuda)
         self._tracer = Tracer(names, _axes(self._mesh), self._outcomes, self._terms.scratch, self._clock, until)
         self._programs = SimulatedPrograms(self._clock)
         self._host = SimulatedHost(self._clock, self._tracer, strategy)

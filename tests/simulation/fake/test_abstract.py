@@ -48,6 +48,27 @@ def test_what_is_large_is_never_allocated() -> None:
     assert nn.Linear(1, 1).weight.device.type == "cpu"  # torch is as before
 
 
+class Asking(nn.Module):
+    """As networks do that ask their backbone for the size of its map, or fill a buffer beside a parameter."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.GroupNorm(2, 4))
+        self.register_buffer("table", torch.zeros(3))
+        if how == "runs":
+            self.head = nn.Linear(self.backbone(torch.zeros(1, 3, 9, 9)).shape[-1], 2)
+        else:
+            self.table.copy_(torch.arange(3.0, device=self.backbone[0].weight.device))
+            self.head = nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize("how", ["runs", "fills"])
+def test_a_constructor_may_compute_with_its_parameters(how: str) -> None:
+    model = abstract_model(recipe(model=lambda: Asking(how)), FakeTensorMode())
+    assert model.head.weight.shape == (2, 4)
+    assert all(isinstance(t.detach(), FakeTensor) for t in (*model.parameters(), *model.buffers()))
+
+
 def test_a_model_that_cannot_be_built_is_the_recipe_s() -> None:
     def broken() -> nn.Module:
         raise KeyError("weights")

@@ -22,9 +22,9 @@ _LARGE = 2**20  # elements
 
 
 def abstract_model(recipe: Recipe, fake: FakeTensorMode) -> nn.Module:
-    """The recipe's model with fake parameters and buffers; what is large was never allocated."""
-    with _parameters_on_meta(), _LargeOnMeta(), blamed("recipe.model() gives no model"):
-        model = recipe.model()
+    """The recipe's model with fake parameters and buffers; what is large was never allocated, where that can be."""
+    with blamed("recipe.model() gives no model"):
+        model = _built(recipe)
     known: dict[int, Tensor] = {}  # a tensor that two modules share stays shared
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -32,6 +32,17 @@ def abstract_model(recipe: Recipe, fake: FakeTensorMode) -> nn.Module:
                 if tensor is not None:
                     table[name] = known.setdefault(id(tensor), _abstract(tensor, fake))  # type: ignore[assignment]
     return model
+
+
+def _built(recipe: Recipe) -> nn.Module:
+    """With memory only where the constructor computes with parameters: runs its backbone once, to see what it gives."""
+    try:
+        with _parameters_on_meta(), _LargeOnMeta():
+            return recipe.model()
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise
+    return recipe.model()
 
 
 def _abstract(tensor: Tensor, fake: FakeTensorMode) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from fullframe.simulation.fake.full_masks import FULL_MASKS, as_if_all_were_true, picks_by_value
+from fullframe.simulation.fake.recurrent import CUDNN_KEEPS_MORE, LSTM_LAYER, with_workspace
 from fullframe.simulation.fake.sharded import on_parts
 
 _number_of = torch.ops.aten._local_scalar_dense.default
@@ -37,10 +38,10 @@ class _Meta(NamedTuple):
 class Outcomes:
     """`outcomes(func, args, kwargs)` is `func(*args, **kwargs)`."""
 
-    def __init__(self, fake: FakeTensorMode):
+    def __init__(self, fake: FakeTensorMode, on_gpu: bool = False):
         self.updating = False  # inside an optimizer, where a number that is read decides of no shape
         self.notes: set[str] = set()  # what was taken for granted
-        self._fake = fake
+        self._fake, self._on_gpu = fake, on_gpu
         self._attributes = FakeTensor(fake, torch.empty(0, device="meta"), _CPU).__dict__
         self._known: dict[Hashable, Any] = {}  # by op and arguments: a _Meta, a list of them, or None: not plain
         self._works: dict[Any, Any] = {}  # by op: how a fake message ends, at once and always alike
@@ -51,6 +52,10 @@ class Outcomes:
             self.notes.add(FULL_MASKS)
             with self._fake:
                 return as_if_all_were_true(func, args)
+        if func is LSTM_LAYER:
+            self.notes |= {CUDNN_KEEPS_MORE} if self._on_gpu else set()
+            with self._fake:
+                return with_workspace(func(*args), args, self._on_gpu)
         if kind == "other":
             return self._other(func, args, kwargs)
         try:
