@@ -47,7 +47,7 @@ def _watched(collective: Callable[..., Any]) -> Callable[..., Any]:
         frame = _users_frame(sys._getframe(1))
         if frame is not None and (frame.f_code, frame.f_lineno) not in _said:
             given = signature.bind(*args, **kwargs).arguments
-            if dist.get_world_size(given.get("group")) == dist.get_world_size():
+            if _ranks_of_a_replica <= dist.get_world_size(given.get("group")) == dist.get_world_size():
                 _look(collective.__name__, given.get("op"), frame)
         return collective(*args, **kwargs)
 
