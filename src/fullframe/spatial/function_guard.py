@@ -24,7 +24,8 @@ _REMEDIES = {  # of torch's own functions, which users do not call by name
     "CheckpointFunction": "Give checkpoint use_reentrant=False.",
 }
 
-apply_function = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+_apply_of_class: Any = torch.autograd.Function.__dict__["apply"]
+apply_function = getattr(_apply_of_class, "__func__", _apply_of_class)  # Python's class method; from torch 2.14 on C's
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
