@@ -30,10 +30,11 @@ CALLS = {
     ("spatial/rules/channel_statistics.py", "native_batch_norm_backward", 2):
         "asserts save_mean and save_invstd unless x is contiguous with several channels: both are given, off the CPU. "
         "Gradient and x of one layout and dtype, here that of the weight",
-    ("spatial/rules/convolution.py", "convolution", 1):
+    ("spatial/rules/narrow_bf16.py", "convolution", 3):
         "input and weight of one dtype and device, which autocast does not see to here; the layout "
-        "is chosen by the strides of both, which are made contiguous in it; no dim without rows",
-    ("spatial/rules/convolution.py", "convolution_backward", 1):
+        "is chosen by the strides of both, which are made contiguous in it; no dim without rows. Transposed: output "
+        "padding smaller than stride or dilation",
+    ("spatial/rules/narrow_bf16.py", "convolution_backward", 3):
         "the same of the gradient; bias_sizes wherever a bias' gradient is asked for; no input without elements",
     ("spatial/rules/norm_kernels.py", "batch_norm_backward_elemt", 1):
         "counts int32; weight None or of the dtype of the statistics; gradient and x of one layout",
@@ -55,10 +56,6 @@ CALLS = {
         "indices int64, or a mask, which makes the host wait; with accumulate they are sorted, so sums repeat; "
         "without it and with equal indices any of the values wins",
     ("spatial/rules/scattering.py", "index_put_", 1): "the same; in place, so no two elements of `own` share memory",
-    ("spatial/rules/transposed_convolution.py", "convolution", 1):
-        "as that of convolution, transposed; output padding smaller than stride or dilation",
-    ("spatial/rules/transposed_convolution.py", "convolution_backward", 1):
-        "as that of convolution, transposed; no bias' gradient is asked for, so bias_sizes is None",
     ("spatial/rules/upsampling.py", "upsample_bilinear2d", 1):
         "any strides, made contiguous or channels_last; sizes all positive; weights are computed in float32 or wider",
     ("spatial/rules/upsampling.py", "upsample_bilinear2d_backward", 1):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.refetch import fetching_again
-from fullframe.spatial.rules.convolution import autocast_inputs
+from fullframe.spatial.rules.autocast import autocast_inputs
 from fullframe.spatial.rules.matmul import Shared, result_spec, shared, whole_in
 from fullframe.spatial.rules.partial_attention import How, partial_attention
 from fullframe.spatial.rules.registry import rule

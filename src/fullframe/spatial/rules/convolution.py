@@ -21,6 +21,8 @@ from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.approved import tells
 from fullframe.spatial.gradients import enters
 from fullframe.spatial.halo import Halo, Ranges, borrow, joined_again, part_of, put_together
+from fullframe.spatial.rules.autocast import autocast_inputs
+from fullframe.spatial.rules.narrow_bf16 import called, convolution, convolution_backward
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.transposing import moved_from
 from fullframe.spatial.rules.window_plan import (
@@ -42,7 +44,6 @@ Ints = tuple[int, ...]
 # row, lays out the whole weight anew. Where the first is 0, no map with elements is joined.
 JOINED_BYTES = defaultdict(lambda: 16 << 20, cpu=768 << 10)
 _JOINED_WEIGHTS = 4
-_convolution_backward = torch.ops.aten.convolution_backward.default._op  # what the operator calls
 Border = tuple[Ranges, Ranges]  # output rows that see a strip, and the input rows they read
 
 
@@ -67,7 +68,8 @@ class _Plan:
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Ints) -> Tensor:
         none = (0,) * len(padding)
-        return torch.convolution(x, weight, bias, self.stride, padding, self.dilation, False, none, self.groups)
+        found: Tensor = convolution(x, weight, bias, self.stride, padding, self.dilation, False, none, self.groups)
+        return found
 
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, padding: Ints, mask: list[bool]) -> list[Any]:
         """(input, weight, bias) gradients of `convolve`, None where `mask` is False."""
@@ -77,7 +79,7 @@ class _Plan:
         none = (0,) * len(padding)
         bias_sizes = [weight.shape[0]]
         return list(
-            _convolution_backward(
+            convolution_backward(
                 grad, x, weight, bias_sizes, self.stride, padding, self.dilation, False, none, self.groups, mask
             )
         )
@@ -217,7 +219,8 @@ def _convolution(
         input.spec.plans[asked] = plan
     local, window = local_of(input), plan.window
     if not window.borrows and plan.lead is not None:
-        out = func(plan.unskipped(local) if plan.skips else local, weight, bias, stride, plan.lead, dilation, groups)
+        own = plan.unskipped(local) if plan.skips else local
+        out = called(func, own, weight, bias, plan.stride, plan.lead, plan.dilation, groups)
     elif local.is_complex():  # for which aten::convolution has no kernel
         out = func(region(local, window), weight, bias, stride, plan.padding, dilation, groups)
     else:
@@ -327,15 +330,3 @@ def _strips_first_backward(plan: _Plan, halo: Halo, grad: Tensor, weight: Tensor
             gradients[0] = F.pad(gradients[0], (0, 0) * behind + (rows, 0))
         gradients[0] = flight.add_to(gradients[0])
     return gradients
-
-
-def autocast_inputs(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The inputs of a convolution, cast as autocast casts them, which does not look into an autograd.Function."""
-    if not torch._C._is_any_autocast_enabled():
-        return tensors
-    device = next(t for t in tensors if t is not None).device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    narrow = (torch.float32, torch.bfloat16, torch.float16)  # autocast leaves float64 alone
-    return tuple(t.to(dtype) if t is not None and t.dtype in narrow else t for t in tensors)

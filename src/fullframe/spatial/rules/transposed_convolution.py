@@ -18,7 +18,8 @@ from fullframe.geometry.window import TransposedWindow, Window
 from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.halo import Cut
-from fullframe.spatial.rules.convolution import autocast_inputs
+from fullframe.spatial.rules.autocast import autocast_inputs
+from fullframe.spatial.rules.narrow_bf16 import called, convolution, convolution_backward
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.window_plan import WindowPlan, ints, plan_windows, region
 from fullframe.spatial.spec import Spec
@@ -106,7 +107,7 @@ def _transposed_convolution(
     local = local_of(input)
     if plan.alone or local.is_complex():  # for which aten::convolution has no kernel
         joined = region(local, plan.forward)
-        out = plan.trimmed(func(joined, weight, bias, stride, plan.padding, plan.extra, groups, dilation))
+        out = plan.trimmed(called(func, joined, weight, bias, stride, plan.padding, plan.extra, groups, dilation))
     else:
         local, weight, bias = autocast_inputs(local, weight, bias)
         out = _HaloTransposedConvolution.apply(local, weight, bias, plan)  # type: ignore[no-untyped-call]
@@ -120,7 +121,7 @@ class _HaloTransposedConvolution(torch.autograd.Function):
         ctx.plan = plan
         joined = region(local, plan.forward)
         settings = plan.stride, plan.padding, plan.dilation, True, plan.extra, plan.groups
-        return plan.trimmed(torch.ops.aten.convolution(joined, weight, bias, *settings))
+        return plan.trimmed(convolution(joined, weight, bias, *settings))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -134,8 +135,6 @@ class _HaloTransposedConvolution(torch.autograd.Function):
         input_gradient = weight_gradient = None
         if of_input or of_weight:
             seen = region(gradient, plan.backward)
-            input_gradient, weight_gradient, _ = torch.ops.aten.convolution_backward(
-                seen, local, weight, None, *settings
-            )
+            input_gradient, weight_gradient, _ = convolution_backward(seen, local, weight, None, *settings)
         summed = gradient.sum([dim for dim in range(gradient.dim()) if dim != first - 1]) if of_bias else None
         return input_gradient, weight_gradient, summed, None

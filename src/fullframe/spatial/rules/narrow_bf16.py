@@ -1,0 +1,57 @@
+"""Strided bf16 convolutions of narrow maps, which oneDNN computes wrongly on processors with AMX.
+
+It reads past a row's end: numbers are off, or NaN, and differ from call to call. Seen with torch 2.11, 2.13 and 2.14 at
+stride 2 and more, of maps up to 9 columns wide and any height, up to 40 with dilated kernels. A frame of one process
+seldom is that narrow; a border of a few columns always is. So these are computed in float32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fullframe.spatial.rules.autocast import autocast_inputs
+
+_HAS_AMX: bool = torch.cpu._is_amx_tile_supported()
+_WIDE = 64  # columns, from which on nothing wrong was seen
+_PLAIN = (Tensor, Parameter)  # a simulation's are of neither: its memory and time are not those of a processor's fault
+_backward_op = torch.ops.aten.convolution_backward.default._op  # what the operator calls
+
+
+def _goes_astray(x: Tensor, stride: Any) -> bool:
+    return x.dtype is torch.bfloat16 and x.is_cpu and x.shape[-1] < _WIDE and max(stride) > 1 and type(x) in _PLAIN
+
+
+def _single(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float()
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, *options: Any) -> Tensor:
+    if not _goes_astray(x, stride):
+        return torch.convolution(x, weight, bias, stride, *options)
+    return torch.convolution(x.float(), weight.float(), _single(bias), stride, *options).to(x.dtype)
+
+
+def _convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, stride: Any, *options: Any
+) -> tuple[Tensor | None, ...]:
+    if not _goes_astray(x, stride):
+        return _backward_op(grad, x, weight, bias_sizes, stride, *options)  # type: ignore[no-any-return]
+    found = _backward_op(grad.float(), x.float(), weight.float(), bias_sizes, stride, *options)
+    return tuple(None if gradient is None else gradient.to(x.dtype) for gradient in found)
+
+
+convolution: Any = _convolution if _HAS_AMX else torch.convolution
+convolution_backward: Any = _convolution_backward if _HAS_AMX else _backward_op
+
+
+def called(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, *options: Any) -> Tensor:
+    """`func(x, weight, bias, stride, *options)`, a convolution of torch.nn.functional with autograd, under autocast."""
+    if not _HAS_AMX or max(stride) == 1 or x.shape[-1] >= _WIDE:
+        return func(x, weight, bias, stride, *options)  # type: ignore[no-any-return]
+    x, weight, bias = autocast_inputs(x, weight, bias)
+    with torch.autocast(x.device.type, enabled=False):
+        if not _goes_astray(x, stride):
+            return func(x, weight, bias, stride, *options)  # type: ignore[no-any-return]
+        return func(x.float(), weight.float(), _single(bias), stride, *options).to(x.dtype)  # type: ignore[no-any-return]
