@@ -99,6 +99,7 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(planted, monkeypatch):
 
 
 def test_a_torch_for_cpus_on_a_machine_with_a_gpu_says_so(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     monkeypatch.setattr(device, "_there", lambda: True)
     assert device.name() == f"the CPU: torch {torch.__version__} was built without GPUs"
     monkeypatch.setattr(device, "_there", lambda: False)
@@ -213,7 +214,8 @@ def test_little_memory_is_what_neither_driver_nor_torch_has_left(planted, monkey
     assert device.is_short_of_memory() is is_short
 
 
-def test_what_a_group_is_made_of(planted):
+def test_what_a_group_is_made_of(planted, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     assert device.backends() == "gloo" and device.own_backend() is None
     assert device.current("cpu") == torch.device("cpu")
     planted(2)

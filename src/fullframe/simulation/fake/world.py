@@ -57,7 +57,11 @@ def _as_large_as_one_rank() -> Iterator[None]:
 
 
 def _own_group(ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
-    """`dist.new_group`, but for groups without this rank, of which it would only learn the names."""
+    """`dist.new_group`, but for groups without this rank, of which it would only learn the names.
+
+    A fake group takes no options of NCCL's.
+    """
+    kwargs.pop("pg_options", None)
     if ranks is not None and dist.get_rank() not in ranks:
         return c10d.GroupMember.NON_GROUP_MEMBER
     return _make_group(ranks, *args, **kwargs)
