@@ -1,4 +1,4 @@
-"""What AOTAutograd of torch 2.13 computes wrongly without a word, so that no program is made of it."""
+"""What AOTAutograd of torch 2.13 and 2.14 computes wrongly without a word, so that no program is made of it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ _OFF_UNLESS_TRAINING = {F.alpha_dropout, F.feature_alpha_dropout}
 class WithoutAOTFaults(TorchFunctionMode):
     """Calls of a block after which AOTAutograd's view of memory is not torch's: set right, or noted.
 
-    A dropout that drops nothing returns its input, where AOTAutograd takes a write to the result for none to the input.
+    A dropout that drops nothing returns its input, where 2.13 takes a write to the result for none to the input.
     What is written into windows of `unfold` reaches the tensor, with zeros for what is in none of them.
     """
 

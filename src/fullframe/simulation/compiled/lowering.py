@@ -26,6 +26,7 @@ from fullframe.simulation.fake.replaced import replaced
 SETTINGS = {"force_disable_caches": True, "graph_partition": False, "cpp.vec_isa_ok": True}
 _VECTORS = cpu_vec_isa.VecAVX2()  # of no consequence for what is fused
 _CALL, _END = "\ndef call(args):", "\n\n\ndef "
+_ASSERTIONS = ("assert_size_stride", "assert_alignment", "assert_size_stride_grouped", "assert_tensor_metadata")
 
 
 class Lowering:
@@ -106,8 +107,7 @@ def _call_of(text: str, names: dict[str, Any]) -> Callable[[list[Any]], Any]:
         "empty_strided_cpu": _empty,
         "empty_strided_cuda": _empty,
         "reinterpret_tensor": _viewed,
-        "assert_size_stride": lambda *args: None,
-        "assert_alignment": lambda *args: None,
+        **dict.fromkeys(_ASSERTIONS, lambda *args: None),
         "copy_if_misaligned": lambda tensor: tensor,
         "get_raw_stream": lambda index: 0,
         **names,
