@@ -32,6 +32,34 @@ def test_plain_tensors_pass_and_torch_s_own_is_behind_it() -> None:
     assert torch.autograd.Function.apply.__func__ is not apply_function
 
 
+def _keeper() -> Any:
+    """What `torch.utils.checkpoint` up to torch 2.12 keeps a block's inputs with, but for tensors at other places."""
+
+    def forward(*args: Any) -> Tensor:
+        return torch.empty(0)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*(each for each in inputs if isinstance(each, Tensor)))
+        ctx.get_args = lambda saved: [*saved[1:], inputs[-1]]
+
+    body = {"forward": staticmethod(forward), "setup_context": staticmethod(setup_context)}
+    return type("_NoopSaveInputs", (torch.autograd.Function,), {**body, "__module__": "torch.utils.checkpoint"})
+
+
+def _kept() -> list[Any]:
+    x = ff.shard(torch.arange(6.0).view(1, 6), ff.init_mesh(width=2))
+    result = _keeper().apply(torch.empty(0, requires_grad=True), x, torch.ones(2), "a")
+    split, plain, text = result.grad_fn.get_args(result.grad_fn.saved_tensors)
+    with torch.no_grad():
+        assert _keeper().apply(torch.empty(0, requires_grad=True), x, "a").grad_fn is None
+    return [type(split) is ff.SpatialTensor, split.full().tolist(), type(plain) is Tensor, plain.tolist(), text]
+
+
+def test_what_older_checkpoints_keep_of_a_split_input_is_its_local_part() -> None:
+    for found in rank_group(2).run(_kept):
+        assert found == [True, [[0, 1, 2, 3, 4, 5]], True, [1, 1], "a"]
+
+
 class InPlace(Triple):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

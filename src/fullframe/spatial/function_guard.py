@@ -20,6 +20,9 @@ from fullframe.spatial.users_function import OWN_KERNEL, composed, obstacle_in
 # FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.
 _FSDP_IDENTITY = ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "RegisterPostBackwardFunction")
 
+# With it `torch.utils.checkpoint` keeps what a block is to be run again with, up to torch 2.12.
+_KEEPS_INPUTS = ("torch.utils.checkpoint", "_NoopSaveInputs")
+
 _REMEDIES = {  # of torch's own functions, which users do not call by name
     "CheckpointFunction": "Give checkpoint use_reentrant=False.",
 }
@@ -33,6 +36,8 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         return apply_function(function, *args, **kwargs)
     if (function.__module__, function.__name__) == _FSDP_IDENTITY:
         return _apply_to_locals(function, args)
+    if (function.__module__, function.__name__) == _KEEPS_INPUTS:
+        return _kept_locals(function, args)
     args = tuple(plain(arg) for arg in args)
     if not any(type(arg) is SpatialTensor for arg in args):
         return apply_function(function, *args, **kwargs)
@@ -71,6 +76,19 @@ def _apply_to_locals(identity: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]
         wrap(result, arg.spec) if type(arg) is SpatialTensor else result
         for result, arg in zip(results, tensors, strict=True)
     )
+
+
+def _kept_locals(keeper: Any, args: tuple[Any, ...]) -> Tensor:
+    """The first argument is the keeper's own, its node gives back the others."""
+    specs = [arg.spec if type(arg) is SpatialTensor else None for arg in args[1:]]
+    result: Tensor = apply_function(keeper, *(local_of(arg) if type(arg) is SpatialTensor else arg for arg in args))
+    node: Any = result.grad_fn
+    if node is not None:
+        kept = node.get_args
+        node.get_args = lambda saved: [
+            arg if spec is None else wrap(arg, spec) for arg, spec in zip(kept(saved), specs, strict=True)
+        ]
+    return result
 
 
 def _hooked(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
