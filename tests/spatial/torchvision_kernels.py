@@ -1,6 +1,8 @@
 """What torchvision's kernels compute, in plain torch, under their names where torchvision is not installed."""
 
+import importlib
 import math
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -98,7 +100,9 @@ _LIBRARIES: list[Any] = []
 
 
 def torchvision_ops() -> Any:
-    """`torch.ops.torchvision`, of torchvision or of this file."""
+    """`torch.ops.torchvision`, of torchvision where it is installed, else of this file."""
+    with suppress(ImportError, RuntimeError):  # RuntimeError: built for another torch
+        importlib.import_module("torchvision")
     if not hasattr(torch.ops.torchvision, "nms"):
         library = torch.library.Library("torchvision", "DEF")
         for name, schema in SCHEMAS.items():
