@@ -30,11 +30,11 @@ CALLS = {
     ("spatial/rules/channel_statistics.py", "native_batch_norm_backward", 2):
         "asserts save_mean and save_invstd unless x is contiguous with several channels: both are given, off the CPU. "
         "Gradient and x of one layout and dtype, here that of the weight",
-    ("spatial/rules/narrow_bf16.py", "convolution", 3):
+    ("spatial/rules/narrow_bf16.py", "convolution", 2):
         "input and weight of one dtype and device, which autocast does not see to here; the layout "
         "is chosen by the strides of both, which are made contiguous in it; no dim without rows. Transposed: output "
         "padding smaller than stride or dilation",
-    ("spatial/rules/narrow_bf16.py", "convolution_backward", 3):
+    ("spatial/rules/narrow_bf16.py", "convolution_backward", 2):
         "the same of the gradient; bias_sizes wherever a bias' gradient is asked for; no input without elements",
     ("spatial/rules/norm_kernels.py", "batch_norm_backward_elemt", 1):
         "counts int32; weight None or of the dtype of the statistics; gradient and x of one layout",

@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 import fullframe as ff
 from fullframe.simulation.fake.autocast import cuda_autocast
+from fullframe.simulation.fake.replaced import replaced
 from fullframe.simulation.fake.world import fake_job
+from fullframe.spatial.rules import narrow_bf16
 from tests.rank_group import rank_group
 from tests.spatial.cases import Case, all_cases
 
@@ -88,7 +90,7 @@ def _differing(given: torch.dtype) -> tuple[int, dict[str, tuple[Any, Any]]]:
     found, compared = {}, 0
     cases = {name: case for name, case in all_cases().items() if not name.startswith(DECIDED_BY_VALUES)}
     mine = sorted(cases)[dist.get_rank() :: dist.get_world_size()]
-    with fake_job(1, 2), cuda_autocast():
+    with fake_job(1, 2), cuda_autocast(), replaced(narrow_bf16, "HAS_AMX", False):
         on = ff.init_mesh(width=2)
         for name in mine:
             plain = _policy(cases[name], given, lambda t: t)

@@ -13,42 +13,42 @@ from torch.nn import Parameter
 
 from fullframe.spatial.rules.autocast import autocast_inputs
 
-_HAS_AMX: bool = torch.cpu._is_amx_tile_supported()
+HAS_AMX: bool = torch.cpu._is_amx_tile_supported()
 _WIDE = 64  # columns, from which on nothing wrong was seen
 _PLAIN = (Tensor, Parameter)  # a simulation's are of neither: its memory and time are not those of a processor's fault
 _backward_op = torch.ops.aten.convolution_backward.default._op  # what the operator calls
 
 
 def _goes_astray(x: Tensor, stride: Any) -> bool:
-    return x.dtype is torch.bfloat16 and x.is_cpu and x.shape[-1] < _WIDE and max(stride) > 1 and type(x) in _PLAIN
+    if not HAS_AMX or x.dtype is not torch.bfloat16 or not x.is_cpu:
+        return False
+    return x.shape[-1] < _WIDE and max(stride) > 1 and type(x) in _PLAIN
 
 
 def _single(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float()
 
 
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, *options: Any) -> Tensor:
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, *options: Any) -> Tensor:
+    """`torch.convolution`, of inputs as autocast would cast them."""
     if not _goes_astray(x, stride):
         return torch.convolution(x, weight, bias, stride, *options)
     return torch.convolution(x.float(), weight.float(), _single(bias), stride, *options).to(x.dtype)
 
 
-def _convolution_backward(
+def convolution_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, stride: Any, *options: Any
 ) -> tuple[Tensor | None, ...]:
+    """What the operator `aten::convolution_backward` gives, called past autograd."""
     if not _goes_astray(x, stride):
         return _backward_op(grad, x, weight, bias_sizes, stride, *options)  # type: ignore[no-any-return]
     found = _backward_op(grad.float(), x.float(), weight.float(), bias_sizes, stride, *options)
     return tuple(None if gradient is None else gradient.to(x.dtype) for gradient in found)
 
 
-convolution: Any = _convolution if _HAS_AMX else torch.convolution
-convolution_backward: Any = _convolution_backward if _HAS_AMX else _backward_op
-
-
 def called(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, *options: Any) -> Tensor:
     """`func(x, weight, bias, stride, *options)`, a convolution of torch.nn.functional with autograd, under autocast."""
-    if not _HAS_AMX or max(stride) == 1 or x.shape[-1] >= _WIDE:
+    if not HAS_AMX or not x.is_cpu or x.shape[-1] >= _WIDE or max(stride) == 1:
         return func(x, weight, bias, stride, *options)  # type: ignore[no-any-return]
     x, weight, bias = autocast_inputs(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):
