@@ -230,6 +230,27 @@ def beside(x: Tensor, y: Tensor, whole: Tensor) -> list[Tensor]:
     ]
 
 
+def written_beside(x: Tensor, y: Tensor, whole: Tensor) -> list[Tensor]:
+    """Targets of detectors: a one in the column of its class for each token that lies on an object."""
+    tokens, scores = x.flatten(2).mT, y.permute(0, 2, 3, 1)
+    mask, label = tokens.detach().sum(2) > 0.5, tokens.detach().argmax(2)
+    target = torch.zeros_like(tokens)
+    target[mask, label[mask]] = 1.0
+    one = torch.zeros_like(tokens[0])
+    every = torch.arange(one.shape[0]) % 3 == 0
+    one[every, torch.arange(one.shape[0])[every] % 4] = whole[0, 0]
+    learned = scores * 1
+    learned[scores[..., 0] > 0, torch.tensor([-1])] = whole[1]
+    learned[y[:, 1] > 0.3, label.view(mask.shape[0], *y.shape[-2:])[y[:, 1] > 0.3]] = y[:, 0][y[:, 1] > 0.3] ** 2
+    apart = y * 1
+    apart[torch.tensor([True, False]), :, 1:-2, torch.tensor([3])] = x[:1, :, 1:-2, 2]
+    last = y * 1
+    last[torch.tensor([1]), :, y[0, 0] > 0] = (x[1, :, y[0, 0] > 0] * 3).mT
+    rows = scores * 1
+    rows[1, y[1, 0] > 0, torch.tensor([2])] = 7.0
+    return [target, one, learned, apart, last, rows]
+
+
 def put_back(x: Tensor) -> Tensor:
     """A masked autoencoder's: tokens put back to their places among learned ones."""
     tokens = x.flatten(2).mT
@@ -266,6 +287,7 @@ CASES: dict[str, Case] = {
                       (x * 1).masked_scatter_(above(x), y.flip(2))], ((2, 4), (2, 4)), sizes=TWO
     ),
     "index tensors beside a mask": Case(beside, ((2, 4), (2,)), whole=((5, 4),), sizes=((8, 11),)),
+    "written beside a mask": Case(written_beside, ((2, 4), (2, 4)), whole=((2, 1),), sizes=TWO),
 }  # fmt: skip
 
 
@@ -313,6 +335,10 @@ def test_corners(height: int, width: int) -> None:
     require_no_faults(__name__, height, width)
 
 
+def _beside(x: Tensor, mask: Tensor, index: Tensor, value: Any) -> None:
+    (x.permute(0, 2, 3, 1) * 1)[mask[:, 0], index] = value
+
+
 REFUSED_BY_TORCH: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "mask of another size": lambda x, mask: x[mask[:, :1]],
     "mask of too many dims": lambda x, mask: x[mask[None]],
@@ -321,6 +347,9 @@ REFUSED_BY_TORCH: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "too few elements to scatter": lambda x, mask: x.masked_scatter(mask, torch.ones(3, dtype=x.dtype)),
     "numbers as a mask": lambda x, mask: torch.masked_select(x, mask.int()),
     "another dtype": lambda x, mask: _put(x, mask, x[mask].float()),
+    "a number outside beside it": lambda x, mask: _beside(x, mask, torch.tensor([9]), 1.0),
+    "too few numbers beside it": lambda x, mask: _beside(x, mask, torch.tensor([0, 1, 2]), 1.0),
+    "too few values beside it": lambda x, mask: _beside(x, mask, torch.tensor([1]), torch.ones(5)),
     "a leaf": lambda x, mask: x.requires_grad_().__setitem__(mask, 1.0),
 }
 
@@ -464,6 +493,7 @@ def _for_the_collector() -> list[str]:
         "in order, anywhere",
         "masks of what a mask picked",
         "index tensors beside a mask",
+        "written beside a mask",
     ):
         case, generator = CASES[name], torch.Generator().manual_seed(1)
         split, whole = (

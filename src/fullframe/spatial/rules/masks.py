@@ -6,6 +6,7 @@ order. Their number depends on values: a simulation, which has none, takes all e
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,12 @@ from fullframe.spatial.operands import aligned, alike, has_values, merged, unite
 from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.pointwise import pointwise
 from fullframe.spatial.rules.registry import Merged, Unsupported, rule
+from fullframe.spatial.rules.scattering import those_of
+from fullframe.spatial.rules.tables import landing
 from fullframe.spatial.rules.unsupported import INTO_WHOLE
 from fullframe.spatial.selection import Selection, numbers_held, picked, selected
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, whole, wrap
 
 _EVERYTHING = slice(None)
 _OF_MASKS = (torch.bool, torch.uint8)
@@ -45,6 +48,10 @@ def is_mask(item: Any) -> bool:
     return isinstance(item, Tensor) and item.dtype in _OF_MASKS and item.dim() > 0
 
 
+def _is_index(item: Any) -> bool:
+    return isinstance(item, Tensor) and not is_mask(item) and item.dim() > 0
+
+
 def dims_used(item: Any) -> int:
     """How many dims of a tensor an item of an index is for."""
     if item is None or item is Ellipsis or isinstance(item, bool):
@@ -66,7 +73,7 @@ def masked(x: Tensor, items: Sequence[Any]) -> Tensor:
     if len(items) == 1 and type(x) is type(items[0]) is SpatialTensor and _lies_alike(x, items[0]):
         mask = items[0]
         return _picked_by(local_of(mask), mask.spec, local_of(x), x.spec, _Place(mask, 0, range(len(mask.spec.shape))))
-    if any(isinstance(item, Tensor) and not is_mask(item) and item.dim() for item in items):
+    if any(map(_is_index, items)):
         return _beside_tensors(x, items)
     x, place = _placed(x, items)
     spec = (x if isinstance(x, SpatialTensor) else _shell(place.mask)).spec
@@ -99,8 +106,7 @@ def _lies_alike(x: SpatialTensor, mask: SpatialTensor) -> bool:
 
 def _beside_tensors(x: Tensor, items: Sequence[Any]) -> Tensor:
     """What the mask picks, and of that the numbers that the index tensors say: one of each row."""
-    if any(item is None for item in items) or sum(map(is_mask, items)) > 1:
-        raise Unsupported("it indexes by a mask and index tensors beside None or other masks", "Index one by one.")
+    _require_one_mask(items)
     place, advanced, dim = 0, [], 0  # in the result of the mask alone: of the mask, of index tensors
     for item in items:
         if is_mask(item):
@@ -108,17 +114,13 @@ def _beside_tensors(x: Tensor, items: Sequence[Any]) -> Tensor:
         elif isinstance(item, Tensor):
             advanced.append((dim, item))
         dim += not _is_number(item) or isinstance(item, Tensor)
-    if any(index.dim() > 1 for _, index in advanced):
-        raise Unsupported("it indexes by a mask beside index tensors of more than one dim", "Index one by one.")
     dims = sorted([place, *(dim for dim, _ in advanced)])
     picked = masked(x, [_EVERYTHING if isinstance(i, Tensor) and not is_mask(i) else i for i in items])
     rows = picked.movedim([place, *(dim for dim, _ in advanced)], list(range(len(dims))))
     flat: Any = 0
     for number, (_, index) in enumerate(advanced, start=1):
         size = rows.shape[number]
-        outside = ((index < -size) | (index >= size)).any()
-        if has_values(outside) and outside:
-            raise IndexError(f"an index beside a mask is out of bounds for a dimension with size {size}")
+        _require_inside(index, size)
         flat = flat * size + torch.where(index < 0, index + size, index)
     rows = rows.flatten(1, len(advanced))
     index = flat.expand(rows.shape[0]).reshape(-1, 1, *(1,) * (rows.dim() - 2))
@@ -126,13 +128,28 @@ def _beside_tensors(x: Tensor, items: Sequence[Any]) -> Tensor:
     return found.movedim(0, dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0)
 
 
+def _require_one_mask(items: Sequence[Any]) -> None:
+    if any(item is None for item in items) or sum(map(is_mask, items)) > 1:
+        raise Unsupported("it indexes by a mask and index tensors beside None or other masks", "Index one by one.")
+    if any(_is_index(item) and item.dim() > 1 for item in items):
+        raise Unsupported("it indexes by a mask beside index tensors of more than one dim", "Index one by one.")
+
+
+def _require_inside(index: Tensor, size: int) -> None:
+    outside = ((index < -size) | (index >= size)).any()
+    if has_values(outside) and outside:
+        raise IndexError(f"an index beside a mask is out of bounds for a dimension with size {size}")
+
+
 def write(x: Tensor, items: Sequence[Any], value: Any) -> None:
     """`x[items] = value` with one mask among slices, numbers and None; each rank writes its own true elements.
 
-    Refuses a whole `x`, and other index tensors beside the mask.
+    Beside the mask index tensors along dims that are not split may stand, as `masked` takes them. Refuses a whole `x`.
     """
     if not isinstance(x, SpatialTensor):
         raise Unsupported("a split value is written into a whole tensor", INTO_WHOLE)
+    if any(map(_is_index, items)):
+        return _write_beside_tensors(x, items, value)
     part, place = _placed(x, items)
     if part is not x:  # a view, whose own write reaches `x`
         part[(_EVERYTHING,) * place.dim + (place.mask,)] = value
@@ -142,6 +159,49 @@ def write(x: Tensor, items: Sequence[Any], value: Any) -> None:
     if isinstance(value, Tensor) and value.dim():
         value = _value_for(value, spec, place, mask)
     local[(_EVERYTHING,) * place.dim + (mask,)] = value
+
+
+def _write_beside_tensors(x: SpatialTensor, items: Sequence[Any], value: Any) -> None:
+    """One element, or row of elements, of each that the mask picks: labels as one-hot rows, say."""
+    _require_one_mask(items)
+    part, place = _placed(x, [_EVERYTHING if _is_index(item) else item for item in items])
+    if part is not x:  # a view, whose own write reaches `x`
+        if isinstance(value, Tensor) and value.dim() and any(map(_is_number, items)):
+            raise Unsupported("it writes a tensor at a mask, index tensors and numbers", "Index one by one.")
+        tensors = [item if isinstance(item, Tensor) else _EVERYTHING for item in items if not _is_number(item)]
+        part[tuple(tensors)] = value
+        return
+    spec, local = x.spec, local_of(x)
+    firsts = accumulate(items[:-1], lambda dim, item: dim + max(dims_used(item), 1), initial=0)
+    beside = {dim: item for dim, item in zip(firsts, items, strict=True) if _is_index(item)}
+    spec.require_whole("an index beside the mask is for a split dim", *beside)
+    mask, of_mask = _local_mask(spec, place), _mask_spec(spec, place)
+    own: tuple[Placement, ...] = ()
+    if of_mask.placements:
+        picks, cells = selected(mask, of_mask)
+        own, count = (picks.placement(0),), picks.extents.size
+    else:
+        cells = those_of(mask)
+        count = len(cells)
+    at: list[Any] = [_EVERYTHING] * len(spec.shape)
+    for dim, index in beside.items():
+        if index.shape[0] not in (1, count):
+            raise IndexError(f"{index.shape[0]} numbers stand beside a mask of {count} true elements")
+        _require_inside(index, spec.shape[dim])
+        at[dim] = aligned(index, spec.with_((count,), own)) if len(index) == count else whole(index)
+    for dim, numbers in zip(place.dims, torch.unravel_index(cells, mask.shape), strict=True):
+        at[dim] = numbers
+    if isinstance(value, Tensor) and value.dim():
+        rest = [dim for dim, item in enumerate(at) if not isinstance(item, Tensor)]
+        first = landing([item if isinstance(item, Tensor) else None for item in at])
+        rows = value.dim() - 1 - (len(rest) - first)
+        if rows < 0 or value.shape[rows] == 1:
+            own, count = (), 1
+        others = [p.at(rest.index(p.dim) + (rest.index(p.dim) >= first)) for p in spec.placements if p.dim in rest]
+        sizes = [spec.shape[dim] for dim in rest]
+        placements = sorted([*others, *(p.at(first) for p in own)], key=lambda p: AXES.index(axes_in(p.axis)[0]))
+        value = _broadcast(value, spec.with_((*sizes[:first], count, *sizes[first:]), tuple(placements)))
+    local[tuple(at)] = value
 
 
 def _placed(x: Tensor, items: Sequence[Any]) -> tuple[Tensor, _Place]:
@@ -231,6 +291,11 @@ def _value_for(value: Tensor, spec: Spec, place: _Place, mask: Tensor) -> Tensor
         goal = _spec_of(spec, place, selected(mask, of_mask)[0])
     else:
         goal = _spec_of_rows(spec, place, int(mask.sum()) if has_values(mask) else mask.numel())
+    return _broadcast(value, goal)
+
+
+def _broadcast(value: Tensor, goal: Spec) -> Tensor:
+    """The local part of a value that is written where `goal` lies."""
     extra = max(value.dim() - len(goal.shape), 0)
     fits = zip(reversed(value.shape), (*reversed(goal.shape), *(1,) * extra), strict=False)
     if any(size not in (1, wanted) for size, wanted in fits):

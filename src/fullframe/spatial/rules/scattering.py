@@ -195,7 +195,7 @@ def _at_rows(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
         index = index.reshape(-1)
         require_inside(call, spec, {dim: index}, func.__name__.startswith("index_fill"))
         _, points, held = at_own(local, spec, [index if d == dim else None for d in range(x.dim())])
-        mine = _those_of(held)
+        mine = those_of(held)
         index = points[dim][mine]  # type: ignore[index]
         if isinstance(source, Tensor) and source.dim():
             source = source.index_select(dim, mine)
@@ -218,7 +218,7 @@ def _index_error(like: Tensor) -> None:
     raise IndexError(f"an index is out of bounds for a tensor of shape {tuple(like.shape)}")
 
 
-def _those_of(held: Tensor | None) -> Tensor:
+def those_of(held: Tensor | None) -> Tensor:
     """The numbers of the positions that this rank holds; of all positions in a simulation, which has no values."""
     assert held is not None
     if not has_values(held):
@@ -267,7 +267,7 @@ def put_at(func: Any, x: Tensor, points: Sequence[Tensor | None], values: Tensor
     require_inside(_index_error, spec, {d: i for d, i in enumerate(points) if i is not None}, True)
     _, places, held = at_own(own, spec, points)
     if held is not None:
-        mine = _those_of(held)
+        mine = those_of(held)
         values = _selected(values, mine, len(goal), at, shape)
         places = [None if i is None else i.flatten()[mine] for i in places]
     if writes(func, {}):
