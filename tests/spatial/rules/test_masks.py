@@ -242,8 +242,8 @@ def written_beside(x: Tensor, y: Tensor, whole: Tensor) -> list[Tensor]:
     learned = scores * 1
     learned[scores[..., 0] > 0, torch.tensor([-1])] = whole[1]
     learned[y[:, 1] > 0.3, label.view(mask.shape[0], *y.shape[-2:])[y[:, 1] > 0.3]] = y[:, 0][y[:, 1] > 0.3] ** 2
-    apart = y * 1
-    apart[torch.tensor([True, False]), :, 1:-2, torch.tensor([3])] = x[:1, :, 1:-2, 2]
+    apart = scores * 1
+    apart[torch.tensor([True, False]), :, 1:-2, torch.tensor([3])] = x[:1, 2, :, 1:-2]
     last = y * 1
     last[torch.tensor([1]), :, y[0, 0] > 0] = (x[1, :, y[0, 0] > 0] * 3).mT
     rows = scores * 1

@@ -52,6 +52,11 @@ def _is_index(item: Any) -> bool:
     return isinstance(item, Tensor) and not is_mask(item) and item.dim() > 0
 
 
+def _is_kept(item: Any) -> bool:
+    """Whether a dim remains where an item of an index picks rows, as a number does not."""
+    return isinstance(item, (slice, Tensor))
+
+
 def dims_used(item: Any) -> int:
     """How many dims of a tensor an item of an index is for."""
     if item is None or item is Ellipsis or isinstance(item, bool):
@@ -113,7 +118,7 @@ def _beside_tensors(x: Tensor, items: Sequence[Any]) -> Tensor:
             place = dim
         elif isinstance(item, Tensor):
             advanced.append((dim, item))
-        dim += not _is_number(item) or isinstance(item, Tensor)
+        dim += _is_kept(item)
     dims = sorted([place, *(dim for dim, _ in advanced)])
     picked = masked(x, [_EVERYTHING if isinstance(i, Tensor) and not is_mask(i) else i for i in items])
     rows = picked.movedim([place, *(dim for dim, _ in advanced)], list(range(len(dims))))
@@ -166,10 +171,10 @@ def _write_beside_tensors(x: SpatialTensor, items: Sequence[Any], value: Any) ->
     _require_one_mask(items)
     part, place = _placed(x, [_EVERYTHING if _is_index(item) else item for item in items])
     if part is not x:  # a view, whose own write reaches `x`
-        if isinstance(value, Tensor) and value.dim() and any(map(_is_number, items)):
+        kept = [item if isinstance(item, Tensor) else _EVERYTHING for item in items if _is_kept(item)]
+        if len(kept) < len(items) and isinstance(value, Tensor) and value.dim():
             raise Unsupported("it writes a tensor at a mask, index tensors and numbers", "Index one by one.")
-        tensors = [item if isinstance(item, Tensor) else _EVERYTHING for item in items if not _is_number(item)]
-        part[tuple(tensors)] = value
+        part[tuple(kept)] = value
         return
     spec, local = x.spec, local_of(x)
     firsts = accumulate(items[:-1], lambda dim, item: dim + max(dims_used(item), 1), initial=0)
