@@ -4,10 +4,12 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from tests.models.architectures import Architecture, on_outputs, own, reader
+from tests.models.zoo import Inputs, images
 
 TORCHVISION = (
     "resnet18",
@@ -25,6 +27,13 @@ TORCHVISION = (
     "segmentation.lraspp_mobilenet_v3_large",
     "segmentation.deeplabv3_mobilenet_v3_large",
     "segmentation.fcn_resnet50",
+)
+DETECTION = (
+    "fasterrcnn_mobilenet_v3_large_320_fpn",
+    "maskrcnn_resnet50_fpn",
+    "retinanet_resnet50_fpn",
+    "fcos_resnet50_fpn",
+    "ssdlite320_mobilenet_v3_large",
 )
 # The smallest of each of its files, but for those that do not run on small images (halonet) or compute in float32.
 TIMM = (
@@ -61,6 +70,31 @@ def torchvision_model(name: str) -> nn.Module:
     return undropped(getattr(home, name)(weights=None, **backbone))
 
 
+def torchvision_detector(name: str) -> nn.Module:
+    home: Any = importlib.import_module("torchvision.models.detection")
+    # Its own resizing of images, which makes small ones large, is left to these sizes; SSD has one of its own.
+    sizes = {} if name.startswith("ssd") else {"min_size": 96, "max_size": 160}
+    return undropped(getattr(home, name)(weights=None, weights_backbone=None, num_classes=3, **sizes))
+
+
+def objects(height: int, width: int) -> Inputs:
+    boxes = torch.tensor([[[4, 5, 60, 70], [30, 20, 90, 80], [70, 10, 140, 60]],
+                          [[10, 8, 50, 44], [60, 30, 130, 95], [2, 50, 40, 90]]], dtype=torch.float64)  # fmt: skip
+    masks = torch.zeros(2, 3, height, width, dtype=torch.uint8)
+    for sample, of_sample in enumerate(boxes.int().tolist()):
+        for number, (left, top, right, bottom) in enumerate(of_sample):
+            masks[sample, number, top:bottom, left : right - 3] = 1
+    labels = torch.tensor([[1, 2, 1], [2, 1, 2]])
+    return {"image": images(2, height, width).sigmoid(), "boxes": boxes, "labels": labels, "masks": masks}
+
+
+def detection_losses(model: Any, inputs: Inputs) -> Tensor:
+    """The sum of the model's own; it wants lists of images, and of objects by name."""
+    targets = [{key: inputs[key][n] for key in ("boxes", "labels", "masks")} for n in range(len(inputs["image"]))]
+    losses: dict[str, Tensor] = model(list(inputs["image"].unbind()), targets)
+    return torch.stack(list(losses.values())).sum()
+
+
 def timm_model(name: str) -> nn.Module:
     return undropped(importlib.import_module("timm").create_model(name, pretrained=False))
 
@@ -92,6 +126,14 @@ def installed() -> tuple[dict[str, tuple[Architecture, ...]], dict[str, str]]:
             missing[package] = f"{type(error).__name__}: {error}"
             continue
         entries = [own(f"{package} {name}", _later(build, name), **_size(package, name)) for name in names]
+        if package == "torchvision":
+            entries += [
+                Architecture(
+                    f"torchvision {name}, its losses", _later(torchvision_detector, name), objects, detection_losses,
+                    ("image",), double_defaults=True,
+                )
+                for name in DETECTION
+            ]  # fmt: skip
         if package == "timm":
             maps = on_outputs("feature_maps")
             entries.append(reader("TimmBackbone resnet18", _later(timm_backbone, "resnet18"), maps))

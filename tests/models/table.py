@@ -62,8 +62,9 @@ REMARKS = """## Remarks
 - In losses that copy lists of masks into a whole tensor (MaskFormer, Mask2Former, EoMT) the masks stay whole.
 - SuperPoint is compared up to its encoder: its keypoints are a list chosen by a threshold, which no
   gradient reaches.
-- Where timm is installed this table has the smallest model of each of its files. What models and losses of other
-  published libraries showed, by scripts that are not kept, is in [the log](log.md#tests)."""
+- Where timm or torchvision is installed this table has models of theirs too, of torchvision detectors with their
+  losses. What models and losses of other published libraries showed, by scripts that are not kept, is in
+  [the log](log.md#tests)."""
 
 
 def arguments() -> argparse.Namespace:
