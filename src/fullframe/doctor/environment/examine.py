@@ -17,6 +17,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 from fullframe.doctor.environment import kinds
 from fullframe.doctor.environment.hardware import State, judged_gpus, states
 from fullframe.doctor.environment.limits import Limits, cgroup_limits, judged_limits
+from fullframe.doctor.environment.numbers import judged_numbers, narrow_convolution_error
 from fullframe.doctor.environment.variables import judged_variables
 from fullframe.doctor.environment.versions import NAMES, judged_versions
 from fullframe.doctor.finding import Finding
@@ -59,6 +60,7 @@ def examine(root: Path = Path("/"), environment: Mapping[str, str] = os.environ,
             resolves=_resolves,
         ),
         *judged_gpus(cards, found),
+        *judged_numbers(narrow_convolution_error(), gpu_is_there=bool(cards)),
         *judged_processes(_owners()),
     ]
     seen = tuple(_seen(installed, cuda, driver, limits, cards))

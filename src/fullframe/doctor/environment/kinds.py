@@ -129,5 +129,11 @@ MEMORY_ERRORS = _kind(
     "Uncorrected errors since the driver started: numbers may be wrong.",
     "reset or replace the GPU",
 )  # fmt: skip
+WRONG_CONVOLUTIONS = _kind(
+    "FF227", _WASTE, "bf16 convolutions that this processor computes wrongly",
+    "With AMX, oneDNN reads past the rows of narrow maps where a convolution has a stride. Split ranks are kept from "
+    "it, plain torch is not.",
+    "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or fp32 on the CPU",
+)  # fmt: skip
 
 KINDS: tuple[Kind, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Kind))
