@@ -25,7 +25,7 @@ WAITS_THOUGH_TORCH_DOES_NOT: dict[str, str] = {
     "spatial/rules/grid_sample.py _reach.<locals>.<listcomp>": "the same",
     "spatial/rules/order.py _from_candidates": "equal values decide whether whole rows are sent",
     "spatial/rules/quantiles.py _nth": "bincount and a mask; eight times a median",
-    "spatial/rules/scattering.py _those_of": "the number of positions that this rank holds",
+    "spatial/rules/scattering.py those_of": "the number of positions that this rank holds",
     "spatial/rules/unpooling.py _all_in_reach": "where the places lie decides what is sent",
 }
 # torch's own function waits as well, for the shape, the number or the error that it gives hangs on values.
