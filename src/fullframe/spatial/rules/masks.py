@@ -196,7 +196,9 @@ def _write_beside_tensors(x: SpatialTensor, items: Sequence[Any], value: Any) ->
         at[dim] = aligned(index, spec.with_((count,), own)) if len(index) == count else whole(index)
     for dim, numbers in zip(place.dims, torch.unravel_index(cells, mask.shape), strict=True):
         at[dim] = numbers
-    if isinstance(value, Tensor) and value.dim():
+    if not isinstance(value, Tensor):  # a copy from the host would wait for the device
+        value = torch.full((), value, dtype=local.dtype, device=local.device)
+    if value.dim():
         rest = [dim for dim, item in enumerate(at) if not isinstance(item, Tensor)]
         first = landing([item if isinstance(item, Tensor) else None for item in at])
         rows = value.dim() - 1 - (len(rest) - first)
