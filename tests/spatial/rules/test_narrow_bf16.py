@@ -1,12 +1,20 @@
 """Strided bf16 convolutions of narrow maps and borders; on processors with AMX torch's own are wrong."""
 
+from contextlib import nullcontext
 from itertools import product
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullframe as ff
+from fullframe.simulation.fake.cuda_kernels import cuda_kernels
+from fullframe.simulation.fake.replaced import replaced
+from fullframe.spatial.rules import narrow_bf16
 from fullframe.spatial.rules.narrow_bf16 import called, convolution, convolution_backward
 from tests.rank_group import rank_group
 
@@ -63,6 +71,31 @@ def test_a_function_under_autocast_gives_what_autocast_gives() -> None:
     assert weight.grad is not None and weight.grad.dtype == torch.float32
     (asked,) = torch.autograd.grad(expected.sum(), weight)
     assert error(weight.grad, asked) < ROUNDING
+
+
+class Multiplied(TorchDispatchMode):
+    """The dtypes in which images are convolved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._opname == "convolution":
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_programs_and_simulations_of_processors_do_as_the_processor_does(has_amx: bool) -> None:
+    """Both run on fake tensors; a simulation of a GPU does as a GPU does."""
+    single = {torch.float32} if has_amx else {torch.bfloat16}
+    with replaced(narrow_bf16, "HAS_AMX", has_amx), FakeTensorMode():
+        for kernels, dtypes in ((nullcontext(), single), (cuda_kernels(True), {torch.bfloat16})):
+            x, weight = torch.ones(1, 4, 33, 3).bfloat16(), torch.ones(4, 4, 3, 3).bfloat16()
+            with kernels, Multiplied() as multiplied:
+                assert called(F.conv2d, x, weight, None, (2, 2), (1, 0), (1, 1), 1).dtype == torch.bfloat16
+            assert multiplied.dtypes == dtypes
 
 
 def _network(x: Tensor, weights: list[Tensor]) -> Tensor:

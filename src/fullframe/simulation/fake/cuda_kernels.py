@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.simulation.fake.replaced import replaced, replaced_kernels
-from fullframe.spatial.rules import convolution
+from fullframe.spatial.rules import convolution, narrow_bf16
 from fullframe.spatial.rules.convolution import JOINED_BYTES
 
 _aten = torch.ops.aten
@@ -27,7 +27,8 @@ def cuda_kernels(has_flash_attention: bool) -> Iterator[None]:
     """Inside, fake CPU tensors take CUDA's kernels; flash attention needs compute capability 8.0."""
     kernels = {"dropout": _dropout, "scaled_dot_product_attention": partial(_attention, has_flash_attention)}
     joined: dict[str, int] = defaultdict(lambda: JOINED_BYTES["cuda"])
-    with replaced_kernels("AutogradCPU", kernels), replaced(convolution, "JOINED_BYTES", joined):
+    bytes, processor = replaced(convolution, "JOINED_BYTES", joined), replaced(narrow_bf16, "HAS_AMX", False)
+    with replaced_kernels("AutogradCPU", kernels), bytes, processor:
         yield
 
 

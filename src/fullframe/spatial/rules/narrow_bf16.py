@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from fullframe.spatial.rules.autocast import autocast_inputs
 
 HAS_AMX: bool = torch.cpu._is_amx_tile_supported()
 _WIDE = 64  # columns, from which on nothing wrong was seen
-_PLAIN = (Tensor, Parameter)  # a simulation's are of neither: its memory and time are not those of a processor's fault
 _backward_op = torch.ops.aten.convolution_backward.default._op  # what the operator calls
 
 
 def _goes_astray(x: Tensor, stride: Any) -> bool:
     if not HAS_AMX or x.dtype is not torch.bfloat16 or not x.is_cpu:
         return False
-    return x.shape[-1] < _WIDE and max(stride) > 1 and type(x) in _PLAIN
+    return x.shape[-1] < _WIDE and max(stride) > 1
 
 
 def _single(x: Tensor | None) -> Tensor | None:
