@@ -70,9 +70,10 @@ _REFUSED: dict[str, str] = {
         native_batch_norm native_dropout native_group_norm native_layer_norm poisson_nll_loss
         rms_norm alias_copy narrow_copy
         unsafe_split_with_sizes autocast _autocast_to_full_precision _autocast_to_reduced_precision _backward_hooks
-        _cdata _grad _grad_fn _post_accumulate_grad_hooks _version _is_view grad_dtype name output_nr volatile
-        is_distributed
+        _cdata _grad _grad_fn _post_accumulate_grad_hooks _version _is_view grad_dtype _has_grad_dtype_override name
+        output_nr volatile is_distributed
     """,
+    "it takes lists of tensors": "foreach.*",
     "it compares or combines vectors in a way that is not split": """
         bilinear linear_cross_entropy addr_ inner addmv_ addbmm_ addmm_
         baddbmm_ logcumsumexp_ repeat_interleave_
@@ -86,8 +87,10 @@ _BY_MEMORY = """
 
 def _matching(pattern: str) -> list[Any]:
     """The functions a name stands for in torch, Tensor and torch.nn.functional; `*` ends a prefix."""
-    if pattern == "linalg.*":
-        return [getattr(torch.linalg, name) for name in dir(torch.linalg) if not name.startswith("_")]
+    module, _, rest = pattern.partition(".")
+    if rest == "*":  # torch.foreach is there from torch 2.15 on
+        space = getattr(torch, module, None)
+        return [getattr(space, name) for name in dir(space) if not name.startswith("_")]
     found: list[Any] = []
     spaces: list[Any] = [torch, Tensor, F, torch.functional]
     for space in spaces:
