@@ -1,6 +1,6 @@
 """Strided bf16 convolutions of narrow maps, which oneDNN computes wrongly on processors with AMX.
 
-It reads past a row's end: numbers are off, or NaN, and differ from call to call. Seen with torch 2.11, 2.13 and 2.14 at
+It reads past a row's end: numbers are off, or NaN, and differ from call to call. Seen with torch 2.11 to 2.15 at
 stride 2 and more, of maps up to 9 columns wide and any height, up to 40 with dilated kernels. A frame of one process
 seldom is that narrow; a border of a few columns always is. So these are computed in float32.
 """
