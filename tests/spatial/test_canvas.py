@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.spatial.canvas import _view_of
+from fullframe.spatial.gradients import manage
 from tests.exactness import mesh
 from tests.rank_group import RankFailure, rank_group
 from tests.spatial.traffic import bytes_of_messages
@@ -70,6 +71,60 @@ def test_windows_of_several_dims_are_added_to() -> None:
         assert rank_group(2).run(_windows, *on) == [True, True]
 
 
+def _in_one_batch(images: list[Tensor]) -> Tensor:
+    """Images of several sizes, as DETR and those after it put them together: the loop holds a view of each."""
+    batch = torch.zeros(len(images), 2, 7, 9)
+    for image, part in zip(images, batch, strict=True):
+        part[: image.shape[0], : image.shape[1], : image.shape[2]].copy_(image)
+    return batch
+
+
+def _batches(height: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    large, small = torch.rand(2, 7, 9, generator=generator), torch.rand(2, 4, 6, generator=generator)
+    for images in ([large, large / 2], [small, large], [large, small], [small, small / 2, small[:, 1:]]):
+        batch = _in_one_batch([ff.shard(image.clone(), mesh(height, width)) for image in images])
+        assert isinstance(batch, ff.SpatialTensor) and torch.equal(batch.full(), _in_one_batch(images))
+
+
+def test_images_are_put_into_views_of_a_batch() -> None:
+    for on in ((1, 2), (2, 1)):
+        rank_group(2).run(_batches, *on)
+
+
+def _through_views(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    canvas = torch.ones(2, *SHAPE[1:])
+    first, odd, turned, rows = canvas[0], canvas[1:, :, 1::2], canvas[1].mT, canvas[:, :, 2]
+    odd.mul_(x[:, :, 1::2])
+    read = rows.clone()
+    turned[..., 3] += x[0, :, 3]
+    rows[..., 1] = 5.0
+    first.add_(x[0] * weight)
+    canvas[:, :, 2] *= 3
+    return canvas, read, rows * weight, odd, turned
+
+
+def _views_that_are_held(height: int, width: int) -> None:
+    x = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0))
+    on = mesh(height, width)
+    plain, weight = torch.tensor(0.5, requires_grad=True), nn.Parameter(torch.tensor(0.5))
+    manage(weight, None)
+    expected = _through_views(x, plain)
+    ends = _through_views(ff.shard(x, on), weight)
+    for end, value in zip(ends, expected, strict=True):
+        assert torch.equal(end.full() if isinstance(end, ff.SpatialTensor) else end, value)
+    sum(value.square().sum() for value in expected).backward()  # type: ignore[union-attr]
+    sum(end.square().sum() for end in ends).backward()  # type: ignore[union-attr]
+    assert weight.grad is not None and plain.grad is not None
+    dist.all_reduce(weight.grad)  # of which DDP would take the mean
+    torch.testing.assert_close(weight.grad / 2, plain.grad)
+
+
+def test_views_that_were_taken_before_are_views_of_what_is_split() -> None:
+    for on in ((1, 2), (2, 1)):
+        rank_group(2).run(_views_that_are_held, *on)
+
+
 def _in_numpy(x: Tensor) -> tuple[Tensor, Any]:
     canvas = torch.zeros(SHAPE)
     return canvas, canvas.numpy()
@@ -84,14 +139,24 @@ def _in_a_graph(x: Tensor) -> tuple[Tensor, Any]:
     return canvas, canvas * torch.ones(SHAPE, requires_grad=True)
 
 
-def _viewed(x: Tensor) -> tuple[Tensor, Any]:
+def _viewed_flat(x: Tensor) -> tuple[Tensor, Any]:
     canvas = torch.zeros(SHAPE)
-    return canvas, canvas[:, 1]
+    return canvas, canvas.flatten()
 
 
-def _viewed_twice(x: Tensor) -> tuple[Tensor, Any]:
+def _view_in_a_graph(x: Tensor) -> tuple[Tensor, Any]:
+    canvas = torch.zeros(SHAPE)
+    return canvas, (canvas[:, 1], canvas[:, 0] * torch.ones(SHAPE[2:], requires_grad=True))
+
+
+def _viewed_in_numpy(x: Tensor) -> tuple[Tensor, Any]:
     base = torch.zeros(2, *SHAPE)
-    return base[0], base[0]
+    return base[0], base[1].numpy()
+
+
+def _view_of_a_class(x: Tensor) -> tuple[Tensor, Any]:
+    canvas = torch.zeros(SHAPE)
+    return canvas, canvas[:, 1].as_subclass(Image)
 
 
 def _detached(x: Tensor) -> tuple[Tensor, Any]:
@@ -168,9 +233,9 @@ def _flattened(x: Tensor) -> tuple[Tensor, Any]:
 
 
 STAYS = [
-    _in_numpy, _of_numpy, _in_a_graph, _viewed, _viewed_twice, _detached, _memory_kept, _shared, _parameter, _buffer,
-    _leaf, _trained_before, _known_elsewhere, _flattened, _of_a_class, _gathered, _local,
-    _part, _of_a_part,
+    _in_numpy, _of_numpy, _in_a_graph, _viewed_flat, _view_in_a_graph, _viewed_in_numpy, _view_of_a_class, _detached,
+    _memory_kept, _shared, _parameter, _buffer, _leaf, _trained_before, _known_elsewhere, _flattened, _of_a_class,
+    _gathered, _local, _part, _of_a_part,
 ]  # fmt: skip
 
 
@@ -199,7 +264,7 @@ def test_what_others_hold_is_refused_and_left_as_it_was(number: int) -> None:
 
 def _held_on_one_rank() -> None:
     x, canvas = ff.shard(torch.ones(SHAPE), mesh(1, 2)), torch.zeros(SHAPE)
-    held = canvas[0] if dist.get_rank() else None
+    held = canvas.detach() if dist.get_rank() else None
     canvas[..., 1:] = x[..., 1:] * 2
     canvas.roll(1, -1)
     assert held is None

@@ -1,10 +1,11 @@
 """Whole tensors that a program fills with split values, as in `out = torch.zeros(size); out[:, :, ::2] = x`.
 
 Such a tensor becomes split where the first split value is written into it: the object that the program holds is given
-the shell of this rank's part, so that the rest of the program goes on as it is. A view that the program has just taken,
-as in `out[:, 2:-2] += x`, becomes the same view of what is split.
+the shell of this rank's part, so that the rest of the program goes on as it is. Views that the program has taken, as in
+`out[:, 2:-2] += x` or `for image, part in zip(images, out): part.copy_(image)`, become the same views of what is split.
 """
 
+import gc
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -31,13 +32,15 @@ def filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     It is cut as the operands are in the dims in which it has as many rows as they have, and evenly in others, where it
     has at least a row for each rank; with `alike` only where it has none of the others. It is left whole where it is a
     parameter, a model's buffer or a shell's own memory, and where something would not see what is written: an array or
-    torch's graph that holds its memory, a second view.
+    torch's graph that holds its memory, a view that slices and numbers cannot say.
     """
     if not isinstance(canvas, Tensor) or isinstance(canvas, SpatialTensor) or not canvas.numel():
         return False
     base: Tensor = canvas if canvas._base is None else canvas._base
-    view = _view_of(canvas, base)
-    if view is None or not _is_alone(base, canvas):
+    held = _views_held(base, canvas)
+    views = {} if held is None else {id(tensor): _view_of(tensor, base) for tensor in held}
+    view = _View((), tuple(range(base.dim()))) if canvas is base else views.get(id(canvas))
+    if held is None or view is None or None in views.values():
         return False
     cuts: list[tuple[Placement, ...]] = []
     shells = sorted(shells_in(args, kwargs), key=lambda shell: -shell.numel())
@@ -50,11 +53,11 @@ def filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return False
     spec = shells[0].spec.with_(tuple(base.shape), placements).strided(base.stride())
     split = wrap(sliced(enter(base, spec.spatial), spec).clone(memory_format=memory_format_of(base)), spec)
-    if canvas is not base:
-        swap_tensors(canvas, torch.empty(0))  # which lets go of `base`
+    for tensor in held:
+        swap_tensors(tensor, torch.empty(0))  # which lets go of `base`
     swap_tensors(base, split)
-    if canvas is not base:
-        swap_tensors(canvas, view.taken(base))
+    for tensor in held:
+        swap_tensors(tensor, views[id(tensor)].taken(base))  # type: ignore[union-attr]
     return True
 
 
@@ -105,23 +108,49 @@ def _view_of(canvas: Tensor, base: Tensor) -> _View | None:
     return _View(tuple(picks), tuple(dims))
 
 
-def _is_alone(base: Tensor, canvas: Tensor) -> bool:
-    """Whether nothing but the program's variables holds `base`, or its memory, beside the view `canvas` of it."""
+def _views_held(base: Tensor, canvas: Tensor) -> list[Tensor] | None:
+    """The views of `base` that the program's variables hold, `canvas` if it is one among them.
+
+    None where something else than these and variables for `base` holds it, or its memory.
+    """
     if is_left_whole(base) or is_left_whole(canvas):
-        return False
+        return None
     if base.requires_grad and (base.is_leaf or not torch.is_grad_enabled()):  # its graph would not go on
-        return False
+        return None
     if base.layout is not torch.strided or not base.untyped_storage().resizable():  # as of an array
-        return False
+        return None
     if base.device.type == "cpu" and base.is_shared():  # with other processes; on other devices torch says so of all
-        return False
-    alone = torch.empty(2, device=base.device)
-    if {type(base), type(canvas)} != {type(alone)}:  # a class of the program's own, which would be lost
-        return False
+        return None
     if isinstance(base, FakeTensor):  # which keeps the views between; a simulation asks no more
-        return True
-    view = alone if canvas is base else alone[:1]
-    return _holders(base) == _holders(alone) and _holders(canvas) == _holders(view)
+        return [] if canvas is base else [canvas]
+    alone = torch.empty(2, device=base.device)
+    views = [] if canvas is base else [canvas]
+    beside = base._use_count() - alone._use_count() - len(views)  # type: ignore[attr-defined]
+    views += _others(base, canvas, beside)
+    if {type(base), type(canvas)} != {type(alone)}:  # a class of the program's own, which would be lost
+        return None
+    likewise = [alone[:1] for _ in views]
+    is_known = _holders(base) == _holders(alone) and all(map(_are_held_alike, views, likewise))
+    return views if is_known else None
+
+
+def _others(base: Tensor, canvas: Tensor, count: int) -> list[Tensor]:
+    """The `count` views of `base` beside `canvas`, but those of a class of the program's own.
+
+    They are looked for among all objects of Python's garbage collector, the youngest first.
+    """
+    found: list[Tensor] = []
+    for generation in range(3):
+        if len(found) >= count:
+            break
+        for each in gc.get_objects(generation):
+            if type(each) is Tensor and each is not canvas and each._base is base:
+                found.append(each)
+    return found
+
+
+def _are_held_alike(view: Tensor, other: Tensor) -> bool:
+    return _holders(view) == _holders(other)
 
 
 def _holders(tensor: Tensor) -> tuple[Any, ...]:
