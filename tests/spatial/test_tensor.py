@@ -74,6 +74,32 @@ def test_full_is_differentiable() -> None:
     assert max(rank_group(4).run(_gradient_of_full)) < 1e-15
 
 
+class Tagged(Tensor):
+    """A class of its own for images, with a method of torch's that takes less, as MONAI's has."""
+
+    def new_empty(self, size: tuple[int, ...]) -> Tensor:  # type: ignore[override]
+        return torch.empty(size).as_subclass(Tagged)
+
+
+def _of_a_class() -> list[str]:
+    torch.manual_seed(0)
+    kernel, image = torch.randn(2, 2, 3, 3).double(), _image()
+    tagged = image.clone().as_subclass(Tagged).requires_grad_()
+    x = ff.shard(tagged, mesh(1, 2))
+    part = ff.from_local(image[..., :4].clone().as_subclass(Tagged), mesh(1, 2))
+    end, expected = F.conv2d(x, kernel, padding=1), F.conv2d(image, kernel, padding=1)
+    beside = image[:1].as_subclass(Tagged) * x
+    torch.testing.assert_close(end.full(), expected)  # type: ignore[attr-defined]
+    assert torch.equal(beside.full(), image * image[:1])  # type: ignore[attr-defined]
+    end.sum().backward()
+    assert tagged.grad is not None and tagged.grad[:, 3, 4 if x.local.shape[-1] == 5 else 6].all()
+    return [type(t).__name__ for t in (x.local, x.full(), part.local, end.local, beside.local)]  # type: ignore[attr-defined]
+
+
+def test_a_class_that_adds_to_torch_s_functions_is_left_outside() -> None:
+    assert rank_group(2).run(_of_a_class) == [["Tensor"] * 5] * 2
+
+
 def _one_process() -> list[bool]:
     x = ff.shard(_image()[None].repeat(1, 2, 1, 1), ff.init_mesh())
     weight = torch.ones(3, 4, 3, 3, dtype=torch.float64)

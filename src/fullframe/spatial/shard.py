@@ -16,7 +16,7 @@ from fullframe.spatial.gradients import enter
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.spec import Spec, spec_of
-from fullframe.spatial.tensor import SpatialTensor, wrap
+from fullframe.spatial.tensor import SpatialTensor, without_class, wrap
 
 MOST_DIMS = 8
 _LOOKED_AT = 12  # rows, or a little more, of each dim
@@ -34,6 +34,7 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
     """
     if isinstance(full, SpatialTensor):
         raise ShapeError("the tensor is split already; pass the whole one, x.full()")
+    full = without_class(full)
     if check:
         _agree(full, mesh)
     spec = even_spec(tuple(full.shape), mesh)

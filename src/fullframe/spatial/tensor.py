@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -154,6 +155,17 @@ def is_left_whole(tensor: Tensor) -> bool:
     return tensor in _left_whole
 
 
+def without_class(tensor: Tensor) -> Tensor:
+    """`tensor` as torch's own class, where its class only adds to torch's functions: torchvision's, MONAI's images.
+
+    Such a class may change what these functions take or give, and would be asked in the midst of a rule.
+    """
+    kind = type(tensor)
+    if kind is Tensor or kind is Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor
+    return tensor.as_subclass(Tensor)
+
+
 def wrap(local: Tensor, spec: Spec) -> Tensor:
     """The shell around `local`, or `local` itself where the spec has no split: what is whole is a plain tensor."""
     return shell_of(local, spec, None) if spec.placements else local
@@ -169,6 +181,8 @@ def shell_of(local: Tensor, spec: Spec, view: View | None) -> SpatialTensor:
     if local.is_inference():
         with counting():
             local = local.clone()
+    if type(local) is not Tensor:
+        local = without_class(local)
     trains = local.requires_grad
     shell: SpatialTensor = _make_shell(  # by position, which takes a sixth less time
         SpatialTensor, spec.shape, spec.strides, None, None, local.dtype, torch.strided, local.device, False, trains

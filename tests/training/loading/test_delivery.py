@@ -19,6 +19,10 @@ from tests.training.tiny import SIZE, Frames
 LAST = Grid(height=2, width=3, row=1, column=2)  # of 2 x 3 ranks
 
 
+class Tagged(torch.Tensor):
+    """Images of a class of their own, as MONAI's and torchvision's are."""
+
+
 def test_a_grid_cuts_as_shard_does():
     assert Grid(2, 3, 0, 0).part((9, 14)) == (slice(0, 5), slice(0, 5))
     assert LAST.part((9, 14)) == (slice(5, 9), slice(10, 14))
@@ -39,6 +43,9 @@ def test_only_the_part_leaves_the_process_that_read_it():
     assert type(batch["id"]) is torch.Tensor
     whole, _ = Collation(default_collate, Grid(), "auto")(samples)
     assert type(whole["image"]) is torch.Tensor
+    tagged = [Sample({"image": s.value["image"].as_subclass(Tagged)}, (), None) for s in samples]
+    of_a_class, _ = Collation(default_collate, LAST, "auto")(tagged)
+    assert type(of_a_class["image"].local) is torch.Tensor and torch.equal(of_a_class["image"].local, local)
 
 
 class Named(list):

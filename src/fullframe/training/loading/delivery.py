@@ -22,7 +22,7 @@ from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
 from fullframe.ranks.device import current
 from fullframe.ranks.mesh import has_stages, spatial_of, stage_axis
 from fullframe.spatial.shard import even_spec
-from fullframe.spatial.tensor import wrap
+from fullframe.spatial.tensor import without_class, wrap
 
 Split = Literal["auto"] | Collection[str]
 _FINGERPRINT_ELEMENTS = 65536  # of each tensor; reading all of an 8 megapixel frame would cost as much as decoding it
@@ -145,7 +145,7 @@ class Collation:
             if tensor.dim() < 2:
                 raise ShapeError(f"split names {path[0]!r}, whose shape {tuple(tensor.shape)} has no dims (..., H, W)")
             items: Any = (..., *self.grid.part(tensor.shape[-self.grid.dims :]))
-            part = tensor[items]
+            part = without_class(tensor)[items]
             # A copy: a view would keep the whole frame in memory, and send it along, for as long as this part of it.
             return Cut(part.clone(memory_format=torch.contiguous_format), tuple(tensor.shape))
 
@@ -169,7 +169,7 @@ class Collation:
                     f"the last dims must be {here}"
                 )
             found += 1
-            return Cut(tensor, (*tensor.shape[: -len(size)], *size))
+            return Cut(without_class(tensor), (*tensor.shape[: -len(size)], *size))
 
         marked = _placed(batch, mark, ())
         if not found:
