@@ -27,6 +27,7 @@ SETTINGS = {"force_disable_caches": True, "graph_partition": False, "cpp.vec_isa
 _VECTORS = cpu_vec_isa.VecAVX2()  # of no consequence for what is fused
 _CALL, _END = "\ndef call(args):", "\n\n\ndef "
 _ASSERTIONS = ("assert_size_stride", "assert_alignment", "assert_size_stride_grouped", "assert_tensor_metadata")
+_COPIES = ("copy_if_misaligned", "copy_misaligned")  # torch 2.13's name and torch 2.12's
 
 
 class Lowering:
@@ -108,7 +109,7 @@ def _call_of(text: str, names: dict[str, Any]) -> Callable[[list[Any]], Any]:
         "empty_strided_cuda": _empty,
         "reinterpret_tensor": _viewed,
         **dict.fromkeys(_ASSERTIONS, lambda *args: None),
-        "copy_if_misaligned": lambda tensor: tensor,
+        **dict.fromkeys(_COPIES, lambda tensor: tensor),
         "get_raw_stream": lambda index: 0,
         **names,
     }
