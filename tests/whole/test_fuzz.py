@@ -201,7 +201,7 @@ def _write(r: random.Random, x: Tensor) -> Step:
     h, w = x.shape[2:]
     a, b = sorted(r.sample(range(w + 1), 2)) if w > 1 else (0, 1)
     c, step, number = r.randrange(h), r.randint(1, 3), r.choice([0.0, 1.5, -2.0])
-    kinds = "columns row every chunk nested flat assign shift turned base relu copied gaps data mT canvas"
+    kinds = "columns row every chunk nested flat assign shift turned base relu copied gaps data mT canvas held"
     kind = r.choice(kinds.split())
     return f"write {kind} {a}:{b}:{step} {c} {number}", lambda x: _written(x * 1, kind, a, b, c, step, number)
 
@@ -245,6 +245,13 @@ def _written(x: Tensor, kind: str, a: int, b: int, c: int, step: int, number: fl
         out[:, :, c:] += x
         out[..., a:b] = y * 2
         return out
+    elif kind == "held":  # several views of what becomes split, as where a batch of images is put together
+        out = torch.full((*x.shape[:2], x.shape[2] + c, x.shape[3]), number, dtype=x.dtype)
+        rows, columns = out[:, :, c:], out[..., a::step]
+        for image, part in zip(x.detach(), out, strict=True):
+            part[:, c:, a:b].copy_(image[..., a:b])
+        rows += x
+        return out + columns.mean()
     else:
         F.relu_(y)
     return x

@@ -1,8 +1,9 @@
 """Strided bf16 convolutions of narrow maps, which oneDNN computes wrongly on processors with AMX.
 
-It reads past a row's end: numbers are off, or NaN, and differ from call to call. Seen with torch 2.11 to 2.15 at
-stride 2 and more, of maps up to 9 columns wide and any height, up to 40 with dilated kernels. A frame of one process
-seldom is that narrow; a border of a few columns always is. So these are computed in float32.
+It reads past a row's end: numbers are off, or NaN, and differ from call to call, or the process ends by a segmentation
+fault. Seen with torch 2.11 to 2.15 at stride 2 and more, of maps up to 9 columns wide and any height, up to 40 with
+dilated kernels. A frame of one process seldom is that narrow; a border of a few columns always is. So these are
+computed in float32.
 """
 
 from typing import Any
