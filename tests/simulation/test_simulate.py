@@ -150,6 +150,23 @@ def test_activations_follow_the_part_that_a_rank_has() -> None:
     assert split == pytest.approx(whole / 2, rel=0.1)  # with the columns that it borrows
 
 
+class OfImages(Network):
+    """It puts a batch together from images, through views of it, as detectors of DETR's family do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = torch.zeros(x.shape, device=x.device)
+        for image, part in zip(x, batch, strict=True):
+            part[:, :24, :].copy_(image)
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize("device", ["cpu", "A100-80GB"])
+def test_a_batch_that_is_put_together_through_views_is_split(device: str) -> None:
+    direct, together = (simulated(ff.Strategy(width=2), device, model=model) for model in (Network, OfImages))
+    images = 4 * 3 * 24 * 20 * 4  # kept by the stem, of this rank's columns
+    assert together.bytes["activation"] <= direct.bytes["activation"] + images
+
+
 def test_on_gpus_the_axes_have_communicators_of_their_own() -> None:
     """NCCL holds 544 MiB for one of two ranks and 688 for a larger one; gradients travel by the job's."""
     for strategy, expected in (

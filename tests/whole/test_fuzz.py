@@ -56,6 +56,7 @@ def _like(x: Tensor, *shape: int) -> Tensor:
 
 def _convolution(r: random.Random, x: Tensor) -> Step:
     k, s, d = (r.randint(1, 5), r.randint(1, 5)), (r.randint(1, 3), r.randint(1, 3)), (r.randint(1, 2), r.randint(1, 2))
+    s = s if x.dtype == torch.float64 else (1, 1)  # plain torch's may be wrong in 16 bit (narrow_bf16.py)
     p = (r.randint(0, 3), r.randint(0, 3))
     groups = r.choice([1, 1, x.shape[1]])
     w = _like(x, r.choice([1, 2]) * x.shape[1], x.shape[1] // groups, *k)
@@ -64,6 +65,7 @@ def _convolution(r: random.Random, x: Tensor) -> Step:
 
 def _transposed(r: random.Random, x: Tensor) -> Step:
     k, s, p = r.randint(1, 4), r.randint(1, 3), r.randint(0, 2)
+    s = s if x.dtype == torch.float64 else 1
     w = _like(x, x.shape[1], 2, k, k)
     return f"conv_transpose2d {k} {s} {p}", lambda x: F.conv_transpose2d(x, w, None, s, p)
 

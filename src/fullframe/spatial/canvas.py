@@ -121,12 +121,11 @@ def _views_held(base: Tensor, canvas: Tensor) -> list[Tensor] | None:
         return None
     if base.device.type == "cpu" and base.is_shared():  # with other processes; on other devices torch says so of all
         return None
-    if isinstance(base, FakeTensor):  # which keeps the views between; a simulation asks no more
-        return [] if canvas is base else [canvas]
-    alone = torch.empty(2, device=base.device)
     views = [] if canvas is base else [canvas]
-    beside = base._use_count() - alone._use_count() - len(views)  # type: ignore[attr-defined]
-    views += _others(base, canvas, beside)
+    if isinstance(base, FakeTensor):  # which keeps the views between; a simulation asks no more
+        return views + _others(base, canvas)
+    alone = torch.empty(2, device=base.device)
+    views += _others(base, canvas, base._use_count() - alone._use_count() - len(views))  # type: ignore[attr-defined]
     if {type(base), type(canvas)} != {type(alone)}:  # a class of the program's own, which would be lost
         return None
     likewise = [alone[:1] for _ in views]
@@ -134,8 +133,8 @@ def _views_held(base: Tensor, canvas: Tensor) -> list[Tensor] | None:
     return views if is_known else None
 
 
-def _others(base: Tensor, canvas: Tensor, count: int) -> list[Tensor]:
-    """The `count` views of `base` beside `canvas`, but those of a class of the program's own.
+def _others(base: Tensor, canvas: Tensor, count: int = sys.maxsize) -> list[Tensor]:
+    """The `count` views of `base` beside `canvas`, or all, but those of another class than its own.
 
     They are looked for among all objects of Python's garbage collector, the youngest first.
     """
@@ -144,7 +143,7 @@ def _others(base: Tensor, canvas: Tensor, count: int) -> list[Tensor]:
         if len(found) >= count:
             break
         for each in gc.get_objects(generation):
-            if type(each) is Tensor and each is not canvas and each._base is base:
+            if type(each) is type(base) and each is not canvas and each._base is base:
                 found.append(each)
     return found
 
