@@ -147,9 +147,9 @@ NOT_REPEATABLE = _kind(
 )  # fmt: skip
 DATA_NOT_REPEATABLE = _kind(
     "FF326", _WASTE, "the same sample reads differently",
-    "From the same seed: the dataset draws from a generator of its own, the clock or the process, so a resumed run "
+    "From the same seed: the dataset draws from a generator of a module, the clock or the process, so a resumed run "
     "reads other data, and ranks of a replica may read different samples.",
-    "draw from torch's, numpy's or Python's global generators inside __getitem__",
+    "draw from torch's, numpy's or Python's global generators inside __getitem__, or from one that the dataset holds",
 )  # fmt: skip
 MEMORY_OFF = _kind(
     "FF327", _WASTE, "memory is not as predicted",

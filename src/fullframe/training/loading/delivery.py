@@ -256,9 +256,9 @@ class Delivery:
         if len(set(found.tolist())) > 1:
             raise RecipeError(
                 f"ranks {ranks} of one replica read different samples (checksums {found.tolist()}); "
-                "draw augmentation from torch, numpy.random or random, whose states are set for each sample, "
-                "not from a generator of the dataset's own, as many numbers whatever rows and columns are read, "
-                "and give every rank the same files"
+                "draw augmentation from torch, numpy.random, random or generators that the dataset holds, whose states "
+                "are set for each sample, not from a module's or a file's, as many numbers whatever rows and columns "
+                "are read, and give every rank the same files"
             )
 
 
@@ -286,7 +286,7 @@ def _checksum(batch: Any, checksum: int) -> int:
         checksum = zlib.crc32(str((tuple(value.shape), tensor.dtype)).encode(), checksum)
         if isinstance(value, Cut):
             continue
-        elements = tensor.detach().reshape(-1)
+        elements = without_class(tensor).detach().reshape(-1)
         # An odd step walks through the columns of an image of any even width.
         elements = elements[:: elements.numel() // _FINGERPRINT_ELEMENTS | 1].contiguous()
         checksum = zlib.crc32(elements.view(torch.uint8).numpy().tobytes(), checksum)

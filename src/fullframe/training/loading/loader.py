@@ -1,8 +1,8 @@
 """Batches for the ranks: replicas read different samples, the ranks of a replica their slice of the same one.
 
 What is read as sample i, augmentation included, follows from (seed, epoch, i) alone, so no rank can drift from
-another and a resumed run reads on exactly. A dataset that draws from a generator of its own escapes this; the ranks
-of a replica compare what they read, and refuse to go on with different samples.
+another and a resumed run reads on exactly. A dataset that draws from a generator of a module, say, escapes this; the
+ranks of a replica compare what they read, and refuse to go on with different samples.
 """
 
 import random
@@ -24,6 +24,7 @@ from fullframe.processes.forking import worker_context
 from fullframe.processes.stop_signals import STOP_SIGNALS
 from fullframe.ranks.randomness import mixed_seed, sample_randomness
 from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split
+from fullframe.training.loading.generators import generators_of, seed_generators
 
 
 class ShardedLoader:
@@ -226,9 +227,13 @@ class _Samples(Dataset[Sample]):
 
     def __init__(self, dataset: Dataset[Any], seed: int, grid: Grid):
         self._dataset, self._seed, self._grid = dataset, seed, grid
+        self._generators: list[Any] | None = None  # of the data set's own, sought by whoever reads
 
     def __getitem__(self, epoch_and_index: tuple[int, int]) -> Sample:
         epoch, index = epoch_and_index
+        if self._generators is None:
+            self._generators = generators_of(self._dataset)
+        seed_generators(self._generators, self._seed, epoch, index)
         with sample_randomness(self._seed, epoch, index):
             if self._grid.ranks > 1 and isinstance(self._dataset, SliceReader):
                 return self._part(self._dataset, epoch, index)
