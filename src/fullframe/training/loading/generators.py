@@ -5,7 +5,7 @@ else the ranks of a replica would read different samples.
 """
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,27 +15,30 @@ import torch
 
 from fullframe.ranks.randomness import mixed_seed
 
-_MOST = 1000  # entries of a container: a list of samples holds no transforms
+_MOST = 1000  # entries of a list or dict: one of samples holds no transforms
+_ALL = 100_000  # objects that are looked at
 _DEPTH = 12
+_KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _OF_THE_PROCESS = (random.random.__self__, np.random.rand.__self__, torch.default_generator)  # type: ignore[attr-defined]
 _HELD = (str, bytes, bool, int, float, complex, type(None), torch.Tensor, np.ndarray, ModuleType)
 
 
 def generators_of(dataset: Any) -> list[Any]:
-    """Those that can be reached from `dataset` by attributes, also of classes, containers and closures.
+    """Those that can be reached from `dataset` by attributes, also of classes, by lists, tuples, dicts and closures.
 
-    In an order that follows from the program alone; each once, and none of the process's own.
+    In an order that follows from the program alone; each once, none of the process's own, and none of a GPU.
     """
     found: list[Any] = []
     seen = {id(each) for each in _OF_THE_PROCESS}
     waiting = [(dataset, 0)]
-    while waiting:
+    while waiting and len(seen) < _ALL:
         value, depth = waiting.pop()
         if isinstance(value, _HELD) or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)):
-            found.append(value)
+        if isinstance(value, _KINDS):
+            if not isinstance(value, torch.Generator) or value.device.type == "cpu":
+                found.append(value)
         elif depth < _DEPTH:
             waiting += [(inner, depth + 1) for inner in _inside(value)]
     return found
@@ -43,7 +46,7 @@ def generators_of(dataset: Any) -> list[Any]:
 
 def _inside(value: Any) -> Iterator[Any]:
     """What `value` holds."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):  # no other mapping: it may be a file
         yield from value.values() if len(value) <= _MOST else ()
     elif isinstance(value, (list, tuple)):
         yield from value if len(value) <= _MOST else ()
@@ -53,10 +56,11 @@ def _inside(value: Any) -> Iterator[Any]:
         yield value.__self__
     elif isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)
-    elif not isinstance(value, type):
+    elif isinstance(value, type):
+        yield from (each for kind in value.__mro__ for each in vars(kind).values() if isinstance(each, _KINDS))
+    else:
         yield from vars(value).values() if hasattr(value, "__dict__") else ()
-        for kind in type(value).__mro__:
-            yield from (each for each in vars(kind).values() if type(each).__module__.startswith("numpy.random"))
+        yield type(value)
 
 
 def _is_set(cell: Any) -> bool:
