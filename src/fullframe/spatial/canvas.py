@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import swap_tensors
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
@@ -53,12 +54,24 @@ def filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return False
     spec = shells[0].spec.with_(tuple(base.shape), placements).strided(base.stride())
     split = wrap(sliced(enter(base, spec.spatial), spec).clone(memory_format=memory_format_of(base)), spec)
+    with _disable_current_modes():  # a simulation's
+        nothing = [torch.empty(0) for _ in held]
+    for tensor in (base, *held):
+        _forget_fake(tensor)
     for tensor in held:
-        swap_tensors(tensor, torch.empty(0))  # which lets go of `base`
+        swap_tensors(tensor, nothing.pop())  # which lets go of `base`
     swap_tensors(base, split)
     for tensor in held:
         swap_tensors(tensor, views[id(tensor)].taken(base))  # type: ignore[union-attr]
     return True
+
+
+def _forget_fake(tensor: Tensor) -> None:
+    """Take a fake tensor from the memory that torch 2.14 keeps of those it makes, by weak references."""
+    if isinstance(tensor, FakeTensor):
+        memory = tensor.fake_mode.fake_tensor_converter.meta_converter.tensor_memo
+        for key in [reference.key for reference in weakref.getweakrefs(tensor) if hasattr(reference, "key")]:
+            memory.pop(key, None)
 
 
 class _View(NamedTuple):
