@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import swap_tensors
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
@@ -38,10 +37,9 @@ def filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if not isinstance(canvas, Tensor) or isinstance(canvas, SpatialTensor) or not canvas.numel():
         return False
     base: Tensor = canvas if canvas._base is None else canvas._base
-    held = _views_held(base, canvas)
-    views = {} if held is None else {id(tensor): _view_of(tensor, base) for tensor in held}
-    view = _View((), tuple(range(base.dim()))) if canvas is base else views.get(id(canvas))
-    if held is None or view is None or None in views.values():
+    view = _view_of(canvas, base)
+    held = None if view is None else _views_held(base, canvas)
+    if view is None or held is None:
         return False
     cuts: list[tuple[Placement, ...]] = []
     shells = sorted(shells_in(args, kwargs), key=lambda shell: -shell.numel())
@@ -54,24 +52,22 @@ def filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return False
     spec = shells[0].spec.with_(tuple(base.shape), placements).strided(base.stride())
     split = wrap(sliced(enter(base, spec.spatial), spec).clone(memory_format=memory_format_of(base)), spec)
-    with _disable_current_modes():  # a simulation's
-        nothing = [torch.empty(0) for _ in held]
-    for tensor in (base, *held):
-        _forget_fake(tensor)
-    for tensor in held:
-        swap_tensors(tensor, nothing.pop())  # which lets go of `base`
-    swap_tensors(base, split)
-    for tensor in held:
-        swap_tensors(tensor, views[id(tensor)].taken(base))  # type: ignore[union-attr]
+    for tensor, _ in held:
+        _swap(tensor, torch.empty(0))  # which lets go of `base`
+    _swap(base, split)
+    for tensor, as_it_was in held:
+        _swap(tensor, as_it_was.taken(base))
     return True
 
 
-def _forget_fake(tensor: Tensor) -> None:
-    """Take a fake tensor from the memory that torch 2.14 keeps of those it makes, by weak references."""
-    if isinstance(tensor, FakeTensor):
-        memory = tensor.fake_mode.fake_tensor_converter.meta_converter.tensor_memo
-        for key in [reference.key for reference in weakref.getweakrefs(tensor) if hasattr(reference, "key")]:
-            memory.pop(key, None)
+def _swap(one: Tensor, other: Tensor) -> None:
+    """`swap_tensors`, also of fake ones, which torch 2.14 remembers by the weak references that it must not meet."""
+    for tensor in (one, other):
+        if isinstance(tensor, FakeTensor):
+            memory = tensor.fake_mode.fake_tensor_converter.meta_converter.tensor_memo
+            for key in [reference.key for reference in weakref.getweakrefs(tensor) if hasattr(reference, "key")]:
+                memory.pop(key, None)
+    swap_tensors(one, other)
 
 
 class _View(NamedTuple):
@@ -121,8 +117,8 @@ def _view_of(canvas: Tensor, base: Tensor) -> _View | None:
     return _View(tuple(picks), tuple(dims))
 
 
-def _views_held(base: Tensor, canvas: Tensor) -> list[Tensor] | None:
-    """The views of `base` that the program's variables hold, `canvas` if it is one among them.
+def _views_held(base: Tensor, canvas: Tensor) -> list[tuple[Tensor, _View]] | None:
+    """The views of `base` that the program's variables hold, `canvas` if it is one among them, and how they are views.
 
     None where something else than these and variables for `base` holds it, or its memory.
     """
@@ -134,16 +130,19 @@ def _views_held(base: Tensor, canvas: Tensor) -> list[Tensor] | None:
         return None
     if base.device.type == "cpu" and base.is_shared():  # with other processes; on other devices torch says so of all
         return None
-    views = [] if canvas is base else [canvas]
+    tensors = [] if canvas is base else [canvas]
     if isinstance(base, FakeTensor):  # which keeps the views between; a simulation asks no more
-        return views + _others(base, canvas)
-    alone = torch.empty(2, device=base.device)
-    views += _others(base, canvas, base._use_count() - alone._use_count() - len(views))  # type: ignore[attr-defined]
-    if {type(base), type(canvas)} != {type(alone)}:  # a class of the program's own, which would be lost
-        return None
-    likewise = [alone[:1] for _ in views]
-    is_known = _holders(base) == _holders(alone) and all(map(_are_held_alike, views, likewise))
-    return views if is_known else None
+        tensors += _others(base, canvas)
+    else:
+        alone = torch.empty(2, device=base.device)
+        tensors += _others(base, canvas, base._use_count() - alone._use_count() - len(tensors))  # type: ignore[attr-defined]
+        if {type(base), type(canvas)} != {type(alone)}:  # a class of the program's own, which would be lost
+            return None
+        likewise = [alone, *[alone[:1] for _ in tensors]]
+        if list(map(_holders, [base, *tensors])) != list(map(_holders, likewise)):
+            return None
+    views = [(tensor, view) for tensor in tensors if (view := _view_of(tensor, base)) is not None]
+    return views if len(views) == len(tensors) else None
 
 
 def _others(base: Tensor, canvas: Tensor, count: int = sys.maxsize) -> list[Tensor]:
@@ -159,10 +158,6 @@ def _others(base: Tensor, canvas: Tensor, count: int = sys.maxsize) -> list[Tens
             if type(each) is type(base) and each is not canvas and each._base is base:
                 found.append(each)
     return found
-
-
-def _are_held_alike(view: Tensor, other: Tensor) -> bool:
-    return _holders(view) == _holders(other)
 
 
 def _holders(tensor: Tensor) -> tuple[Any, ...]:

@@ -26,9 +26,9 @@ _ALIGNMENT = 8  # of channels, in elements: what is less is padded
 def cuda_kernels(has_flash_attention: bool) -> Iterator[None]:
     """Inside, fake CPU tensors take CUDA's kernels; flash attention needs compute capability 8.0."""
     kernels = {"dropout": _dropout, "scaled_dot_product_attention": partial(_attention, has_flash_attention)}
-    joined: dict[str, int] = defaultdict(lambda: JOINED_BYTES["cuda"])
-    bytes, processor = replaced(convolution, "JOINED_BYTES", joined), replaced(narrow_bf16, "HAS_AMX", False)
-    with replaced_kernels("AutogradCPU", kernels), bytes, processor:
+    limits: dict[str, int] = defaultdict(lambda: JOINED_BYTES["cuda"])
+    joined, without_amx = replaced(convolution, "JOINED_BYTES", limits), replaced(narrow_bf16, "HAS_AMX", False)
+    with replaced_kernels("AutogradCPU", kernels), joined, without_amx:
         yield
 
 

@@ -20,7 +20,7 @@ _ALL = 100_000  # objects that are looked at
 _DEPTH = 12
 _KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _OF_THE_PROCESS = (random.random.__self__, np.random.rand.__self__, torch.default_generator)  # type: ignore[attr-defined]
-_HELD = (str, bytes, bool, int, float, complex, type(None), torch.Tensor, np.ndarray, ModuleType)
+_ATOMS = (str, bytes, bool, int, float, complex, type(None), torch.Tensor, np.ndarray, ModuleType)
 
 
 def generators_of(dataset: Any) -> list[Any]:
@@ -33,7 +33,7 @@ def generators_of(dataset: Any) -> list[Any]:
     waiting = [(dataset, 0)]
     while waiting and len(seen) < _ALL:
         value, depth = waiting.pop()
-        if isinstance(value, _HELD) or id(value) in seen:
+        if isinstance(value, _ATOMS) or id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, _KINDS):
@@ -51,7 +51,11 @@ def _inside(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         yield from value if len(value) <= _MOST else ()
     elif isinstance(value, FunctionType):
-        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_set(cell))
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # of a name that has no value yet
+                continue
     elif isinstance(value, MethodType):
         yield value.__self__
     elif isinstance(value, partial):
@@ -61,13 +65,6 @@ def _inside(value: Any) -> Iterator[Any]:
     else:
         yield from vars(value).values() if hasattr(value, "__dict__") else ()
         yield type(value)
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # of a name that has no value yet
-        return False
 
 
 def seed_generators(generators: list[Any], *numbers: int) -> None:
