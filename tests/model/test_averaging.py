@@ -1,4 +1,4 @@
-"""Models that change while they are trained: new heads, other dtypes, backward passes that end by an error."""
+"""Models that change while they are trained: other heads, dtypes, backward that ends by an error, lent parameters."""
 
 from collections.abc import Callable
 from itertools import count
@@ -57,6 +57,19 @@ def _an_error(net: Any, step: int) -> None:
 CHANGES: dict[str, Change] = {"heads": _other_heads, "dtype": _doubled, "an error": _an_error}
 
 
+def _called(what: str, model: nn.Module, images: Tensor) -> Any:
+    """With parameters that are halved for the call, or after a step of their own, as meta-learning does."""
+    parameters = dict(model.named_parameters())
+    if what == "lent":
+        return torch.func.functional_call(model, {name: 0.5 * p for name, p in parameters.items()}, (images,))
+    if what == "inner step":
+        inner = model(images)[0].square().mean()
+        gradients = torch.autograd.grad(inner, list(parameters.values()), create_graph=True, materialize_grads=True)
+        stepped = {name: p - 0.1 * g for (name, p), g in zip(parameters.items(), gradients, strict=True)}
+        return torch.func.functional_call(model, stepped, (images,))
+    return model(images)
+
+
 def _trained(what: str, height: int | None, width: int = 1) -> list[Tensor]:
     """The parameters after some steps, and the losses, a mean over the replicas."""
     torch.manual_seed(0)
@@ -68,11 +81,12 @@ def _trained(what: str, height: int | None, width: int = 1) -> list[Tensor]:
     assert on is None or isinstance(model._averaging, Averaging)
     losses = []
     for step in range(STEPS):
-        CHANGES[what](net, step)
+        if what in CHANGES:
+            CHANGES[what](net, step)
         images = torch.randn(4, 2, 9, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         if on is not None:
             images = ff.shard(images.chunk(on.size(0))[on.get_local_rank("data")], on)
-        mask, scores = model(images)
+        mask, scores = _called(what, model, images)
         loss = mask.sin().mean() + scores.square().mean()
         model.zero_grad()
         try:
@@ -89,8 +103,9 @@ def _trained(what: str, height: int | None, width: int = 1) -> list[Tensor]:
     return [*(parameter.detach() for parameter in net.parameters()), told]
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("what", [*CHANGES, "lent", "inner step"])
 def test_a_model_that_changes_trains_as_in_one_process(what: str) -> None:
     expected = _trained(what, None)
-    for found in rank_group(4).run(_trained, what, 1, 2):
+    height = 2 if what == "inner step" else 1  # on two replicas it would be a step of each one's own images
+    for found in rank_group(4).run(_trained, what, height, 2):
         assert max(map(relative, expected, found)) < 1e-10

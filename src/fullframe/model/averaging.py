@@ -59,6 +59,7 @@ class Averaging:
         self._for: Trained = {}  # those that `_ddp` averages
         self._alone: set[nn.Parameter] = set()  # those whose gradients of no_sync() are not averaged yet
         self._buckets, self._placed = Buckets(), Placed()
+        self._lent = False  # the model computes with tensors made of parameters (`torch.func.functional_call`)
         self._expects = False  # DDP: a backward pass to average in
         self._began = False  # that pass
         self._pass: Any = lambda: None  # the backward pass that is running
@@ -68,12 +69,15 @@ class Averaging:
     @property
     def run(self) -> nn.Module:
         """What to call in the place of the door."""
-        return self._door if self._ddp is None or not self._parameters else self._ddp
+        return self._door if self._ddp is None or not self._parameters or self._lent else self._ddp
 
     def arrange(self) -> None:
         """See which parameters are trained now."""
         self._placed.note(self._for)
         found = _trained(self._model)
+        self._lent = not all(parameter.is_leaf for parameter in found)
+        if self._lent:
+            return
         if self._began and self._pass() is None:  # it ended by an error, and DDP waits for the rest
             self._wrap(self._for)
         if found != self._parameters:
