@@ -43,7 +43,7 @@ CALLS = {
     ("spatial/rules/norm_kernels.py", "batch_norm_elemt", 1):
         "weight and bias of the dtype of x, or of that of the statistics; x in one piece",
     ("spatial/rules/norm_kernels.py", "batch_norm_gather_stats_with_counts", 1):
-        "counts of the dtype of the running mean, else of the statistics, and none of them 0",
+        "counts of the dtype of the running mean, else of the first argument, in 32 bit or wider, and none of them 0",
     ("spatial/rules/norm_kernels.py", "batch_norm_stats", 1):
         "x with elements, channels_last or contiguous; statistics in float32 or wider",
     ("spatial/rules/normalization.py", "_unsafe_view", 1): "no kernel; needs strides that allow the view",

@@ -42,7 +42,8 @@ def gather_stats(
     counts: Tensor
 ) -> Any:  # fmt: skip
     """Of Welford's parts, one a rank; CUDA's holds the number of elements as an integer."""
-    assert counts.dtype == (mean.dtype if running_mean is None else running_mean.dtype)
+    assert counts.dtype == (x if running_mean is None else running_mean).dtype, "CUDA's reads it so"
+    assert counts.dtype not in (BF16, torch.float16), "the counts are rounded"
     assert bool((counts >= 1).all()), "a division by zero"
     shares = (counts.to(mean.dtype).trunc() / counts.sum())[:, None]
     center = (mean * shares).sum(0)

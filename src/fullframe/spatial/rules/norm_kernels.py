@@ -70,10 +70,14 @@ class _Normalize(torch.autograd.Function):
             if 0 in over.elements:  # the kernel would divide by it
                 rows = constant(tuple(n for n, own in enumerate(over.elements) if own), torch.int64, x.device)
                 means, inverses, counts = means[rows], inverses[rows], counts[rows]
-        counts = counts if running_mean is None else counts.to(running_mean.dtype)
+        # It counts in the dtype of the running statistics, else of its first argument; 16 bit would round the counts.
+        wide_mean, wide_var = (None if t is None else t.to(means.dtype) for t in (running_mean, running_var))
         mean, inverse = torch.batch_norm_gather_stats_with_counts(
-            x, means, inverses, running_mean, running_var, momentum, eps, counts
+            means, means, inverses, wide_mean, wide_var, momentum, eps, counts
         )
+        for t, wide in ((running_mean, wide_mean), (running_var, wide_var)):
+            if t is not None and wide is not None and t is not wide:
+                t.copy_(wide)
         ctx.save_for_backward(x, weight, mean, inverse, whole)
         ctx.over, ctx.eps = over, eps
         return torch.batch_norm_elemt(x, weight, bias, mean, inverse, eps) if x.numel() else torch.empty_like(x)
