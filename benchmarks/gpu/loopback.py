@@ -47,7 +47,11 @@ def loopback(kind: str) -> Found:
 
 
 def _sent(axis: Axis, strips: list[Tensor], into: list[Tensor]) -> list[Tensor]:
-    return InFlight(axis, [Message(1, s) for s in strips], [Message(1, s) for s in into]).wait()
+    return InFlight(axis, [_to_peer(axis, s) for s in strips], [_to_peer(axis, s) for s in into]).wait()
+
+
+def _to_peer(axis: Axis, strip: Tensor) -> Message:
+    return Message(axis.ranks[-1], strip)  # the job's only axis: a rank's coordinate is its number
 
 
 def _overlap(found: Found, axis: Axis, device: torch.device, side: int) -> None:
@@ -57,7 +61,7 @@ def _overlap(found: Found, axis: Axis, device: torch.device, side: int) -> None:
     into = [torch.empty_like(strips[0])]
 
     def together() -> None:
-        flight = InFlight(axis, [Message(1, strips[0])], [Message(1, into[0])])
+        flight = InFlight(axis, [_to_peer(axis, strips[0])], [_to_peer(axis, into[0])])
         F.conv2d(x, weight, padding=1)
         flight.wait()
 

@@ -77,26 +77,30 @@ def _loss(model: nn.Module, image: Tensor) -> Tensor:
     return sum(t.square().mean() for t in outputs)  # type: ignore[return-value]
 
 
-def _step(network: str, rank: int) -> list[Call]:
-    """What `rank` of two replicas of 2 x 2 ranks sends in all, with a step."""
+def _step(network: str, height: int, layout: torch.memory_format, rank: int) -> list[Call]:
+    """What `rank` of two replicas of `height` x (4 / `height`) ranks sends in all, with a step."""
     torch.manual_seed(0)
     with one_rank(rank, 8), counted() as counts:
-        on = ff.init_mesh(height=2, width=2)
-        model = ff.parallelize(moved(NETWORKS[network]()), on, data_parallel=FakeDataParallel)
+        on = ff.init_mesh(height, 4 // height)
+        built = moved(NETWORKS[network]()).to(memory_format=layout)
+        model = ff.parallelize(built, on, data_parallel=FakeDataParallel)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = TrainStep(model, _loss, optimizer, ff.Strategy(data=2, height=2, width=2))
-        step(ff.shard(to_device(torch.randn(2, 3, 50, 76)), on, check=False))
+        step = TrainStep(model, _loss, optimizer, ff.Strategy(data=2, height=height, width=4 // height))
+        x = to_device(torch.randn(2, 3, 50, 76)).contiguous(memory_format=layout)
+        step(ff.shard(x, on, check=False))
     return counts.calls
 
 
-def _steps(network: str) -> list[tuple[int, list[Call]]]:
+def _steps(network: str, height: int, layout: torch.memory_format) -> list[tuple[int, list[Call]]]:
     mine = range(dist.get_rank(), 8, dist.get_world_size())
-    return [(rank, _step(network, rank)) for rank in mine]
+    return [(rank, _step(network, height, layout, rank)) for rank in mine]
 
 
+# Side by side, the inner ranks pack a strip for either neighbour.
+@pytest.mark.parametrize(("height", "layout"), [(2, torch.contiguous_format), (1, torch.channels_last)])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_eight_ranks_of_a_network_keep_nccls_rules(network: str) -> None:
-    by_rank = dict(pair for part in device_ranks().run(_steps, network) for pair in part)
+def test_eight_ranks_of_a_network_keep_nccls_rules(network: str, height: int, layout: torch.memory_format) -> None:
+    by_rank = dict(pair for part in device_ranks().run(_steps, network, height, layout) for pair in part)
     logs = [by_rank[rank] for rank in range(8)]
     assert faults(logs) == []
     kinds = {call.kind.split()[0] for call in logs[0]}
