@@ -1,6 +1,7 @@
 """Real training steps against their simulation: bytes, and seconds of a step by the data sheet and by calibration."""
 
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -115,6 +116,7 @@ def memory_time(kind: str) -> Found:
 def _measured(recipe: ff.Recipe, strategy: ff.Strategy, device: torch.device) -> dict[str, float]:
     is_cuda = device.type == "cuda"
     if is_cuda:
+        gc.collect()  # the case before
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     session, seconds = assemble(recipe, strategy, init_mesh()), []

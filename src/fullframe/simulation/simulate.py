@@ -130,7 +130,9 @@ class _Simulation:
         self._model = abstract_model(recipe, self._fake)
         names = {module: name for name, module in self._model.named_modules()}
         self._outcomes = Outcomes(self._fake, self._is_cuda)
-        self._tracer = Tracer(names, _axes(self._mesh), self._outcomes, self._terms.scratch, self._clock, until)
+        self._tracer = Tracer(
+            names, _axes(self._mesh), self._outcomes, terms.scratch, clock, until, workspace=terms.cublas_bytes
+        )
         self._programs = SimulatedPrograms(self._clock)
         self._host = SimulatedHost(self._clock, self._tracer, strategy)
 
@@ -140,7 +142,6 @@ class _Simulation:
         with tracer, functions_told_to(self._clock), _readable_errors(tracer), torch.compiler.set_stance("force_eager"):
             model, step = self._prepared()
             batch, *ahead = [self._batch() for _ in range(1 + self._terms.has("prefetched_batch"))]
-            tracer.hold(self._terms.cublas_bytes)
             tracer.building = False
             with self._fake:
                 self._host.twice(step, batch)
@@ -203,7 +204,7 @@ class _Simulation:
         named = {
             "context": terms.context_bytes,
             "nccl": terms.nccl_bytes((opened | self._tracer.groups).values()),
-            "cublas_workspace": terms.cublas_bytes,
+            "cublas_workspace": self._tracer.workspaces,
             "cudnn_workspace": largest_scratch,
             "ddp_buckets": sum(t.nbytes for t in model.gradient_buckets),
             "prefetched_batch": sum(t.nbytes for t in tree_iter(_local(ahead)) if isinstance(t, Tensor)),

@@ -21,9 +21,9 @@ def test_which_terms_count() -> None:
     assert terms("A100-80GB", "bf16", "context").context_bytes == 0 < terms("A100-80GB").context_bytes
 
 
-def test_workspaces_of_cublas() -> None:
-    assert terms("H100").cublas_bytes == 2 * 32 * MIB
-    assert terms("A100-80GB").cublas_bytes == 2 * 8_519_680
+def test_workspace_of_cublas() -> None:
+    assert terms("H100").cublas_bytes == 32 * MIB
+    assert terms("A100-80GB").cublas_bytes == 8_519_680
     assert terms("cpu").cublas_bytes == terms("H100", "bf16", "cublas_workspace").cublas_bytes == 0
 
 

@@ -32,7 +32,6 @@ _aten = torch.ops.aten
 _MIB = 2**20
 _CUBLAS_BYTES = 8_519_680  # CUBLAS_WORKSPACE_CONFIG's default, :4096:2:16:8; pytorch issue 95668
 _CUBLAS_BYTES_HOPPER = 32 * _MIB  # pytorch PR 89027
-_CUBLAS_THREADS = 2
 # NVIDIA/nccl issue 964, measured on 4 A100 with NVLink: 24 channels for two ranks, 24 with more neighbours for more.
 _NCCL_BYTES = {2: 544 * _MIB, 3: 688 * _MIB}  # of a communicator of two ranks, of three and more
 _NCCL_CHANNELS, _NCCL_CHANNELS_PCIE = 24, 2  # its memory is in proportion to these; NVIDIA/nccl issue 986
@@ -56,10 +55,10 @@ class Terms:
 
     @property
     def cublas_bytes(self) -> int:
-        """Workspaces of cuBLAS."""
+        """Workspace of cuBLAS, of one thread."""
         hopper = self._device.name in ("H100", "H200")
         each = _CUBLAS_BYTES_HOPPER if hopper else _CUBLAS_BYTES
-        return each * _CUBLAS_THREADS if self.has("cublas_workspace") else 0
+        return each if self.has("cublas_workspace") else 0
 
     def nccl_bytes(self, groups: Collection[int]) -> int:
         """NCCL's buffers for communicators of these sizes."""

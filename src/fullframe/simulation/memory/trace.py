@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from fullframe.ranks.operators import OPERATORS, as_it_runs
+from fullframe.simulation.clock.ops import Op
 from fullframe.simulation.clock.roofline import StepClock
 from fullframe.simulation.fake.replaced import replaced
 
@@ -64,8 +65,9 @@ class OutOfTime(Exception):
 class Tracer(TorchDispatchMode):
     """Fills `.trace` while it is entered.
 
-    `names` are the paths of the model's modules; `axes` the mesh axis of each process group, by the group's name.
-    After `until`, by `time.monotonic()`, the next op raises OutOfTime.
+    `names` are the paths of the model's modules; `axes` the mesh axis of each process group, by the group's name;
+    `workspace` what a thread takes and keeps with its first product of matrices. After `until`, by `time.monotonic()`,
+    the next op raises OutOfTime.
     """
 
     def __init__(
@@ -76,13 +78,15 @@ class Tracer(TorchDispatchMode):
         scratch: Scratch,
         clock: StepClock | None = None,
         until: float = math.inf,
+        workspace: int = 0,
     ):
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.building = True  # what is made now is not of a step
         self.groups: dict[str, int] = {}  # ranks of the process groups that were used, by name
         self._names, self._axes, self._run, self._scratch, self._clock = names, axes, run, scratch, clock
-        self._until = until
+        self._until, self._workspace = until, workspace
+        self._multiplying: set[bool] = set()  # threads with a workspace: autograd's (True), the user's
         self._live: dict[int, Block] = {}  # by the address of the storage
         self._watching: dict[int, weakref.ref[Any]] = {}
         self._modules: list[str] = []  # that are running, innermost last
@@ -138,10 +142,10 @@ class Tracer(TorchDispatchMode):
                 trace.events.append(copies[block])
             trace.backwards += [range(at[backward.start], at[backward.stop]) for backward in backwards]
 
-    def hold(self, bytes: int) -> None:
-        """A workspace that some library takes now and keeps."""
-        if bytes:
-            self._appeared(bytes, (bytes,), torch.uint8, "workspace")
+    @property
+    def workspaces(self) -> int:
+        """Bytes that the threads hold to multiply matrices."""
+        return self._workspace * len(self._multiplying)
 
     @property
     def module(self) -> str:
@@ -172,6 +176,8 @@ class Tracer(TorchDispatchMode):
         if func.namespace == OPERATORS:  # of a compiled program: what it sends and draws
             with _entered(self):
                 return as_it_runs(func)(*args, **kwargs)
+        if self._workspace and Op.of(func).kind == "matmul":
+            self._multiply()
         out = self._run(func, args, kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._communicated(func, args, out)
@@ -207,6 +213,12 @@ class Tracer(TorchDispatchMode):
         if phase == "recompute":
             self._rerun.append(block)
         return block
+
+    def _multiply(self) -> None:
+        by_autograd = _running_node() is not None
+        if by_autograd not in self._multiplying:
+            self._multiplying.add(by_autograd)
+            self._appeared(self._workspace, (self._workspace,), torch.uint8, "workspace")
 
     def _disappeared(self, block: Block) -> None:
         block.died = len(self.trace.events)
