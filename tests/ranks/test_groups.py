@@ -115,3 +115,18 @@ def test_between_gpus_gradients_and_rows_never_share_a_communicator(monkeypatch,
         assert any(call == "send" for _, call in calls.made)
         for name in others:
             assert next(call for other, call in calls.made if other == name) == "allreduce_", "it is opened by all"
+
+
+class OfNcclAlone:
+    """The job's group after `init_process_group("nccl")`."""
+
+    def _get_backend(self, place):
+        if place.type == "cpu":
+            raise RuntimeError("No backend type associated with device type cpu")
+        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=7)))
+
+
+def test_a_job_may_have_no_backend_for_host_memory(monkeypatch):
+    monkeypatch.setattr(device, "place_of_numbers", lambda: torch.device("cuda"))
+    monkeypatch.setattr(groups, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=OfNcclAlone())))
+    assert groups.timeout_of_job() == timedelta(seconds=7)

@@ -78,7 +78,7 @@ def _new(everyone: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup:
 def timeout_of_job() -> timedelta | None:
     """How long a message of the job's group may take; None where its backend does not say."""
     group: Any = dist.group.WORLD
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    options = getattr(group._get_backend(device.place_of_numbers()), "options", None)  # a job may have NCCL alone
     return getattr(options, "_timeout", None)
 
 
