@@ -120,10 +120,13 @@ def _measured(recipe: ff.Recipe, strategy: ff.Strategy, device: torch.device) ->
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     session, seconds = assemble(recipe, strategy, init_mesh()), []
-    for _, batch in zip(range(_WARM + _TIMED), session.state.loader, strict=False):
+    batches = iter(session.state.loader)
+    for _ in range(_WARM + _TIMED):
+        batch = next(batches)
         wait_for(device)
         started = time.perf_counter()
         session.step(batch)
+        del batch
         wait_for(device)
         seconds.append(time.perf_counter() - started)
     row = {"seconds": median(seconds[_WARM:])}

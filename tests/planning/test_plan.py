@@ -36,12 +36,12 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, deep: int = 512) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
         self.blocks = nn.Sequential(*(Block(16) for _ in range(3)))
-        self.deep = nn.Conv2d(16, 512, 3, stride=8, padding=1)
-        self.head = nn.Conv2d(512, 512, 3, padding=1)
+        self.deep = nn.Conv2d(16, deep, 3, stride=8, padding=1)
+        self.head = nn.Conv2d(deep, deep, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.deep(self.blocks(self.stem(x))))
@@ -110,7 +110,11 @@ def test_where_nothing_fits_it_is_said_what_would_help(monkeypatch: pytest.Monke
     context = cluster.device.context_bytes
     planned = plan_in_full(
         PlanRequest(
-            recipe=recipe(), devices=cluster, precisions=["fp16"], memory_limit_bytes=context + 8 * MIB, seconds=200
+            recipe=recipe(model=lambda: Network(1024)),  # whose weights fill several of the allocator's segments
+            devices=cluster,
+            precisions=["fp16"],
+            memory_limit_bytes=context + 8 * MIB,
+            seconds=200,
         )
     )
     missing = planned.shortfall

@@ -13,8 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 import fullframe as ff
 from fullframe.errors import RecipeError, StrategyError
 from fullframe.simulation.host import SimulatedHost
-from fullframe.simulation.memory.trace import OutOfTime, Tracer
+from fullframe.simulation.memory.trace import OutOfTime, Trace, Tracer
 from fullframe.simulation.prediction import Prediction, said_of_host
+from fullframe.simulation.simulate import simulate
 from fullframe.spatial.rules.convolution import JOINED_BYTES
 from fullframe.training.host import RealHost
 
@@ -98,6 +99,19 @@ def test_state_that_is_sharded() -> None:
     zero = simulated(ff.Strategy(data=2, shard_optimizer=True), sample=tiny)
     assert zero.bytes["gradient"] == whole.bytes["gradient"]
     assert 0.3 * whole.bytes["optimizer"] < zero.bytes["optimizer"] < 0.7 * whole.bytes["optimizer"]
+
+
+def streams(strategy: ff.Strategy) -> set[tuple[str, str | None]]:
+    """(stream, category) of all that was not asked for by the program's stream."""
+    traces: list[Trace] = []
+    simulate(recipe(), strategy, "2xA100-80GB", on_trace=traces.append)
+    return {(block.stream, block.mark) for block in traces[0].events if block.stream}
+
+
+def test_batches_and_what_fsdp2_sends_lie_in_memory_of_their_own_streams() -> None:
+    assert streams(ff.Strategy(width=2)) == streams(ff.Strategy(data=2)) == {("copy", "batch")}
+    sharded = streams(ff.Strategy(data=2, shard_parameters=True))
+    assert {stream for stream, _ in sharded} == {"copy", "gather", "reduce"}
 
 
 @pytest.mark.parametrize("shard_parameters", [False, True])

@@ -185,7 +185,7 @@ class _Simulation:
             if self._strategy.parts > 1:
                 batch = Collation(default_collate, Grid.of(self._mesh), "auto").cut(batch)
             batch = Delivery(self._mesh).place(batch)
-        self._tracer.mark("batch", _local(batch))
+        self._tracer.mark("batch", _local(batch), stream="copy")
         return batch
 
     def _accounted(self, model: ParallelModel, ahead: list[Any]) -> Prediction:

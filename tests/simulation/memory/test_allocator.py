@@ -49,6 +49,16 @@ def test_requests_from_10_mib_on_have_segments_of_their_own_in_steps_of_2_mib():
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (22 * MIB + 512, 24 * MIB)  # 1 MiB stays with it
 
 
+def test_each_stream_has_segments_of_its_own():
+    allocator = CachingAllocator()
+    mine = allocator.malloc(9 * MIB)
+    assert allocator.malloc(2 * MIB, "copy").pool != mine.pool
+    assert allocator.reserved_bytes == 40 * MIB
+    allocator.free(mine)
+    allocator.malloc(9 * MIB, "copy")  # not where the other stream's was
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (11 * MIB, 40 * MIB)
+
+
 def test_the_smallest_free_piece_that_is_large_enough_is_taken():
     # |- 30 -|- 14 -| both free: 12 goes into the 14
     allocator = CachingAllocator()

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -48,6 +49,34 @@ def epochs(count, **options):
     """[(names, whole images), ...] of every batch of the first epochs."""
     loader = loader_of(**options)
     return [(batch["name"], full(batch["image"])) for _ in range(count) for batch in loader]
+
+
+class Watching(Frames):
+    """Notes how many of the batches that were handed out are there when a sample is read."""
+
+    def __init__(self):
+        super().__init__(16)
+        self.handed, self.there = [], []
+
+    def __getitem__(self, index):
+        self.there.append(sum(ref() is not None for ref in self.handed))
+        return super().__getitem__(index)
+
+
+def batches_there(prefetch):
+    loader = loader_of(dataset=Watching(), prefetch=prefetch, shuffle=False)
+    watching = loader.dataset
+    batches = iter(loader)
+    for _ in range(len(loader)):
+        batch = next(batches)
+        watching.handed.append(weakref.ref(batch["image"]))
+        del batch
+    return watching.there
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_batch_goes_when_it_was_used(prefetch):
+    assert batches_there(prefetch) == [0] * 16
 
 
 def test_an_epoch_of_one_process():

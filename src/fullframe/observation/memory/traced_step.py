@@ -95,9 +95,10 @@ class CarefulTracer(Tracer):
         self._out, self._ran = out, True
         return out
 
-    def mark(self, category: str, *trees: Any) -> None:
+    def mark(self, category: str, *trees: Any, stream: str = "") -> None:
         """As `Tracer.mark`; tensors without a storage are left out."""
-        super().mark(category, [one for one in tree_iter(trees) if isinstance(one, Tensor) and _has_storage(one)])
+        kept = [one for one in tree_iter(trees) if isinstance(one, Tensor) and _has_storage(one)]
+        super().mark(category, kept, stream=stream)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.problem:

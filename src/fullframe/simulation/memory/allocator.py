@@ -1,10 +1,11 @@
-"""A model of PyTorch's CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp, default settings, one stream).
+"""A model of PyTorch's CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp, default settings).
 
-Segments are asked from the driver and never given back; requests are served by the smallest free block that is large
-enough, cut where what is left is worth keeping; freed neighbours join.
+Segments are asked from the driver and never given back, each for one stream and one sort of request. A request is
+served by the smallest free block that is large enough, cut where what is left is worth keeping; freed neighbours join.
 """
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ class Piece:
 
     address: int
     bytes: int
-    small: bool
+    pool: tuple[str, bool]  # the stream, and whether it is of small requests
     free: bool = False
     before: "Piece | None" = None
     after: "Piece | None" = None
@@ -35,16 +36,17 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.allocated_bytes = self.reserved_bytes = self.most_allocated_bytes = self.most_reserved_bytes = 0
-        self._free: dict[bool, list[tuple[int, int, Piece]]] = {True: [], False: []}  # (bytes, address), sorted
+        # (bytes, address, piece), sorted
+        self._free: defaultdict[tuple[str, bool], list[tuple[int, int, Piece]]] = defaultdict(list)
         self._next_address = 0
 
-    def malloc(self, bytes: int) -> Piece:
-        """A piece for `bytes`."""
+    def malloc(self, bytes: int, stream: str = "") -> Piece:
+        """A piece for `bytes`, of the stream's segments."""
         wanted = max(-(-bytes // _UNIT), 1) * _UNIT
         small = wanted <= _SMALL
-        pool = self._free[small]
+        pool = self._free[stream, small]
         at = bisect_left(pool, (wanted, -1))
-        piece = pool.pop(at)[2] if at < len(pool) else self._segment(wanted, small)
+        piece = pool.pop(at)[2] if at < len(pool) else self._segment(wanted, (stream, small))
         left = piece.bytes - wanted
         if left >= _UNIT if small else left > _SMALL:
             self._cut(piece, wanted)
@@ -58,28 +60,28 @@ class CachingAllocator:
         self.allocated_bytes -= piece.bytes
         for other in (piece.before, piece.after):
             if other is not None and other.free:
-                pool = self._free[other.small]
+                pool = self._free[other.pool]
                 pool.pop(bisect_left(pool, (other.bytes, other.address)))
                 self._join(piece, other)
         piece.free = True
-        insort(self._free[piece.small], (piece.bytes, piece.address, piece))
+        insort(self._free[piece.pool], (piece.bytes, piece.address, piece))
 
-    def _segment(self, wanted: int, small: bool) -> Piece:
-        size = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+    def _segment(self, wanted: int, pool: tuple[str, bool]) -> Piece:
+        size = _SMALL_SEGMENT if pool[1] else _LARGE_SEGMENT
         if wanted >= _LARGE:
             size = -(-wanted // _SEGMENT_UNIT) * _SEGMENT_UNIT
-        piece = Piece(self._next_address, size, small)
+        piece = Piece(self._next_address, size, pool)
         self._next_address += size
         self.reserved_bytes += size
         self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
         return piece
 
     def _cut(self, piece: Piece, bytes: int) -> None:
-        rest = Piece(piece.address + bytes, piece.bytes - bytes, piece.small, True, piece, piece.after)
+        rest = Piece(piece.address + bytes, piece.bytes - bytes, piece.pool, True, piece, piece.after)
         if rest.after is not None:
             rest.after.before = rest
         piece.bytes, piece.after = bytes, rest
-        insort(self._free[rest.small], (rest.bytes, rest.address, rest))
+        insort(self._free[rest.pool], (rest.bytes, rest.address, rest))
 
     @staticmethod
     def _join(piece: Piece, other: Piece) -> None:
@@ -101,7 +103,7 @@ def replay(events: Sequence[Block]) -> CachingAllocator:
     pieces: dict[Block, Piece] = {}
     for number, block in enumerate(events):
         if number == block.born:
-            pieces[block] = allocator.malloc(block.bytes)
+            pieces[block] = allocator.malloc(block.bytes, block.stream)
         else:
             allocator.free(pieces.pop(block))
     return allocator

@@ -29,6 +29,9 @@ Phase = Literal["build", "forward", "recompute", "backward", "update"]
 Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]  # (func, args, kwargs) -> out
 Scratch = Callable[[Any, tuple[Any, ...], Any], int]  # (func, args, out) -> bytes a kernel needs while it runs
 
+# FSDP2 asks for what it gathers into, and for what it reduces into, on streams of its own.
+_STREAMS_OF_FSDP2 = {"allgather_base": "gather", "reduce_scatter_base": "reduce"}
+
 _device_of = torch.ops.prim.device.default
 _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _running_node: Callable[[], Any] = torch._C._current_autograd_node
@@ -47,6 +50,7 @@ class Block:
     died: int | None = None  # None: it outlived the trace
     region_end: int | None = None  # of a recompute: where the module that ran again was done
     mark: str | None = None  # the category, where somebody knows it
+    stream: str = ""  # that asked for it, where it is not the program's
 
 
 @dataclass
@@ -152,14 +156,14 @@ class Tracer(TorchDispatchMode):
         """The path of the module that is running, "" outside the model."""
         return self._where()[0]
 
-    def mark(self, category: str, *trees: Any) -> None:
-        """Say of what category the tensors in nested values are; the first to say so is right."""
+    def mark(self, category: str, *trees: Any, stream: str = "") -> None:
+        """Say of what category the tensors in nested values are, and what stream's; the first to say so is right."""
         for tensor in tree_iter(trees):
             if isinstance(tensor, Tensor):
                 self.watch(tensor)
                 for storage in storages(tensor):
                     block = self._live[storage._cdata]
-                    block.mark = block.mark or category
+                    block.mark, block.stream = block.mark or category, block.stream or stream
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -275,18 +279,18 @@ class Tracer(TorchDispatchMode):
         functional = func.namespace == "_c10d_functional"
         if kind in ("wait_tensor", "barrier"):
             return
+        group = _group_of(func, args)
+        self.groups[group.group_name] = group.size()
+        axis = self._axes.get(group.group_name, "job")
         if functional:
             self.mark("communication", out)
         elif kind not in ("send", "broadcast"):
-            self.mark("communication", args[0])
-        group = _group_of(func, args)
-        self.groups[group.group_name] = group.size()
+            own = _STREAMS_OF_FSDP2.get(kind, "") if axis in ("data", "job") else ""
+            self.mark("communication", args[0], stream=own)
         if self._clock is not None and kind != "recv":
             held = args[0] if not functional or kind.startswith("reduce") else out
             bytes = sum(leaf.nbytes for leaf in tree_iter(held) if isinstance(leaf, Tensor))
-            self._clock.communicate(
-                kind, bytes, group.size(), self._axes.get(group.group_name, "job"), group.group_name
-            )
+            self._clock.communicate(kind, bytes, group.size(), axis, group.group_name)
 
 
 @contextmanager

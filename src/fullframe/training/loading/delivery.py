@@ -204,6 +204,7 @@ class Delivery:
         sent: deque[tuple[Any, torch.Event | None]] = deque()
         for batch, fingerprint in host:
             sent.append(self._sent(batch, fingerprint))
+            del batch
             if len(sent) > ahead:
                 yield self._received(*sent.popleft())
         while sent:

@@ -93,6 +93,7 @@ class ShardedLoader:
             self._order.position += 1
             self._all_taken = self._order.position == len(self)
             yield batch
+            del batch  # or it would be there until the next one but one is
         self.set_epoch(self.epoch + 1)
 
     @property
