@@ -10,9 +10,12 @@ from functools import cache
 from typing import NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
 
 import fullframe as ff
 from tests.cuda_like.cases import Ran, on_device, on_host
+from tests.cuda_like.device import counted, to_device, to_host
 from tests.cuda_like.ranks import device_ranks
 from tests.exactness import mesh, relative
 from tests.spatial.cases import TOLERANCE, all_cases, every_fourth
@@ -157,3 +160,23 @@ def test_the_host_waits_for_the_device_where_torchs_own_function_does(every: int
     assert {function: waiting[function] for function in new} == {}
     if every == 1:
         assert WAITS_AS_TORCH_DOES - waiting.keys() == set(), "waits no more: take it out of the table"
+
+
+def _by_indices_of_the_host() -> tuple[list[float], set[tuple[str, object]]]:
+    """How far reads and writes at index tensors and with a number of the host are from one process's, and faults."""
+    on, at = mesh(1, 2), torch.tensor([0, 30, 5])
+    whole = torch.arange(2.0 * 4 * 11 * 37, dtype=torch.float64).view(2, 4, 11, 37)
+
+    def answers(x: Tensor) -> list[Tensor]:
+        written, put = x.clone(), x.index_put((torch.tensor([0, 1]), torch.tensor([3, 1])), x[0, 0])
+        written[..., at] = torch.tensor(7.0, dtype=torch.float64)
+        return [x[..., at], x[:, :, at // 3, at], written, put, x[:, :, whole[0, 0] > 300]]
+
+    with counted() as counts:
+        split = answers(ff.shard(to_device(whole), on, check=False))
+    got = [to_host(t.full() if isinstance(t, ff.SpatialTensor) else t) for t in split]
+    return [relative(a, b) for a, b in zip(answers(whole), got, strict=True)], counts.faults
+
+
+def test_index_tensors_and_numbers_of_the_host() -> None:
+    assert device_ranks().run(_by_indices_of_the_host) == [([0.0] * 5, set())] * 2

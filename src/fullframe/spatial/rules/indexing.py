@@ -205,7 +205,10 @@ def _put(func: Any, x: SpatialTensor, items: list[Any], value: Any) -> None:
     view, points = basic(x, items)
     if isinstance(value, (int, float, complex)):  # a copy from the host would wait for the device
         value = torch.full((), value, dtype=x.dtype, device=x.device)
-    value = torch.as_tensor(value, dtype=x.dtype, device=x.device) if not isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    elif not value.dim():  # torch takes one of the host, too
+        value = value.to(x.device)
     if all(i is None for i in points):
         _written(view, value)
         return
@@ -224,7 +227,7 @@ def _written(view: Tensor, value: Any) -> None:
 
 
 def _spelled_out(x: Tensor, index: Any) -> list[Any]:
-    """The items of an index: lists and arrays as tensors, an ellipsis as the slices it stands for.
+    """The items of an index: lists and arrays as tensors, all on `x`'s device; an ellipsis as the slices it stands for.
 
     Beside a mask tensors of no dims are the numbers for which torch takes them.
     """
@@ -250,6 +253,8 @@ def _stands_for_items(index: Any) -> bool:
 
 
 def _as_tensor(item: Any, x: Tensor) -> Any:
+    if isinstance(item, Tensor) and item.dim() and item.device != x.device:  # torch takes those of the host
+        return item.to(x.device)
     if isinstance(item, Tensor) or not (isinstance(item, Sequence) or hasattr(item, "__array__")):
         return item
     empty = isinstance(item, Sequence) and not item

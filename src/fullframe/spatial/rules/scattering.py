@@ -243,7 +243,7 @@ def _rows_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, source: Any,
 @rule(torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_)
 def _index_put(func: Any, x: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
     """`x[indices] = values`, or added to what is there; refuses masks. See `_scatter`."""
-    points = [*indices, *(None for _ in range(x.dim() - len(indices)))]
+    points = [*(i.to(x.device) for i in indices), *(None for _ in range(x.dim() - len(indices)))]
     return put_at(func, x, points, values, accumulate)
 
 
