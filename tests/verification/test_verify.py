@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fullframe.strategy import Strategy
+from fullframe.training.loading.delivery import Delivery
 from fullframe.verification.verdict import Verdict
 from fullframe.verification.verify import verify
 from tests.rank_group import RankFailure, rank_group
@@ -19,6 +20,15 @@ def _verified(path: str, data: int, height: int, width: int, unsupported: str, d
     torch.set_num_threads(1)
     strategy = Strategy(data=data, depth=depth, height=height, width=width)
     return verified_by_a_fork(Path(path), strategy, unsupported=unsupported).to_json()
+
+
+def _verified_as_on_a_gpu(path: str) -> str:
+    """Where batches are copied ahead, unless somebody asks for none."""
+    plainly = Delivery.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        ahead = lambda self, host, ahead=None: plainly(self, host, 1 if ahead is None else ahead)  # noqa: E731
+        patch.setattr(Delivery, "__call__", ahead)
+        return _verified(path, 1, 1, 2, "error", 1)
 
 
 def verified(
@@ -56,6 +66,11 @@ def test_an_exact_recipe(tmp_path: Path, data: int, height: int, width: int) -> 
     assert (verdict.values, verdict.gradients) == (22 * data, 9 * data)
     assert verdict.mesh == {"data": data, "height": height, "width": width}
     assert verdict.notes == ("dropout is off for the comparison, in both runs: head.0 (p = 0.3)",)
+
+
+def test_the_batch_of_the_step_is_compared_where_the_next_one_is_read_ahead(tmp_path: Path) -> None:
+    answers = rank_group(2).run(_verified_as_on_a_gpu, str(written(tmp_path)))
+    assert all(Verdict.from_json(answer).exact for answer in answers), answers
 
 
 def test_volumes_are_verified_with_depth(tmp_path: Path) -> None:

@@ -132,7 +132,9 @@ def _prepared(
 
     def first_batch(data: Dataset[Any]) -> Any:
         read = DataLoader(data, recipe.batch_size, shuffle=True, drop_last=True, collate_fn=kept)
-        return next(iter(ShardedLoader(read, mesh, seed=recipe.seed)))
+        return next(
+            iter(ShardedLoader(read, mesh, seed=recipe.seed, prefetch=0))
+        )  # the next would be kept in its place
 
     batch = first_batch(data)
     if isinstance(data, SliceReader):  # then `batch` was read in parts, and what was kept is one of them
