@@ -15,10 +15,12 @@ def main() -> None:
     from fullframe.doctor.environment.links import measure_links
     from fullframe.ranks import device
 
-    gpus = device.count() > 1
-    if gpus:
-        torch.accelerator.set_device_index(device.index_of_rank())
-    dist.init_process_group("nccl" if gpus else "gloo")
+    if device.count() > 1:
+        mine = torch.device("cuda", device.index_of_rank())
+        torch.accelerator.set_device_index(mine.index)
+        dist.init_process_group("nccl", device_id=mine)
+    else:
+        dist.init_process_group("gloo")
     measure_links(Path(sys.argv[1]))
     dist.destroy_process_group()
 
