@@ -14,7 +14,7 @@ from benchmarks.gpu.found import Found
 
 _RECIPE = Path(__file__).parent / "recipe.py"
 _LIMIT_SECONDS = 60
-_CHANNELS, _BYTES = 512, 900 * 2**20  # a batch of 8 x 512 maps of 64 x 128 in fp32 is 128 MiB, and there are several
+_CHANNELS, _BYTES = 512, 320 * 2**20  # maps of 8 x 512 x 64 x 128 in fp32 are 128 MiB, and three are there at once
 
 
 class Run(NamedTuple):
@@ -78,7 +78,8 @@ def _memory(found: Found, kind: str, folder: Path) -> None:
 def _train(kind: str, run_dir: Path, *words: str, stop_after: int | None = None, **environment: str) -> Run:
     """`fullframe train` as one rank; with `stop_after`, SIGTERM once so many steps are written."""
     changed = {**os.environ, **environment} | ({"CUDA_VISIBLE_DEVICES": ""} if kind == "cpu" else {})
-    command = [sys.executable, "-m", "fullframe.cli", "train", str(_RECIPE), "--run-dir", str(run_dir), *words]
+    command = [sys.executable, "-m", "fullframe.cli", "train", str(_RECIPE), "--run-dir", str(run_dir)]
+    command += ["--processes", "1", *words]
     process = subprocess.Popen(command, env=changed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         if stop_after is not None:
