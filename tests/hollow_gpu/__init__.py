@@ -1,0 +1,1 @@
+"""GPUs without a GPU, to run what needs torch's build for CUDA: see README.md."""

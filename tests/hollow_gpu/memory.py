@@ -1,0 +1,85 @@
+"""`python -m tests.hollow_gpu.memory [CASE ...]`: predictions of memory against torch's own allocator on hollow GPUs.
+
+The cases are those of `benchmarks.prediction`, on H100s with NCCL. Large tensors hold zeros. What cuDNN takes for
+itself is in neither number.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.prediction.cases import CASES
+from fullframe.ranks.mesh import init_mesh
+from fullframe.simulation.simulate import simulate
+from fullframe.training.session import assemble
+from tests.hollow_gpu.__main__ import environments_of_ranks, hollow
+
+_STEPS, _IDLE_SECONDS = 2, 1.2  # NCCL's watchdog holds what was sent until it looks again
+_RANK = "--rank"
+
+
+def main(numbers: list[int]) -> None:
+    """Print a line a case, then medians."""
+    warnings.filterwarnings("ignore")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
+    for number in numbers or [n for n, case in enumerate(CASES) if not case.strategy.compile]:
+        case = CASES[number]
+        cluster = f"{case.strategy.ranks}xH100"
+        worst = {"allocated": 0.0, "reserved": 0.0}
+        for rank, measured in enumerate(_measured(number)):
+            predicted = simulate(case.recipe, case.strategy, cluster, rank=rank, without=("cudnn_workspace",))
+            for what, bytes in (("allocated", predicted.peak_bytes), ("reserved", predicted.reserved_bytes)):
+                worst[what] = max(worst[what], bytes / measured[what] - 1, key=abs)
+        for what, error in worst.items():
+            errors[what].append(abs(error))
+        said = ", ".join(f"{what} {error:+.2%}" for what, error in worst.items())
+        print(f"{number:3} {case.model}, {case.technique}: {said}", flush=True)
+    for what, found in errors.items():
+        print(f"{what}: median {median(found):.2%}, at most {max(found):.2%}")
+
+
+def _measured(number: int) -> list[dict[str, int]]:
+    words = [sys.executable, "-m", "tests.hollow_gpu.memory", _RANK, str(number)]
+    with hollow(4, 80 << 30, "small") as environment:
+        del environment["CUDA_VISIBLE_DEVICES"]
+        processes = [
+            subprocess.Popen(words, env=environment | of_rank, stdout=subprocess.PIPE, text=True)
+            for of_rank in environments_of_ranks(CASES[number].strategy.ranks)
+        ]
+        outputs = [process.communicate()[0] for process in processes]
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def measure(number: int) -> None:
+    """One rank: the most that two steps had allocated and reserved."""
+    warnings.filterwarnings("ignore")
+    case = CASES[number]
+    strategy = case.strategy
+    mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, stages=strategy.stages)
+    session = assemble(case.recipe, strategy, mesh)
+    batches = iter(session.state.loader)
+    for _ in range(_STEPS):
+        batch = next(batches)
+        session.step(batch)
+        del batch
+        time.sleep(_IDLE_SECONDS)
+    found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    print(json.dumps(found), flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+    os._exit(0)  # Python's kernels are gone before torch's last words
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [_RANK]:
+        measure(int(sys.argv[2]))
+    else:
+        main(list(map(int, sys.argv[1:])))
