@@ -36,7 +36,7 @@ _NOT_CALLED = (
     "cholesky", "triangular_solve", "lstsq", "svd", "mode", "kthvalue", "_int_mm", "repeat_interleave.Tensor",
     "_segment", "multinomial", "bernoulli", "special_", "prod", "i0", "sinc", "gcd", "lcm", "polygamma", "zeta",
     "pow.Scalar", "erfinv", "lgamma", "digamma", "igamma", "logit", "mvlgamma", "_fused_adam", "_fused_sgd",
-    "_assert_async",
+    "_assert_async", "isin", "searchsorted", "bucketize",
 )  # fmt: skip
 _NOT_CALLED_IN_PLACE = ("_fused", "_assert", "bernoulli")  # of those that write; others are called all the same
 _libraries: list[Any] = []
