@@ -6,7 +6,7 @@ from torch import Tensor
 
 import fullframe as ff
 from fullframe.geometry.extents import Extents
-from fullframe.ranks.exchange import InFlight, Message, _packed, fetch
+from fullframe.ranks.exchange import InFlight, Message, fetch
 from fullframe.ranks.mesh import spatial_of
 from tests.rank_group import rank_group
 
@@ -69,12 +69,3 @@ def _posted() -> tuple[list[float], list[int]]:
 
 def test_messages_come_in_the_order_asked_for_and_empty_ones_are_not_waited_for() -> None:
     assert rank_group(3).run(_posted) == [([2, 2], [0, 5]), ([0, 0], [0, 5]), ([1, 1], [0, 5])]
-
-
-def test_what_nccl_is_given_is_contiguous() -> None:
-    """It sends memory as it lies, and takes any that has no gaps."""
-    last = torch.arange(2 * 3 * 5 * 4).view(2, 3, 5, 4).to(memory_format=torch.channels_last)
-    for one, other in ((last, -last), (last[:, :, :1], last[:, :, -1:]), (last[..., :1], last[..., -2:])):
-        packed = _packed([one, other])
-        assert all(tensor.is_contiguous() for tensor in packed)
-        assert torch.equal(packed[0], one) and torch.equal(packed[1], other)

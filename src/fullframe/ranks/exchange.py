@@ -200,9 +200,10 @@ def post(
 
 
 def _packed(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors, contiguous; those of one shape are copied by one kernel."""
+    """The tensors, contiguous; on a GPU those of one shape are copied by one kernel."""
     first = tensors[0]
-    if len(tensors) > 1 and not first.is_contiguous() and len({tensor.shape for tensor in tensors}) == 1:
+    by_one = len(tensors) > 1 and not (first.is_cpu or first.is_contiguous())
+    if by_one and len({tensor.shape for tensor in tensors}) == 1:
         packed = first.new_empty((len(tensors), *first.shape))  # left to itself `stack` keeps channels_last
         return list(torch.stack(tensors, out=packed).unbind())
     return [tensor.contiguous() for tensor in tensors]
