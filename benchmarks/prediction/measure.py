@@ -8,6 +8,7 @@ torch.profiler's events would not do: a thread of gloo that is the last to hold 
 import ctypes
 import json
 import sys
+import time
 import warnings
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.prediction.cases import CASES, Case
 from fullframe.ranks.mesh import init_mesh
-from fullframe.training.session import assemble
+from fullframe.training.session import Session, assemble
 
 STEPS = 2
 
@@ -26,12 +27,20 @@ def peak_bytes(case: Case) -> int:
     counted.allocations_begin.restype = counted.allocations_most.restype = ctypes.c_long
     mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, stages=strategy.stages)
     before: int = counted.allocations_begin()
-    session = assemble(case.recipe, strategy, mesh)
-    for _, batch in zip(range(STEPS), session.state.loader, strict=False):
-        if session.step(batch).skipped:
-            raise SystemExit("a step was skipped: the optimizer's state was not made")
+    take_steps(assemble(case.recipe, strategy, mesh))
     most: int = counted.allocations_most()
     return most - before
+
+
+def take_steps(session: Session, idle_seconds: float = 0.0) -> None:
+    """As `fullframe.fit` takes them, with a pause after each; ends the process where one is skipped."""
+    batches = iter(session.state.loader)
+    for _ in range(STEPS):
+        batch = next(batches)
+        if session.step(batch).skipped:
+            raise SystemExit("a step was skipped: the optimizer's state was not made")
+        del batch
+        time.sleep(idle_seconds)
 
 
 def main(number: int, rank: int, store: str) -> None:

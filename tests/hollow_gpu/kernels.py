@@ -26,12 +26,10 @@ _AS_THEY_ARE = {
 _CHOSEN_BELOW = {"convolution_backward", "copy_"}  # whose one kernel for all devices calls CUDA's without dispatch
 # Beginnings of names of those that are not called.
 _BY_VALUES = ("nonzero", "equal", "_local_scalar")  # also where another op's kernel calls them
-_OF_LIBRARIES = (
-    "cudnn_", "convolution_overrideable", "convolution_backward", "_conv_depthwise2d", "conv_depthwise3d", "slow_conv",
-    "_slow_conv", "_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn", "_thnn_fused",
-)  # fmt: skip
 _NOT_CALLED = (
-    *_BY_VALUES, *_OF_LIBRARIES, "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "histc",
+    *_BY_VALUES, "cudnn_", "convolution_overrideable", "convolution_backward", "_conv_depthwise2d", "conv_depthwise3d",
+    "slow_conv", "_slow_conv", "_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn",
+    "_thnn_fused", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "histc",
     "fake_quantize", "_fake_quantize", "_make_per", "linalg_", "_linalg", "_fft", "_cdist", "ormqr", "geqrf",
     "cholesky", "triangular_solve", "lstsq", "svd", "mode", "kthvalue", "_int_mm", "repeat_interleave.Tensor",
     "_segment", "multinomial", "bernoulli", "special_", "prod", "i0", "sinc", "gcd", "lcm", "polygamma", "zeta",

@@ -175,6 +175,11 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
     return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, int b, size_t m, unsigned g) { (void)f; (void)b; (void)m; (void)g; *n = 2; return cudaSuccess; }
+
+// ---- the driver
+int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
+int cuInit(unsigned f) { (void)f; return 0; }
+int cuDeviceGetCount(int *n) { *n = devices(); return 0; }
 int cuCtxGetCurrent(void **c) { *c = nothing; return 0; }
 static int none(void) { return 0; }
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigned v, unsigned long long flags, enum cudaDriverEntryPointQueryResult *r) {
@@ -189,6 +194,8 @@ cudaError_t cudaGetLastError(void) { cudaError_t e = last; last = cudaSuccess; r
 cudaError_t cudaPeekAtLastError(void) { return last; }
 const char *cudaGetErrorString(cudaError_t e) { return e == cudaErrorMemoryAllocation ? "out of memory" : "a hollow GPU's error"; }
 const char *cudaGetErrorName(cudaError_t e) { return e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaErrorUnknown"; }
+
+// ---- libraries; of their handles torch keeps workspaces
 size_t cudnnGetVersion(void) { return 92400; }
 int cudnnGetProperty(int what, int *v) { *v = what == 0 ? 9 : what == 1 ? 24 : 0; return 0; }
 size_t cudnnGetCudartVersion(void) { return 13000; }
@@ -199,14 +206,9 @@ int cublasLtMatmulAlgoGetHeuristic(void *lt, void *d, void *a, void *b, void *c,
     *count = 1;
     return 0;
 }
-
-// ---- libraries' handles, of which torch keeps workspaces
 #define HANDLE(name) int name(void **h) { *h = malloc(8); return 0; }
 HANDLE(cublasCreate_v2)
 HANDLE(cublasLtCreate)
 HANDLE(cudnnCreate)
 HANDLE(cusolverDnCreate)
 HANDLE(cusparseCreate)
-int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
-int cuInit(unsigned f) { (void)f; return 0; }
-int cuDeviceGetCount(int *n) { *n = devices(); return 0; }

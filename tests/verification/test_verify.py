@@ -1,6 +1,7 @@
 """A step is proved exact, or the very module is named where split ranks leave the way of one process."""
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ def _verified(path: str, data: int, height: int, width: int, unsupported: str, d
 def _verified_as_on_a_gpu(path: str) -> str:
     """Where batches are copied ahead, unless somebody asks for none."""
     plainly = Delivery.__call__
+
+    def one_ahead(self: Delivery, host: Iterable[Any], ahead: int | None = None) -> Iterator[Any]:
+        return plainly(self, host, 1 if ahead is None else ahead)
+
     with pytest.MonkeyPatch.context() as patch:
-        ahead = lambda self, host, ahead=None: plainly(self, host, 1 if ahead is None else ahead)  # noqa: E731
-        patch.setattr(Delivery, "__call__", ahead)
+        patch.setattr(Delivery, "__call__", one_ahead)
         return _verified(path, 1, 1, 2, "error", 1)
 
 

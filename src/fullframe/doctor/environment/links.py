@@ -1,7 +1,6 @@
 """How many bytes a second go between every pair of ranks, one pair after the other."""
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from fullframe.doctor.environment import kinds
 from fullframe.doctor.finding import Finding
+from fullframe.ranks import device
 
 _BYTES = 8 << 20
 _ROUNDS = 5
@@ -22,7 +22,7 @@ def measure_links(file: Path) -> None:
     """All ranks call it in a process group; the first writes {"0-1": bytes a second} into `file`."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     gpus = "nccl" in str(dist.get_backend())
-    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
+    place = device.current("cuda" if gpus else "cpu")
     data, found = torch.zeros(_BYTES, dtype=torch.uint8, device=place), dict[str, float]()
     for first in range(ranks):
         for second in range(first + 1, ranks):
