@@ -58,6 +58,9 @@ def install() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one
             _libraries[-1].impl(name, kernel.run, "CUDA", with_keyset=True, allow_override=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _libraries[-1].impl("mm", _sparse_product, "SparseCsrCUDA", allow_override=True)
 
 
 class Kernel:
@@ -186,6 +189,12 @@ def _moved(value: Tensor, given: list[Any]) -> Tensor:
     if not value.is_meta:
         on_host(there).copy_(value)
     return there
+
+
+def _sparse_product(a: Tensor, b: Tensor) -> Tensor:
+    """Of a compressed matrix and a dense one, which cuSPARSE computes."""
+    parts = (on_host(t) for t in (a.crow_indices(), a.col_indices(), a.values()))
+    return _moved(torch.sparse_csr_tensor(*parts, a.shape, check_invariants=False) @ on_host(b), [b])
 
 
 def _make_finite(t: Tensor) -> None:

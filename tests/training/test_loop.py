@@ -11,7 +11,7 @@ import fullframe as ff
 from fullframe.errors import CheckpointError, FullframeError, RecipeError, RunError
 from fullframe.training import loop
 from tests.rank_group import rank_group
-from tests.training.tiny import Frames, Network, evaluate, recipe
+from tests.training.tiny import Frames, Network, Plain, evaluate, recipe
 
 
 def lines(run_dir):
@@ -262,6 +262,19 @@ def finish(model, run_dir):
 
 def train_to_the_finish(strategy, run_dir):
     train(strategy, run_dir, {"finish": finish}, steps=1)
+
+
+def alone_at_the_end(strategy, run_dir):
+    """What a model of several stages gives the one rank that has it at the end, and one with the same parameters."""
+    image, found, again = Frames(1, augment=False).images, [], Plain()
+    changes = {"model": Plain, "finish": lambda model, run_dir: found.append(model(image))}
+    again.load_state_dict(ff.fit(recipe(**changes), strategy, run_dir, steps=1).state_dict())
+    return found, again(image).detach()
+
+
+def test_one_rank_can_finish_with_a_model_that_was_on_stages(tmp_path):
+    (found, expected), (none, _) = rank_group(2).run(alone_at_the_end, ff.Strategy(stages=2), tmp_path)
+    assert not none and torch.equal(found[0], expected)
 
 
 def test_finish_is_called_once(tmp_path):

@@ -87,13 +87,13 @@ def fit(
             todo = Steps(recipe, strategy, mesh, session, run, max_skipped, patience, looking)
             with looking.looking_on(_observed(recipe, session, strategy, mesh, run)):
                 _train(recipe, todo, steps, run, looking, checkpoint_every, check_every, on_record)
-        plain = _finished(recipe, session.state.model, directory.path)
+        plain = _finished(recipe, session.state.model, strategy, directory.path)
     return plain
 
 
-def _finished(recipe: Recipe, model: nn.Module, run_dir: Path) -> nn.Module:
+def _finished(recipe: Recipe, model: nn.Module, strategy: Strategy, run_dir: Path) -> nn.Module:
     """The trained plain model, after the recipe's own end with it on rank 0."""
-    plain = _whole(recipe, model)
+    plain = _whole(recipe, model, strategy)
     if recipe.finish and dist.get_rank() == 0:
         with evaluating(plain):
             recipe.finish(plain, run_dir)
@@ -192,9 +192,9 @@ def _group_timeout(hang_timeout: float) -> float:
     return max(1800.0, 2 * hang_timeout) if hang_timeout else 24 * 3600.0
 
 
-def _whole(recipe: Recipe, model: nn.Module) -> nn.Module:
-    """`model`, which one rank can run alone: a new one where its parameters are sharded. All ranks call it."""
-    if not any(map(is_sharded, model.parameters())):
+def _whole(recipe: Recipe, model: nn.Module, strategy: Strategy) -> nn.Module:
+    """`model`, which one rank can run alone: a new one where it is sharded or on stages. All ranks call it."""
+    if strategy.stages == 1 and not any(map(is_sharded, model.parameters())):
         return model
     state = {name: whole_value(value) for name, value in model.state_dict().items()}
     plain = recipe.model().to(next(model.parameters()).device)
