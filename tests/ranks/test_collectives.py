@@ -132,7 +132,7 @@ def _rows_of_all() -> list[object]:
         seeds = [torch.randn_like(torch.cat(parts, dim)) for _ in parts]
         seeds = [seed.fill_(1 + number) if dtype is torch.bfloat16 else seed for number, seed in enumerate(seeds)]
         dist.broadcast_object_list(seeds, 0)
-        for last in (False, True) if len(shape) == 4 else (False,):
+        for last in (False, True, rank == 0) if len(shape) == 4 else (False,):
             mine = parts[rank].to(memory_format=torch.channels_last) if last else parts[rank]
             mine.requires_grad_()
             row = in_one_row(mine, dim, group)

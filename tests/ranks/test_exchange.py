@@ -6,6 +6,7 @@ from torch import Tensor
 
 import fullframe as ff
 from fullframe.geometry.extents import Extents
+from fullframe.ranks.collectives import in_one_row
 from fullframe.ranks.exchange import InFlight, Message, fetch
 from fullframe.ranks.mesh import spatial_of
 from tests.rank_group import rank_group
@@ -69,3 +70,24 @@ def _posted() -> tuple[list[float], list[int]]:
 
 def test_messages_come_in_the_order_asked_for_and_empty_ones_are_not_waited_for() -> None:
     assert rank_group(3).run(_posted) == [([2, 2], [0, 5]), ([0, 0], [0, 5]), ([1, 1], [0, 5])]
+
+
+def _conjugates(rows: int) -> list[bool]:
+    """Whether the conjugate of what three ranks have comes to them all, and a negative that is one by a mark."""
+    axis = spatial_of(ff.init_mesh(width=3)).axis("width")
+    draws = torch.Generator().manual_seed(0)
+    numbers = torch.randn(3 * rows, 64, dtype=torch.complex128, generator=draws).conj()
+    parts = torch.arange(0, 3 * rows + 1, rows).tolist()
+    own, everything = slice(*parts[axis.coordinate : axis.coordinate + 2]), (range(3 * rows),) * 3
+    right = []
+    for whole in (numbers, torch._neg_view(numbers.real.contiguous())):
+        mine = whole[own]
+        assert mine.is_contiguous() and (mine.is_conj() or mine.is_neg())
+        found = fetch(mine, 0, Extents(tuple(parts)), everything, axis), in_one_row(mine, 0, axis.group)
+        right += [torch.equal(found[0], whole), torch.equal(found[1], whole)]
+    return right
+
+
+def test_conjugates_and_negatives_are_sent_as_what_they_are() -> None:
+    for rows in (2, 1500):  # through the mailbox, and by gloo
+        assert all(all(right) for right in rank_group(3).run(_conjugates, rows)), rows

@@ -25,7 +25,9 @@ def values(rank):
     made += [made[0].t(), made[4].t().requires_grad_(), torch.full((), 3 + rank, dtype=torch.int16)]
     made += [torch.arange(5.0).add(rank)[:, None].expand(5, 4), torch.full((1,), 2.0 + rank).expand(4)]
     made += [torch.full((2, 3, 4, 5), 7.0 + rank).to(memory_format=torch.channels_last), torch.empty(0, 3)]
-    made += [torch.full((600, 600), 1.0 + rank), torch.full((600, 1200), 2.0 + rank).t()[::2]]  # a message each, or not
+    made += [torch.full((600, 600), 1.0 + rank), torch.full((600, 1200), 2.0 + rank).t()[::2]]  # a message each
+    other = torch.arange(600.0 * 700.0).view(600, 700) + rank
+    made.append(other.t().contiguous().t() if rank else other)  # in another layout than the first rank's
     return made
 
 
@@ -48,7 +50,7 @@ def shared(bucket_bytes):
     return [torch.equal(own, first) for own, first in zip(mine, values(0), strict=True)], len(sent)
 
 
-@pytest.mark.parametrize(("bucket_bytes", "messages"), [(25 << 20, 2), (300, 6)])
+@pytest.mark.parametrize(("bucket_bytes", "messages"), [(25 << 20, 4), (300, 7)])
 def test_all_ranks_get_the_first_ranks_values(bucket_bytes, messages):
     for equal, sent in rank_group(3).run(shared, bucket_bytes):
         assert all(equal) and sent == messages

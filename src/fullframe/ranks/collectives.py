@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from fullframe.ranks.adjoint import linear
 from fullframe.ranks.channel import channel_of
 from fullframe.ranks.memory_format import memory_format_of
+from fullframe.ranks.raw_bytes import plain
 from fullframe.ranks.recording import recorder
 from fullframe.ranks.shared_memory import fits
 from fullframe.ranks.tags import line
@@ -89,7 +90,7 @@ def all_owned(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     def add_bytes(value: Tensor) -> Tensor:
         found = torch.empty_like(value, memory_format=torch.contiguous_format)  # no view: it may be written to
-        raw, target = (t.view(-1).view(torch.uint8) for t in (value.detach().contiguous(), found))
+        raw, target = (t.view(-1).view(torch.uint8) for t in (plain(value.detach()), found))
         target.copy_(all_sum_no_grad(raw, group))
         return found
 
@@ -115,17 +116,17 @@ def in_one_row(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks of `group`, which are of one shape, one after another along `dim`; differentiable.
 
     By one collective each way, where `fetch` sends each part to each rank. The gradient of a part is the sum of the
-    gradients of all its copies. The memory format is kept.
+    gradients of all its copies. The memory format is kept, of which each rank has its own: so no message hangs on it.
     """
-    if dim > 1 and memory_format_of(part) != torch.contiguous_format:
-        return in_one_row(part.movedim(1, -1), dim - 1, group).movedim(-1, 1)
+    kept = memory_format_of(part)
 
     def row(part: Tensor) -> Tensor:
         everyone = all_gather_no_grad(part, group, "all parts")
         shape = list(part.shape)
         shape[dim] *= len(everyone)
-        everyone = everyone.movedim(0, dim)
-        return torch.ops.aten._unsafe_view(everyone.contiguous(), shape)  # type: ignore[no-any-return]
+        whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=kept)
+        whole.unflatten(dim, (len(everyone), part.shape[dim])).copy_(everyone.movedim(0, dim))
+        return whole
 
     return linear(part, row, partial(_shared_out, dim=dim, group=group))
 
@@ -133,7 +134,7 @@ def in_one_row(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def _shared_out(gradient: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The adjoint of `in_one_row`: each rank's part of the sum over all ranks."""
     ranks = dist.get_world_size(group)
-    parts = gradient.unflatten(dim, (ranks, gradient.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+    parts = plain(gradient.unflatten(dim, (ranks, gradient.shape[dim] // ranks)).movedim(dim, 0))
     by = recorder()
     return share_out(parts, group) if by is None else by.share_out(parts, group)
 
@@ -160,8 +161,7 @@ def all_gather_no_grad(
     by = recorder()
     if by is not None:
         return by.all_gather(value, group, kind)
-    if value.requires_grad or not value.is_contiguous():
-        value = value.detach().contiguous()
+    value = plain(value.detach() if value.requires_grad else value)
     channel = channel_of(group)
     if not channel.others or not value.numel():
         return value.expand(len(channel.ranks), *value.shape).clone()

@@ -17,7 +17,7 @@ from fullframe.ranks.adjoint import linear
 from fullframe.ranks.channel import gloo_tag
 from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import Axis
-from fullframe.ranks.raw_bytes import KNOWN, in_bytes
+from fullframe.ranks.raw_bytes import KNOWN, in_bytes, plain
 from fullframe.ranks.recording import recorder
 from fullframe.ranks.shared_memory import Place, fits
 from fullframe.ranks.tags import Rows, line
@@ -122,7 +122,7 @@ class InFlight:
             return
         number = self._channel.sent[rank] = self._channel.sent[rank] + 1
         place = self._channel.carrier.send(rank, head)  # type: ignore[union-attr]
-        tensor = tensor.cpu().contiguous()
+        tensor = plain(tensor.cpu())
         work = dist.isend(tensor, rank, self._axis.group, gloo_tag(number, False))
         self._sent.append(_Sent(head, place, work, tensor))
 
@@ -206,7 +206,7 @@ def _packed(tensors: list[Tensor]) -> list[Tensor]:
     if by_one and len({tensor.shape for tensor in tensors}) == 1:
         packed = first.new_empty((len(tensors), *first.shape))  # left to itself `stack` keeps channels_last
         return list(torch.stack(tensors, out=packed).unbind())
-    return [tensor.contiguous() for tensor in tensors]
+    return [plain(tensor) for tensor in tensors]
 
 
 def _rows(transfer: Transfer, size: int) -> Rows:

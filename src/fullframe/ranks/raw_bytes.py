@@ -14,6 +14,13 @@ BUCKET_BYTES = 25 << 20  # of a message in which tensors travel together, as in 
 _LARGE_BYTES = 1 << 20  # of a tensor that makes a message by itself
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """Contiguous, with its values in memory: a conjugate, or a negative, may be a mark on a tensor of the other ones."""
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.contiguous()
+
+
 def in_bytes(tensor: Tensor) -> Tensor:
     """A view of the bytes of a tensor whose memory has no gaps, for where NCCL does not know the dtype."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -25,9 +32,14 @@ def share_values(tensors: Iterable[Tensor]) -> None:
     together = []
     for tensor in map(_without_repeats, tensors):
         is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-        is_ready = tensor.is_contiguous() and tensor.dtype in KNOWN and tensor.nbytes >= _LARGE_BYTES
-        if not is_plain or is_ready or tensor.is_inference():
+        is_large = tensor.dtype in KNOWN and tensor.nbytes >= _LARGE_BYTES
+        if not is_plain or tensor.is_inference():
             dist.broadcast(tensor, 0)
+        elif is_large:  # whatever its layout, of which each rank has its own
+            sent = tensor.contiguous()
+            dist.broadcast(sent, 0)
+            if sent is not tensor:
+                tensor.copy_(sent)
         elif tensor.numel():
             together.append(tensor)
     for bucket in _buckets(together):

@@ -162,10 +162,11 @@ def test_as_in_one_process(sizes: tuple[int, int]) -> None:
         assert all(runs.values()), runs
 
 
-def second_derivative(height: int, width: int) -> list[Tensor]:
+def second_derivative(height: int, width: int, with_gaps: bool) -> list[Tensor]:
     with kernels():
         x, weight = noise(2, 4, 6, 5).requires_grad_(), noise(4).requires_grad_()
         given = ff.shard(x, mesh(height, width)) if height * width > 1 else x
+        given = given.transpose(2, 3) if with_gaps else given
         made = F.batch_norm(given, None, None, weight, None, True).sin()
         loss = (made.full() if isinstance(made, ff.SpatialTensor) else made).square().sum()
         first = torch.autograd.grad(loss, (x, weight), create_graph=True)
@@ -173,9 +174,10 @@ def second_derivative(height: int, width: int) -> list[Tensor]:
         return [t.detach() for t in (*first, *second)]
 
 
-def test_gradients_of_gradients() -> None:
-    expected = second_derivative(1, 1)
-    for found in rank_group(2).run(second_derivative, 1, 2):
+@pytest.mark.parametrize("with_gaps", [False, True], ids=["contiguous", "with gaps"])
+def test_gradients_of_gradients(with_gaps: bool) -> None:
+    expected = second_derivative(1, 1, with_gaps)
+    for found in rank_group(2).run(second_derivative, 1, 2, with_gaps):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 

@@ -42,6 +42,8 @@ def normalized_by_kernels(
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
     # The kernels take weights of the dtype of x, or of the one that they compute in.
     weight, bias = (t if t is None or t.dtype == x.dtype else t.to(kind) for t in (weight, bias))
+    # Without gaps from here on: what is saved must be an input, for the second derivative.
+    x = x.contiguous(memory_format=memory_format_of(x))
     return _normalize(x, weight, bias, *running, over, momentum, eps)  # type: ignore[no-any-return]
 
 
@@ -53,7 +55,6 @@ class _Normalize(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
         running_var: Tensor | None, over: Holders, momentum: float, eps: float
     ) -> Tensor:  # fmt: skip
-        x = x.contiguous(memory_format=memory_format_of(x))
         if x.numel():
             found = list(torch.batch_norm_stats(x, eps))
         else:  # a mask has picked nothing here
