@@ -15,7 +15,7 @@ _LARGE_BYTES = 1 << 20  # of a tensor that makes a message by itself
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Contiguous, with its values in memory: a conjugate, or a negative, may be a mark on a tensor of the other ones."""
+    """Contiguous, with its values in memory: of a conjugate, or a negative, it may have the other ones and a mark."""
     if tensor.is_conj() or tensor.is_neg():
         return tensor.resolve_conj().resolve_neg().contiguous()
     return tensor.contiguous()
