@@ -28,6 +28,11 @@ def ordered(*shape: int) -> Tensor:
     )
 
 
+def argsort(x: Tensor) -> Tensor:
+    """As a whole tensor."""
+    return (x.full() if isinstance(x, ff.SpatialTensor) else x).argsort(-1)
+
+
 CASES: dict[str, Case] = {
     "class weights": table(lambda x, w: w[labels(x)] * x[:, 1], 4),
     "rows of a table": table(lambda x, w: w[labels(x)].permute(0, 3, 1, 2) + x, 4, 4),
@@ -59,6 +64,7 @@ CASES: dict[str, Case] = {
         torch.searchsorted(x[0, 0, 0].sort().values, x.flatten(2)) * x.flatten(2),
         torch.searchsorted(x.sort(-1).values, x.sin(), right=True) * x,
         torch.searchsorted(x[0], x[0].sin(), sorter=x[0].argsort(-1)) * x,
+        torch.searchsorted(x[0, 0], torch.zeros(x.shape[2], 2).to(x), sorter=argsort(x[0, 0])) + x.sum(),
         torch.bucketize(torch.tensor([0.1, 9.0]), x[0, 0, :, 0].sort().values) * x.sum()]),
     "bucketize by split boundaries": small(lambda x: torch.bucketize(x, x[0, 0, :, 1].sort().values) * x),
 }  # fmt: skip

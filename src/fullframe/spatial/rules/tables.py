@@ -46,8 +46,8 @@ def _searchsorted(func: Any, ordered: Tensor, values: Any, *, sorter: Tensor | N
         ordered, sorter = ordered.gather(-1, sorter), None
     if isinstance(ordered, SpatialTensor) and ordered.spec.is_split(last):
         ordered = _whole_where_few(ordered, values, "the ordered rows are split")
-        if not any(isinstance(t, SpatialTensor) for t in (ordered, values)):
-            return func(ordered, values, **options)  # type: ignore[no-any-return]
+    if not any(isinstance(t, SpatialTensor) for t in (ordered, values)):
+        return func(ordered, values, **options)  # type: ignore[no-any-return]
     rows = [t for t in (ordered,) if isinstance(t, SpatialTensor)]
     if isinstance(values, SpatialTensor):
         spec = values.spec
