@@ -214,7 +214,7 @@ def _scattered(height: int, width: int, src: int, size: tuple[int, int]) -> tupl
         x = ff.scatter(full, on, src=src)
     finally:
         InFlight._send = original  # type: ignore[method-assign]
-    shell = ff.shard(image, on)
+    shell = ff.shard(image.to(memory_format=torch.channels_last), on)
     if isinstance(shell, ff.SpatialTensor):
         assert x.spec is shell.spec
         local = x.local

@@ -329,6 +329,7 @@ def _program(seed: int) -> Program:
     r = random.Random(seed)
     x = _weight(2, r.choice([2, 4]), r.randint(5, 22), r.randint(5, 26)) + 0.1 * _weight(1, 1, 1, 1)
     x = x.to(r.choice([torch.float64] * 8 + [torch.float32, torch.bfloat16]))
+    x = x.to(memory_format=torch.channels_last) if seed % 5 == 4 else x
     autocast = x.dtype == torch.float32 and r.random() < 0.7
     holes, misuse = r.random() < 0.15, r.random() < 0.12
     steps: list[Step] = []

@@ -124,8 +124,11 @@ def in_one_row(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         everyone = all_gather_no_grad(part, group, "all parts")
         shape = list(part.shape)
         shape[dim] *= len(everyone)
+        everyone = everyone.movedim(0, dim)
+        if kept == torch.contiguous_format:
+            return torch.ops.aten._unsafe_view(everyone.contiguous(), shape)  # type: ignore[no-any-return]
         whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=kept)
-        whole.unflatten(dim, (len(everyone), part.shape[dim])).copy_(everyone.movedim(0, dim))
+        whole.unflatten(dim, everyone.shape[dim : dim + 2]).copy_(everyone)
         return whole
 
     return linear(part, row, partial(_shared_out, dim=dim, group=group))

@@ -61,7 +61,14 @@ class _Unknown(Exception):
 
 
 _CONVOLUTIONS = frozenset((F.conv2d, F.conv3d))
-_LAID_OUT_BY_KERNEL = frozenset((F.scaled_dot_product_attention,))  # whose strides on meta are not the device's
+# Their strides on meta are not the device's; a convolution's where its operands' are not contiguous.
+_LAID_OUT_BY_KERNEL = frozenset((F.scaled_dot_product_attention,))
+_LAID_OUT_AS_OPERANDS = frozenset((
+    F.conv2d, F.conv3d, F.conv_transpose2d, F.conv_transpose3d,
+    torch.conv2d, torch.conv3d, torch.conv_transpose2d, torch.conv_transpose3d,
+))  # fmt: skip
+# Their kernels on the CPU give the memory format of the first operand, those of CUDA and of meta do not.
+_IN_FORMAT_ON_CPU = frozenset((F.group_norm, torch.group_norm, F.channel_shuffle, torch.channel_shuffle))
 
 
 def _resized(image: Tensor, size: Sequence[int]) -> Tensor:
@@ -178,8 +185,9 @@ def _run(
 ) -> Expected | None:
     made: list[Tensor] = []
     device = "meta" if cast is None else cast[0]
-    if func in _LAID_OUT_BY_KERNEL:
-        device = next((t.device.type for t in tree_leaves(args) if isinstance(t, Tensor)), device)
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    if func in _LAID_OUT_BY_KERNEL or (func in _LAID_OUT_AS_OPERANDS and any(map(_has_gaps_or_order, tensors))):
+        device = next((t.device.type for t in tensors), device)
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _fake_log.disabled = True  # it reports what torch refuses as a fault of its own
@@ -197,9 +205,23 @@ def _run(
                 if isinstance(error, AssertionError):  # only functions without values have them, kernels do not
                     error = RuntimeError(str(error))
                 return Expected((), error.with_traceback(None))
+            if _keeps_format_on_cpu(func, args, kwargs) and tensors[0].device.type == "cpu":
+                result = result.contiguous(memory_format=memory_format_of(made[0]))
             leaves = tuple(_leaf(t, made) for t in tree_leaves(result) if isinstance(t, Tensor))
     lower = any(t.dtype in (torch.bfloat16, torch.float16) for t in made)
     return Expected(leaves, None, bool(cast) and lower and any(leaf.dtype is torch.float32 for leaf in leaves))
+
+
+def _keeps_format_on_cpu(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    if func is F.pad:
+        return not {"reflect", "replicate"}.isdisjoint((*args[2:3], kwargs.get("mode")))
+    if func in (torch.roll, Tensor.roll):
+        return len(args) > 2 or "dims" in kwargs
+    return func in _IN_FORMAT_ON_CPU
+
+
+def _has_gaps_or_order(t: Tensor) -> bool:
+    return t.spec.strides is not None if isinstance(t, SpatialTensor) else not t.is_contiguous()
 
 
 def _of_channels_last(func: Any, operands: list[Tensor]) -> str:

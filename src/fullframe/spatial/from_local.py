@@ -54,7 +54,9 @@ def from_local(
         shape, cuts = sizes[0], ()
     else:
         shape, cuts = _in_order(sizes, spatial, dims)
-    spec = spec_of(spatial, tuple(shape), cuts, False, None)
+    # Of a part of a single row or column both formats may have the strides.
+    strides = _strides(shape, max(part[-5] for part in everyone))
+    spec = spec_of(spatial, tuple(shape), cuts, False, strides)
     if any(part[-1] for part in everyone) and not local.requires_grad:
         local = local.detach().requires_grad_()  # for backward's messages, in which all ranks take part
     elif local.is_leaf and local.requires_grad:
@@ -101,10 +103,11 @@ def _dims(local: Tensor, spatial: Spatial, like: Tensor | None, placements: Mapp
 def _parts(local: Tensor, spatial: Spatial, problem: str, like: Tensor | None, dims: dict[str, int]) -> list[list[int]]:
     """Each rank's dims, shape, what its part and its arguments are, values, and whether it requires a gradient."""
     if problem:
-        facts = [-1] + [0] * (MOST_DIMS + 4)
+        facts = [-1] + [0] * (MOST_DIMS + 5)
     else:
         asked = (like.spec.facts, like.spec.placements) if isinstance(like, SpatialTensor) else (like is None, dims)
         facts = [local.dim(), *local.shape] + [0] * (MOST_DIMS - local.dim())
+        facts += [_FORMATS.index(memory_format_of(local))]
         facts += [zlib.crc32(str(local.dtype).encode()), zlib.crc32(repr(asked).encode())]
         facts += [0, int(local.requires_grad)]
         if len(dims) < sum(axis.size > 1 for axis in spatial.axes):
@@ -213,7 +216,13 @@ def scatter(full: Tensor | None, mesh: DeviceMesh, *, src: int = 0) -> Tensor:
     for axis, extents in cut.items():
         local, spec = resplit(local, spec, axis, extents)
     local, spec = gather_axes(local, spec, [p.axis for p in spec.placements if p.axis not in cut])
-    return wrap(local.contiguous(memory_format=_FORMATS[layout]), wanted)
+    return wrap(local.contiguous(memory_format=_FORMATS[layout]), wanted.strided(_strides(shape, layout)))
+
+
+def _strides(shape: Sequence[int], layout: int) -> tuple[int, ...] | None:
+    """Of a whole tensor in the memory format of this number."""
+    made = torch.empty(shape, device="meta", memory_format=_FORMATS[layout])
+    return None if made.is_contiguous() else made.stride()
 
 
 def _on_one(

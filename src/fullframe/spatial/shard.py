@@ -39,7 +39,14 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
         _agree(full, mesh)
     spec = even_spec(tuple(full.shape), mesh)
     part = sliced(enter(full, spec.spatial), spec).clone(memory_format=memory_format_of(full))
-    return wrap(part, spec)  # type: ignore[return-value]
+    return wrap(part, spec.strided(_strides(full)))  # type: ignore[return-value]
+
+
+def _strides(full: Tensor) -> tuple[int, ...] | None:
+    """Of `full`, by which torch decides what is a view of it; of a copy where elements share memory."""
+    if full.is_contiguous():
+        return None
+    return full.stride() if 0 not in full.stride() else torch.empty_like(full, device="meta").stride()
 
 
 def even_spec(shape: tuple[int, ...], mesh: DeviceMesh) -> Spec:
