@@ -125,3 +125,14 @@ def _cut() -> tuple[bool, bool, list[int]]:
 def test_a_part_is_a_copy_and_its_gradient_is_the_whole_one_s() -> None:
     first, second = rank_group(2).run(_cut)
     assert first == (True, True, [0, 1, 2, 6, 7, 8]) and second == (True, True, [3, 4, 5, 9, 10, 11])
+
+
+def _in_another_order() -> tuple[bool, tuple[int, ...]]:
+    image = torch.arange(2 * 3 * 4 * 6.0).view(2, 3, 4, 6)
+    mine = image.to(memory_format=torch.channels_last) if dist.get_rank() else image
+    x = ff.shard(mine, ff.init_mesh(width=2))
+    return torch.equal(x.full(), image), x.stride()
+
+
+def test_strides_are_the_same_on_all_ranks_where_the_tensors_lie_in_memory_in_different_orders() -> None:
+    assert rank_group(2).run(_in_another_order) == [(True, (72, 24, 6, 1))] * 2

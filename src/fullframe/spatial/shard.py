@@ -35,8 +35,8 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
     if isinstance(full, SpatialTensor):
         raise ShapeError("the tensor is split already; pass the whole one, x.full()")
     full = without_class(full)
-    if check:
-        _agree(full, mesh)
+    if check and not _agree(full, mesh):
+        full = full.contiguous()
     spec = even_spec(tuple(full.shape), mesh)
     part = sliced(enter(full, spec.spatial), spec).clone(memory_format=memory_format_of(full))
     return wrap(part, spec.strided(_strides(full)))  # type: ignore[return-value]
@@ -71,17 +71,22 @@ def image_dims(spatial: Spatial) -> dict[str, int]:
     return {axis.name: number - len(spatial.axes) for number, axis in enumerate(spatial.axes)}
 
 
-def _agree(full: Tensor, mesh: DeviceMesh) -> None:
-    """All ranks of the replica raise when their tensors differ in shape, dtype or in the values looked at."""
+def _agree(full: Tensor, mesh: DeviceMesh) -> bool:
+    """Whether the tensors of the replica's ranks have the same strides.
+
+    All raise when they differ in shape, dtype or in the values looked at.
+    """
     spatial = spatial_of(mesh)
     facts = [full.dim(), *list(full.shape)[:MOST_DIMS]]
     facts += [0] * (MOST_DIMS + 1 - len(facts)) + [zlib.crc32(str(full.dtype).encode())]
-    mine = torch.tensor(facts, device=device_of_facts(spatial.replica, mesh.device_type))
+    strides = zlib.crc32(str(_strides(full)).encode())
+    mine = torch.tensor([strides, *facts], device=device_of_facts(spatial.replica, mesh.device_type))
     if spatial.size > 1:
         mine = torch.cat([mine, fingerprint(full.detach()).to(mine.device)])
     everyone = all_gather_no_grad(mine, spatial.replica, "shard").tolist()
+    layouts = {other.pop(0) for other in everyone}
     if all(other == everyone[0] for other in everyone):
-        return
+        return len(layouts) == 1
     if any(other[:-1] != everyone[0][:-1] for other in everyone):
         shapes = ", ".join(
             f"rank {rank}: {tuple(other[1 : 1 + other[0]])}"
