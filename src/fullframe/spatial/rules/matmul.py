@@ -187,4 +187,10 @@ def _einsum(func: Any, equation: Any, *operands: Any) -> Tensor:
         if len(set(term)) != len(term):
             raise Unsupported(f"einsum term '{term}' repeats a letter")
     written = ",".join(full) + "->" + result
-    return contract(tensors, full, result, lambda *parts: torch.einsum(written, *parts))
+
+    def product(*parts: Tensor) -> Tensor:
+        made = torch.einsum(written, *parts)
+        # Short integers come out as 64 bits where several are added, and as they are where a rank has but one.
+        return made if made.is_floating_point() or made.is_complex() else made.long()
+
+    return contract(tensors, full, result, product)
