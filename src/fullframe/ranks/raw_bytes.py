@@ -44,8 +44,8 @@ def share_values(tensors: Iterable[Tensor]) -> None:
             together.append(tensor)
     for bucket in _buckets(together):
         # Clones, as what is contiguous for want of several elements may have any strides.
-        plain = [tensor.clone(memory_format=torch.contiguous_format).view(-1) for tensor in bucket]
-        flat = torch.cat([tensor.view(torch.uint8) for tensor in plain])
+        copies = [tensor.clone(memory_format=torch.contiguous_format).view(-1) for tensor in bucket]
+        flat = torch.cat([tensor.view(torch.uint8) for tensor in copies])
         dist.broadcast(flat, 0)
         for tensor, raw in zip(bucket, flat.split([tensor.nbytes for tensor in bucket]), strict=True):
             tensor.copy_(raw.clone().view(tensor.dtype).view(tensor.shape))  # a clone begins where any dtype may

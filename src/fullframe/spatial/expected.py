@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from fullframe.ranks.memory_format import memory_format_of
+from fullframe.spatial.spec import strides_of
 from fullframe.spatial.tensor import SpatialTensor
 
 PLAIN = frozenset(
@@ -61,14 +62,12 @@ class _Unknown(Exception):
 
 
 _CONVOLUTIONS = frozenset((F.conv2d, F.conv3d))
-# Their strides on meta are not the device's; a convolution's where its operands' are not contiguous.
+# Their strides on meta are not the device's; of the others where an operand is not contiguous.
 _LAID_OUT_BY_KERNEL = frozenset((F.scaled_dot_product_attention,))
 _LAID_OUT_AS_OPERANDS = frozenset((
-    F.conv2d, F.conv3d, F.conv_transpose2d, F.conv_transpose3d,
+    F.conv2d, F.conv3d, F.conv_transpose2d, F.conv_transpose3d, F.pad, F.group_norm, torch.group_norm,
     torch.conv2d, torch.conv3d, torch.conv_transpose2d, torch.conv_transpose3d,
 ))  # fmt: skip
-# Their kernels on the CPU give the memory format of the first operand, those of CUDA and of meta do not.
-_IN_FORMAT_ON_CPU = frozenset((F.group_norm, torch.group_norm, F.channel_shuffle, torch.channel_shuffle))
 
 
 def _resized(image: Tensor, size: Sequence[int]) -> Tensor:
@@ -213,11 +212,10 @@ def _run(
 
 
 def _keeps_format_on_cpu(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    if func is F.pad:
-        return not {"reflect", "replicate"}.isdisjoint((*args[2:3], kwargs.get("mode")))
+    """Whether the CPU's kernel gives the memory format of its operand, and torch without values does not know."""
     if func in (torch.roll, Tensor.roll):
         return len(args) > 2 or "dims" in kwargs
-    return func in _IN_FORMAT_ON_CPU
+    return func in (F.channel_shuffle, torch.channel_shuffle)
 
 
 def _has_gaps_or_order(t: Tensor) -> bool:
@@ -262,5 +260,4 @@ def _without_values(value: Any, device: str, made: list[Tensor]) -> Any:
 
 def _leaf(result: Tensor, metas: list[Tensor]) -> Leaf:
     alias = next((n for n, meta in enumerate(metas) if torch._C._is_alias_of(result, meta)), None)  # type: ignore[attr-defined]
-    strides = None if result.is_contiguous() else result.stride()
-    return Leaf(tuple(result.shape), strides, result.dtype, alias)
+    return Leaf(tuple(result.shape), strides_of(result), result.dtype, alias)

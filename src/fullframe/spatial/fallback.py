@@ -17,7 +17,7 @@ from fullframe.spatial.module_path import module_path
 from fullframe.spatial.operands import say_gathered, shells_in
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules.registry import writes
-from fullframe.spatial.spec import Spec
+from fullframe.spatial.spec import Spec, strides_of
 from fullframe.spatial.tensor import SpatialTensor, described, local_of, shell_of, wrap
 from fullframe.spatial.views import View, share_memory, version_of
 
@@ -76,8 +76,7 @@ def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, spec: Spec) 
             swapped = tuple(base if t is base._local else t for t in args_)
             leaves[n] = derived(base, out, func, swapped, kwargs_, n)
         elif tuple(out.shape) == spec.shape and out.layout is torch.strided:
-            strided = spec.strided(None if out.is_contiguous() else out.stride())
-            leaves[n] = wrap(sliced(enter(out, spec.spatial), spec), strided)
+            leaves[n] = wrap(sliced(enter(out, spec.spatial), spec), spec.strided(strides_of(out)))
     return tree_unflatten(leaves, tree)
 
 
@@ -108,8 +107,7 @@ def derived(base: SpatialTensor, leaf: Tensor, func: Any, args: Any, kwargs: Any
         assert isinstance(found, Tensor)
         return found
 
-    spec = base.spec.with_(tuple(leaf.shape), ())
-    spec = spec if leaf.is_contiguous() else spec.strided(leaf.stride())
+    spec = base.spec.with_(tuple(leaf.shape), ()).strided(strides_of(leaf))
     return shell_of(leaf, spec, View(base, replay, None, base._local, version_of(base._local)))
 
 

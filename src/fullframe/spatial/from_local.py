@@ -18,7 +18,7 @@ from fullframe.spatial.gradients import seen
 from fullframe.spatial.redistribute import gather_axes, resplit
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.shard import MOST_DIMS, even_spec, fingerprint, image_dims, shard
-from fullframe.spatial.spec import Spec, spec_of
+from fullframe.spatial.spec import Spec, spec_of, strides_of
 from fullframe.spatial.tensor import SpatialTensor, left_whole, wrap
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -221,8 +221,7 @@ def scatter(full: Tensor | None, mesh: DeviceMesh, *, src: int = 0) -> Tensor:
 
 def _strides(shape: Sequence[int], layout: int) -> tuple[int, ...] | None:
     """Of a whole tensor in the memory format of this number."""
-    made = torch.empty(shape, device="meta", memory_format=_FORMATS[layout])
-    return None if made.is_contiguous() else made.stride()
+    return strides_of(torch.empty(shape, device="meta", memory_format=_FORMATS[layout]))
 
 
 def _on_one(

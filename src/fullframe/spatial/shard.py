@@ -15,7 +15,7 @@ from fullframe.ranks.mesh import Spatial, spatial_of
 from fullframe.spatial.gradients import enter
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
-from fullframe.spatial.spec import Spec, spec_of
+from fullframe.spatial.spec import Spec, spec_of, strides_of
 from fullframe.spatial.tensor import SpatialTensor, without_class, wrap
 
 MOST_DIMS = 8
@@ -44,9 +44,7 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
 
 def _strides(full: Tensor) -> tuple[int, ...] | None:
     """Of `full`, by which torch decides what is a view of it; of a copy where elements share memory."""
-    if full.is_contiguous():
-        return None
-    return full.stride() if 0 not in full.stride() else torch.empty_like(full, device="meta").stride()
+    return strides_of(full if 0 not in full.stride() else torch.empty_like(full, device="meta"))
 
 
 def even_spec(shape: tuple[int, ...], mesh: DeviceMesh) -> Spec:

@@ -144,13 +144,17 @@ class Spec:
     def _without_gaps(self) -> tuple[int, ...] | None:
         """The strides, for a spec that held itself would outlive its tensors, and the mask that picked them."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            result = torch.empty_strided(self.shape, self.strides or (), device="meta") + 1
-            return None if result.is_contiguous() else result.stride()
+            return strides_of(torch.empty_strided(self.shape, self.strides or (), device="meta") + 1)
 
     @property
     def coordinates(self) -> dict[str, int]:
         """This rank's part along each spatial axis, and along several as one."""
         return self.spatial.coordinates
+
+
+def strides_of(whole: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a whole plain tensor as a spec has them."""
+    return None if whole.is_contiguous() else whole.stride()
 
 
 def spec_of(
