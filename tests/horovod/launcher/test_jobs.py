@@ -191,9 +191,7 @@ def test_a_killed_rank_is_started_again_and_the_numbers_stay(tmp_path: Path, lau
     said = said_by(tmp_path)
     check_numbers(said, 8, 3)
     begins = [line for line in said if "begins" in line]
-    *_, last = steps = sorted(line["begins"] for line in begins)
-    # From the last commit; where the killed rank's gradients had reached the others, they have made a step more.
-    assert steps == [0, 0, 0, last, last, last] and last in (3, 4)
+    assert [line["begins"] for line in begins].count(3) == 3  # all go on from the last commit, none from the beginning
     assert len({line["pid"] for line in begins}) == 4  # the others live on in their processes
 
 
