@@ -68,6 +68,37 @@ def test_every_rule_keeps_nccls_rules(every: int) -> None:
     assert {name: said[:3] for name, said in found.items() if said} == {}
 
 
+def _messages(place: Callable[[Tensor], Tensor]) -> list[list[tuple[str, Any]]]:
+    """What this rank sends of an image that lies where `place` puts it, one list an op."""
+    ops: tuple[Callable[[Tensor], Any], ...] = (
+        lambda x: x.full(),  # type: ignore[attr-defined]
+        lambda x: x.sum(),
+        lambda x: nn.functional.conv2d(x, place(torch.ones(1, 3, 3, 3)), padding=1),
+        lambda x: x.roll(1, 3),
+        lambda x: x.short().roll(1, 3),
+    )
+    found = []
+    with one_rank(0, 2):
+        on = ff.init_mesh(width=2)
+        x = ff.shard(place(torch.zeros(1, 3, 8, 16)), on, check=False)
+        for op in ops:
+            with counted() as counts:
+                op(x)
+            found.append([(call.kind, call.parts) for call in counts.calls])
+    return found
+
+
+def _of_the_host() -> bool:
+    there = _messages(to_device)
+    assert all(there)
+    return _messages(lambda tensor: tensor) == there
+
+
+def test_what_lies_on_the_host_goes_by_the_device() -> None:
+    """As after `x.cpu()`: NCCL takes nothing else, and a job may have NCCL alone."""
+    assert device_ranks().run(_of_the_host) == [True] * 2
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {"UNet": UNet, "FPN": FPN, "tokens": TokenEncoder}
 
 

@@ -168,7 +168,7 @@ def on_host(t: Tensor) -> Tensor:
         return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     same = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    here = torch.empty(0, dtype=t.dtype).set_(same, t.storage_offset(), t.size(), t.stride())
+    here = torch.empty(0, dtype=t.dtype, device="cpu").set_(same, t.storage_offset(), t.size(), t.stride())
     here = here.conj() if t.is_conj() else here
     return here._neg_view() if t.is_neg() else here
 

@@ -218,6 +218,24 @@ def test_what_was_written_down_is_compared_after_backward():
         assert f"rank 1 is at: sum, float64 (), at ranks/test_channel.py:{line}" in text
 
 
+def recorded_by_parts():
+    """Over one of two axes, each part of the replica with sizes of its own; one part has picked nothing at all."""
+    mesh = ff.init_mesh(height=2, width=2)
+    torch.manual_seed(0)
+    model = ff.parallelize(nn.Conv2d(3, 2, 3, padding=1).double(), mesh)
+    x = ff.shard(image(2, 3, 6, 9), mesh)
+    seen = ff.shard(torch.arange(9.0).expand(2, 2, 6, 9) < 4, mesh)
+    y = model(x)
+    (y.sum(2).square().sum() + y.softmax(3).sum(2).amax() + y[seen].sum() + x.full().sum()).backward()
+    return model.module.bias.grad.tolist()
+
+
+def test_what_is_written_down_is_alike_where_parts_have_other_sizes():
+    by_box = rank_group(4).run(outcome, recorded_by_parts, "mailbox")
+    assert len(by_box[0]) == 2 and by_box[1:] == by_box[:-1]
+    assert rank_group(4).run(outcome, recorded_by_parts, "record") == by_box
+
+
 def same_numbers():
     """Every kind of exchange on one transport."""
     mesh = ff.init_mesh(width=2)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from fullframe.errors import DivergenceError, FullframeError
 from fullframe.ranks import shared_memory as mailbox
-from fullframe.ranks.device import is_short_of_memory, place_of_numbers, sends_between_devices
+from fullframe.ranks.device import accelerator, is_short_of_memory, place_of_numbers, sends_between_devices
 from fullframe.ranks.recording import recorder
 from fullframe.ranks.shared_memory import APART_RULE, Mailboxes, mailboxes_between
 from fullframe.ranks.tags import HEAD_BYTES, Rows, head_of, line, padded, text_of
@@ -120,7 +120,9 @@ class Channel:
     """The ranks of a group as this rank reaches them.
 
     At most one of `boxes`, `heads` and `record` is there; none where the ranks are not real. `carrier` is the one of
-    the first two that brings heads.
+    the first two that brings heads. `device` is the GPU, where messages go from one to another: by NCCL, which takes none
+    of a tensor of the host, as `x.cpu().numpy()` sends, so that one goes by the GPU. `is_part`: the record is that of
+    more ranks, of which the others may have other sizes, or nothing to send.
     """
 
     def __init__(
@@ -129,9 +131,13 @@ class Channel:
         boxes: Mailboxes | None = None,
         heads: HeadsByGloo | None = None,
         record: Record | None = None,
+        device: torch.device | None = None,
+        is_part: bool = False,
     ):
         self.ranks, self.boxes, self.heads, self.record = ranks, boxes, heads, record
         self.carrier: Mailboxes | HeadsByGloo | None = boxes if boxes is not None else heads
+        self.device = device
+        self.is_part = is_part
         self.others = tuple(rank for rank in ranks if rank != dist.get_rank())
         self.tagged = self.carrier is not None or record is not None
         self.sent: dict[int, int] = defaultdict(int)  # contents by gloo, for their tags
@@ -142,19 +148,23 @@ class Channel:
         """The head of a message like `like` that belongs to the exchange `kind` at line `at`."""
         return head_of(kind, at, like, self.boxes.errors if self.boxes is not None else _announced[0], rows)
 
+    def placed(self, value: Tensor) -> Tensor:
+        """`value` where the group's messages may begin: itself, or a copy on the GPU of a tensor of the host."""
+        return value if self.device is None or not value.is_cpu else value.to(self.device)
+
     def agree(self, kind: str, like: Tensor, at: str | None = None) -> None:
         """All ranks are about to do `kind` with a tensor like this one; raises DivergenceError where one is not."""
         if not self.tagged or not self.others:
             return
-        head = self.head(kind, at or line(), like)
-        if self.carrier is not None:
+        if self.record is not None:
+            self.record.note(self.head(kind, at or line(), like.new_empty((0,) * like.dim()) if self.is_part else like))
+        elif like.numel():
+            head = self.head(kind, at or line(), like)
             for rank in self.others:
-                self.carrier.send(rank, head)
+                self.carrier.send(rank, head)  # type: ignore[union-attr]
             expected: Any
-            for expected in [self.carrier.expect(rank) for rank in self.others]:
-                self.carrier.receive(expected, head)
-        elif self.record is not None:
-            self.record.note(head)
+            for expected in [self.carrier.expect(rank) for rank in self.others]:  # type: ignore[union-attr]
+                self.carrier.receive(expected, head)  # type: ignore[union-attr]
 
 
 _channels: "WeakKeyDictionary[dist.ProcessGroup, Channel]" = WeakKeyDictionary()
@@ -192,7 +202,8 @@ def share_channel(group: dist.ProcessGroup, within: Channel) -> Channel:
     """
     if group not in _channels:
         ranks = tuple(dist.get_process_group_ranks(group))
-        _channels[group] = Channel(ranks, within.boxes, within.heads, within.record)
+        is_part = len(ranks) < len(within.ranks)
+        _channels[group] = Channel(ranks, within.boxes, within.heads, within.record, within.device, is_part)
     return _channels[group]
 
 
@@ -210,7 +221,8 @@ def _channel(group: dist.ProcessGroup) -> Channel:
     between_devices = sends_between_devices(group)
     boxes = mailboxes_between(ranks, group) if "gloo" in backends and not between_devices else None
     heads = HeadsByGloo(group) if boxes is None and "gloo" in backends and not between_devices else None
-    return Channel(ranks, boxes, heads, Record() if between_devices else None)
+    record, place = (Record(), accelerator()) if between_devices else (None, None)
+    return Channel(ranks, boxes, heads, record, place)
 
 
 def announce(error: Exception, even_ours: bool = False) -> None:

@@ -86,22 +86,24 @@ class InFlight:
         A rank's coordinate on the axis is its number in the group.
         """
         blocks, to, targets, of = [], [], [], []
+        channel, works = self._channel, self._works
         for peer, tensor, _ in sends:
             if tensor.numel():
                 blocks.append(tensor)
                 to.append(peer)
         for peer, tensor, _ in receives:
             if tensor.numel():
-                targets.append(tensor if tensor.is_contiguous() else self._contiguous(tensor))
+                place = channel.device.type if tensor.is_cpu and channel.device is not None else None
+                targets.append(tensor if place is None and tensor.is_contiguous() else self._contiguous(tensor, place))
                 of.append(peer)
         if not blocks and not targets:
             return
-        first = (blocks or targets)[0]
         if blocks:
-            blocks = _packed(blocks)
+            blocks = list(map(channel.placed, _packed(blocks)))
+        first = (blocks or targets)[0]
         if first.dtype not in KNOWN:
             blocks, targets = list(map(in_bytes, blocks)), list(map(in_bytes, targets))
-        group, device, channel, works = self._axis.group, first.device, self._channel, self._works
+        group, device = self._axis.group, first.device
         batched = channel.coalesces
         if batched is None:
             batched = channel.coalesces = group._get_backend(device).supports_coalescing
