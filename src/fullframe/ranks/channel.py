@@ -120,9 +120,9 @@ class Channel:
     """The ranks of a group as this rank reaches them.
 
     At most one of `boxes`, `heads` and `record` is there; none where the ranks are not real. `carrier` is the one of
-    the first two that brings heads. `device` is the GPU, where messages go from one to another: by NCCL, which takes none
-    of a tensor of the host, as `x.cpu().numpy()` sends, so that one goes by the GPU. `is_part`: the record is that of
-    more ranks, of which the others may have other sizes, or nothing to send.
+    the first two that brings heads. `device` is the GPU, where messages go from one to another by NCCL, by which also
+    what lies on the host is sent, as by `x.cpu().numpy()`. `is_part`: the record is that of more ranks, of which the
+    others may have other sizes, or nothing to send.
     """
 
     def __init__(
