@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fullframe as ff
+from fullframe.ranks.channel import _first_difference
+from fullframe.ranks.mesh import spatial_of
 from fullframe.simulation.fake.data_parallel import FakeDataParallel
 from fullframe.simulation.fake.world import fake_job
 from fullframe.training.step import TrainStep
@@ -41,10 +44,11 @@ def _cases(every: int) -> dict[str, Case]:
 
 
 def _faults_of_rules(height: int, width: int, every: int) -> dict[str, list[str]]:
-    """Of this process's share of the cases, each on all ranks of a job."""
+    """Of this process's share of the cases, each on all ranks of a job, whose records must be equal too."""
     cases = _cases(every)
     mine = sorted(cases)[dist.get_rank() :: dist.get_world_size()]
     logs: dict[str, list[list[Call]]] = {name: [] for name in mine if not decided_by_a_mask(asked(cases[name], None))}
+    records: dict[str, list[Any]] = {name: [] for name in logs}
     for rank in range(height * width):
         with fake_job(rank, height * width):
             with counted() as first:
@@ -53,7 +57,28 @@ def _faults_of_rules(height: int, width: int, every: int) -> dict[str, list[str]
             for name, log in logs.items():
                 forward, backward = asked(cases[name], on)
                 log.append([*first.calls, *forward.calls, *backward.calls])
-    return {name: faults(log) for name, log in logs.items()}
+                records[name].append(_written_down(on))
+    return {name: faults(log) + _differences(records[name]) for name, log in logs.items()}
+
+
+def _written_down(on: DeviceMesh) -> list[tuple[tuple[int, ...], list[bytes]]]:
+    """The heads that this rank would compare with others' after backward, by their ranks; they are forgotten."""
+    found = []
+    for channel in spatial_of(on).channels:
+        assert channel.record is not None
+        found.append((channel.ranks, list(channel.record.last)))
+        channel.record.forget()
+    return found
+
+
+def _differences(records: list[Any]) -> list[str]:
+    """Where ranks that share a channel wrote down other heads."""
+    found = []
+    for number in range(len(records[0])):
+        for ranks in sorted({own[number][0] for own in records}):
+            heads = [(len(records[rank][number][1]), records[rank][number][1]) for rank in ranks]
+            found += [_first_difference(ranks, heads)] if any(one != heads[0] for one in heads) else []
+    return found
 
 
 @pytest.mark.timeout(900)

@@ -219,13 +219,15 @@ def test_what_was_written_down_is_compared_after_backward():
 
 
 def recorded_by_parts():
-    """Over one of two axes, each part of the replica with sizes of its own; one part has picked nothing at all."""
+    """Along one of two axes, where parts have sizes of their own, one has picked nothing, and one has equal values."""
     mesh = ff.init_mesh(height=2, width=2)
     torch.manual_seed(0)
     model = ff.parallelize(nn.Conv2d(3, 2, 3, padding=1).double(), mesh)
     x = ff.shard(image(2, 3, 6, 9), mesh)
-    seen = ff.shard(torch.arange(9.0).expand(2, 2, 6, 9) < 4, mesh)
-    y = model(x)
+    columns = torch.arange(9.0).expand(2, 2, 6, 9)
+    seen = ff.shard(columns < 4, mesh)
+    best = ff.shard(torch.where(columns < 5, 0, image(2, 2, 6, 9).cumsum(2)), mesh).topk(2, 2)
+    y = model(x) + best.values.sum()
     (y.sum(2).square().sum() + y.softmax(3).sum(2).amax() + y[seen].sum() + x.full().sum()).backward()
     return model.module.bias.grad.tolist()
 

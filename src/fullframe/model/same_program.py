@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullframe.errors import DivergenceError
+from fullframe.ranks.channel import compare_records
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.random_states import NAMES, digests
@@ -105,7 +106,7 @@ class Agreement:
 
     def _compare_record(self) -> None:
         if self._spatial is not None and self._spatial.channel.record is not None:
-            self._spatial.channel.record.compare(self._spatial.replica)
+            compare_records(self._spatial.channels, self._spatial.replica)
 
 
 def _names(chosen: Tensor) -> str:

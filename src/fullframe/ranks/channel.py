@@ -32,33 +32,51 @@ _NO_KERNEL = "unable to find an engine to execute"  # cuDNN, which has none, or 
 
 
 class Record:
-    """What this rank has sent and received, where heads do not travel with the messages."""
+    """What this rank has sent to a group and received, where heads do not travel with the messages."""
 
     def __init__(self) -> None:
-        self._digest, self._count = 0, 0
-        self._last: deque[bytes] = deque(maxlen=_KEPT_HEADS)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.digest, self.count = 0, 0
+        self.last: deque[bytes] = deque(maxlen=_KEPT_HEADS)
 
     def note(self, head: bytes) -> None:
         """Take part in an exchange."""
-        self._digest, self._count = zlib.crc32(head, self._digest), self._count + 1
-        self._last.append(head)
+        self.digest, self.count = zlib.crc32(head, self.digest), self.count + 1
+        self.last.append(head)
 
-    def compare(self, group: dist.ProcessGroup) -> None:
-        """Raise DivergenceError on all ranks of `group`, which all call it, when they noted other heads.
 
-        Forgets what was compared.
-        """
-        facts = torch.tensor([self._digest, self._count], device=place_of_numbers(group))
-        everyone = [torch.empty_like(facts) for _ in range(dist.get_world_size(group))]
-        with waiting_for_ranks():
-            dist.all_gather(everyone, facts, group=group)
-            alike = len({tuple(one.tolist()) for one in everyone}) == 1
-        if not alike:
-            heads: list[Any] = [None] * len(everyone)
-            dist.all_gather_object(heads, (self._count, list(self._last)), group=group)
-            raise DivergenceError(f"{_first_difference(dist.get_process_group_ranks(group), heads)}. {APART_RULE}")
-        self._digest, self._count = 0, 0
-        self._last.clear()
+def compare_records(channels: Sequence["Channel"], group: dist.ProcessGroup) -> None:
+    """Raise DivergenceError on all ranks of `group` when some noted other heads than the rest of one of `channels`.
+
+    All ranks call it, with as many channels, of ranks of the group, in one order. Forgets what was compared.
+    """
+    records = [(channel.ranks, channel.record) for channel in channels if channel.record is not None]
+    own = [number for ranks, record in records for number in (ranks[0], record.digest, record.count)]
+    facts = torch.tensor(own, device=place_of_numbers(group))
+    everyone = [torch.empty_like(facts) for _ in range(dist.get_world_size(group))]
+    with waiting_for_ranks():
+        dist.all_gather(everyone, facts, group=group)
+        found = torch.stack(everyone).view(len(everyone), -1, 3).tolist()  # (ranks, channels, 3)
+    for number in range(len(records)):
+        alike = {tuple(of_rank[number]) for of_rank in found}
+        if len(alike) > len({first for first, *_ in alike}):
+            _raise_apart([(ranks, record.count, list(record.last)) for ranks, record in records], number, group)
+    for _, record in records:
+        record.forget()
+
+
+def _raise_apart(mine: list[tuple[tuple[int, ...], int, list[bytes]]], number: int, group: dist.ProcessGroup) -> None:
+    """Say where ranks of the channel `number` went apart; all ranks of `group` call it."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine[number], group=group)
+    of_rank = dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))
+    for ranks in sorted({ranks for ranks, *_ in everyone}):
+        heads = [of_rank[rank][1:] for rank in ranks]
+        if any(one != heads[0] for one in heads):
+            raise DivergenceError(f"{_first_difference(ranks, heads)}. {APART_RULE}")
 
 
 def _first_difference(ranks: Sequence[int], heads: Sequence[tuple[int, list[bytes]]]) -> str:
@@ -121,8 +139,7 @@ class Channel:
 
     At most one of `boxes`, `heads` and `record` is there; none where the ranks are not real. `carrier` is the one of
     the first two that brings heads. `device` is the GPU, where messages go from one to another by NCCL, by which also
-    what lies on the host is sent, as by `x.cpu().numpy()`. `is_part`: the record is that of more ranks, of which the
-    others may have other sizes, or nothing to send.
+    what lies on the host is sent, as by `x.cpu().numpy()`.
     """
 
     def __init__(
@@ -132,12 +149,10 @@ class Channel:
         heads: HeadsByGloo | None = None,
         record: Record | None = None,
         device: torch.device | None = None,
-        is_part: bool = False,
     ):
         self.ranks, self.boxes, self.heads, self.record = ranks, boxes, heads, record
         self.carrier: Mailboxes | HeadsByGloo | None = boxes if boxes is not None else heads
         self.device = device
-        self.is_part = is_part
         self.others = tuple(rank for rank in ranks if rank != dist.get_rank())
         self.tagged = self.carrier is not None or record is not None
         self.sent: dict[int, int] = defaultdict(int)  # contents by gloo, for their tags
@@ -156,15 +171,15 @@ class Channel:
         """All ranks are about to do `kind` with a tensor like this one; raises DivergenceError where one is not."""
         if not self.tagged or not self.others:
             return
-        if self.record is not None:
-            self.record.note(self.head(kind, at or line(), like.new_empty((0,) * like.dim()) if self.is_part else like))
-        elif like.numel():
-            head = self.head(kind, at or line(), like)
+        head = self.head(kind, at or line(), like)
+        if self.carrier is not None:
             for rank in self.others:
-                self.carrier.send(rank, head)  # type: ignore[union-attr]
+                self.carrier.send(rank, head)
             expected: Any
-            for expected in [self.carrier.expect(rank) for rank in self.others]:  # type: ignore[union-attr]
-                self.carrier.receive(expected, head)  # type: ignore[union-attr]
+            for expected in [self.carrier.expect(rank) for rank in self.others]:
+                self.carrier.receive(expected, head)
+        elif self.record is not None:
+            self.record.note(head)
 
 
 _channels: "WeakKeyDictionary[dist.ProcessGroup, Channel]" = WeakKeyDictionary()
@@ -196,14 +211,15 @@ def gloo_tag(number: int, is_head: bool) -> int:
 
 
 def share_channel(group: dist.ProcessGroup, within: Channel) -> Channel:
-    """The channel of a group whose ranks are all `within` another: their messages are counted together.
+    """The channel of a group whose ranks are all `within` another: heads that travel are counted together.
 
-    So ranks that wait for messages of different groups notice it.
+    So ranks that wait for messages of different groups notice it. A record is the group's own: what other ranks send
+    along the same axis may have other sizes, and hang on other values.
     """
     if group not in _channels:
         ranks = tuple(dist.get_process_group_ranks(group))
-        is_part = len(ranks) < len(within.ranks)
-        _channels[group] = Channel(ranks, within.boxes, within.heads, within.record, within.device, is_part)
+        record = None if within.record is None else Record()
+        _channels[group] = Channel(ranks, within.boxes, within.heads, record, within.device)
     return _channels[group]
 
 

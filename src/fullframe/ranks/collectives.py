@@ -56,9 +56,9 @@ def all_sum_no_grad(
     total = value
     if not into_itself:
         total = (value.detach() if value.requires_grad else value).clone(memory_format=torch.contiguous_format)
-    if channel.tagged:
-        channel.agree("sum", total, at)
     if channel.others and total.numel():
+        if channel.tagged:
+            channel.agree("sum", total, at)
         sent = channel.placed(total)
         numbers = torch.view_as_real(sent) if sent.is_complex() else sent
         with waiting_for_ranks():
@@ -149,8 +149,8 @@ def share_out(parts: Tensor, group: dist.ProcessGroup, at: str | None = None) ->
     """This rank's part of the sum over the ranks of `parts` (ranks, ...), contiguous; outside autograd."""
     channel = channel_of(group)
     mine = torch.empty_like(parts[0])
-    channel.agree("gradient of all parts", mine, at)
     if mine.numel():
+        channel.agree("gradient of all parts", mine, at)
         own = channel.placed(mine)
         numbers = [torch.view_as_real(t) if t.is_complex() else t for t in (own, channel.placed(parts))]
         with waiting_for_ranks():
@@ -172,13 +172,13 @@ def all_gather_no_grad(
         return by.all_gather(value, group, kind)
     value = plain(value.detach() if value.requires_grad else value)
     channel = channel_of(group)
+    if not channel.others or not value.numel():
+        return value.expand(len(channel.ranks), *value.shape).clone()
     boxes = channel.boxes
-    if boxes is not None and channel.others and value.is_cpu and value.numel() and fits(value):
+    if boxes is not None and value.is_cpu and fits(value):
         return boxes.together(channel.ranks, channel.head(kind, at or line(), value), value, _stacked)
     if channel.tagged:
         channel.agree(kind, value, at)
-    if not channel.others or not value.numel():
-        return value.expand(len(channel.ranks), *value.shape).clone()
     mine = channel.placed(value) if channel.carrier is None else value.cpu()  # gloo gathers from the host
     everyone = mine.new_empty(len(channel.ranks), *mine.shape)
     rows, row = everyone.view(-1), mine if mine.dim() == 1 else mine.view(-1)

@@ -130,6 +130,12 @@ class Spatial:
         parts = product(*(range(axis.size) for axis in self.axes))
         return tuple(dict(zip(names, numbers, strict=True)) for numbers in parts)
 
+    @cached_property
+    def channels(self) -> tuple[Channel, ...]:
+        """Between the replica's ranks and along its axes, each once, in one order on all ranks."""
+        found = [self.channel, *(axis.channel for axis in (*self.axes, *self._pairs))]
+        return tuple({id(channel): channel for channel in found}.values())
+
     @property
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """All process groups of the replica's ranks, by the name of the axis; "replica" is that of all of them."""
