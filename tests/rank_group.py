@@ -125,6 +125,13 @@ def _forget_meshes() -> None:
 
 
 def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+    serve(rank, size, store, pipe, "gloo", "cpu", lambda function, args: function(*args))
+
+
+def serve(
+    rank: int, size: int, store: str, pipe: Any, backend: str, kind: str, call: Callable[[Any, Any], Any]
+) -> None:
+    """Be a rank that sends by `backend` and computes on devices of a `kind`; `call` runs a function on arguments."""
     import torch
     import torch.distributed as dist
 
@@ -133,12 +140,12 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     if rank in _RANKS_THAT_CONVOLVE_BORDERS[size]:
-        JOINED_BYTES["cpu"] = 0
+        JOINED_BYTES[kind] = 0
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size)
     while True:
         function, args = pipe.recv()
         try:
-            pipe.send((False, function(*args)))
+            pipe.send((False, call(function, args)))
         except BaseException as error:
             pipe.send((True, (type(error).__name__, str(error), traceback.format_exc())))

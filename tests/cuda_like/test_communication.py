@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullframe as ff
-from fullframe.ranks.channel import _first_difference
+from fullframe.ranks.channel import difference
 from fullframe.ranks.mesh import spatial_of
 from fullframe.simulation.fake.data_parallel import FakeDataParallel
 from fullframe.simulation.fake.world import fake_job
@@ -61,24 +61,19 @@ def _faults_of_rules(height: int, width: int, every: int) -> dict[str, list[str]
     return {name: faults(log) + _differences(records[name]) for name, log in logs.items()}
 
 
-def _written_down(on: DeviceMesh) -> list[tuple[tuple[int, ...], list[bytes]]]:
+def _written_down(on: DeviceMesh) -> list[tuple[tuple[int, ...], int, list[bytes]]]:
     """The heads that this rank would compare with others' after backward, by their ranks; they are forgotten."""
     found = []
     for channel in spatial_of(on).channels:
         assert channel.record is not None
-        found.append((channel.ranks, list(channel.record.last)))
+        found.append((channel.ranks, channel.record.count, list(channel.record.last)))
         channel.record.forget()
     return found
 
 
 def _differences(records: list[Any]) -> list[str]:
-    """Where ranks that share a channel wrote down other heads."""
-    found = []
-    for number in range(len(records[0])):
-        for ranks in sorted({own[number][0] for own in records}):
-            heads = [(len(records[rank][number][1]), records[rank][number][1]) for rank in ranks]
-            found += [_first_difference(ranks, heads)] if any(one != heads[0] for one in heads) else []
-    return found
+    """What the ranks would say of their records, by channel."""
+    return [said for of_channel in zip(*records, strict=True) if (said := difference(dict(enumerate(of_channel))))]
 
 
 @pytest.mark.timeout(900)

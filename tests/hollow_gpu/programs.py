@@ -7,12 +7,11 @@ import os
 import sys
 import warnings
 from collections import Counter
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import fullframe as ff
+from tests.hollow_gpu.default_device import move_to_gpu
 from tests.whole import test_fuzz
 
 
@@ -35,19 +34,9 @@ def main(height: int, width: int, first: int = 0, count: int = 300) -> None:
 
 
 def _move_to_gpus() -> None:
-    """What programs make for the CPU is on the GPU from now on, and autocast is CUDA's."""
-    weight, autocast, randn = test_fuzz._weight, torch.autocast, torch.randn
-
-    class OfCuda(autocast):  # type: ignore[misc, valid-type]
-        def __init__(self, device: str, *args: Any, **kwargs: Any):
-            super().__init__("cuda", *args, **kwargs)
-
-    def drawn(*args: Any, **kwargs: Any) -> Any:
-        return randn(*args, **kwargs, device="cpu").cuda()  # its generator is the CPU's
-
+    weight = test_fuzz._weight
     test_fuzz._weight = lambda *shape: weight(*shape).cuda()
-    torch.autocast, torch.randn = OfCuda, drawn  # type: ignore[misc, assignment]
-    torch.set_default_device("cuda")
+    move_to_gpu()
 
 
 if __name__ == "__main__":

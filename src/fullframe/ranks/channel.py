@@ -7,7 +7,7 @@ ranks after each backward pass.
 
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -53,30 +53,34 @@ def compare_records(channels: Sequence["Channel"], group: dist.ProcessGroup) -> 
 
     All ranks call it, with as many channels, of ranks of the group, in one order. Forgets what was compared.
     """
-    records = [(channel.ranks, channel.record) for channel in channels if channel.record is not None]
-    own = [number for ranks, record in records for number in (ranks[0], record.digest, record.count)]
+    noted = [(channel.ranks, channel.record) for channel in channels if channel.record is not None]
+    own = [number for ranks, record in noted for number in (ranks[0], record.digest, record.count)]
     facts = torch.tensor(own, device=place_of_numbers(group))
     everyone = [torch.empty_like(facts) for _ in range(dist.get_world_size(group))]
     with waiting_for_ranks():
         dist.all_gather(everyone, facts, group=group)
         found = torch.stack(everyone).view(len(everyone), -1, 3).tolist()  # (ranks, channels, 3)
-    for number in range(len(records)):
+    for number, (ranks, record) in enumerate(noted):
         alike = {tuple(of_rank[number]) for of_rank in found}
         if len(alike) > len({first for first, *_ in alike}):
-            _raise_apart([(ranks, record.count, list(record.last)) for ranks, record in records], number, group)
-    for _, record in records:
+            written: list[Any] = [None] * len(everyone)
+            dist.all_gather_object(written, (ranks, record.count, list(record.last)), group=group)
+            said = difference(dict(zip(dist.get_process_group_ranks(group), written, strict=True)))
+            raise DivergenceError(f"{said}. {APART_RULE}")
+    for _, record in noted:
         record.forget()
 
 
-def _raise_apart(mine: list[tuple[tuple[int, ...], int, list[bytes]]], number: int, group: dist.ProcessGroup) -> None:
-    """Say where ranks of the channel `number` went apart; all ranks of `group` call it."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine[number], group=group)
-    of_rank = dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))
-    for ranks in sorted({ranks for ranks, *_ in everyone}):
-        heads = [of_rank[rank][1:] for rank in ranks]
+def difference(written: Mapping[int, tuple[tuple[int, ...], int, list[bytes]]]) -> str:
+    """Where ranks of one channel noted other heads; "" where all are alike.
+
+    `written` has of each rank its channel's ranks, how many heads it noted there and the last of them.
+    """
+    for ranks in sorted({ranks for ranks, *_ in written.values()}):
+        heads = [written[rank][1:] for rank in ranks]
         if any(one != heads[0] for one in heads):
-            raise DivergenceError(f"{_first_difference(ranks, heads)}. {APART_RULE}")
+            return _first_difference(ranks, heads)
+    return ""
 
 
 def _first_difference(ranks: Sequence[int], heads: Sequence[tuple[int, list[bytes]]]) -> str:

@@ -87,14 +87,14 @@ class InFlight:
         """
         blocks, to, targets, of = [], [], [], []
         channel, works = self._channel, self._works
+        place = None if channel.device is None else channel.device.type
         for peer, tensor, _ in sends:
             if tensor.numel():
                 blocks.append(tensor)
                 to.append(peer)
         for peer, tensor, _ in receives:
             if tensor.numel():
-                place = channel.device.type if tensor.is_cpu and channel.device is not None else None
-                targets.append(tensor if place is None and tensor.is_contiguous() else self._contiguous(tensor, place))
+                targets.append(self._contiguous(tensor, place))
                 of.append(peer)
         if not blocks and not targets:
             return
