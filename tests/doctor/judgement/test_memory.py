@@ -7,7 +7,7 @@ from fullframe.doctor.probes.notes import Memory
 from tests.doctor.judgement.made import codes, ranks
 
 GIB = 2**30
-PREDICTED = {"peak_bytes": 4 * GIB, "device_bytes": 2 * GIB, "bytes": {"parameter": GIB}}
+PREDICTED = {"peak_bytes": 4 * GIB, "device_bytes": 6 * GIB, "bytes": {"parameter": GIB}}
 
 
 @pytest.mark.parametrize(
@@ -15,8 +15,8 @@ PREDICTED = {"peak_bytes": 4 * GIB, "device_bytes": 2 * GIB, "bytes": {"paramete
     [
         ("allocated_bytes", 4.9, []),
         ("allocated_bytes", 5.2, ["FF327"]),
-        ("process_bytes", 3.4, []),
-        ("process_bytes", 3.6, ["FF327"]),
+        ("process_bytes", 8.4, []),
+        ("process_bytes", 8.6, ["FF327"]),
     ],
 )
 def test_what_is_clearly_more_is_said(name: str, gib: float, expected: list[str]) -> None:
@@ -26,6 +26,6 @@ def test_what_is_clearly_more_is_said(name: str, gib: float, expected: list[str]
 
 
 def test_the_prediction_in_words() -> None:
-    assert said_of_prediction(PREDICTED) == "2 GiB predicted for a rank"
+    assert said_of_prediction(PREDICTED) == "6 GiB predicted for a rank, 4 of it allocated"
     assert said_of_prediction({"problem": "no sample"}) == "no prediction: no sample"
     assert said_of_prediction({}) == ""

@@ -32,4 +32,7 @@ def said_of_prediction(predicted: Mapping[str, Any]) -> str:
     """What was predicted, or why nothing was."""
     if "problem" in predicted:
         return f"no prediction: {predicted['problem']}"
-    return f"{predicted['device_bytes'] / _GIB:.3g} GiB predicted for a rank" if predicted else ""
+    if not predicted:
+        return ""
+    whole, allocated = (predicted[key] / _GIB for key in ("device_bytes", "peak_bytes"))
+    return f"{whole:.3g} GiB predicted for a rank, {allocated:.3g} of it allocated"
