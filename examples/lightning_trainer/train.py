@@ -22,9 +22,15 @@ from examples.shapes import Network, Shapes
 class OneRank(SingleDeviceStrategy):
     """A process of the mesh: files and lines are the first rank's, decisions and objects are everyone's."""
 
-    def __init__(self, device: torch.device):
-        super().__init__(device)
+    def __init__(self, mesh: dist.DeviceMesh):
+        index = None if mesh.device_type == "cpu" else torch.accelerator.current_device_index()
+        super().__init__(torch.device(mesh.device_type, index))
+        self.mesh = mesh
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    @property
+    def is_distributed(self) -> bool:
+        return True  # so that `self.log(..., sync_dist=True)` calls `reduce`
 
     @property
     def is_global_zero(self) -> bool:
@@ -41,6 +47,13 @@ class OneRank(SingleDeviceStrategy):
         carried = [obj]
         dist.broadcast_object_list(carried, src)
         return carried[0]
+
+    def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
+        """What is logged with `sync_dist=True`: the mean over the replicas, whose ranks have the same."""
+        if isinstance(tensor, Tensor):
+            tensor = tensor / self.mesh["data"].size()  # a new one: Lightning goes on counting in what it hands over
+            dist.all_reduce(tensor, group=self.mesh.get_group("data"))
+        return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         votes = torch.tensor(int(decision), device=self.root_device)
@@ -60,22 +73,25 @@ class Segmenter(lightning.LightningModule):
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         loss = F.cross_entropy(self.model(batch["image"]), batch["mask"])
         self.losses.append(loss.item())
-        self.log("loss", loss, prog_bar=True)  # whole on every rank: nothing to reduce in a replica
+        self.log("loss", loss, prog_bar=True, sync_dist=True)  # over replicas; in one it is whole on every rank
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-def train(precision: str = "32-true", epochs: int = 3, folder: str | None = None) -> list[float]:
-    """The loss of every step, the same on all ranks; a checkpoint in `folder` if given."""
-    mesh = ff.init_mesh(width=int(os.environ.get("WORLD_SIZE", "1")))
+def train(
+    precision: str = "32-true", epochs: int = 3, folder: str | None = None, width: int | None = None
+) -> list[float]:
+    """The loss of every step on this rank's replica; a checkpoint in `folder` if given."""
+    mesh = ff.init_mesh(width=width or int(os.environ.get("WORLD_SIZE", "1")))
     module = Segmenter(mesh)
     loader = ff.ShardedLoader(DataLoader(Shapes(), batch_size=4), mesh)
     trainer = lightning.Trainer(
-        strategy=OneRank(torch.device(mesh.device_type)),
+        strategy=OneRank(mesh),
         accelerator=mesh.device_type,
         devices=1,
+        use_distributed_sampler=False,
         precision=precision,
         max_epochs=epochs,
         logger=False,

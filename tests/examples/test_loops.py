@@ -3,6 +3,7 @@
 import difflib
 import os
 import runpy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,13 +76,16 @@ def test_few_lines_differ():
     assert any("parallelize" in line for line in differences)
 
 
-def with_library(name, *arguments):
+def with_library(name, *arguments, network=None, **options):
     """The losses of the example that uses another library, started as torchrun would."""
     started = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": os.environ.get("WORLD_SIZE", "1")}
     before = dict(os.environ)
     os.environ.update(started, MASTER_ADDR="localhost", MASTER_PORT="0")
     try:
-        return runpy.run_path(str(EXAMPLES / name / "train.py"))["train"](*arguments)
+        train = runpy.run_path(str(EXAMPLES / name / "train.py"))["train"]
+        if network is not None:
+            train.__globals__["Network"] = network
+        return train(*arguments, **options)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -103,15 +107,55 @@ def test_other_libraries_step(library):
         assert found != first and found == pytest.approx(alone, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("name", "library"), [("hugging_face_trainer", "transformers"), ("lightning_trainer", "lightning")]
-)
-def test_trainers_train(name, library):
-    pytest.importorskip(library)
-    alone = with_library(name)
+def test_lightnings_trainer_trains():
+    pytest.importorskip("lightning")
+    alone = with_library("lightning_trainer")
     assert len(alone) == 6 and alone[-1] < alone[0]
-    first, second = rank_group(2).run(with_library, name)
+    first, second = rank_group(2).run(with_library, "lightning_trainer")
     assert first == second == pytest.approx(alone, rel=1e-4)
+
+
+ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+
+
+def hugging_face(width, resume=None, **options):
+    """Losses of all batches, and three measures of the evaluation, in float64 but where bf16 is spoken of."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if "bf16" in options else torch.float64)
+    try:
+        losses, measures = with_library("hugging_face_trainer", width, resume, network=without_batch_norm, **options)
+    finally:
+        torch.set_default_dtype(before)
+    return losses + [measures[f"eval_{name}"] for name in ("loss", "accuracy", "images")]
+
+
+def test_hugging_faces_trainer_trains_and_evaluates():
+    alone = hugging_face(1)
+    assert len(alone) == 9 and alone[5] < alone[0] and alone[-1] == 8
+    for ranks, width in ((2, 2), (2, 1), (4, 2)):
+        for found in rank_group(ranks).run(hugging_face, width):
+            assert found == pytest.approx(alone, rel=1e-9)
+
+
+def test_hugging_faces_trainer_accumulates():
+    alone = hugging_face(1)
+    for found in (hugging_face(1, **ACCUMULATED), *rank_group(4).run(partial(hugging_face, 2, **ACCUMULATED))):
+        pairs = torch.tensor(found[:-3], dtype=torch.float64).reshape(-1, 2).mean(1).tolist()
+        assert pairs + found[-3:] == pytest.approx(alone, rel=1e-9)
+
+
+def test_hugging_faces_trainer_takes_bf16():
+    fp32, alone = hugging_face(1, bf16=False), hugging_face(1, bf16=True)
+    assert alone[0] != fp32[0]
+    for found in rank_group(2).run(partial(hugging_face, 2, bf16=True)):
+        assert found[:6] == pytest.approx(alone[:6], rel=0.01)
+
+
+def test_hugging_faces_trainer_resumes_on_another_mesh(tmp_path):
+    whole = hugging_face(1, save_strategy="epoch", output_dir=str(tmp_path))
+    again = partial(hugging_face, 2, str(tmp_path / "checkpoint-4"), output_dir=str(tmp_path / "again"))
+    for found in rank_group(4).run(again):
+        assert found == pytest.approx(whole[4:], rel=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
