@@ -1,9 +1,9 @@
 """Buffers replaced by copies for a while."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fullframe.model.buffers import borrow_buffers, buffers_of, return_buffers
+from fullframe.model.buffers import KeptBuffers, borrow_buffers, buffers_of, return_buffers
 
 
 def shared() -> nn.Module:
@@ -43,3 +43,41 @@ def test_copies_take_the_values_given_and_stay_shared() -> None:
     assert model[0].running_mean.tolist() == [8, 8] and value.tolist() == [7, 7]
     return_buffers(there)
     assert model[0].running_mean.tolist() == [0, 0]
+
+
+class Keeper(nn.Module):
+    """Its forward writes into, replaces, resizes, makes and adds buffers, as caches, memory banks and observers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.tensor([5.0]))
+        self.register_buffer("bank", torch.ones(1))
+        self.register_buffer("range", torch.ones(0))
+        self.register_buffer("center", None)
+        self.same = nn.Module()
+        self.same.register_buffer("range", self.range)
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "grid"):
+            self.register_buffer("grid", torch.zeros(3))
+            self.register_buffer("first", x.clone())
+        self.seen += x.sum()
+        self.bank = torch.cat([self.bank, x])
+        self.range.resize_(1).copy_(x[:1])
+        self.center = x
+        self.norm.running_mean.fill_(7)
+        return x
+
+
+def test_what_a_step_in_vain_made_of_buffers_is_undone() -> None:
+    model = Keeper()
+    kept = KeptBuffers(model)
+    before = {name: value.clone() for name, value in model.named_buffers(remove_duplicate=False)}
+    kept.keep()
+    model(torch.tensor([1.0, float("nan")]))
+    kept.restore()
+    assert model.center is None and model.same.range is model.range and not hasattr(model, "first")
+    after = dict(model.named_buffers(remove_duplicate=False))
+    assert torch.equal(after.pop("grid"), torch.zeros(3))
+    torch.testing.assert_close(after, before)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
 from fullframe.errors import DivergenceError
+from fullframe.model.fsdp import whole_value
 from tests.exactness import mesh, relative
 from tests.rank_group import RankFailure, rank_group
 
@@ -442,3 +443,49 @@ def test_what_would_be_averaged_wrong_is_refused(what: str) -> None:
     for _, name, text, _ in caught.value.errors:
         assert name == ("GradientError" if what in GRADIENTS else "MeshError")
         assert REFUSED[what] in text
+
+
+class Moving(nn.Module):
+    """Its forward writes to a parameter, seen by autograd or not."""
+
+    def __init__(self, by_data: bool) -> None:
+        super().__init__()
+        self.conv, self.by_data = nn.Conv2d(3, 3, 1), by_data
+        self.center = nn.Parameter(torch.zeros(3, 1, 1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            (self.center.data if self.by_data else self.center).add_(1)
+        return self.conv(x) + self.center
+
+
+def _moving(by_data: bool) -> None:
+    on = mesh(1, 2)
+    model = ff.parallelize(nn.Sequential(Moving(by_data)), on, shard_parameters=True)
+    model(ff.shard(torch.zeros(1, 3, 4, 6), on))
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_what_forward_writes_to_parameters_is_not_lost(by_data: bool) -> None:
+    with pytest.raises(RankFailure, match=r"0.center is written to in forward, which sharded parameters would lose"):
+        rank_group(2).run(_moving, by_data)
+
+
+def _penalised(width: int, of_whole: bool) -> list[Tensor]:
+    on = mesh(1, width)
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1)).double(), torch.randn(1, 3, 4, 6).double()
+    model = ff.parallelize(net, on, shard_parameters=width > 1)
+    loss = model(ff.shard(x, on) if width > 1 else x).square().mean()
+    for parameter in model.parameters():
+        loss = loss + (whole_value(parameter) if of_whole else parameter).abs().sum()
+    loss.backward()
+    return [whole_value(parameter.grad) for parameter in model.parameters()]
+
+
+def test_a_penalty_on_sharded_parameters_is_taken_of_whole_ones() -> None:
+    expected = _penalised(1, True)
+    for found in rank_group(2).run(_penalised, 2, True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    with pytest.raises(RankFailure, match=r"values of sharded parameters .* take them of parameter.full_tensor\(\)"):
+        rank_group(2).run(_penalised, 2, False)

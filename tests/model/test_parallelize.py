@@ -270,12 +270,18 @@ def _not_to_be_copied(what: str) -> None:
     if what == "lazy":
         ff.parallelize(nn.Sequential(nn.LazyConv2d(4, 3)), mesh(1, 2))
     model = ff.parallelize(_net(), mesh(1, 2), shard_parameters=True, find_unused_parameters=True)
-    copy.deepcopy(model) if what == "sharded" else pickle.dumps(model)
+    spread = type(model)._replicate_for_data_parallel
+    {"sharded": copy.deepcopy, "pickled": pickle.dumps, "spread": spread}[what](model)
 
 
 @pytest.mark.parametrize(
     ("what", "told"),
-    [("lazy", "0.weight, 0.bias are lazy"), ("sharded", "copy the plain model"), ("pickled", "save model.module")],
+    [
+        ("lazy", "0.weight, 0.bias are lazy"),
+        ("sharded", "copy the plain model"),
+        ("pickled", "save model.module"),
+        ("spread", "start one process for each GPU"),
+    ],
 )
 def test_models_that_cannot_be_copied_or_have_no_shape_are_told(what: str, told: str) -> None:
     with pytest.raises(RankFailure, match=told):
@@ -367,3 +373,30 @@ def test_methods_and_attributes_are_those_of_the_model(shard_parameters: bool) -
     for ranks, height, width in [(1, 1, 1), (2, 1, 2), (2, 1, 1), (4, 2, 1)]:
         for worst, steps, has_boxes in rank_group(ranks).run(_by_methods, height, width, shard_parameters):
             assert worst < 1e-11 and steps == 3 and not has_boxes
+
+
+class Background(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.register_buffer("seen", torch.zeros(1, 3, 4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = 0.5 * self.seen + x.detach()
+        return self.conv(x - self.seen)  # type: ignore[no-any-return]
+
+
+def _background(height: int, width: int, copied: bool) -> None:
+    on = mesh(height, width)
+    model = ff.parallelize(Background(), on)
+    for _ in range(2):
+        model(ff.shard(torch.ones(1, 3, 4, 6), on))
+    if copied:
+        copy.deepcopy(model)
+
+
+def test_a_buffer_that_is_split_is_for_one_replica_alone() -> None:
+    rank_group(2).run(_background, 1, 2, False)
+    for ranks, copied in ((2, True), (4, False)):
+        with pytest.raises(RankFailure, match="the buffer seen of Background is a split tensor, which replicas"):
+            rank_group(ranks).run(_background, 1, 2, copied)

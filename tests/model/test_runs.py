@@ -26,6 +26,12 @@ class Own(nn.Sequential):
         return super().forward(input) * 2
 
 
+def patched() -> nn.Sequential:
+    model = chain(9)
+    model.forward = lambda input: input * 2  # type: ignore[method-assign]
+    return model
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -37,6 +43,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "three of nine": (lambda: chain(9), ["[0:6]", "[6:12]", "[12:18]"]),
     "what comes first": (lambda: chain(4, nn.ReLU(inplace=True)), ["[1:5]", "[5:9]"]),
     "inside a model": (Net, ["encoder[0:6]", "encoder[6:12]", "encoder[12:18]", "parts.0[0:4]", "parts.0[4:8]"]),
+    "with a forward that the user has set": (patched, []),
     "too few": (lambda: chain(3), []),
     "no Sequential": (lambda: nn.Conv2d(3, 3, 3), []),
     "by what they keep": (pyramid, ["[0:1]", "[1:9]"]),

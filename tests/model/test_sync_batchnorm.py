@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fullframe as ff
 from fullframe.model.forward_patch import restore
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
-from tests.rank_group import rank_group
+from tests.rank_group import RankFailure, rank_group
 from tests.techniques.test_recompute import on_ranks, steps
 from tests.training import blocks
 
@@ -93,6 +93,39 @@ def test_a_sync_batchnorm_of_the_users_runs_on_a_cpu_and_on_split_tensors() -> N
     for _, _, buffers in rank_group(4).run(odd_step, strategy, nn.SyncBatchNorm):
         for name in ("first.running_mean", "first.running_var", "first.num_batches_tracked"):
             torch.testing.assert_close(buffers[name], expected[name], rtol=1e-9, atol=1e-13)
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class SyncActivated(nn.SyncBatchNorm):
+    """As in timm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class ByItself(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean((0, 2, 3), keepdim=True)) * self.weight[:, None, None]
+
+
+def test_a_forward_of_its_own_around_batch_norms_runs() -> None:
+    expected = odd_step(ff.Strategy(), Activated)
+    for found in rank_group(4).run(odd_step, ff.Strategy(data=2, width=2), SyncActivated):
+        torch.testing.assert_close(found[2]["first.running_var"], expected[2]["first.running_var"], rtol=1e-9, atol=0)
+    for found in rank_group(2).run(odd_step, ff.Strategy(width=2), SyncActivated):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    for found in rank_group(2).run(odd_step, ff.Strategy(data=2, sync_batchnorm=True), Activated):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_statistics_that_are_not_batch_norms_are_refused() -> None:
+    rank_group(2).run(odd_step, ff.Strategy(data=2), ByItself)
+    with pytest.raises(RankFailure, match="ByItself takes its statistics by itself"):
+        rank_group(2).run(odd_step, ff.Strategy(data=2, sync_batchnorm=True), ByItself)
 
 
 def single_values() -> str:

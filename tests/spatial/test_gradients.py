@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullframe as ff
 from tests.exactness import mesh, relative
-from tests.rank_group import rank_group
+from tests.rank_group import RankFailure, rank_group
 
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 3)]
 Case = Callable[[DeviceMesh | None], list[Tensor]]
@@ -530,3 +530,19 @@ def _of_several() -> float:
 
 def test_a_hook_of_several_tensors() -> None:
     assert max(rank_group(2).run(_of_several)) < 1e-12
+
+
+def _of_ranks(seed: int) -> None:
+    on = mesh(1, 2)
+    torch.manual_seed(seed * dist.get_rank())
+    weights = nn.Parameter(torch.randn(3, 1, 1))
+    x = ff.shard(torch.ones(1, 3, 4, 6), on)
+    for _ in range(2):
+        (x * weights).sum().backward()
+
+
+def test_a_criterion_s_parameter_that_differs_between_ranks_is_told() -> None:
+    rank_group(2).run(_of_ranks, 0)
+    with pytest.raises(RankFailure, match="holds other values on rank 1 than on rank 0; make it") as raised:
+        rank_group(2).run(_of_ranks, 7)
+    assert len(raised.value.errors) == 2

@@ -146,8 +146,18 @@ def test_what_is_measured_is_what_stays_alive() -> None:
     assert found[()] > 2 * found[NAMES]
 
 
+class Noting(nn.Module):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.register_buffer("grid", torch.zeros(1))
+        return x
+
+
 def test_measuring_leaves_no_trace_and_holds_nothing() -> None:
     model = blocks.network(dropout=0.3, spectral=True)
+    model.stem.append(Noting())
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     kept: list[int] = []
 
@@ -160,6 +170,7 @@ def test_measuring_leaves_no_trace_and_holds_nothing() -> None:
     costs = measured(model, [f"blocks.{n}" for n in range(3)], forward, lambda: 0.0)
     assert_same(dict(model.named_buffers()), before)
     assert all("forward" not in vars(module) for module in model.modules())
+    assert model.stem[-1].calls == 0 and not hasattr(model.stem[-1], "grid")
     assert kept[0] < saved(costs, ()) / 4
     twice = {block.name: block.bytes for block in costs.blocks}
     assert twice["blocks.2"] > 1.9 * twice["blocks.1"], "the last block runs twice"
@@ -232,3 +243,13 @@ def test_a_budget_that_cannot_be_met_is_refused_alike_on_all_ranks() -> None:
     assert first == second
     assert "is 1000, but with all 3 blocks recomputed" in first
     assert "more microbatches or ranks" in first
+
+
+def test_a_forward_pass_that_asks_for_gradients_cannot_be_measured() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1))
+
+    def forward() -> None:
+        torch.autograd.grad(model(torch.ones(1, 3, 2, 2)).square().sum(), model[0].weight)
+
+    with pytest.raises(StrategyError, match=r"asks for gradients .torch.autograd.grad.; use recompute='blocks'"):
+        measured(model, ["0"], forward, lambda: 0.0)

@@ -1,5 +1,7 @@
 """The moving average of parameters, by hand."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -34,6 +36,23 @@ def test_the_model_holds_the_average_inside_and_its_own_after_an_error_too() -> 
         assert model.weight.item() == 2 and model.weight.data_ptr() == address
         raise OSError
     assert model.weight.item() == 3 and average.state_dict()["weight"].item() == 2
+
+
+def test_its_own_comes_back_where_there_is_no_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(weight(1.0), weight(2.0))
+    average = ParameterAverage(model, 0.5)
+    nn.init.constant_(model[0].weight, 3.0)
+    average.update()
+
+    def none_left(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    with average.applied():
+        assert model[0].weight.item() == 2
+        for make in ("clone", "new_empty", "empty_like"):
+            monkeypatch.setattr(torch.Tensor, make, none_left, raising=False)
+    monkeypatch.undo()
+    assert model[0].weight.item() == 3 and average.state_dict()["0.weight"].item() == 2
 
 
 def test_another_parameter_in_the_place_of_one() -> None:

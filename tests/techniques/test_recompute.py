@@ -115,11 +115,11 @@ class Count(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.calls = nn.Conv2d(3, 3, 3, padding=1), 0
+        self.conv, self.runs = nn.Conv2d(3, 3, 3, padding=1), [0]  # not in an attribute, which recompute puts back
         self.second = nn.Conv2d(3, 3, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.runs[0] += 1
         return self.second(self.conv(x).relu()).sin()  # type: ignore[no-any-return]
 
 
@@ -130,7 +130,7 @@ def counted(names: tuple[str, ...] = (), steps: int = 1) -> tuple[nn.Module, lis
     for _ in range(steps):
         step = ff.TrainStep(model, lambda model, x: model(x).square().mean(), optimizer, strategy)
     step(torch.ones(1, 3, 8, 8))
-    return model, [layer.calls for layer in model]
+    return model, [layer.runs[0] for layer in model]
 
 
 def test_blocks_run_twice_also_after_a_second_step_was_made() -> None:
@@ -144,7 +144,7 @@ def test_a_step_without_recompute_takes_it_out_and_evaluation_does_not_see_it() 
     assert "forward" in vars(model[0])
     with torch.no_grad():
         model(torch.ones(1, 3, 8, 8))
-    assert [layer.calls for layer in model] == [3, 3, 3]
+    assert [layer.runs[0] for layer in model] == [3, 3, 3]
     ff.TrainStep(model, lambda model, x: x, torch.optim.SGD(model.parameters()), ff.Strategy())
     assert "forward" not in vars(model[0])
 
@@ -162,7 +162,7 @@ def test_the_model_is_the_same_to_everyone_else() -> None:
         other[0].conv.weight.data.zero_()
         other(torch.ones(1, 3, 8, 8)).sum().backward()
         assert other[0].conv.weight.grad is not None
-        assert other[0].calls == 3 and model[0].calls == 2, "the copy must not run in the original"
+        assert other[0].runs[0] == 3 and model[0].runs[0] == 2, "the copy must not run in the original"
         assert model[0].conv.weight.abs().sum() > 0
 
 
@@ -272,6 +272,96 @@ def test_a_chain_that_is_called_layer_by_layer_is_named() -> None:
     step = ff.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), ff.Strategy(recompute="blocks"))
     with pytest.warns(UserWarning, match=r"no effect on \[0:2\], \[2:4\]: the model did not call them"):
         step(torch.ones(1, 3, 16, 16))
+
+
+class Renorm(nn.BatchNorm2d):
+    """Its output in training follows from its running statistics, too: batch renormalization, quantized ConvBn."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.running_var.sqrt()[:, None, None]
+        return super().forward(x) * scale
+
+
+class Heated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Renorm(3), nn.Tanh(), nn.Conv2d(3, 3, 1))
+        self.register_buffer("heat", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x / self.heat)
+
+
+class Annealed(nn.Module):
+    """Its blocks' temperature is a new tensor after each forward pass, before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Heated() for _ in range(3)]).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for block in self.blocks:
+            block.heat = block.heat * 0.5
+        return x
+
+
+def annealed(recompute: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Annealed()
+    options = torch.optim.SGD(model.parameters(), lr=0.1), ff.Strategy(recompute=recompute)
+    step = ff.TrainStep(model, lambda model, x: model(x).square().mean(), *options)
+    for _ in range(3):
+        step(torch.randn(2, 3, 5, 6, dtype=torch.float64) * 3)
+    return [*model.parameters(), *model.buffers()]
+
+
+def test_buffers_are_those_of_the_first_pass_whoever_changes_them_after() -> None:
+    assert_same(annealed("blocks"), annealed("none"))
+
+
+class Drawing(nn.Module):
+    """With a counter and a generator of its own, both of which have a say in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
+        self.draws, self.calls = torch.Generator().manual_seed(0), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        kept = torch.rand(len(x), 1, 1, 1, generator=self.draws) > 0.5
+        return x + self.last(self.conv(x).tanh()) * kept / self.calls
+
+
+def drawing(recompute: Any) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Drawing() for _ in range(3)))
+    options = torch.optim.SGD(model.parameters(), lr=0.1), ff.Strategy(recompute=recompute)
+    step = ff.TrainStep(model, lambda model, x: model(x).square().mean(), *options)
+    for _ in range(3):
+        step(torch.randn(4, 3, 5, 6))
+    return [*model.parameters(), *(torch.tensor(block.calls) for block in model)]
+
+
+def test_counters_and_generators_of_blocks_go_on_by_one_pass() -> None:
+    assert_same(drawing("blocks"), drawing("none"))
+
+
+class Clipping(Count):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.conv.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_a_block_that_writes_to_its_parameters_is_refused() -> None:
+    model = nn.Sequential(Clipping(), Clipping(), Clipping())
+    options = torch.optim.SGD(model.parameters(), lr=0.1), ff.Strategy(recompute="blocks")
+    step = ff.TrainStep(model, lambda model, x: model(x).sum(), *options)
+    with pytest.raises(StrategyError, match=r"0 writes to its parameter conv.weight in forward, which it would do"):
+        step(torch.ones(1, 3, 8, 8))
 
 
 class Writing(Count):

@@ -193,6 +193,12 @@ class Averaging:
         self._alone.clear()
         self._settle(*self._on_any_rank(came), simulated)
 
+    def average_left(self) -> None:
+        """Average what is not averaged yet, in which all ranks are alike."""
+        if self._alone:
+            self._average(self._on_any_rank(_Came({p for p in self._alone if p.grad is not None}, [])).used)
+            self._alone.clear()
+
     def _settle(self, used: set[nn.Parameter], lacking: list[nn.Parameter], simulated: bool) -> None:
         """After DDP's pass, on all ranks alike: what is not used has no gradient, what is not DDP's is averaged too."""
         for parameter in self._for:

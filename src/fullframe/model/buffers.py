@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fullframe.errors import MeshError
 from fullframe.model.fsdp import is_sharded
 from fullframe.ranks.raw_bytes import share_values
+from fullframe.spatial.tensor import SpatialTensor
 
 Buffer = tuple[nn.Module, str, Tensor]
 
@@ -42,12 +44,16 @@ def return_buffers(there: Sequence[Buffer]) -> None:
 class KeptBuffers:
     """A copy of a model's buffers, to put back what a step that came to nothing has done to them.
 
-    It is taken again when the first forward pass begins, for by then the replicas have all taken rank 0's.
+    It is taken again when the first forward pass begins, for by then the replicas have all taken rank 0's. A buffer
+    that the step has put in another's place, made longer, or made where there was none, is taken away again; one of a
+    name that was not there (a grid that the first forward makes) is left, as the model may have noted that it is there,
+    unless it holds what is not finite.
     """
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._kept: list[Tensor] = []
+        self._there: list[tuple[nn.Module, str, Tensor | None]] = []
+        self._kept: list[Tensor] = []  # of those that are there
         self._hook: RemovableHandle | None = None
 
     def keep(self) -> None:
@@ -61,8 +67,9 @@ class KeptBuffers:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        buffers = list(self._model.buffers())
-        if [b.shape for b in buffers] != [k.shape for k in self._kept]:
+        self._there = [(o, name, buffer) for o in self._model.modules() for name, buffer in o._buffers.items()]
+        buffers = [buffer for _, _, buffer in self._there if buffer is not None]
+        if [(b.shape, b.dtype) for b in buffers] != [(k.shape, k.dtype) for k in self._kept]:
             self._kept = [torch.empty_like(buffer) for buffer in buffers]
         if buffers:
             torch._foreach_copy_(self._kept, buffers)
@@ -70,11 +77,38 @@ class KeptBuffers:
     @torch.no_grad()
     def restore(self) -> None:
         """Put the copy back."""
-        for buffer, kept in zip(self._model.buffers(), self._kept, strict=False):
-            if buffer.shape == kept.shape and not buffer.is_inference():  # else it was made anew
-                buffer.copy_(kept)
+        self._take_new_ones()
+        kept = iter(self._kept)
+        for owner, name, buffer in self._there:
+            owner._buffers[name] = buffer
+            if buffer is None:
+                continue
+            value = next(kept)
+            if buffer.shape != value.shape:
+                buffer.data = value.clone()
+            elif not buffer.is_inference():
+                buffer.copy_(value)
+
+    def _take_new_ones(self) -> None:
+        known = {(owner, name) for owner, name, _ in self._there}
+        for owner in self._model.modules():
+            for name, buffer in list(owner._buffers.items()):
+                if (owner, name) not in known and buffer is not None and not buffer.isfinite().all():
+                    delattr(owner, name)
 
 
 def share_buffers(model: nn.Module) -> None:
     """Every rank takes the buffers of the job's first rank."""
     share_values(buffer for buffer in model.buffers() if buffer.numel() and not is_sharded(buffer))
+
+
+def require_whole_buffers(model: nn.Module) -> None:
+    """Raises MeshError where one is split: replicas and copies take over what the first rank has, whole."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, SpatialTensor):
+                raise MeshError(
+                    f"the buffer {name} of {type(module).__name__} is a split tensor, which replicas and copies of the "
+                    "model cannot take over from the first rank; keep it whole (.full()), or in an attribute that is "
+                    "no buffer"
+                )

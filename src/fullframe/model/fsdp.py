@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from fullframe.errors import DivergenceError, GradientError, MeshError
+from fullframe.errors import DivergenceError, GradientError, MeshError, StrategyError
 from fullframe.model.blocks import repeated_blocks
 from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.model.unused import say_unused
@@ -62,6 +62,7 @@ class ShardedParameters:
             module = model.get_submodule(name)
             if not isinstance(module, FSDPModule):
                 _require_one_dtype(name, module)
+                _WrittenIn(module, name, spatial.channel.tagged)
                 module.register_forward_hook(_without_views)  # before torch's own, which hooks what it returns
                 # Also the root: torch would keep its parameters whole after a forward pass without a backward pass,
                 # and go on with those when the optimizer or an average has long changed the sharded ones.
@@ -106,7 +107,8 @@ class ShardedParameters:
                     parameter.register_post_accumulate_grad_hook(self._noting(prefix + own))
 
     def _noting(self, name: str) -> Callable[[Tensor], None]:
-        return lambda parameter: self._got.add(name)
+        """Not where a Function's backward gave None, of which torch tells the hook, too."""
+        return lambda parameter: None if parameter.grad is None else self._got.add(name)
 
     def begin(self) -> None:
         """A forward pass begins. Raises GradientError where torch would pass over what the user has changed."""
@@ -187,6 +189,50 @@ class ShardedParameters:
     def set_gradient_sync(self, on: bool) -> None:
         """Whether backward averages gradients over the ranks, or adds them up whole on each."""
         self._root.set_requires_gradient_sync(on)
+
+
+class _WrittenIn:
+    """Raises StrategyError where a unit's forward writes to its parameters: what was gathered is thrown away after it.
+
+    In the unit's first forward pass in training also where it does so by `.data`, of which no version tells. To be made
+    before torch's own hooks, of which the first gathers before ours and the last gives back after ours.
+    """
+
+    def __init__(self, unit: nn.Module, name: str, is_real: bool):
+        self._name, self._looks_at_values = name, is_real
+        self._own = [
+            (f"{path}.{own}".lstrip("."), module, own)
+            for path, module in unit.named_modules()
+            for own, parameter in module._parameters.items()
+            if parameter is not None and not is_sharded(parameter)
+        ]
+        self._before: list[tuple[str, Tensor, int, str | None]] = []
+        unit.register_forward_pre_hook(self._note)
+        unit.register_forward_hook(self._compare)
+
+    def _note(self, unit: nn.Module, args: Any) -> None:
+        self._before = []
+        if torch.is_inference_mode_enabled():  # which has no versions, and writes to no parameter
+            return
+        self._looks_at_values = self._looks_at_values and unit.training
+        gathered: Any = [(name, module._parameters[own]) for name, module, own in self._own]
+        self._before = [(name, p, p._version, _sum(p) if self._looks_at_values else None) for name, p in gathered]
+
+    def _compare(self, unit: nn.Module, args: Any, output: Any) -> None:
+        before, self._before = self._before, []
+        for name, parameter, version, total in before:
+            if parameter._version != version or (total is not None and _sum(parameter) != total):
+                raise StrategyError(
+                    f"{f'{self._name}.{name}'.lstrip('.')} is written to in forward, which sharded parameters would "
+                    "lose, for what is gathered for it is thrown away; make it a buffer, or do without shard_parameters"
+                )
+        self._looks_at_values = False
+
+
+@torch.no_grad()
+def _sum(parameter: Tensor) -> str:
+    """In words, for NaN is like no number."""
+    return str(torch.view_as_real(parameter).sum() if parameter.is_complex() else parameter.sum(dtype=torch.float64))
 
 
 class _Once(PatchedForward):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 
 from fullframe.errors import CheckpointError, GradientError, MeshError, ShapeError, StrategyError
 from fullframe.model.averaging import Averaging
-from fullframe.model.buffers import share_buffers
+from fullframe.model.buffers import require_whole_buffers, share_buffers
 from fullframe.model.compiled.blocks import CompiledBlocks, compiled_blocks
 from fullframe.model.door import Undressed, unwrapped, wrapped
 from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
@@ -211,6 +211,10 @@ class ParallelModel(nn.Module):
                 setattr(made, name, copy.copy(hooks))
         return made
 
+    def _replicate_for_data_parallel(self) -> Any:
+        """Raises MeshError: nn.DataParallel calls it, to make copies of one process's model."""
+        raise MeshError("nn.DataParallel knows no mesh; start one process for each GPU, without it")
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises CheckpointError: the mesh that it is on is that of running processes."""
         raise CheckpointError(
@@ -231,8 +235,10 @@ class ParallelModel(nn.Module):
     def _called(self, method: str, args: Any, kwargs: Any) -> Any:
         """The model, or a method of it, called by way of the door and DDP."""
         run = self._as_called
-        if self._replicas > 1 and self.training and not isinstance(run, DistributedDataParallel):
-            share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
+        if self._replicas > 1 and self.training:
+            require_whole_buffers(self.module)
+            if not isinstance(run, DistributedDataParallel):
+                share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
         if self._sharded is not None:
             self._sharded.begin()
         leaves, shells = unwrapped((args, kwargs))
@@ -329,6 +335,11 @@ class ParallelModel(nn.Module):
         finally:
             self._sync(before)
 
+    def _average_left(self) -> None:
+        """Average what passes in `no_sync()` have left where no pass came after them; all ranks call it."""
+        if self._averaging is not None:
+            self._averaging.average_left()
+
     def _sync(self, on: bool) -> None:
         self._syncing = on
         if self._averaging is not None:
@@ -364,7 +375,11 @@ def _require_plain(model: nn.Module) -> None:
 
 
 def _require_same_tensors(model: nn.Module) -> None:
-    """Raises ShapeError on all ranks, naming the first difference, where they have other parameters or buffers."""
+    """Raises ShapeError on all ranks, naming the first difference, where they have other parameters or buffers.
+
+    MeshError where a buffer is split.
+    """
+    require_whole_buffers(model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     mine = [
         f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{', trained' * (name in trained)}"

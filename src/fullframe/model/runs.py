@@ -26,17 +26,25 @@ def runs_of_layers(model: nn.Module) -> list[str]:
 
 
 def _outermost(module: nn.Module, name: str) -> list[tuple[str, Any]]:
-    is_plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    if is_plain and len(_with_weights(module)) >= _FEWEST:  # type: ignore[arg-type]
+    if _is_plain(module) and len(_with_weights(module)) >= _FEWEST:  # type: ignore[arg-type]
         return [(name, module)]
     children = [(f"{name}.{child}" if name else child, submodule) for child, submodule in module.named_children()]
     return [found for child, submodule in children for found in _outermost(submodule, child)]
 
 
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it is a Sequential with the forward of its class, or one that we have put around it."""
+    own = vars(module).get("forward")
+    while isinstance(own, PatchedForward):
+        own = own.original
+    forward = type(module).forward if own is None else getattr(own, "__func__", own)
+    return isinstance(module, nn.Sequential) and forward is nn.Sequential.forward
+
+
 def outermost_sequentials(model: nn.Module) -> list[nn.Sequential]:
     """The Sequentials that are in no other and run their children one after another."""
-    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        return [model]
+    if _is_plain(model):
+        return [model]  # type: ignore[list-item]
     return [found for child in model.children() for found in outermost_sequentials(child)]
 
 

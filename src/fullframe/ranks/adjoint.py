@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fullframe.errors import UnsupportedOp
+from fullframe.errors import GradientError, UnsupportedOp
 
 Map = Callable[[Tensor], Tensor]
 Computation = TypeVar("Computation", bound=Callable[..., Any])
@@ -62,6 +62,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         if gradient is None:  # on no rank, as all run one program
             return None, None, None, None
+        if hasattr(gradient, "full_tensor"):
+            raise GradientError(
+                "a loss has been added to values of sharded parameters (a penalty on weights?), which are DTensors; "
+                "take them of parameter.full_tensor()"
+            )
         return linear(gradient, *ctx.back), None, None, None
 
 

@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from fullframe.errors import DivergenceError
+from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.collectives import all_sum
 from fullframe.ranks.mesh import Spatial, axes_in
 from fullframe.spatial.rules.registry import setters, writes
@@ -134,6 +137,7 @@ def enter(whole: Tensor, spatial: Spatial) -> Tensor:
     if not whole.requires_grad or whole in _parameters:
         return whole
     if whole.is_leaf and isinstance(whole, nn.Parameter):
+        _require_alike(whole, spatial)
         _parameters.add(whole, _averaging(weakref.ref(whole), spatial.replica))
         return whole
     if spatial.size == 1:
@@ -141,6 +145,24 @@ def enter(whole: Tensor, spatial: Spatial) -> Tensor:
     alias = whole.view_as(whole)
     alias.register_hook(lambda gradient: mean_over_ranks(gradient, spatial.replica))
     return alias
+
+
+@torch.no_grad()
+def _require_alike(parameter: nn.Parameter, spatial: Spatial) -> None:
+    """Raises DivergenceError on all ranks of the replica where they hold different values: no one has shared them."""
+    if spatial.size == 1 or not spatial.channel.tagged or is_dynamo_compiling():  # in a simulation others send nothing
+        return
+    numbers = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    told = str(numbers.sum(dtype=torch.float64).item())  # in words, for NaN is like no number
+    everyone = from_all_ranks(told, spatial.replica)
+    if len(set(everyone)) > 1:
+        ranks = spatial.replica_ranks
+        other = next(rank for rank, one in zip(ranks, everyone, strict=True) if one != everyone[0])
+        raise DivergenceError(
+            f"a parameter of shape {tuple(parameter.shape)} that is no model's (a criterion's?) meets a split tensor, "
+            f"and holds other values on rank {other} than on rank {ranks[0]}; make it from the same seed on all ranks, "
+            "or broadcast the first rank's"
+        )
 
 
 def _averaging(parameter: Any, replica: dist.ProcessGroup) -> Hook:

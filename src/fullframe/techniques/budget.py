@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_iter
 
 from fullframe.errors import StrategyError
+from fullframe.model.attributes import kept_attributes
 from fullframe.model.buffers import borrow_buffers, return_buffers
 from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.model.runs import part
@@ -88,8 +89,8 @@ def measured(
 ) -> Costs:
     """This rank's costs of the named blocks, from running `forward`, a microbatch's forward pass with its loss.
 
-    Nothing is kept for backward meanwhile, so it fits where the step does. Buffers are put back; random states are
-    the caller's. `clock()` tells seconds.
+    Nothing is kept for backward meanwhile, so it fits where the step does. Buffers and attributes of modules are put
+    back; random states are the caller's. `clock()` tells seconds.
     """
     there = borrow_buffers(model, {})
     ledger = _Ledger(model, clock)
@@ -97,7 +98,7 @@ def measured(
     for name, block in zip(names, blocks, strict=True):
         block.forward = _Measured(block, name, ledger)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(ledger.note_saved, _never_unpacked):
+        with kept_attributes(model), torch.autograd.graph.saved_tensors_hooks(ledger.note_saved, _never_unpacked):
             forward()
     finally:
         for block in blocks:
@@ -193,4 +194,7 @@ class _Measured(PatchedForward):
 
 
 def _never_unpacked(packed: None) -> Tensor:
-    raise AssertionError("a measured forward pass has no backward pass")
+    raise StrategyError(
+        "recompute='budget' measures a forward pass that keeps nothing, and this one asks for gradients "
+        "(torch.autograd.grad); use recompute='blocks'"
+    )

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullframe.model.fsdp import is_sharded
+
 
 class ParameterAverage:
     """`average = decay * average + (1 - decay) * parameter` after each step; sharded parameters are averaged sharded.
@@ -37,20 +39,19 @@ class ParameterAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model holds the averages."""
+        """Inside, the model holds the averages. What it takes to put them back is allocated before."""
         self._follow()
-        self._swap()
+        pairs = [(_local(p.detach()), _local(self._average[name])) for name, p in self._parameters.items()]
+        largest: dict[tuple[torch.dtype, torch.device], int] = {}
+        for own, _ in pairs:
+            kind = own.dtype, own.device
+            largest[kind] = max(largest.get(kind, 0), own.numel())
+        aside = {kind: torch.empty(size, dtype=kind[0], device=kind[1]) for kind, size in largest.items()}
+        _swap(pairs, aside)
         try:
             yield
         finally:
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for name, parameter in self._parameters.items():
-            own = parameter.detach().clone()
-            parameter.copy_(self._average[name])
-            self._average[name].copy_(own)
+            _swap(pairs, aside)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages, by the parameters' names."""
@@ -61,3 +62,15 @@ class ParameterAverage:
         """Go on from `state`; raises KeyError when it is of another model."""
         for name, average in self._average.items():
             average.copy_(state[name])
+
+
+@torch.no_grad()
+def _swap(pairs: list[tuple[Tensor, Tensor]], aside: dict[tuple[torch.dtype, torch.device], Tensor]) -> None:
+    for own, other in pairs:
+        kept = aside[own.dtype, own.device][: own.numel()].view(own.shape).copy_(own)
+        own.copy_(other)
+        other.copy_(kept)
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if is_sharded(value) else value

@@ -1,8 +1,8 @@
 """Blocks whose activations are thrown away after their forward and computed again in backward.
 
 Non-reentrant `torch.utils.checkpoint` inside the block's own forward, so the hooks of FSDP and of users run once. The
-second pass starts from the random states and buffers of the first, and what it does to either is forgotten: batch norm
-counts a batch once, dropout draws the same. It multiplies fp32 numbers as the first did, in TF32 or not.
+second pass starts from the random states, buffers and attributes of the first, and what it does to them is forgotten:
+batch norm counts a batch once, dropout draws the same. It multiplies fp32 numbers as the first did, in TF32 or not.
 """
 
 import random
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from fullframe.errors import StrategyError
+from fullframe.model.attributes import Attributes
 from fullframe.model.blocks import blocks_that_repeat, examples, matching
 from fullframe.model.buffers import borrow_buffers, buffers_of, return_buffers
 from fullframe.model.forward_patch import PatchedForward
@@ -29,6 +30,7 @@ from fullframe.strategy import Strategy
 from fullframe.techniques.budget import Costs, choose
 from fullframe.techniques.precision import Fp32Math, fp32_math
 
+_SMALL_BYTES = 65_536
 _NOT_IN_PLACE = "use inplace=False in its first layer, or name other modules with recompute_modules"
 
 
@@ -89,7 +91,7 @@ class Recomputed(PatchedForward):
                 args, kwargs = tree_unflatten(dressed, spec)
             return self.original(*args, **kwargs)
 
-        before = _Before(self._module)
+        before = _Before(self._module, self._name)
         result = checkpoint(run, *locals_, use_reentrant=False, context_fn=lambda: (before.noting(), before))
         if any(tensor._version != version for tensor, version in versions):
             raise StrategyError(f"{self._name} writes to its input, so it cannot be recomputed from it; {self._remedy}")
@@ -99,34 +101,42 @@ class Recomputed(PatchedForward):
 class _Before:
     """What the first pass starts from, beside its inputs and torch's random states."""
 
-    def __init__(self, module: nn.Module):
-        self.module = module
+    def __init__(self, module: nn.Module, name: str):
+        self.module, self.name = module, name
+        self.attributes = Attributes(module)
         self.random_states = random.getstate(), np.random.get_state()
         self.math = Fp32Math.now()
-        self.buffers: dict[tuple[nn.Module, str], Tensor] = {}  # as they were, of those that the pass has changed
+        self.buffers: dict[tuple[nn.Module, str], Tensor] = {}  # as they were
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Around the first pass."""
-        # Without batch norm's: its kernel writes them unseen by autograd, but its output does not follow from them.
         watched = [
             (owner, name, buffer, buffer._version, buffer.detach().clone())
             for owner, name, buffer in buffers_of(self.module)
-            if not isinstance(owner, _NormBase)
         ]
+        versions = [(name, parameter, parameter._version) for name, parameter in self.module.named_parameters()]
         try:
             yield
         finally:
             for owner, name, buffer, version, copy in watched:
-                if owner._buffers.get(name) is not buffer:
-                    self.buffers[owner, name] = buffer
-                elif buffer._version != version:
-                    self.buffers[owner, name] = copy
+                # Of a large one that the pass left alone no copy: an unrolled block would hold one for each iteration.
+                # Batch norm's kernel writes its statistics unseen by autograd.
+                seen = not isinstance(owner, _NormBase) and buffer._version == version
+                self.buffers[owner, name] = buffer if seen and buffer.nbytes > _SMALL_BYTES else copy
+        written = [name for name, parameter, version in versions if parameter._version != version]
+        if written:
+            raise StrategyError(
+                f"{self.name} writes to its parameter {written[0]} in forward, which it would do once more when it is "
+                "recomputed; make it a buffer, or name other modules with recompute_modules"
+            )
 
     def __enter__(self) -> None:
         """Around the second pass, which can come more than once: it starts as the first did and leaves no trace."""
         self._now = random.getstate(), np.random.get_state()
         _set_random_states(self.random_states)
+        self._now_set = Attributes(self.module)
+        self.attributes.put_back()
         self._there = borrow_buffers(self.module, self.buffers)
         self._math = fp32_math(self.math)
         self._math.__enter__()
@@ -134,6 +144,8 @@ class _Before:
     def __exit__(self, *error: object) -> None:
         self._math.__exit__(None, None, None)
         return_buffers(self._there)
+        self._now_set.put_back()
+        del self._now_set
         _set_random_states(self._now)
 
 

@@ -56,3 +56,19 @@ def test_a_buffer_that_two_stages_write_with_several_microbatches() -> None:
     whole[0].calls = whole[0].calls + 1
     with pytest.raises(StrategyError, match=r"Counting changes its buffer 0\.calls in forward.*microbatches=1"):
         buffers.end()
+
+
+class OfRunningStatistics(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.running_mean is not None
+        self.running_mean += x.mean()
+        return x - self.running_mean
+
+
+def test_a_norm_of_the_users_may_read_its_running_statistics() -> None:
+    whole = nn.ModuleList([OfRunningStatistics(1)])
+    buffers = StageBuffers(whole, [[whole[0]], [whole[0]]], 0, 2)
+    buffers.begin()
+    whole[0](torch.ones(2, 1))
+    with pytest.raises(StrategyError, match=r"OfRunningStatistics changes its buffer 0\.running_mean in forward"):
+        buffers.end()

@@ -253,3 +253,20 @@ def test_a_run_goes_on_on_other_stages(tmp_path: Path) -> None:
 
 def test_how_many_stages_there_can_be() -> None:
     assert (parts_of(convolutional()), parts_of(Headed()), parts_of(Iterating()), parts_of(Step())) == (14, 14, 6, 0)
+
+
+class Noting(nn.Module):
+    """Knows how often it ran, and keeps what it made of its first input."""
+
+    calls, grid = 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.grid = torch.ones_like(x) if self.grid is None else self.grid
+        return x + self.grid
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    layers = [nn.Conv2d(3, 3, 1), Noting()]
+    assert kept_bytes(layers, torch.zeros(1, 3, 4, 4)) == [192.0, 0.0]
+    assert layers[1].calls == 0 and layers[1].grid is None

@@ -112,10 +112,10 @@ def test_split_over_ranks(mesh: tuple[int, int]) -> None:
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.calls = nn.Parameter(torch.ones(3)), 0
+        self.weight, self.runs = nn.Parameter(torch.ones(3)), [0]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        self.runs[0] += 1
         return torch.sin(x * self.weight)
 
 
@@ -123,14 +123,14 @@ class Counting(nn.Module):
 def test_a_budget_runs_again_what_theory_says(states: int) -> None:
     block = Counting()
     unroll(block, 20, recompute=states * 12 + 5)(torch.ones(3)).sum().backward()
-    assert block.calls == 20 + extra_runs(20, states)
+    assert block.runs[0] == 20 + extra_runs(20, states)
 
 
 def test_in_evaluation_nothing_is_kept() -> None:
     block = Counting()
     with torch.no_grad():
         result = unroll(block, 5, recompute=True)(torch.ones(3))
-    assert block.calls == 5 and not result.requires_grad
+    assert block.runs[0] == 5 and not result.requires_grad
 
 
 def test_parameters_are_the_block_s() -> None:

@@ -148,12 +148,12 @@ def _update_of_batch(running: _Running, copies: int, found: Statistics) -> None:
 class OverReplicas(TorchFunctionMode):
     """Inside, batch norm in training takes its statistics from all ranks of the job, split tensors or whole.
 
-    `ranks` are those of a replica, which hold the same of what is whole.
+    `ranks` are those of a replica, which hold the same of what is whole. `asked`: batch norm was called.
     """
 
     def __init__(self, ranks: int):
         super().__init__()
-        self._ranks = ranks
+        self._ranks, self.asked = ranks, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (self._batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
@@ -169,6 +169,7 @@ class OverReplicas(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
+        self.asked = True
         everyone = dist.group.WORLD
         assert everyone is not None
         if not training or (isinstance(input, SpatialTensor) and input.spec.is_split(1)):

@@ -46,7 +46,7 @@ class StageBuffers:
         here = nn.ModuleList(dict.fromkeys(stages[stage]))
         counts = Counter(module for each in stages for module in nn.ModuleList(dict.fromkeys(each)).modules())
         self._shared = {names[m]: m for m in here.modules() if m in names and counts[m] > 1 and microbatches > 1}
-        self._norms = {name: m for name, m in self._shared.items() if _counts(m)}
+        self._norms = {name: m for name, m in self._shared.items() if _counts(m) and _is_torchs(m)}
         self._owners = {names[m]: m for m in whole.modules()}
         self._watched = [(names[owner], owner, name) for owner, name, _ in buffers_of(here) if owner in names]
         self._before: dict[str, tuple[Tensor, int]] = {}
@@ -139,6 +139,11 @@ class StageBuffers:
 def _counts(module: nn.Module) -> bool:
     """Whether it is a norm that adds to its running statistics, by a kernel that autograd's counters do not see."""
     return isinstance(module, _NormBase) and module.training and module.running_mean is not None
+
+
+def _is_torchs(norm: nn.Module) -> bool:
+    """Whether its output does not follow from its running statistics; a forward of the user's may read them."""
+    return type(norm).forward.__module__.startswith("torch.nn.")
 
 
 def _running(norm: Any) -> tuple[Tensor, Tensor, Tensor]:

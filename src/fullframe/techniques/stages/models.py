@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fullframe.errors import StrategyError
 from fullframe.geometry.extents import Extents
+from fullframe.model.attributes import kept_attributes
 from fullframe.model.forward_patch import PatchedForward
 from fullframe.model.runs import layers_in_runs, outermost_sequentials
 from fullframe.ranks.mesh import init_mesh
@@ -193,7 +194,8 @@ def trials(layers: Sequence[nn.Module], input: Any) -> list[Trial]:
     """
     found: list[Trial] = []
     device = input.device.type if torch.is_autocast_enabled(input.device.type) else "meta"
-    with _disable_current_modes(), kept_random_state(), nullcontext() if device == "meta" else FakeTensorMode():
+    without_numbers = nullcontext() if device == "meta" else FakeTensorMode()
+    with _disable_current_modes(), kept_random_state(), kept_attributes(*layers), without_numbers:
         state: Any = torch.empty(input.shape, dtype=input.dtype, device=device)
         try:
             for layer in layers:

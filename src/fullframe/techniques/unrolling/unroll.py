@@ -325,14 +325,14 @@ class _Part(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(dict.fromkeys(blocks))
         self._run, self._schedule = run, schedule
-        self._before: dict[str, Tensor] | None = None  # buffers on other devices, before the first time
+        self._before: list[dict[str, Tensor]] = []  # buffers on other devices, before the first time
 
     def forward(self, state: Any, *inputs: Any) -> Any:
         run = self._run
-        if self._before is None:
-            self._before = {name: value.clone() for name, value in run.buffers.items()}
+        if not self._before:  # whose entry stays when it is run again, as an attribute would not
+            self._before.append({name: value.clone() for name, value in run.buffers.items()})
             return self._last_state(state, inputs)
-        now, run.buffers = run.buffers, {name: value.clone() for name, value in self._before.items()}
+        now, run.buffers = run.buffers, {name: value.clone() for name, value in self._before[0].items()}
         try:
             return self._last_state(state, inputs)
         finally:

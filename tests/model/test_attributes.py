@@ -1,0 +1,54 @@
+"""What a forward pass sets on modules, taken back."""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fullframe.model.attributes import kept_attributes
+
+
+class Noting(nn.Module):
+    """Counts, keeps what it made, and registers a buffer, in the place of one and beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.grid = 0, None
+        self.register_buffer("center", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.grid, self.more = torch.zeros_like(x), [x]
+        self.center = x
+        self.register_buffer("seen", x)
+        return x
+
+
+def test_attributes_and_buffers_are_as_before_after_an_error_too() -> None:
+    model = nn.Sequential(Noting(), Noting())
+    before = dict(vars(model[0]))
+    try:
+        with kept_attributes(model):
+            model(torch.zeros(2))
+            assert model[1].calls == 1 and model[1].seen is model[1].center is not None
+            raise OSError
+    except OSError:
+        pass
+    assert vars(model[0]) == before and model[0].center is None and not hasattr(model[1], "seen")
+    model(torch.zeros(2))
+    assert model[1].calls == 1
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws, self.numbers = torch.Generator().manual_seed(0), np.random.default_rng(0)
+
+    def forward(self) -> tuple[float, float]:
+        return float(torch.rand((), generator=self.draws)), float(self.numbers.uniform())
+
+
+def test_generators_draw_the_same_again() -> None:
+    model = Drawing()
+    with kept_attributes(model):
+        found = model()
+    assert model() == found != model()
