@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import fullframe as ff
 from fullframe.errors import RecipeError
 from fullframe.recipe import load_recipe, values_of
+from tests.training.tiny import Network, recipe
 
 RECIPE = """
 import torch
@@ -117,3 +119,15 @@ def test_values_of_a_recipe(tmp_path: Path) -> None:
     for words, said in ((["lr"], "no value"), (["l r=1"], "no value"), (["lr=1", "lr=2"], "twice")):
         with pytest.raises(RecipeError, match=said):
             values_of(words)
+
+
+def test_a_model_that_comes_in_eval_mode_is_trained_and_that_is_said(tmp_path: Path) -> None:
+    def half_frozen() -> Network:
+        model = Network()
+        model.body[1].eval()
+        return model
+
+    with pytest.warns(UserWarning, match=r"recipe.model\(\) gives a model in eval mode"):
+        trained = ff.fit(recipe(model=lambda: Network().eval(), steps=1), ff.Strategy(), tmp_path / "run")
+    assert int(trained.body[1].num_batches_tracked) == 1
+    assert not recipe(model=half_frozen).training_model().body[1].training

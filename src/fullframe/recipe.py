@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
@@ -43,7 +44,8 @@ class Parameters:
 class Recipe:
     """What to train. Every callable is called on every rank.
 
-    model:           () -> nn.Module, unmodified; its initial values follow from `seed`
+    model:           () -> nn.Module, unmodified; its initial values follow from `seed`. One that comes in eval mode, as
+                     `from_pretrained` gives it, is put into training mode; its modules alone may be in eval mode
     loss:            (model, batch) -> scalar mean, or (sum, count): then the update is divided by the true count of
                      the whole job's batch
     optimizer:       (parameters) -> torch Optimizer; `parameters.named()` gives names too, for groups by name
@@ -111,6 +113,18 @@ class Recipe:
             require_count(RecipeError, f"recipe.{name}", getattr(self, name))
         for name in ("seed", "workers"):
             require_count(RecipeError, f"recipe.{name}", getattr(self, name), least=0)
+
+    def training_model(self) -> nn.Module:
+        """What `model` gives, in training mode, where the whole of it came in eval mode; that is said."""
+        model = self.model()
+        if not getattr(model, "training", True):
+            warnings.warn(
+                "recipe.model() gives a model in eval mode, as from_pretrained does; it is trained in training mode. "
+                "For fixed statistics of batch norm or no dropout, put those modules into eval mode, not the model",
+                stacklevel=2,
+            )
+            model.train()
+        return model
 
 
 def load_recipe(path: str | Path, values: Mapping[str, Any] | None = None) -> Recipe:

@@ -308,3 +308,11 @@ def test_a_whole_run(option, tmp_path):
                 assert record[name] == pytest.approx(wanted[name], rel=1e-9), name
     images = [torch.load(tmp_path / run / "finished.pt") for run in ("plain", option)]
     torch.testing.assert_close(*images, rtol=1e-10, atol=1e-13)
+
+
+def test_groups_that_share_a_tensor_as_rate_begin_with_the_same():
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(2)], rate)
+    for factor in (0.25, 1.0):
+        set_learning_rate(optimizer, factor)
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5 * factor] * 2

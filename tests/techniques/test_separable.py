@@ -90,3 +90,19 @@ def refused(option: str, of_all: str) -> str:
 @pytest.mark.parametrize("option", ["shard_optimizer", "update_in_backward"])
 def test_training_refuses_it_on_all_ranks(option: str) -> None:
     assert all(option in said for said in rank_group(2).run(refused, option, "norm"))
+
+
+class Holding(torch.optim.Optimizer):
+    """Its steps are those of the optimizer that it holds, whose parameters are the user's."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+def test_one_that_does_not_touch_what_it_is_tried_on_is_refused() -> None:
+    with pytest.raises(StrategyError, match="cannot be told, as a copy of it updates none"):
+        require_separable(Holding(torch.optim.SGD(net(), 0.1)), "update_in_backward")

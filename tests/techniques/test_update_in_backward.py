@@ -12,7 +12,7 @@ import fullframe as ff
 from fullframe.errors import GradientError, StrategyError
 from fullframe.model.parallelize import parallelize_for
 from fullframe.techniques.optimizers import build_optimizer
-from tests.rank_group import rank_group
+from tests.rank_group import RankFailure, rank_group
 from tests.techniques.test_optimizers import ADAMW, changes, grouped, trained
 from tests.training.test_combinations import BATCH, batch_of, error, exact_loss, network
 from tests.training.test_step import Spike
@@ -218,6 +218,70 @@ class Counting(SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_that_counts_its_steps_is_refused():
-    with pytest.raises(StrategyError, match="Counting counts steps in its parameter groups"):
-        trained(ff.Strategy(update_in_backward=True), grouped(Counting))
+class CountingInAttribute(SGD):
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step(closure)
+
+
+class CountingForAll(SGD):
+    def step(self, closure=None):
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingInAttribute, CountingForAll])
+def test_an_optimizer_that_counts_its_steps_is_refused(kind):
+    with pytest.raises(StrategyError, match=f"{kind.__name__} counts steps by itself"):
+        trained(ff.Strategy(update_in_backward=True), grouped(kind))
+
+
+def test_an_optimizer_with_step_hooks_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), 0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(StrategyError, match="SGD has step hooks"):
+        ff.TrainStep(model, lambda model, x: model(x).sum(), optimizer, ff.Strategy(update_in_backward=True))
+
+
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class Stopped(nn.Module):
+    """The gradient of `side` is stopped by a Function, which torch tells only when backward comes there."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.side, self.last = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh() + Stop.apply(self.side(x)))
+
+
+def stopped(strategy):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, 7, dtype=torch.float64)
+    mesh = ff.init_mesh()
+    model = parallelize_for(strategy, Stopped().double(), mesh, find_unused_parameters=True)
+    step = ff.TrainStep(model, lambda m, x: m(x).square().mean(), AdamW(model.parameters(), weight_decay=0.5), strategy)
+    for _ in range(2):
+        step(x[mesh.get_local_rank("data") :: strategy.data])
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
+
+def test_a_gradient_that_a_function_stops_is_none():
+    expected = stopped(ff.Strategy())
+    torch.testing.assert_close(stopped(ff.Strategy(update_in_backward=True)), expected, rtol=1e-12, atol=1e-15)
+    for found in rank_group(2).run(stopped, ff.Strategy(data=2, shard_parameters=True)):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    with pytest.raises(RankFailure, match=r"side.(weight|bias) gets no gradient, though the loss depends on it"):
+        rank_group(2).run(stopped, ff.Strategy(data=2, update_in_backward=True))

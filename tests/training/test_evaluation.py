@@ -283,3 +283,9 @@ def test_evaluation_computes_as_training_does():
     assert evaluate(recipe, model, mesh, precision="bf16") == {"one": 1.0} == evaluate(recipe, model, mesh)
     assert seen == [torch.bfloat16, torch.float32]
     assert evaluate(tiny.recipe(), model, mesh) == {}
+
+
+def test_no_samples_are_not_measured_as_nothing(tmp_path):
+    job = tiny.recipe(evaluation_data=lambda: tiny.Frames(0), evaluate=tiny.evaluate, steps=1)
+    with pytest.raises(RecipeError, match=r"recipe.evaluation_data\(\) has no samples"):
+        ff.fit(job, ff.Strategy(), tmp_path / "run")

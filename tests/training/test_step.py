@@ -229,3 +229,50 @@ def test_an_optimizer_that_wants_a_closure_is_refused():
     model = network()
     with pytest.raises(RecipeError, match=r"LBFGS computes the loss again and again .* needs no closure"):
         ff.TrainStep(model, mean_loss, torch.optim.LBFGS(model.parameters()), ff.Strategy())
+
+
+def test_an_optimizer_with_a_parameter_of_its_own_is_refused():
+    model, weight = network(), nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([*model.parameters(), weight], lr=0.5)
+    with pytest.raises(RecipeError, match=r"group 0 has a parameter of shape \(\) that is not the model's"):
+        ff.TrainStep(model, loss, optimizer, ff.Strategy())
+
+
+def test_a_child_called_module_is_not_taken_for_the_model():
+    model = nn.Module()
+    model.module, model.head = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    strategy = ff.Strategy(update_in_backward=True, ema_decay=0.5)
+    step = ff.TrainStep(
+        model, lambda m, x: m.head(m.module(x)).square().mean(), torch.optim.SGD(model.parameters(), 0.5), strategy
+    )
+    before = model.head[0].weight.detach().clone()
+    step(torch.randn(3, 2))
+    assert not torch.equal(model.head[0].weight, before) and "head.0.weight" in step.average.state_dict()
+    before = model.head[1].running_mean.clone()
+    assert step(torch.full((3, 2), math.inf)).skipped and torch.equal(model.head[1].running_mean, before)
+
+
+def valid_only(model, batch):
+    """Of a microbatch in which nothing counts, the model is not asked."""
+    valid = int((batch["weight"] > 0).sum())
+    if not valid:
+        return torch.zeros((), dtype=torch.float64, requires_grad=True), 0
+    return ((model(batch["image"]) - 1).square().sum((1, 2, 3)) * batch["weight"]).sum(), valid
+
+
+def with_an_empty_last_microbatch(strategy):
+    mesh = ff.init_mesh(width=strategy.width)
+    model = ff.parallelize(network(), mesh)
+    image, weight = whole_batch()["image"], torch.tensor([1.0] * 4 + [0.0] * 4, dtype=torch.float64)
+    mine = slice(mesh.get_local_rank("data"), None, strategy.data)
+    image = ff.shard(image[mine], mesh) if strategy.width > 1 else image[mine]
+    step = ff.TrainStep(model, valid_only, torch.optim.SGD(model.parameters(), lr=0.5), strategy)
+    step({"image": image, "weight": weight[mine]})
+    return [p.grad for p in model.parameters()]
+
+
+def test_gradients_are_averaged_where_the_last_microbatch_leaves_the_model_out():
+    expected = with_an_empty_last_microbatch(ff.Strategy())
+    for strategy in (ff.Strategy(width=2, microbatches=2), ff.Strategy(data=2, microbatches=2)):
+        for found in rank_group(2).run(with_an_empty_last_microbatch, strategy):
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)

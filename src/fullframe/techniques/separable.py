@@ -36,6 +36,11 @@ def require_separable(optimizer: Optimizer, technique: str) -> None:
             f"whether {name} updates each parameter by itself cannot be told, as on two small ones it raised "
             f"{type(error).__name__}: {error}; {remedy}"
         ) from error
+    if not alone.any():
+        raise StrategyError(
+            f"whether {name} updates each parameter by itself cannot be told, as a copy of it updates none (does it "
+            f"hold another optimizer?); {remedy}"
+        )
     if not torch.allclose(alone, beside, rtol=_RTOL, atol=0.0, equal_nan=True):
         raise StrategyError(f"{name} updates a parameter by the gradients of others too; {remedy}")
 
@@ -51,6 +56,7 @@ def _updates(optimizer: Optimizer, others: bool) -> Tensor:
     start, *gradients = (torch.randn(8, 6, generator=generator).to(real[0]) for _ in range(1 + 2 * _STEPS))
     one, other = nn.Parameter(start * 1e-2), nn.Parameter(start * 1e-2)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    options["lr"] = options.get("lr") or 1e-3  # a warm-up may begin with 0
     probe.param_groups = [{**copy.deepcopy(options, shared), "params": [one, other]}]
     probe.state = defaultdict(dict)
     probe._optimizer_step_pre_hooks, probe._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

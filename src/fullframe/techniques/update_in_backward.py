@@ -18,11 +18,14 @@ from fullframe.ranks.raw_bytes import share_values
 from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.spatial.gradients import manage
 
+_TORCHS = ("_opt_called", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured")  # its notes
+
 
 class UpdateInBackward:
     """Hooks on the parameters of `model`, which are numbered as in `names`; they do nothing outside `backward`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: int):
+        _require_no_hooks(optimizer)
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
         self.names: list[str] = []
         self._parameters: list[nn.Parameter] = []
@@ -31,6 +34,7 @@ class UpdateInBackward:
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._running = False
         self._turns: deque[int] = deque()  # parameters that are still to be updated
+        self._mine: set[int] = set()  # those that this rank's loss depends on
         self._awaited: set[int] = set()  # those whose gradient will come
         self._flying: tuple[int, Tensor, Any] | None = None  # a parameter's gradient that the ranks are adding up
         self._squares: list[Tensor] = []
@@ -88,7 +92,7 @@ class UpdateInBackward:
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
         self._group_of = {p: group for group in groups for p in group["params"]}
-        self._turns, self._awaited, self._squares = deque(turns), set(mine), []
+        self._turns, self._mine, self._awaited, self._squares = deque(turns), set(mine), set(mine), []
         self._running = True
         try:
             loss.backward()
@@ -121,6 +125,13 @@ class UpdateInBackward:
 
     def _take_off(self, number: int) -> None:
         parameter = self._parameters[number]
+        if parameter.grad is None and number in self._mine:  # a Function's backward returned None
+            if self._ranks == 1:
+                return
+            raise GradientError(
+                f"{self.names[number]} gets no gradient, though the loss depends on it, which update_in_backward finds "
+                "out too late for the other ranks; detach it there, or leave out update_in_backward"
+            )
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = None
         if gradient.stride() != parameter.stride():  # the same order in memory for the other ranks, and for kernels
@@ -148,14 +159,25 @@ class UpdateInBackward:
         own = self._group_of[parameter]
         for group in self._optimizer.param_groups:
             group["params"] = [parameter] if group is own else []
-        before = _numbers(own)
+        before = _numbers(own), _numbers(vars(self._optimizer))
         self._optimizer.step()
-        if _numbers(own) != before:
+        if (_numbers(own), _numbers(vars(self._optimizer))) != before or not all(
+            isinstance(key, Tensor) for key in self._optimizer.state
+        ):
             raise StrategyError(
-                f"{type(self._optimizer).__name__} counts steps in its parameter groups, and update_in_backward takes "
-                "one per parameter; use an optimizer of torch.optim, or leave out update_in_backward"
+                f"{type(self._optimizer).__name__} counts steps by itself, and update_in_backward takes one per "
+                "parameter; use an optimizer of torch.optim, or leave out update_in_backward"
             )
 
 
-def _numbers(group: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in group.items() if isinstance(value, (int, float))}
+def _numbers(named: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in named.items() if isinstance(value, (int, float)) and name not in _TORCHS}
+
+
+def _require_no_hooks(optimizer: Optimizer) -> None:
+    hooks: Any = optimizer
+    if hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
+        raise StrategyError(
+            f"{type(optimizer).__name__} has step hooks, and update_in_backward takes one step per parameter; run them "
+            "in the loss, or leave out update_in_backward"
+        )

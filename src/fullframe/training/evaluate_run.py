@@ -15,7 +15,7 @@ from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
 from fullframe.training.checkpoints.state import has_averages
 from fullframe.training.checkpoints.writer import checkpoint_of, load_weights
-from fullframe.training.evaluation import NEEDS_LESS, evaluate
+from fullframe.training.evaluation import NEEDS_LESS, NO_SAMPLES, evaluate
 from fullframe.training.loading.delivery import mesh_device
 from fullframe.training.session import prepare
 
@@ -55,7 +55,7 @@ def evaluate_run(
     data = recipe.evaluation_data()
     samples, done = len(data), 0  # type: ignore[arg-type]
     if not samples:
-        raise RecipeError("recipe.evaluation_data() has no samples; does its folder or file list exist?")
+        raise RecipeError(NO_SAMPLES)
     checkpoint, problems = checkpoint_of(run_dir, step=step, best=best)
     averaged = not raw and has_averages(checkpoint.manifest)
     seed_everything(recipe.seed)

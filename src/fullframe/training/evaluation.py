@@ -34,6 +34,7 @@ NEEDS_LESS = (
     "An evaluation takes one sample at a time: give recipe.evaluation_data smaller frames, measure without whole maps "
     "(.full()), split the frame over more ranks (height, width, depth), or take another precision"
 )
+NO_SAMPLES = "recipe.evaluation_data() has no samples; does its folder or file list exist?"
 _TOLERANCE = 1e-3  # between ranks of a replica that measured the same; a part of the frame differs by more
 
 
@@ -68,10 +69,10 @@ def evaluate(
         return {}
     if mesh.size(0) > 1:
         share_buffers(model)  # running statistics as the next step takes them
-    tally = _Tally()
-    batches = evaluation_batches(
-        recipe.evaluation_data(), mesh, recipe.seed, workers=recipe.workers, collate=recipe.collate
-    )
+    tally, data = _Tally(), recipe.evaluation_data()
+    if not len(data):  # type: ignore[arg-type]
+        raise RecipeError(NO_SAMPLES)
+    batches = evaluation_batches(data, mesh, recipe.seed, workers=recipe.workers, collate=recipe.collate)
     counted = tally
     try:
         with (

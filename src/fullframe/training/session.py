@@ -35,7 +35,7 @@ class Session:
 def assemble(recipe: Recipe, strategy: Strategy, mesh: DeviceMesh) -> Session:
     """The session before its first step, from the recipe's seed; all ranks call it."""
     seed_everything(recipe.seed)
-    plain = recipe.model().to(mesh_device(mesh))
+    plain = recipe.training_model().to(mesh_device(mesh))
     model, optimizer, step = prepare(recipe, strategy, mesh, plain)
     state = RunState(
         model=plain,

@@ -22,7 +22,7 @@ from fullframe.model.buffers import KeptBuffers
 from fullframe.model.compiled.blocks import compiled_blocks
 from fullframe.model.forward_patch import restore
 from fullframe.model.fsdp import whole_value
-from fullframe.model.parallelize import require_parallelized_for
+from fullframe.model.parallelize import ParallelModel, require_parallelized_for
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.strategy import Strategy, multiplied
 from fullframe.techniques.budget import Costs
@@ -33,8 +33,9 @@ from fullframe.techniques.separable import require_separable
 from fullframe.techniques.stages.models import staged
 from fullframe.techniques.unrolling.models import keep_states
 from fullframe.techniques.update_in_backward import UpdateInBackward
+from fullframe.training.changes import Changes
 from fullframe.training.host import RealHost, StepHost
-from fullframe.training.microbatches import microbatches
+from fullframe.training.microbatches import fresh, microbatches
 from fullframe.training.phases import Phases
 from fullframe.wording import plural
 
@@ -47,7 +48,9 @@ class StepRecord:
 
     loss: float  # mean over the whole job's batch; NaN when nothing was counted
     grad_norm: float  # 2-norm of the gradient of `loss`, before clipping
-    skipped: bool  # the loss or a gradient was not finite, or nothing was counted: no parameter or buffer changed
+    skipped: (
+        bool  # the loss or a gradient not finite, or nothing was counted: no trained parameter or buffer has changed
+    )
     seconds: float
     hands: int = 0  # ranks that raised theirs
 
@@ -105,7 +108,9 @@ class TrainStep:
         self._device_type = device.type
         self._host = RealHost(device, self._ranks, strategy.offload) if host is None else host
         self.scale = LossScale() if strategy.precision == "fp16" else None
-        plain = getattr(model, "module", model)
+        plain = model.module if isinstance(model, ParallelModel) else model
+        self._plain = plain
+        _require_of_model(optimizer, plain)
         self.average = None if strategy.ema_decay is None else ParameterAverage(plain, strategy.ema_decay)
         self._in_backward = UpdateInBackward(plain, optimizer, self._ranks) if strategy.update_in_backward else None
         self._buffers = KeptBuffers(plain)
@@ -253,6 +258,8 @@ class TrainStep:
                 loss_sum, count = self._forward(microbatch)
                 self._host.backward(self._scaled(loss_sum, count))
             totals.append(torch.stack([loss_sum.detach().double(), count]))
+        if isinstance(self._model, ParallelModel):
+            self._model._average_left()
         loss_sum, count = torch.stack(totals).sum(0).unbind()
         return loss_sum, count
 
@@ -272,9 +279,17 @@ class TrainStep:
     def _block_costs(self, names: Sequence[str], microbatch: Any) -> Costs:
         def forward() -> None:
             with getattr(self._model, "no_sync", nullcontext)(), computing(self._strategy.precision, self._device_type):
-                self._loss(self._model, microbatch)
+                self._loss(self._model, fresh(microbatch))
 
-        return self._host.block_costs(getattr(self._model, "module", self._model), names, forward)
+        changes = Changes(microbatch, self._plain, "all" if isinstance(self._host, RealHost) else "none")
+        costs = self._host.block_costs(self._plain, names, forward)
+        if changes.of_batch() or changes.of_parameters():
+            what = "writes into its batch" if changes.of_batch() else "writes to parameters"
+            raise StrategyError(
+                f"recompute='budget' runs the loss once before the first step, and it {what}; use recompute='blocks', "
+                "or do that outside of the loss"
+            )
+        return costs
 
     def _scaled(self, loss_sum: Tensor, count: Tensor) -> Tensor:
         """The loss times the scale that fp16 needs, on which the ranks agree at the first microbatch."""
@@ -291,6 +306,19 @@ class TrainStep:
         """What the gradients are multiplied by, so that their norm is at most `clip_norm`."""
         most = self._strategy.clip_norm
         return 1.0 if most is None or grad_norm <= most else most / grad_norm
+
+
+def _require_of_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raises RecipeError where the optimizer has parameters that no one zeroes, scales or averages."""
+    known = set(map(id, model.parameters()))
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in known:
+                raise RecipeError(
+                    f"the optimizer's group {number} has a parameter of shape {tuple(parameter.shape)} that is not the "
+                    "model's; make it one (a learned loss weight, say: model.weight = nn.Parameter(...)), so that its "
+                    "gradient is averaged as the others are"
+                )
 
 
 def sum_and_count(output: Any) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from fullframe.ranks.randomness import mixed_seed, seed_everything
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
 from fullframe.techniques.optimizers import set_learning_rate
+from fullframe.training.changes import Changes
 from fullframe.training.checkpoints.best import Best, better, in_vain
 from fullframe.training.checkpoints.writer import Checkpoints
 from fullframe.training.evaluation import NEEDS_LESS, evaluate
@@ -37,6 +38,7 @@ from fullframe.training.faults.out_of_memory import (
 )
 from fullframe.training.faults.watchdog import Watchdog
 from fullframe.training.loading.loader import ShardedLoader
+from fullframe.training.microbatches import fresh
 from fullframe.training.observers import Observer
 from fullframe.training.run_directory import RunDirectory, write_strategy
 from fullframe.training.session import Session
@@ -115,6 +117,7 @@ class Steps:
         self._patience, self._looking = patience, looking
         self._batches = _endless(session.state.loader)
         self._skipped_in_a_row = 0
+        self._moves_frozen: bool | None = None  # whether a step does; known after the first
         self._best: Best | None = None  # of this process's evaluations; before them, what the folder says
         self._in_vain = 0 if patience is None else self._in_vain_so_far()
 
@@ -226,18 +229,24 @@ class Steps:
             raise Stopped(asked)
 
     def _attempt(self, number: int, batch: Any, unread: Mapping[str, Any]) -> StepRecord:
+        first = self._moves_frozen is None
         while True:
             self._seed(number)
+            changes = Changes(batch, self._session.state.model, "frozen" if first else "none")
             lost = partial(self._looking.out_of_memory, number)
-            record = attempt(self._session.step, batch, hand=self._run.wants_attention, on_failure=lost)
+            record = attempt(self._session.step, fresh(batch), hand=self._run.wants_attention, on_failure=lost)
+            moves_frozen = changes.of_parameters() or bool(self._moves_frozen)
             if isinstance(record, StepRecord):
+                self._moves_frozen = moves_frozen
                 return record
-            self._cut_finer(number, record, unread)
+            self._cut_finer(number, record, unread, moves_frozen, changes.of_batch())
 
-    def _cut_finer(self, number: int, problem: str, unread: Mapping[str, Any]) -> None:
+    def _cut_finer(
+        self, number: int, problem: str, unread: Mapping[str, Any], moves_frozen: bool, wrote_batch: bool
+    ) -> None:
         """Go on with more microbatches: here, or after a new start from the state before the step.
 
-        `unread` is the loader's state before it read the batch.
+        `unread` is the loader's state before it read the batch. What the step `moves` or `wrote` cannot be put back.
         """
         state, folder = self._session.state, self._run.directory.path
         self._strategy = cut_finer(self._strategy, self._recipe.batch_size, problem)
@@ -245,14 +254,22 @@ class Steps:
         text = f"out of memory in step {number} ({problem}): going on with {count} microbatches"
         text += batch_norm_warning(state.model)
         if dist.get_world_size() == 1:
+            if moves_frozen or wrote_batch:
+                raise RunError(
+                    f"out of memory in step {number} ({problem}), which cannot be taken again, for it has "
+                    f"{'moved frozen parameters' if moves_frozen else 'written into its batch'}; go on from the last "
+                    f"checkpoint with --resume --microbatches {count}"
+                )
             let_go(self._session.step)
             write_strategy(folder, self._strategy)
             self._session.step.slice_finer(count)
             self._run.say(text)
             return
-        is_whole = not (self._strategy.shard_parameters or self._strategy.shard_optimizer)
+        sharded = self._strategy.shard_parameters or self._strategy.shard_optimizer
+        is_whole = not (sharded or moves_frozen)
         if not is_whole:
-            text += "; from the last checkpoint, for no rank holds the whole state"
+            why = "no rank holds the whole state" if sharded else "the step has moved frozen parameters"
+            text += f"; from the last checkpoint, for {why}"
 
         # First, so that a new start from an older checkpoint is no repetition, whatever becomes of the state.
         by_one_rank("finer microbatches", lambda: write_strategy(folder, self._strategy))

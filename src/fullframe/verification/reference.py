@@ -126,7 +126,7 @@ def main(recipe_path: Path, folder: Path, values: Sequence[str] = ()) -> None:
 def double_model(recipe: Recipe, device: torch.device) -> tuple[nn.Module, list[str]]:
     """The recipe's model from its seed, in double precision, without dropout; what dropout there was, in words."""
     seed_everything(recipe.seed)
-    model = recipe.model().double().to(device)
+    model = recipe.training_model().double().to(device)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_complex():  # which nn.Module.double() leaves as they are
             tensor.data = in_double(tensor.data)

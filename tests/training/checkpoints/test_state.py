@@ -256,6 +256,54 @@ def test_a_state_that_cannot_be_stored_is_refused_by_name(tmp_path):
         Checkpoints(tmp_path, keep=0)
 
 
+class Holding(torch.optim.Optimizer):
+    """Passes everything on to another one, as timm's Lookahead does."""
+
+    def __init__(self, parameters):
+        self.base = torch.optim.Adam(parameters)
+        super().__init__(self.base.param_groups, {})
+        self.param_groups = self.base.param_groups
+
+    def step(self):
+        self.base.step()
+
+    def state_dict(self):
+        return self.base.state_dict()
+
+
+class Noting(torch.optim.SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "calls": 3}
+
+
+class Shared(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state["all"]["steps"] = 1
+        return super().step(closure)
+
+
+class Vector(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.1)
+        self.param_groups[0]["scales"] = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Holding, "state of Holding that is no parameter's"),
+        (Noting, "the state_dict of Noting has beside state and groups .calls."),
+        (Shared, "state of Shared that is no parameter's"),
+        (Vector, "the option scales of Vector, which is an array"),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_said_and_it_is_not_resumed(make, said, tmp_path):
+    with pytest.warns(UserWarning, match=f"a checkpoint cannot be resumed, for it lacks .*{said}"):
+        write(train(state_at(optimizer=make), 2), tmp_path)
+    with pytest.raises(CheckpointError, match=f"the checkpoint lacks .*{said}"):
+        restored(tmp_path, state_at(optimizer=make))
+
+
 def test_what_the_recipe_changed_since_is_said(tmp_path):
     write(train(state_at(optimizer=lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.5)), 1), tmp_path)
     model = frozen_body()

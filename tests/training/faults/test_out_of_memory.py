@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import fullframe as ff
-from fullframe.errors import RunError
+from fullframe.errors import RunError, StrategyError
 from fullframe.observation.out_of_memory.account import read_out_of_memory
 from fullframe.processes.launch import launch
 from fullframe.ranks import channel, device
@@ -104,6 +104,68 @@ def written_by(through):
 def test_a_rank_whose_device_waits_for_ever_leaves_the_writing_to_another():
     assert rank_group(2).run(written_by, True) == [([0], True), ([], True)]
     assert rank_group(2).run(written_by, False) == [([], True), ([1], True)]
+
+
+class Once:
+    """`loss`, in whose first call memory runs out."""
+
+    def __init__(self, loss):
+        self.loss, self.calls = loss, 0
+
+    def __call__(self, model, batch):
+        self.calls += 1
+        total = self.loss(model, batch)
+        if self.calls == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return total
+
+
+def replacing(model, batch):
+    batch["image"] = batch["image"] / 2
+    return loss(model, batch)
+
+
+def writing(model, batch):
+    batch["image"] /= 2
+    return loss(model, batch)
+
+
+def moving(model, batch):
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data.mul_(0.5)
+    return loss(model, batch)
+
+
+def half_frozen():
+    model = Plain()
+    model.layers[0].requires_grad_(False)
+    return model
+
+
+def test_what_a_loss_changes_in_its_batch_is_not_changed_twice(tmp_path):
+    job = {"model": Plain, "steps": 1}
+    ff.fit(recipe(loss=replacing, **job), ff.Strategy(microbatches=2), tmp_path / "calm")
+    ff.fit(recipe(loss=Once(replacing), **job), ff.Strategy(), tmp_path / "cut")
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "calm")
+    ff.fit(
+        recipe(loss=replacing, **job),
+        ff.Strategy(recompute="budget", recompute_modules=("layers.0",), recompute_budget_bytes=2**30),
+        tmp_path / "budget",
+    )
+    assert numbers(tmp_path / "budget")[0]["loss"] == pytest.approx(numbers(tmp_path / "calm")[0]["loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "did", "does"),
+    [(writing, "written into its batch", "writes into"), (moving, "moved frozen", "writes to parameters")],
+)
+def test_a_step_that_cannot_be_undone_is_not_taken_again(tmp_path, changes, did, does):
+    with pytest.raises(RunError, match=f"cannot be taken again, for it has {did}.*--resume --microbatches 2"):
+        ff.fit(recipe(loss=Once(changes), model=half_frozen), ff.Strategy(), tmp_path / "run")
+    budget = ff.Strategy(recompute="budget", recompute_modules=("layers.0",), recompute_budget_bytes=2**30)
+    with pytest.raises(StrategyError, match=f"runs the loss once before the first step, and it {does}"):
+        ff.fit(recipe(loss=changes, model=half_frozen), budget, tmp_path / "budget")
 
 
 BOTH_RUN_OUT = """

@@ -38,11 +38,11 @@ def _built(recipe: Recipe) -> nn.Module:
     """With memory only where the constructor computes with parameters: runs its backbone once, to see what it gives."""
     try:
         with _parameters_on_meta(), _LargeOnMeta():
-            return recipe.model()
+            return recipe.training_model()
     except RuntimeError as error:
         if "meta" not in str(error):
             raise
-    return recipe.model()
+    return recipe.training_model()
 
 
 def _abstract(tensor: Tensor, fake: FakeTensorMode) -> Tensor:

@@ -4,9 +4,11 @@ The optimizer may hold the state of all parameters, of some (ZeRO-1), or a shard
 """
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +41,7 @@ class OptimizerState:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self._model, self._optimizer = model, optimizer
+        self._said = False
         self._made = [_options(group) for group in optimizer.param_groups]  # as the recipe has it
         names = self._names()
         mine = [[names.get(p, "") for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
@@ -61,8 +64,13 @@ class OptimizerState:
                 "make it a parameter of the recipe's model"
             )
         groups = zip(self._groups, self._optimizer.param_groups, self._made, strict=True)
+        lacks = self._lacking()
+        if lacks and not self._said:
+            self._said = True
+            warnings.warn(f"a checkpoint cannot be resumed, for it lacks {lacks}", stacklevel=2)
         return {
             "kind": type(self._optimizer).__name__,
+            "lacks": lacks,
             "groups": [{"parameters": names, "options": _options(g), "made": made} for names, g, made in groups],
         }
 
@@ -72,6 +80,10 @@ class OptimizerState:
         State that the checkpoint lacks, of a parameter that had no gradient yet, is not there afterwards either.
         """
         self._check_groups(manifest.facts["optimizer"])
+        if lacks := manifest.facts["optimizer"].get("lacks"):
+            raise CheckpointError(
+                f"the checkpoint lacks {lacks}; begin anew, from the weights that `fullframe export` writes"
+            )
         stored = {name for name in manifest.tensors if name.startswith(PREFIX)}
         if stored:
             self._make_state()
@@ -122,6 +134,21 @@ class OptimizerState:
         if before - now:
             said.append(f"{some(sorted(before - now))} no longer trained")
         return said
+
+    def _lacking(self) -> str:
+        """What the optimizer's own `state_dict` or groups hold beside the state of parameters and plain options."""
+        whole, kind = self._optimizer.state_dict(), type(self._optimizer).__name__
+        states = whole.get("state", {})
+        held = [self._optimizer.state.get(p, {}) for group in self._optimizer.param_groups for p in group["params"]]
+        if beside := sorted(str(key) for key in whole.keys() - {"state", "param_groups"}):
+            return f"what the state_dict of {kind} has beside state and groups ({', '.join(beside)})"
+        if any(not isinstance(key, int) for key in states) or sum(map(len, states.values())) > sum(map(len, held)):
+            return f"state of {kind} that is no parameter's in its `state`: of another optimizer that it holds, perhaps"
+        for group in self._optimizer.param_groups:
+            for name, value in group.items():
+                if name not in _options(group) and isinstance(value, (Tensor, np.ndarray)):
+                    return f"the option {name} of {kind}, which is an array"
+        return ""
 
     def _make_state(self) -> None:
         """Have the optimizer make the state of parameters that have none yet, by a step with gradients of zero.
@@ -231,7 +258,9 @@ def _whole(value: Tensor) -> Tensor:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are numbers, strings or sequences of them; others stay as the recipe makes them."""
-    options = {name: value.item() if _is_number(value) else value for name, value in group.items()}
+    options = {
+        n: value.item() if _is_number(value) or isinstance(value, np.generic) else value for n, value in group.items()
+    }
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in options.items()
