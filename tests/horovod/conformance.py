@@ -649,6 +649,18 @@ def optimizer_state(kind: str, has_state: str) -> None:
 
 
 @case()
+def broadcast_optimizer_state_keeps_dtypes() -> None:
+    """Of a master copy in fp32, which `load_state_dict` would cast to the parameter's dtype."""
+    model = torch.nn.Linear(3, 2, bias=False).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if hvd.rank() == 0:
+        optimizer.state[model.weight]["master"] = model.weight.detach().float() + 1e-6
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    masters = hvd.allgather_object(optimizer.state[model.weight]["master"])
+    assert all(master.dtype == torch.float32 and torch.equal(master, masters[0]) for master in masters)
+
+
+@case()
 def questions() -> None:
     assert hvd.is_initialized() and 0 <= hvd.rank() < hvd.size()
     assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())

@@ -3,8 +3,11 @@
 import gc
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,3 +100,21 @@ def test_a_child_that_ends_at_once_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 def test_other_contexts_are_left_alone() -> None:
     spawn = multiprocessing.get_context("spawn")
     assert worker_context(spawn) is spawn
+
+
+def _stay() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(os.environ["READY_OF_THE_TEST"]).touch()
+    time.sleep(1000)
+
+
+def test_who_ends_a_worker_that_ignores_signals_does_not_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("READY_OF_THE_TEST", str(tmp_path / "ready"))
+    context = worker_context(multiprocessing.get_context("fork"))
+    worker = context.Process(target=_stay)
+    worker.start()
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    worker.terminate()
+    worker.join(60)
+    assert worker.exitcode == -signal.SIGKILL

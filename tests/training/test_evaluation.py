@@ -63,6 +63,18 @@ def collection():
     return measure
 
 
+def by_class():
+    """In a wrapper, which shows the states of the metric in it as its own."""
+    recall = torchmetrics.Recall(task="multiclass", num_classes=CLASSES, average=None, ignore_index=-1)
+    metric = torchmetrics.wrappers.ClasswiseWrapper(recall)
+
+    def measure(model, batch):
+        metric.update(whole(model(batch["image"]).argmax(1)), whole(batch["target"]))
+        return {"recall": metric}
+
+    return measure
+
+
 def parts(marked):
     """Each rank looks at its own pixels."""
     overlap = torchmetrics.JaccardIndex(task="multiclass", num_classes=CLASSES, ignore_index=-1)
@@ -104,9 +116,9 @@ def require_close(found, wanted):
 @pytest.mark.parametrize("samples", [5, 1])
 def test_replicas_and_parts_measure_what_one_process_does(samples):
     """5 samples on 2 replicas: 3 and 2; 1 sample: 1 and none. Twice, for metrics that start anew."""
-    for make in (running, fresh, collection):
+    for make in (running, fresh, collection, by_class):
         alone = measured(make, 1, samples, times=2)
-        assert {"accuracy", "recall.3"} <= set(alone[0]) or "all.MulticlassPrecision" in alone[0]
+        assert make is by_class or {"accuracy", "recall.3"} <= set(alone[0]) or "all.MulticlassPrecision" in alone[0]
         for width in (1, 2):
             for evaluations in rank_group(2).run(twice, make, width, samples):
                 for found, wanted in zip(evaluations, alone, strict=True):

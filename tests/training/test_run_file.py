@@ -6,9 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 import fullframe as ff
-from fullframe.errors import RunError
+from fullframe.errors import CheckpointError, RunError
 from fullframe.processes.exit_reasons import StartAgain
 from fullframe.processes.stop_signals import Stopped
 from fullframe.training.observers import Observer
@@ -75,6 +76,17 @@ def test_a_run_that_was_stopped_says_by_what_and_goes_on(tmp_path):
     ff.fit(recipe(), ff.Strategy(), tmp_path, steps=5, resume=True, observers=[looking])
     assert looking.seen[0]["state"] == "running" and looking.told[1] == 4
     assert read_run_file(tmp_path)["state"] == "finished"
+
+
+def test_a_resume_that_is_refused_leaves_what_is_said_of_the_run(tmp_path):
+    ff.fit(recipe(), ff.Strategy(), tmp_path, steps=2)
+    before = {name: (tmp_path / name).read_text() for name in ("run.json", "strategy.json")}
+    other = recipe(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1))
+    with pytest.raises(CheckpointError, match="the checkpoint's optimizer is AdamW"):
+        ff.fit(other, ff.Strategy(microbatches=2), tmp_path, steps=9, resume=True)
+    assert before == {name: (tmp_path / name).read_text() for name in before}
+    ff.fit(recipe(), ff.Strategy(microbatches=2), tmp_path, steps=4, resume=True)
+    assert read_run_file(tmp_path)["steps"] == 4 and '"microbatches": 2' in (tmp_path / "strategy.json").read_text()
 
 
 def end_by(tmp_path: Path, error: BaseException) -> dict:

@@ -72,6 +72,34 @@ def test_an_exact_recipe(tmp_path: Path, data: int, height: int, width: int) -> 
     assert verdict.notes == ("dropout is off for the comparison, in both runs: head.0 (p = 0.3)",)
 
 
+OF_CLASSES = """
+from typing import NamedTuple
+import torch
+from torch import nn
+import fullframe as ff
+
+class Pair(NamedTuple):
+    image: torch.Tensor
+    target: torch.Tensor
+
+def collate(samples):
+    return {"pair": Pair(*(torch.stack(each) for each in zip(*samples)))}
+
+def recipe():
+    torch.manual_seed(0)
+    data = [(torch.randn(3, 6, 8), torch.randn(2, 6, 8)) for _ in range(4)]
+    return ff.Recipe(
+        model=lambda: nn.Conv2d(3, 2, 3, padding=1), data=lambda: data, batch_size=2, collate=collate,
+        loss=lambda model, batch: (model(batch["pair"].image) - batch["pair"].target).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1))
+"""
+
+
+def test_a_batch_of_classes_that_the_recipe_defines(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(OF_CLASSES)
+    assert verified(tmp_path / "job.py", 1, 1, 2).exact
+
+
 def test_the_batch_of_the_step_is_compared_where_the_next_one_is_read_ahead(tmp_path: Path) -> None:
     answers = rank_group(2).run(_verified_as_on_a_gpu, str(written(tmp_path)))
     assert all(Verdict.from_json(answer).exact for answer in answers), answers

@@ -66,7 +66,19 @@ def broadcast_optimizer_state(
     named = [(f"optimizer.{number}", tensor) for number, tensor in enumerate(tensors)]
     broadcast_parameters(named, root_rank, process_set)
     if not is_root:
-        optimizer.load_state_dict(_filled(skeleton, tensors))
+        sent = _filled(skeleton, tensors)
+        optimizer.load_state_dict(sent)
+        _keep_dtypes(optimizer, sent["state"])
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, states: dict[int, Any]) -> None:
+    """State as the root has it, which `load_state_dict` casts to the parameters' dtype (a master copy in fp32)."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, state in states.items():
+        own = optimizer.state[parameters[number]]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and own[key].dtype != value.dtype:
+                own[key] = value
 
 
 class _Slot(int):

@@ -222,6 +222,8 @@ def _merged(metrics: list[Any]) -> Any:
         target.distributed_available_fn = lambda: False  # or computing would wait for the other ranks
         used = [metric for metric in same if metric._update_count] or [target]
         for name, reduction in target._reductions.items():
+            if name not in vars(target):  # a wrapper shows the states of the metric in it as its own
+                continue
             counts = [metric._update_count for metric in used]
             setattr(target, name, _reduced([getattr(metric, name) for metric in used], reduction, counts))
         target._update_count = sum(metric._update_count for metric in same)

@@ -83,6 +83,7 @@ def fit(
             if goes_on:
                 _go_on(session, run)
             run.checkpoints.require_storable(session.state)  # now rather than at the first checkpoint
+            directory.take_up(strategy)
             looking = Observers(observers)
             todo = Steps(recipe, strategy, mesh, session, run, max_skipped, patience, looking)
             with looking.looking_on(_observed(recipe, session, strategy, mesh, run)):

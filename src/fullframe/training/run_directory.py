@@ -36,6 +36,12 @@ class RunDirectory:
         self._writes = writes
         self._metrics = path / "metrics.jsonl"
 
+    def take_up(self, strategy: Strategy) -> None:
+        """What there was to go on with has been taken up: from here on the run is this one, by `strategy`."""
+        self.file.accepted = True
+        if self._writes:
+            write_strategy(self.path, strategy)
+
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl; a value that is not finite is written as null, which JSON knows."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
@@ -81,7 +87,8 @@ def open_run(path: Path, strategy: Strategy, resume: Resume) -> tuple[RunDirecto
             check_run_directory(path, resume)
             begun = _has_steps(path)
             path.mkdir(parents=True, exist_ok=True)
-            write_strategy(path, strategy)
+            if not begun and resume is not True:  # else once what is there has been taken up
+                write_strategy(path, strategy)
             return begun
         except OSError as error:
             raise RunError(f"cannot use the run directory {path}: {error}") from error

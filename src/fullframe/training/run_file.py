@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fullframe import __version__
+from fullframe.errors import FullframeError
 from fullframe.processes.exit_reasons import StartAgain, is_machines_fault, users_words
 from fullframe.processes.stop_signals import Stopped
 from fullframe.processes.whole_files import replace_text
@@ -35,6 +36,7 @@ class RunFile:
     def __init__(self, path: Path, writes: bool):
         self._path, self._writes, self._written = path, writes, 0.0
         self._step = 0
+        self.accepted = False  # what there was to go on with was taken up
 
     def begin(self, facts: Mapping[str, Any]) -> None:
         """The run goes on from here. A launcher's new start keeps when it began."""
@@ -59,7 +61,11 @@ class RunFile:
 
     @contextmanager
     def standing(self, facts: Mapping[str, Any]) -> Iterator[None]:
-        """Around a run: how it ends is written, and passed on. Where its launcher may start it again, it still runs."""
+        """Around a run: how it ends is written, and passed on. Where its launcher may start it again, it still runs.
+
+        A run that is refused before it is `accepted` leaves what is said of the one before.
+        """
+        before = read_run_file(self._path) if self._writes else {}
         self.begin(facts)
         try:
             yield
@@ -71,6 +77,9 @@ class RunFile:
             raise
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, FullframeError) and not self.accepted and before.get("state", "running") != "running":
+                self._write(before)
+                raise
             if isinstance(error, Exception) and is_machines_fault(error):
                 self.update(reason=reason)
             else:

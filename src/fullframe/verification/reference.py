@@ -99,8 +99,9 @@ def read(folder: Path, replica: int) -> tuple[Answers, Part]:
 
 def main(recipe_path: Path, folder: Path, values: Sequence[str] = ()) -> None:
     """Compute the reference in this process."""
+    recipe = load_recipe(recipe_path, values_of(values))  # first: the batch may be of classes that it defines
     given = torch.load(folder / "given.pt", weights_only=False)
-    recipe, device = load_recipe(recipe_path, values_of(values)), torch.device(given["device"])
+    device = torch.device(given["device"])
     model, _ = double_model(recipe, device)
     initial = {name: tensor.to(device) for name, tensor in given["state"].items()}
     _restore(model, initial)

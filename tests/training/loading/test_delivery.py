@@ -2,11 +2,13 @@
 
 import random
 from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
 import fullframe as ff
@@ -293,3 +295,43 @@ def test_stages_get_the_same_samples_or_it_is_said(width):
     assert rank_group(ranks).run(over_stages, width, None) == [(2, "")] * ranks
     for found, said in rank_group(ranks).run(over_stages, width, ranks - 1):
         assert found == 1 and f"ranks {list(range(ranks))} of one replica read different samples" in said
+
+
+@dataclass
+class Target:
+    boxes: torch.Tensor
+
+
+def beside(kind):
+    """A batch in which ranks differ, or which they cannot compare."""
+    rank = dist.get_rank()
+    others = {
+        "number": 0.1 * rank,
+        "words": [f"file {rank}"],
+        "array": np.full(3, rank),
+        "object": Target(torch.ones(1)),
+    }
+    data = [{"image": torch.zeros(3, 4, 6)}] * 4
+
+    def collate(samples):
+        return {"image": torch.stack([sample["image"] for sample in samples]), "more": others[kind]}
+
+    mesh = ff.init_mesh(width=2)
+    try:
+        list(ff.ShardedLoader(DataLoader(data, 2, collate_fn=collate), mesh))
+    except RecipeError as error:
+        return str(error)
+
+
+WRONG = {
+    "number": "read different samples",
+    "words": "read different samples",
+    "array": "read different samples",
+    "object": "holds a Target with tensors in it",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_no_tensor_is_compared_too(kind):
+    for message in rank_group(2).run(beside, kind):
+        assert WRONG[kind] in message

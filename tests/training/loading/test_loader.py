@@ -7,7 +7,15 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import fullframe as ff
@@ -278,6 +286,43 @@ def test_another_order_is_refused():
         loader_of(dataset=Frames(12)).load_state_dict(state)
 
 
+class Backwards(SequentialSampler):
+    def __iter__(self):
+        return iter(range(len(self.data_source))[::-1])
+
+
+def settle(worker):
+    get_worker_info().dataset.scale = 7.0
+
+
+class Scaled(Frames):
+    scale = 1.0
+
+    def __getitem__(self, index):
+        return {"image": torch.full((1, 2, 2), self.scale)}
+
+
+@pytest.mark.parametrize("workers", [1])
+def test_a_worker_is_told_the_users_data_set(workers):
+    read = DataLoader(Scaled(4), 4, num_workers=workers, worker_init_fn=settle)
+    (batch,) = ff.ShardedLoader(read, ff.init_mesh())
+    assert batch["image"].unique().tolist() == [7.0]
+
+
+def drawing(samples):
+    return {"image": torch.stack([sample["image"] for sample in samples]), "noise": torch.rand(3)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_collate_draws_follows_from_the_position(workers):
+    whole = [batch["noise"] for batch in loader_of(collate=drawing, workers=workers)]
+    loader = loader_of(collate=drawing, workers=workers)
+    next(iter(loader))
+    again = loader_of(collate=drawing)
+    again.load_state_dict(loader.state_dict())
+    assert torch.equal(next(iter(again))["noise"], whole[1]) and not torch.equal(whole[0], whole[1])
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(())
@@ -290,6 +335,7 @@ class Stream(IterableDataset):
         (lambda: DataLoader(Frames(4), 2, sampler=WeightedRandomSampler([1.0] * 4, 4)), "WeightedRandomSampler"),
         (lambda: DataLoader(Frames(4), 2, sampler=RandomSampler(Frames(4), replacement=True)), "RandomSampler"),
         (lambda: DataLoader(Frames(4), 2, sampler=RandomSampler(Frames(4), num_samples=2)), "RandomSampler"),
+        (lambda: DataLoader(Frames(4), 2, sampler=Backwards(Frames(4))), "Backwards"),
         (lambda: DataLoader(Frames(4), None), "make the DataLoader with batch_size="),
         (lambda: DataLoader([], 4), "has 0 samples, fewer than one batch of 4"),
         (lambda: DataLoader(Frames(3), 4, drop_last=True), "has 3 samples, fewer than one batch of 4"),

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_iter
 from torch.utils.data import default_collate
 
 from fullframe.errors import RecipeError, ShapeError
@@ -21,6 +23,7 @@ from fullframe.geometry.extents import Extents
 from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
 from fullframe.ranks.device import current
 from fullframe.ranks.mesh import has_stages, spatial_of, stage_axis
+from fullframe.ranks.randomness import sample_randomness
 from fullframe.spatial.shard import even_spec
 from fullframe.spatial.tensor import without_class, wrap
 
@@ -103,6 +106,7 @@ class Collation:
     collate: Callable[[list[Any]], Any]
     grid: Grid
     split: Split
+    seed: int = 0  # of what `collate` draws
 
     def __call__(self, samples: list[Sample]) -> tuple[Any, int]:
         sizes = sorted({sample.size for sample in samples if sample.size is not None})
@@ -111,7 +115,7 @@ class Collation:
                 f"frames of sizes {sizes} cannot be one batch of parts; "
                 "make them one size in the data set, or use as many replicas as samples in a batch"
             )
-        batch = self._collated([sample.value for sample in samples])
+        batch = self._collated([sample.value for sample in samples], samples[0].facts[:2])
         facts = zlib.crc32(repr([sample.facts for sample in samples]).encode())
         if self.grid.ranks == 1:  # without stages there is nobody to compare with
             return batch, facts if self.grid.stages == 1 else _checksum(batch, facts)
@@ -120,9 +124,10 @@ class Collation:
         batch = self._marked(batch, sizes[0])
         return batch, _checksum(batch, facts)
 
-    def _collated(self, values: list[Any]) -> Any:
+    def _collated(self, values: list[Any], first: tuple[Any, ...]) -> Any:
         if self.collate is not default_collate:
-            return self.collate(values)
+            with sample_randomness(self.seed, *first, len(values)):
+                return self.collate(values)
         try:
             return default_collate(values)
         except (RuntimeError, TypeError) as error:
@@ -281,8 +286,14 @@ def _frame(batch: Any, dims: int) -> tuple[int, ...] | None:
 
 
 def _checksum(batch: Any, checksum: int) -> int:
-    """A checksum of the tensors that every rank of the replica has, and of the global shapes of those cut."""
-    for value in _leaves(batch):
+    """A checksum of what every rank of the replica has, and of the global shapes of the tensors that are cut.
+
+    Raises RecipeError for an object of another class that holds tensors: it is neither compared nor moved.
+    """
+    for value in _every_leaf(batch):
+        if not isinstance(value, (Tensor, Cut)):
+            checksum = zlib.crc32(_told(value), checksum)
+            continue
         tensor = value.local if isinstance(value, Cut) else value
         checksum = zlib.crc32(str((tuple(value.shape), tensor.dtype)).encode(), checksum)
         if isinstance(value, Cut):
@@ -307,6 +318,31 @@ def _placed(value: Any, place: Callable[[Any, tuple[Any, ...]], Any], path: tupl
         items = [_placed(item, place, (*path, number)) for number, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def _every_leaf(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _every_leaf(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _every_leaf(item)
+    else:
+        yield value
+
+
+def _told(value: Any) -> bytes:
+    """What ranks have in common of a leaf that is no tensor: numbers, words, arrays; nothing of other objects."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        elements = np.asarray(value).reshape(-1)
+        elements = elements[:: elements.size // _FINGERPRINT_ELEMENTS | 1]
+        return repr(elements.tolist()).encode() if elements.dtype.hasobject else elements.tobytes()
+    if any(isinstance(held, Tensor) for held in tree_iter([*getattr(value, "__dict__", {}).values()])):
+        raise RecipeError(
+            f"the batch holds a {type(value).__name__} with tensors in it, which is neither cut nor moved; let collate "
+            "give dicts, lists or tuples of them"
+        )
+    return repr(value).encode() if isinstance(value, (bool, int, float, complex, str, bytes)) else b""
 
 
 def _leaves(value: Any) -> list[Any]:

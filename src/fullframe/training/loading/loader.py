@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    get_worker_info,
+)
 from torch.utils.data.dataloader import default_collate
 
 from fullframe.data.slices import SliceReader
@@ -71,7 +79,7 @@ class ShardedLoader:
             _Samples(loader.dataset, seed, grid),
             batch_sampler=self._order,
             num_workers=loader.num_workers,
-            collate_fn=Collation(loader.collate_fn, grid, split),
+            collate_fn=Collation(loader.collate_fn, grid, split, seed),
             pin_memory=loader.pin_memory or mesh.device_type != "cpu",
             timeout=loader.timeout,
             worker_init_fn=partial(_start_worker, loader.worker_init_fn),
@@ -156,7 +164,7 @@ def evaluation_batches(
         batch_sampler=[[(0, min(index, samples - 1))] for index in mine],
         num_workers=workers,
         multiprocessing_context=worker_context(None) if workers else None,
-        collate_fn=Collation(collate or default_collate, grid, "auto"),
+        collate_fn=Collation(collate or default_collate, grid, "auto", seed),
         worker_init_fn=partial(_start_worker, None),
         pin_memory=mesh.device_type != "cpu",
         generator=torch.Generator().manual_seed(seed),
@@ -173,6 +181,8 @@ def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's, which `then` may set up
     if then is not None:
         then(worker)
 
@@ -227,18 +237,18 @@ class _Samples(Dataset[Sample]):
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, grid: Grid):
-        self._dataset, self._seed, self._grid = dataset, seed, grid
+        self.dataset, self._seed, self._grid = dataset, seed, grid
         self._generators: list[Any] | None = None  # of the data set's own, sought by whoever reads
 
     def __getitem__(self, epoch_and_index: tuple[int, int]) -> Sample:
         epoch, index = epoch_and_index
         if self._generators is None:
-            self._generators = generators_of(self._dataset)
+            self._generators = generators_of(self.dataset)
         seed_generators(self._generators, self._seed, epoch, index)
         with sample_randomness(self._seed, epoch, index):
-            if self._grid.ranks > 1 and isinstance(self._dataset, SliceReader):
-                return self._part(self._dataset, epoch, index)
-            return Sample(self._dataset[index], (epoch, index), None)
+            if self._grid.ranks > 1 and isinstance(self.dataset, SliceReader):
+                return self._part(self.dataset, epoch, index)
+            return Sample(self.dataset[index], (epoch, index), None)
 
     def _part(self, dataset: SliceReader, epoch: int, index: int) -> Sample:
         size = tuple(dataset.size(index))
@@ -268,9 +278,9 @@ def _require_spreadable(loader: "DataLoader[Any]", replicas: int, weighted: bool
     """Whether `loader` shuffles; raises RecipeError where its order cannot be kept."""
     require_indexed(loader.dataset)
     samples = len(loader.dataset)  # type: ignore[arg-type]
-    shuffles = isinstance(loader.sampler, _random_samplers())
+    shuffles = type(loader.sampler) in _random_samplers()  # a class of the user's has an order of its own
     whole = not shuffles or (not loader.sampler.replacement and loader.sampler.num_samples == samples)  # type: ignore[attr-defined]
-    if loader.batch_size is None or not whole or not (shuffles or isinstance(loader.sampler, SequentialSampler)):
+    if loader.batch_size is None or not whole or not (shuffles or type(loader.sampler) is SequentialSampler):
         raise RecipeError(
             f"ShardedLoader chooses the samples itself and cannot keep the loader's {type(loader.sampler).__name__}; "
             "make the DataLoader with batch_size=... and shuffle=True or False"
