@@ -42,6 +42,13 @@ def test_the_table(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3] == "2 runs: 1 running, 1 failed"
 
 
+def test_a_long_warning_gives_way(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(runs / "first", "failed", reason="RuntimeError: " + "a long story " * 30)
+    assert Jobs().run() == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert next(line for line in lines if "7/100" in line)[1:5] == ["failed", "7/100", "0.25", "8"]
+
+
 def test_json_and_filters(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["jobs", "runs", "--state", "failed", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)

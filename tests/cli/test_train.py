@@ -251,3 +251,12 @@ def test_ctrl_c_ends_all_ranks_after_the_step(tmp_path):
         f"report: {run_dir}/report.html",
     ]
     assert not any(rank.is_running() for rank in ranks)
+
+
+def test_what_the_recipe_prints_is_no_json(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path)
+    path.write_text("print('hello')\n" + path.read_text())
+    assert run(["train", str(path), "--processes", "1", "--steps", "1", "--json"]) == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out)["step"] == 1 and "hello" in found.err

@@ -65,6 +65,15 @@ def test_runs_of_this_machine(tmp_path: Path) -> None:
     assert rows["gone"].reason == f"process {GONE['pid']} is gone; RuntimeError: x"
 
 
+def test_the_pace_is_that_of_the_clock_where_ranks_are_observed(tmp_path: Path) -> None:
+    run(tmp_path / "slow", ALIVE, {"step": 4, "loss": 0.5, "step_seconds": 0.01})
+    (tmp_path / "slow" / "observed").mkdir()
+    times = [0.0, 0.5, 7200.0, 7200.5, 7201.0]  # a new start lies between
+    lines = [json.dumps({"step": number, "time": time, "peak_bytes": 1}) for number, time in enumerate(times)]
+    (tmp_path / "slow" / "observed" / "rank0.jsonl").write_text("\n".join(lines) + "\n")
+    assert found(tmp_path)["slow"].images_per_second == ALIVE["batch_size"] / 0.5
+
+
 def test_runs_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["waits", "again", "begins", "trains", "done", "cut", "gone", "ends"]
     launched(tmp_path / "sweep", names)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -75,12 +76,27 @@ def test_the_state_of_a_run_is_said(tmp_path: Path, changes, now, level, said) -
     assert next(iter(texts(summary.findings, level))).startswith(said)
 
 
+def _at(path: Path, step: int) -> str:
+    """When the first rank was done with the step."""
+    rows = map(json.loads, (path / "observed" / "rank0.jsonl").read_text().splitlines())
+    time = next(row["time"] for row in rows if row["step"] == step)
+    return datetime.fromtimestamp(time, UTC).isoformat()
+
+
 def test_a_live_run_knows_how_long_it_will_take(tmp_path: Path) -> None:
     path = good_run(tmp_path / "run", state="running", ended=None)
     run = facts(state="running", ended=None, steps=500, step=300)
     summary = summarize(read_run(write_run(path, run=run)), STARTED.timestamp() + 130)
     assert summary.lasted_seconds == 130
     assert summary.seconds_left == pytest.approx(200 * 0.41), "by the clock of what was observed"
+    # Resumed: what lies before is of another session, two hours earlier.
+    resumed = facts(state="running", ended=None, steps=500, step=300, started=_at(path, 295))
+    for file in (path / "observed").iterdir():
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        of_both = [row | {"time": row["time"] - 7200 * (row["step"] < 295)} for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in of_both))
+    summary = summarize(read_run(write_run(path, run=resumed)), STARTED.timestamp() + 130)
+    assert summary.seconds_left == pytest.approx(200 * 0.41)
 
 
 def test_a_loss_that_rises_or_breaks_is_told(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -19,6 +20,7 @@ from fullframe.wording import plural
 
 _GIB = 2**30
 _WIDTH = 160  # of a table that goes into a file or a pipe
+_GAP = 2  # between columns
 _COLOURS = {"running": "green", "finished": "blue", "failed": "red", "died": "red", "lost": "red", "unknown": "yellow"}
 
 
@@ -63,7 +65,7 @@ class Jobs:
             return 0
         console = Console()
         console = console if console.is_terminal else Console(width=_WIDTH)
-        console.print(_table(rows))
+        console.print(_table(rows, console.width))
         console.print(_summary(rows))
         return 0
 
@@ -85,14 +87,14 @@ class Jobs:
                 rows, _ = self._rows(files)
         with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
-                table = _table(rows[: max(console.height - 6, 1)])
+                table = _table(rows[: max(console.height - 6, 1)], console.width)
                 table.caption = _summary(rows)
                 live.update(table, refresh=True)
                 time.sleep(self.every)
                 rows, _ = self._rows(files)
 
 
-def _table(rows: list[JobRow]) -> Table:
+def _table(rows: list[JobRow], width: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("run", "job", "state", "step", "loss", "images/s", "peak GiB (predicted)", "requeues", "last warning"):
         right = name not in ("run", "job", "state", "last warning")
@@ -105,6 +107,9 @@ def _table(rows: list[JobRow]) -> Table:
         cells = [Text(word) for word in words]
         cells[2].stylize(_COLOURS.get(row.state, ""))
         table.add_row(*cells)
+    *others, warning = table.columns  # which gives way, and names of runs are folded
+    taken = sum(max(cell_len(str(text)) for text in (column.header, *column.cells)) + _GAP for column in others)
+    warning.max_width = max(width - taken, cell_len(str(warning.header)))
     return table
 
 

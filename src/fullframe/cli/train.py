@@ -313,7 +313,9 @@ class Train:
         if self.hang_timeout:  # or torch's thread for NCCL aborts the process before it can say what a kernel met
             os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         plan = None if self.plan is None else first_plan(self.plan)
-        read = load_recipe(self.recipe, values_of(self.set))
+        aside = partial(contextlib.redirect_stdout, sys.stderr) if self.json else contextlib.nullcontext
+        with aside():  # what the recipe prints is not the record
+            read = load_recipe(self.recipe, values_of(self.set))
         recipe = with_batch_size(read, self.batch_size or (plan or {}).get("batch_size"))
         steps = self.steps or recipe.steps
         last: dict[str, Any] = {}
@@ -332,7 +334,7 @@ class Train:
             tracked=lambda: timeline.peak_bytes,
             on_prediction=partial(note_prediction, run_dir) if rank == 0 else lambda predicted: None,
         )
-        with show or contextlib.nullcontext(), compared as comparison:
+        with aside(), show or contextlib.nullcontext(), compared as comparison:
             place = f"{place_of(strategy)}, on {device.name()}"
             say(f"{self.recipe}: {plural(steps, 'step')} on {place}, writing {run_dir}")
             if recipe.batch_size != read.batch_size:

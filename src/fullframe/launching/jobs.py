@@ -7,8 +7,10 @@ import fnmatch
 import json
 import os
 import socket
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ STATES = ("running", "starting", "pending", "requeued", "stopped", "finished", "
 _RUN_FILE = "run.json"
 _SKIPPED = {"checkpoints", "observed", "stacks", "trace", "__pycache__"}
 _DEPTH = 4  # folders below the given one in which runs are looked for
+_RECENT = 20  # steps, of which the pace is the median
 _TAIL_BYTES = 16384
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED", "CONFIGURING", "RESV_DEL_HOLD")
 _UNDER_WAY = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "STOPPED")
@@ -134,7 +137,8 @@ def _row(
     job = launch.get("job_id")
     entry = queued.get((str(job), task)) if job else None
     state, reason = _state(known, launch, entry, problem)
-    seconds, batch = last.get("step_seconds"), known.get("batch_size")
+    seen, batch = _observed(path, files), known.get("batch_size")
+    seconds = seen[1] or last.get("step_seconds")
     values = launch["runs"][task]["values"] if launch else ()
     in_array = bool(launch) and launch["runs"][0]["place"] != "."
     return JobRow(
@@ -146,7 +150,7 @@ def _row(
         steps=known.get("steps"),
         loss=last.get("loss"),
         images_per_second=batch / seconds if batch and seconds else None,
-        peak_bytes=_peak(path, files),
+        peak_bytes=seen[0],
         predicted_bytes=(known.get("prediction") or {}).get("peak_bytes"),
         requeues=_requeues(known),
         restarts=known.get("restarts"),
@@ -192,14 +196,21 @@ def _requeues(known: Mapping[str, Any]) -> int | None:
     return int(known.get("environment", {}).get("SLURM_RESTART_COUNT", 0))
 
 
-def _peak(path: Path, files: Files) -> int | None:
-    """The most that any rank has said it held."""
-    peaks = [files.read(rank, _largest_peak) for rank in (path / "observed").glob("rank*.jsonl")]
-    return max((peak for peak in peaks if peak is not None), default=None)
+def _observed(path: Path, files: Files) -> tuple[int | None, float | None]:
+    """The most bytes that any rank has said it held, and the seconds from step to step, the loader's wait included."""
+    found = [files.read(rank, _peak_and_pace) for rank in (path / "observed").glob("rank*.jsonl")]
+    peaks, paces = (
+        ([one for one in ones if one is not None] for ones in zip(*found, strict=True)) if found else ([], [])
+    )
+    return max(peaks, default=None), max(paces, default=None)
 
 
-def _largest_peak(text: str) -> int | None:
-    return max((int(line["peak_bytes"]) for line in _lines(text) if "peak_bytes" in line), default=None)
+def _peak_and_pace(text: str) -> tuple[int | None, float | None]:
+    lines = list(_lines(text))
+    peak = max((int(line["peak_bytes"]) for line in lines if "peak_bytes" in line), default=None)
+    timed = [(line["step"], line["time"]) for line in lines if "step" in line and "time" in line]
+    paces = [(after[1] - before[1]) for before, after in pairwise(timed[-_RECENT:]) if after[0] == before[0] + 1]
+    return peak, statistics.median(paces) if paces else None  # whatever lay between, an evaluation or a new start
 
 
 def _last_step(text: str) -> dict[str, Any]:

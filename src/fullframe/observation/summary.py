@@ -1,5 +1,6 @@
 """What one wants to know of a run at a glance: how fast, how full, who is slow, and what needs a look."""
 
+import shlex
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -174,9 +175,10 @@ def _step_seconds(run: RunFiles, ranks: Sequence[RankNow]) -> float | None:
 
 
 def _pace(run: RunFiles) -> float | None:
-    """Seconds a step by the clock, evaluations included, over the steps observed last."""
+    """Seconds a step by the clock, evaluations included, over the steps observed last since the run was started."""
+    begun_at = run.facts.started.timestamp() if run.facts is not None and run.facts.started is not None else 0.0
     for rows in run.observed.values():
-        timed = [(row.step, row.time) for row in rows[-_RECENT:] if row.time is not None]
+        timed = [(row.step, row.time) for row in rows[-_RECENT:] if row.time is not None and row.time >= begun_at]
         if len(timed) > 1:
             (step, begun), (last, ended) = timed[0], timed[-1]
             return (ended - begun) / (last - step)
@@ -222,7 +224,8 @@ def _findings(run: RunFiles, summary: Summary, now: float) -> Iterator[Finding]:
 def _of_state(run: RunFiles, now: float) -> Iterator[Finding]:
     reason = f": {run.facts.reason}" if run.facts is not None and run.facts.reason else ""
     recipe = (run.facts.recipe if run.facts is not None else "") or "RECIPE"
-    go_on = f"go on with: fullframe train {recipe} --run-dir {run.path} --resume, and the options it was started with"
+    command = shlex.join(["fullframe", "train", recipe, "--run-dir", str(run.path), "--resume"])
+    go_on = f"go on with: {command}, and the options it was started with"
     if run.state == "died":
         pid = run.facts.pid if run.facts is not None else None
         yield Finding("bad", f"the run died after step {run.step}: process {pid} is gone and said nothing", go_on)
