@@ -37,10 +37,20 @@ class RunDirectory:
         self._metrics = path / "metrics.jsonl"
 
     def take_up(self, strategy: Strategy) -> None:
-        """What there was to go on with has been taken up: from here on the run is this one, by `strategy`."""
+        """What there was to go on with has been taken up: from here on the run is this one, by `strategy`.
+
+        All ranks call it. Raises RunError on all of them where it cannot be written.
+        """
+        from fullframe.ranks.agreement import on_first_rank
+
+        def write() -> None:
+            try:
+                write_strategy(self.path, strategy)
+            except OSError as error:
+                raise RunError(f"cannot use the run directory {self.path}: {error}") from error
+
+        on_first_rank(write)
         self.file.accepted = True
-        if self._writes:
-            write_strategy(self.path, strategy)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl; a value that is not finite is written as null, which JSON knows."""
