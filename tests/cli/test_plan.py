@@ -233,6 +233,7 @@ def test_wrong_use(
     [
         ("{", "is not JSON"),
         ("3", "neither a list of plans nor a strategy"),
+        ("{}", "neither a list of plans nor a strategy"),
         ('[{"fits": true}]', "neither a list of plans nor a strategy"),
         ('[{"strategy": {}, "fits": false}]', "holds 1 strategy, and none fits"),
         ("[]", "holds 0 strategies, and none fits"),

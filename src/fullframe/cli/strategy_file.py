@@ -23,7 +23,7 @@ def first_plan(path: Path) -> Mapping[str, Any]:
         raise StrategyError(f"cannot read the plan {path}: {error.strerror}") from error
     except json.JSONDecodeError as error:
         raise StrategyError(f"{path} is not JSON: {error}; write it with fullframe plan --out") from error
-    if isinstance(found, dict):
+    if isinstance(found, dict) and found:
         return {"strategy": found, "prediction": None, "devices": None, "batch_size": None}
     plans = found if isinstance(found, list) and all(isinstance(p, dict) and "strategy" in p for p in found) else None
     if plans is None:

@@ -319,6 +319,9 @@ def test_what_the_recipe_changed_since_is_said(tmp_path):
         "the checkpoint has no average of the parameters; it begins with their values now",
     ]
     write(fresh, tmp_path)
+    model = frozen_body()
+    again = state_at(model=model, optimizer=lambda p: torch.optim.AdamW([q for q in p if q.requires_grad], 0.1))
+    assert restored(tmp_path, again)[0] == "the recipe's weight_decay is now 0.01; the optimizer goes on with 0.5"
     assert restored(tmp_path, state_at(model=frozen_body()))[-1] == (
         "the checkpoint's average of the parameters is dropped, as ema_decay is not given"
     )

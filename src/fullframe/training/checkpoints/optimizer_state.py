@@ -128,6 +128,7 @@ class OptimizerState:
                 for option, was in stored["made"].items()
                 if option in made and made[option] != was
             ]
+            made.update({option: was for option, was in stored["made"].items() if option in made})  # what it began with
         before, now = _parameters(manifest), set().union(*self._groups)
         if now - before:
             said.append(f"{some(sorted(now - before))} trained from now on")
