@@ -136,3 +136,13 @@ def _in_another_order() -> tuple[bool, tuple[int, ...]]:
 
 def test_strides_are_the_same_on_all_ranks_where_the_tensors_lie_in_memory_in_different_orders() -> None:
     assert rank_group(2).run(_in_another_order) == [(True, (72, 24, 6, 1))] * 2
+
+
+def _conjugate() -> bool:
+    torch.manual_seed(0)
+    whole = torch.randn(1, 2, 4, 6, dtype=torch.complex64).conj()
+    return all(torch.equal(ff.shard(each, ff.init_mesh(width=2)).full(), each) for each in (whole, whole.imag))
+
+
+def test_conjugates_are_sharded() -> None:
+    assert rank_group(2).run(_conjugate) == [True, True]

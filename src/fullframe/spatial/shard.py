@@ -102,6 +102,7 @@ def _agree(full: Tensor, mesh: DeviceMesh) -> bool:
 
 def fingerprint(full: Tensor) -> Tensor:
     """A checksum (1,) of the bits of rows and columns all over `full`: NaN is equal to itself."""
+    full = full.resolve_conj().resolve_neg()
     if full.is_complex():
         full = torch.view_as_real(full)
     if full.is_quantized or full.is_sparse or full.element_size() not in _INTEGERS or not full.numel():
