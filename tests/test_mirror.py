@@ -29,7 +29,7 @@ EXCEPTIONS: dict[str, str] = {
     **{f"horovod/{name}.py": HOROVOD_JOBS for name in ("elastic/loop", "launcher/jobs", "launcher/workers")},
     "horovod/membership.py": HOROVOD_JOBS,
     "horovod/gradient_reducer.py": "tests/horovod/test_optimizer.py",
-    **dict.fromkeys(("cli/train.py", "cli/verify.py", "model/fsdp.py"), END_TO_END),
+    **dict.fromkeys(("cli/train.py", "cli/verify.py"), END_TO_END),
     **dict.fromkeys(("spatial/views.py", "training/faults/nonfinite.py"), END_TO_END),
     **{f"cli/{name}.py": COMMANDS for name in ("calibrate", "comparison", "display", "export")},
     **{f"cli/{name}.py": COMMANDS for name in ("simulate", "strategy_file")},

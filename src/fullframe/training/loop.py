@@ -80,10 +80,7 @@ def fit(
         with watched(directory, keep_checkpoints, hang_timeout, on_message) as run:
             if reason:
                 run.say(f"started again: {reason}")
-            if goes_on:
-                _go_on(session, run)
-            run.checkpoints.require_storable(session.state)  # now rather than at the first checkpoint
-            directory.take_up(strategy)
+            _take_up(session, run, strategy, goes_on)
             looking = Observers(observers)
             todo = Steps(recipe, strategy, mesh, session, run, max_skipped, patience, looking)
             with looking.looking_on(_observed(recipe, session, strategy, mesh, run)):
@@ -201,6 +198,13 @@ def _whole(recipe: Recipe, model: nn.Module, strategy: Strategy) -> nn.Module:
     plain = recipe.model().to(next(model.parameters()).device)
     plain.load_state_dict(state)
     return plain
+
+
+def _take_up(session: Session, run: Run, strategy: Strategy, goes_on: bool) -> None:
+    if goes_on:
+        _go_on(session, run)
+    run.checkpoints.require_storable(session.state)  # now rather than at the first checkpoint
+    run.directory.take_up(strategy)
 
 
 def _go_on(session: Session, run: Run) -> None:

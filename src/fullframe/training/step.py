@@ -48,9 +48,7 @@ class StepRecord:
 
     loss: float  # mean over the whole job's batch; NaN when nothing was counted
     grad_norm: float  # 2-norm of the gradient of `loss`, before clipping
-    skipped: (
-        bool  # the loss or a gradient not finite, or nothing was counted: no trained parameter or buffer has changed
-    )
+    skipped: bool  # loss or gradient not finite, or nothing counted: no trained parameter and no buffer has changed
     seconds: float
     hands: int = 0  # ranks that raised theirs
 
