@@ -137,8 +137,8 @@ def _row(
     job = launch.get("job_id")
     entry = queued.get((str(job), task)) if job else None
     state, reason = _state(known, launch, entry, problem)
-    seen, batch = _observed(path, files), known.get("batch_size")
-    seconds = seen[1] or last.get("step_seconds")
+    (peak, pace), batch = _observed(path, files), known.get("batch_size")
+    seconds = pace or last.get("step_seconds")
     values = launch["runs"][task]["values"] if launch else ()
     in_array = bool(launch) and launch["runs"][0]["place"] != "."
     return JobRow(
@@ -150,7 +150,7 @@ def _row(
         steps=known.get("steps"),
         loss=last.get("loss"),
         images_per_second=batch / seconds if batch and seconds else None,
-        peak_bytes=seen[0],
+        peak_bytes=peak,
         predicted_bytes=(known.get("prediction") or {}).get("peak_bytes"),
         requeues=_requeues(known),
         restarts=known.get("restarts"),
@@ -199,9 +199,8 @@ def _requeues(known: Mapping[str, Any]) -> int | None:
 def _observed(path: Path, files: Files) -> tuple[int | None, float | None]:
     """The most bytes that any rank has said it held, and the seconds from step to step, the loader's wait included."""
     found = [files.read(rank, _peak_and_pace) for rank in (path / "observed").glob("rank*.jsonl")]
-    peaks, paces = (
-        ([one for one in ones if one is not None] for ones in zip(*found, strict=True)) if found else ([], [])
-    )
+    peaks = [peak for peak, _ in found if peak is not None]
+    paces = [pace for _, pace in found if pace is not None]
     return max(peaks, default=None), max(paces, default=None)
 
 
@@ -209,7 +208,7 @@ def _peak_and_pace(text: str) -> tuple[int | None, float | None]:
     lines = list(_lines(text))
     peak = max((int(line["peak_bytes"]) for line in lines if "peak_bytes" in line), default=None)
     timed = [(line["step"], line["time"]) for line in lines if "step" in line and "time" in line]
-    paces = [(after[1] - before[1]) for before, after in pairwise(timed[-_RECENT:]) if after[0] == before[0] + 1]
+    paces = [after[1] - before[1] for before, after in pairwise(timed[-_RECENT:]) if after[0] == before[0] + 1]
     return peak, statistics.median(paces) if paces else None  # whatever lay between, an evaluation or a new start
 
 

@@ -24,6 +24,7 @@ from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.model.unused import say_unused
 from fullframe.ranks.agreement import from_all_ranks, on_any_rank_each
 from fullframe.ranks.mesh import Spatial
+from fullframe.ranks.raw_bytes import checksums
 from fullframe.spatial.gradients import is_managed, manage
 from fullframe.spatial.tensor import SpatialTensor
 
@@ -42,6 +43,11 @@ def is_sharded(parameter: object) -> "TypeGuard[DTensor]":
 def whole_value(value: Any) -> Any:
     """A sharded tensor gathered from all ranks, which all call it; anything else as it is."""
     return value.full_tensor() if is_sharded(value) else value
+
+
+def local_value(value: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; anything else as it is."""
+    return value.to_local() if is_sharded(value) else value
 
 
 class ShardedParameters:
@@ -199,14 +205,15 @@ class _WrittenIn:
     """
 
     def __init__(self, unit: nn.Module, name: str, is_real: bool):
-        self._name, self._looks_at_values = name, is_real
+        self._looks_at_values = is_real
         self._own = [
-            (f"{path}.{own}".lstrip("."), module, own)
+            (".".join(filter(None, (name, path, own))), module, own)
             for path, module in unit.named_modules()
             for own, parameter in module._parameters.items()
             if parameter is not None and not is_sharded(parameter)
         ]
-        self._before: list[tuple[str, Tensor, int, str | None]] = []
+        self._before: list[tuple[str, Tensor, int]] = []
+        self._sums: list[int] = []  # where values are looked at
         unit.register_forward_pre_hook(self._note)
         unit.register_forward_hook(self._compare)
 
@@ -216,23 +223,21 @@ class _WrittenIn:
             return
         self._looks_at_values = self._looks_at_values and unit.training
         gathered: Any = [(name, module._parameters[own]) for name, module, own in self._own]
-        self._before = [(name, p, p._version, _sum(p) if self._looks_at_values else None) for name, p in gathered]
+        self._before = [(name, parameter, parameter._version) for name, parameter in gathered]
+        self._sums = self._sums_now()
 
     def _compare(self, unit: nn.Module, args: Any, output: Any) -> None:
-        before, self._before = self._before, []
-        for name, parameter, version, total in before:
-            if parameter._version != version or (total is not None and _sum(parameter) != total):
+        now, (before, self._before) = self._sums_now(), (self._before, [])
+        for number, (name, parameter, version) in enumerate(before):
+            if parameter._version != version or (now and now[number] != self._sums[number]):
                 raise StrategyError(
-                    f"{f'{self._name}.{name}'.lstrip('.')} is written to in forward, which sharded parameters would "
-                    "lose, for what is gathered for it is thrown away; make it a buffer, or do without shard_parameters"
+                    f"{name} is written to in forward, which sharded parameters would lose, for what is gathered for "
+                    "it is thrown away; make it a buffer, or do without shard_parameters"
                 )
         self._looks_at_values = False
 
-
-@torch.no_grad()
-def _sum(parameter: Tensor) -> str:
-    """In words, for NaN is like no number."""
-    return str(torch.view_as_real(parameter).sum() if parameter.is_complex() else parameter.sum(dtype=torch.float64))
+    def _sums_now(self) -> list[int]:
+        return checksums(parameter for _, parameter, _ in self._before) if self._looks_at_values else []
 
 
 class _Once(PatchedForward):

@@ -12,6 +12,7 @@ KNOWN = {  # to NCCL, through torch 2.13
 }  # fmt: skip
 BUCKET_BYTES = 25 << 20  # of a message in which tensors travel together, as in DDP
 _LARGE_BYTES = 1 << 20  # of a tensor that makes a message by itself
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -24,6 +25,17 @@ def plain(tensor: Tensor) -> Tensor:
 def in_bytes(tensor: Tensor) -> Tensor:
     """A view of the bytes of a tensor whose memory has no gaps, for where NCCL does not know the dtype."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """For each tensor the sum of its elements, their bits read as whole numbers."""
+    sums = [_words(tensor.detach()).sum(dtype=torch.int64) for tensor in tensors]
+    return torch.stack(sums).tolist() if sums else []
+
+
+def _words(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_WORDS[real.element_size()])
 
 
 @torch.no_grad()

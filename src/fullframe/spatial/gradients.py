@@ -22,6 +22,7 @@ from fullframe.errors import DivergenceError
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.collectives import all_sum
 from fullframe.ranks.mesh import Spatial, axes_in
+from fullframe.ranks.raw_bytes import checksums
 from fullframe.spatial.rules.registry import setters, writes
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -147,15 +148,12 @@ def enter(whole: Tensor, spatial: Spatial) -> Tensor:
     return alias
 
 
-@torch.no_grad()
 def _require_alike(parameter: nn.Parameter, spatial: Spatial) -> None:
     """Raises DivergenceError on all ranks of the replica where they hold different values: no one has shared them."""
     if spatial.size == 1 or not spatial.channel.tagged or is_dynamo_compiling():  # in a simulation others send nothing
         return
-    numbers = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    told = str(numbers.sum(dtype=torch.float64).item())  # in words, for NaN is like no number
-    everyone = from_all_ranks(told, spatial.replica)
-    if len(set(everyone)) > 1:
+    everyone = from_all_ranks(checksums([parameter]), spatial.replica)
+    if any(one != everyone[0] for one in everyone):
         ranks = spatial.replica_ranks
         other = next(rank for rank, one in zip(ranks, everyone, strict=True) if one != everyone[0])
         raise DivergenceError(

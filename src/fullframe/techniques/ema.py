@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullframe.model.fsdp import is_sharded
+from fullframe.model.fsdp import local_value
 
 
 class ParameterAverage:
@@ -41,7 +41,7 @@ class ParameterAverage:
     def applied(self) -> Iterator[None]:
         """Inside, the model holds the averages. What it takes to put them back is allocated before."""
         self._follow()
-        pairs = [(_local(p.detach()), _local(self._average[name])) for name, p in self._parameters.items()]
+        pairs = [(local_value(p.detach()), local_value(self._average[name])) for name, p in self._parameters.items()]
         largest: dict[tuple[torch.dtype, torch.device], int] = {}
         for own, _ in pairs:
             kind = own.dtype, own.device
@@ -70,7 +70,3 @@ def _swap(pairs: list[tuple[Tensor, Tensor]], aside: dict[tuple[torch.dtype, tor
         kept = aside[own.dtype, own.device][: own.numel()].view(own.shape).copy_(own)
         own.copy_(other)
         other.copy_(kept)
-
-
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if is_sharded(value) else value

@@ -2,11 +2,11 @@
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from fullframe.model.fsdp import is_sharded
+from fullframe.ranks.raw_bytes import checksums
 from fullframe.spatial.tensor import local_or_whole
 
 
@@ -31,11 +31,8 @@ class Changes:
         return _sums(self._model, self._of) != self._sums
 
 
-@torch.no_grad()
-def _sums(model: nn.Module, of: str) -> list[str]:
-    """In words, for NaN is like no number; a version does not tell of what is written by `.data`."""
+def _sums(model: nn.Module, of: str) -> list[int]:
+    """A version does not tell of what is written by `.data`."""
     if of == "none":
         return []
-    looked_at = [p for p in model.parameters() if not (of == "frozen" and p.requires_grad) and not is_sharded(p)]
-    sums = [(torch.view_as_real(p) if p.is_complex() else p).sum(dtype=torch.float64) for p in looked_at]
-    return [str(value) for value in torch.stack(sums).tolist()] if sums else []
+    return checksums(p for p in model.parameters() if not (of == "frozen" and p.requires_grad) and not is_sharded(p))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fullframe.doctor.probes.notes import Sketch
-from fullframe.model.fsdp import is_sharded
+from fullframe.model.fsdp import is_sharded, local_value
 
 _HERE = "/fullframe/doctor/"
 _SAMPLE = 16
@@ -25,7 +25,7 @@ _CHECKED_ELEMENTS = 1 << 16  # of each tensor of a batch
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a parameter or gradient."""
-    plain = tensor.to_local() if is_sharded(tensor) else tensor
+    plain = local_value(tensor)
     plain = plain.detach()
     return plain.coalesce().values() if plain.is_sparse else plain
 

@@ -3,7 +3,7 @@
 Each rank takes its own, the ranks' are compared. Ties share the gradient as in torch.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,25 +13,27 @@ from fullframe.ranks.collectives import all_gather_no_grad, all_sum, all_sum_no_
 from fullframe.spatial.operands import aligned, merged
 
 
-def reduction_of(reduce: str, *, include_self: bool = True) -> tuple[str, bool]:
-    """The arguments of `scatter_reduce` after its source."""
-    return reduce, include_self
+class Reduction(NamedTuple):
+    """The arguments of `scatter_reduce` after its source, by their names there."""
+
+    reduce: str
+    include_self: bool = True
 
 
-def extremes_at(x: Tensor, dim: int, index: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def extremes_at(x: Tensor, dim: int, index: Tensor, src: Tensor, how: Reduction) -> Tensor:
     """`scatter_reduce` by "amax" or "amin" into a whole `x`, of an index or a source that is split along `dim`."""
     src = src[tuple(map(slice, index.shape))]
     spec = merged([index, src])
     spec.require_whole("along other dims the index is split too", *(d for d in range(x.dim()) if d != dim))
     parts = aligned(index, spec), aligned(src, spec)
-    found: Tensor = _ExtremesAt.apply(x, dim, *parts, reduction_of(*args, **kwargs), spec.group)  # type: ignore[no-untyped-call]
+    found: Tensor = _ExtremesAt.apply(x, dim, *parts, how, spec.group)  # type: ignore[no-untyped-call]
     return found
 
 
 class _ExtremesAt(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, index: Tensor, src: Tensor, how: tuple[str, bool], group: dist.ProcessGroup
+        ctx: Any, x: Tensor, dim: int, index: Tensor, src: Tensor, how: Reduction, group: dist.ProcessGroup
     ) -> Tensor:
         way, includes_self = how
         compare, of_two = (torch.amax, torch.maximum) if way == "amax" else (torch.amin, torch.minimum)

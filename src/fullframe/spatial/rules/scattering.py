@@ -21,7 +21,7 @@ from fullframe.spatial.rules.points import (
     require_inside,
 )
 from fullframe.spatial.rules.registry import Unsupported, rule, writes
-from fullframe.spatial.rules.scattered_extremes import extremes_at, reduction_of
+from fullframe.spatial.rules.scattered_extremes import Reduction, extremes_at
 from fullframe.spatial.rules.tables import landing
 from fullframe.spatial.rules.unsupported import INTO_WHOLE
 from fullframe.spatial.spec import Spec
@@ -149,9 +149,9 @@ def _scattered_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, src: An
     given = [t for t in (index, src) if isinstance(t, SpatialTensor)]
     spec, in_place = given[0].spec, writes(func, kwargs)
     if func.__name__.startswith("scatter_reduce") and any(t.spec.is_split(dim) for t in given):
-        way, _ = reduction_of(*args, **kwargs)
-        if way in ("amax", "amin"):
-            result = extremes_at(x, dim, index, src, *args, **kwargs)
+        how = Reduction(*args, **kwargs)
+        if how.reduce in ("amax", "amin"):
+            result = extremes_at(x, dim, index, src, how)
             return x.copy_(result) if in_place else result
     if in_place and not func.__name__.startswith("scatter_add") and not any(map(has_gradients, given)):
         index, src = whole(index), whole(src)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fullframe.errors import CheckpointError
-from fullframe.model.fsdp import is_sharded
+from fullframe.model.fsdp import is_sharded, local_value
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.training.checkpoints.manifest import Manifest
 from fullframe.training.checkpoints.safetensors_files import DTYPES
@@ -117,7 +117,7 @@ class OptimizerState:
             if not isinstance(entry.value, Tensor):
                 entry.state[entry.key] = type(entry.value)(filled[entry.name].item())
             elif entry.name in filled and (packed := _packed(entry.value)) is not None:
-                packed.copy_(_local(filled[entry.name]))
+                packed.copy_(local_value(filled[entry.name]))
         facts = manifest.facts["optimizer"]["groups"]
         said = []
         for group, stored, made in zip(self._optimizer.param_groups, facts, self._made, strict=True):
@@ -223,13 +223,9 @@ def _name(parameter: str, key: str) -> str:
     return f"{PREFIX}{key}/{parameter}"
 
 
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if is_sharded(value) else value
-
-
 def _packed(value: Tensor) -> Tensor | None:
     """This rank's part of `value`, when it holds other tensors than the one it stands for."""
-    local = _local(value)
+    local = local_value(value)
     return local if hasattr(local, "__tensor_flatten__") else None
 
 

@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,12 +18,12 @@ from fullframe.model.fsdp import is_sharded
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.mesh import Spatial, spatial_of
+from fullframe.ranks.raw_bytes import checksums
 from fullframe.spatial.tensor import SpatialTensor
 
 _PRIME = 2**61 - 1
 _REPLICA = "replica"  # what is alike on its ranks alone
 _ROUNDING = 1e-3  # of a buffer's largest element: as TF32 rounds
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 K = TypeVar("K", bound=Hashable)
@@ -41,13 +40,13 @@ def require_same_numbers(model: nn.Module, mesh: DeviceMesh, step: int) -> None:
     if dist.get_world_size() == 1:
         return
     held = list(_held(model, mesh))
-    checksums = _checksums([one.tensor for one in held])
+    sums = checksums([one.tensor for one in held])
     totals: dict[Hashable, int] = defaultdict(int)
-    for number, (one, checksum) in enumerate(zip(held, checksums, strict=True), start=1):
+    for number, (one, checksum) in enumerate(zip(held, sums, strict=True), start=1):
         totals[one.part] = (totals[one.part] + number * checksum) % _PRIME
     if not _odd_ones(from_all_ranks(dict(totals))):
         return
-    mine = {(number, one.part): checksum for number, (one, checksum) in enumerate(zip(held, checksums, strict=True))}
+    mine = {(number, one.part): checksum for number, (one, checksum) in enumerate(zip(held, sums, strict=True))}
     different = _odd_ones(from_all_ranks(mine))
     if _kernels_vary(mesh):
         rounded = _equalized(held, different, spatial_of(mesh))
@@ -99,17 +98,6 @@ def _held(model: nn.Module, mesh: DeviceMesh) -> Iterator[_Held]:
     for name, buffer in model.named_buffers():
         if not isinstance(buffer, SpatialTensor):
             yield _Held(name, (_REPLICA, mesh.get_local_rank("data")), buffer.detach())
-
-
-def _checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """For each tensor the sum of its elements, their bits read as whole numbers."""
-    sums = [_words(tensor).sum(dtype=torch.int64) for tensor in tensors]
-    return torch.stack(sums).tolist() if sums else []
-
-
-def _words(tensor: Tensor) -> Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.view(_WORDS[real.element_size()])
 
 
 def _odd_ones(everywhere: list[dict[K, int]]) -> dict[K, list[int]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from fullframe.model.fsdp import is_sharded
+from fullframe.model.fsdp import local_value
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.spatial.tensor import local_or_whole
 
@@ -70,5 +70,5 @@ def _is_broken(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return False
     tensor = local_or_whole(value)
-    tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    tensor = local_value(tensor)
     return tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())

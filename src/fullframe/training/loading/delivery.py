@@ -347,9 +347,7 @@ def _told(value: Any) -> bytes:
 
 def _leaves(value: Any) -> list[Any]:
     """Each tensor or `Cut` in nested containers."""
-    found: list[Any] = []
-    _placed(value, lambda leaf, path: found.append(leaf), ())
-    return found
+    return [leaf for leaf in _every_leaf(value) if isinstance(leaf, (Tensor, Cut))]
 
 
 def _shapes(value: Any) -> Any:
