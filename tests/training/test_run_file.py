@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,10 @@ import torch
 import fullframe as ff
 from fullframe.errors import CheckpointError, RunError
 from fullframe.processes.exit_reasons import StartAgain
+from fullframe.processes.lock import is_held
 from fullframe.processes.stop_signals import Stopped
 from fullframe.training.observers import Observer
-from fullframe.training.run_file import RunFile, commit_of, note_end, read_run_file
+from fullframe.training.run_file import LOCK, RunFile, commit_of, note_end, read_run_file
 from tests.training.tiny import recipe
 
 
@@ -128,6 +132,27 @@ def test_what_the_ranks_could_not_say_their_launcher_does(tmp_path):
     assert (found["state"], found["reason"]) == ("failed", "rank 1 died (SIGKILL)")
     note_end(tmp_path, "later")
     assert read_run_file(tmp_path) == found
+
+
+def test_two_runs_do_not_write_into_one_directory(tmp_path):
+    """The second is told who has it, its launcher takes nothing from the first, and a dead one keeps nobody out."""
+    holds = "import pathlib, sys\nfrom fullframe.processes.lock import ProcessLock\n"
+    command = [sys.executable, "-c", f"{holds}lock = ProcessLock(pathlib.Path(sys.argv[1]))\ninput()"]
+    RunFile(tmp_path, writes=True).begin({})
+    first = read_run_file(tmp_path)
+    with subprocess.Popen([*command, str(tmp_path / LOCK)], stdin=subprocess.PIPE) as other:
+        while not is_held(tmp_path / LOCK):
+            time.sleep(0.01)
+        for resume in (False, "auto"):
+            with pytest.raises(RunError, match=f"process {os.getpid()} on .* name another directory"):
+                ff.fit(recipe(), ff.Strategy(), tmp_path, steps=1, resume=resume)
+        note_end(tmp_path, "refused")
+        assert read_run_file(tmp_path) == first
+        other.kill()
+    ff.fit(recipe(), ff.Strategy(), tmp_path, steps=1)
+    ff.fit(recipe(), ff.Strategy(), tmp_path, steps=2, resume=True)  # and a run that has ended lets go of it
+    note_end(tmp_path, "later")
+    assert read_run_file(tmp_path)["state"] == "finished"
 
 
 def test_the_commit_of_a_folder(tmp_path):

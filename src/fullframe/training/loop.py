@@ -20,7 +20,7 @@ from fullframe.strategy import Strategy
 from fullframe.training.checkpoints.writer import load, newest_checkpoint
 from fullframe.training.evaluation import evaluating
 from fullframe.training.observers import Observed, Observer, Observers
-from fullframe.training.run_directory import Resume, open_run, strategy_of_restart
+from fullframe.training.run_directory import Resume, opened, strategy_of_restart
 from fullframe.training.run_file import facts
 from fullframe.training.session import Session, assemble
 from fullframe.training.steps import Run, Steps, due, watched
@@ -74,9 +74,11 @@ def fit(
     if reason:
         resume, strategy = "auto", strategy_of_restart(Path(run_dir), strategy, recipe.batch_size)
     session = assemble(recipe, strategy, mesh)
-    directory, goes_on = open_run(Path(run_dir), strategy, resume)
     place = facts(device=device.name(), world_size=dist.get_world_size(), steps=steps)
-    with directory.file.standing({**place, **(about or {})}):
+    with (
+        opened(Path(run_dir), strategy, resume) as (directory, goes_on),
+        directory.file.standing({**place, **(about or {})}),
+    ):
         with watched(directory, keep_checkpoints, hang_timeout, on_message) as run:
             if reason:
                 run.say(f"started again: {reason}")

@@ -7,22 +7,24 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fullframe.errors import RunError, StrategyError
+from fullframe.processes.lock import ProcessLock
 from fullframe.processes.whole_files import replace_text
 from fullframe.strategy import Strategy
-from fullframe.training.run_file import RunFile
+from fullframe.training.run_file import LOCK, RunFile, read_run_file
 
 _LINE_BYTES = 65536  # more than two lines of metrics.jsonl
 Resume = bool | Literal["auto"]  # "auto": go on if there is a run, else start one
 
 
 class RunDirectory:
-    """A run's files under `path`; made on all ranks by `open_run`.
+    """A run's files under `path`; made on all ranks by `opened`.
 
     `trouble` is why rank 0 cannot write, "" as long as it can. The other ranks are in the middle of their next step
     when it finds out, so that it is not raised but left to be agreed on.
@@ -83,28 +85,45 @@ class RunDirectory:
         replace_text(self._metrics, "".join(line + "\n" for line in kept))
 
 
-def open_run(path: Path, strategy: Strategy, resume: Resume) -> tuple[RunDirectory, bool]:
+@contextmanager
+def opened(path: Path, strategy: Strategy, resume: Resume) -> Iterator[tuple[RunDirectory, bool]]:
     """The run directory, made or found again, and whether there is a run to go on with; all ranks call it.
 
-    Raises RunError on all ranks when it holds a run and `resume` is not asked for, or the other way round.
+    Raises RunError on all ranks when it holds a run and `resume` is not asked for, or the other way round, and while
+    another process writes into it.
     """
     import torch.distributed as dist
 
     from fullframe.ranks.agreement import on_first_rank
+
+    locks: list[ProcessLock] = []
 
     def prepare() -> bool:
         try:
             check_run_directory(path, resume)
             begun = _has_steps(path)
             path.mkdir(parents=True, exist_ok=True)
+            locks.append(ProcessLock(path / LOCK))
+            _require_alone(path, locks[0])
             if not begun and resume is not True:  # else once what is there has been taken up
                 write_strategy(path, strategy)
             return begun
         except OSError as error:
             raise RunError(f"cannot use the run directory {path}: {error}") from error
 
-    begun = on_first_rank(prepare)
-    return RunDirectory(path, writes=dist.get_rank() == 0), begun or resume is True
+    try:
+        begun = on_first_rank(prepare)
+        yield RunDirectory(path, writes=dist.get_rank() == 0), begun or resume is True
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+def _require_alone(path: Path, lock: ProcessLock) -> None:
+    if lock.is_held:
+        other = read_run_file(path)
+        who = f" (process {other['pid']} on {other.get('host', '?')})" if other.get("pid") else ""
+        raise RunError(f"another run{who} is writing into {path}; let it end or stop it, or name another directory")
 
 
 def write_strategy(path: Path, strategy: Strategy) -> None:

@@ -18,10 +18,12 @@ from typing import Any
 from fullframe import __version__
 from fullframe.errors import FullframeError
 from fullframe.processes.exit_reasons import StartAgain, is_machines_fault, users_words
+from fullframe.processes.lock import is_held
 from fullframe.processes.stop_signals import Stopped
 from fullframe.processes.whole_files import replace_text
 
 _NAME = "run.json"
+LOCK = "run.lock"  # held by the process that writes
 _SECONDS = 1.0  # between two times that the last step is written
 _SCHEDULERS = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT", "JOB_COMPLETION_INDEX",
                "CUDA_VISIBLE_DEVICES")  # fmt: skip
@@ -110,7 +112,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
 def note_end(path: Path, reason: str) -> None:
     """The ranks of the run in `path` have ended for good, and the one that writes could not say so."""
     found = read_run_file(path)
-    if found.get("state") == "running":
+    if found.get("state") == "running" and not is_held(path / LOCK):  # else it is another run's
         with suppress(OSError):
             _replace(path, found | {"state": "failed", "reason": reason, "ended": _now()})
 
