@@ -154,6 +154,22 @@ class Drawn(nn.Module):
         return F.dropout(x, 0.5)
 """
 
+# Softmax in single precision, as many models have it, in numbers that are double otherwise.
+SINGLE = """
+class Single(nn.Module):
+    def forward(self, x):
+        return torch.softmax(x.float().flatten(2), dim=2).to(x).view(x.shape)
+"""
+
+# Called again it gives something else, whatever the seed; and it differs between ranks.
+COUNTING = """
+class Counting(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + 1e-3 * self.calls) * (1 + 1e-6 * rank())
+"""
 
 # The data set reads parts; `shift` columns too far to the right they are not the frame that one process reads.
 PARTS = """

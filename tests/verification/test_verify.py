@@ -14,7 +14,20 @@ from fullframe.verification.verdict import Verdict
 from fullframe.verification.verify import verify
 from tests.rank_group import RankFailure, rank_group
 from tests.verification.forked import verified_by_a_fork
-from tests.verification.job import DRAWN, LEAK, PARTS, QUERIED, RIGHT, SCALED, SEAM, SPECTRAL, UNUSED, written
+from tests.verification.job import (
+    COUNTING,
+    DRAWN,
+    LEAK,
+    PARTS,
+    QUERIED,
+    RIGHT,
+    SCALED,
+    SEAM,
+    SINGLE,
+    SPECTRAL,
+    UNUSED,
+    written,
+)
 
 
 def _verified(path: str, data: int, height: int, width: int, unsupported: str, depth: int) -> str:
@@ -98,6 +111,24 @@ def recipe():
 def test_a_batch_of_classes_that_the_recipe_defines(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(OF_CLASSES)
     assert verified(tmp_path / "job.py", 1, 1, 2).exact
+
+
+def test_a_batch_in_a_mapping_that_torch_does_not_know(tmp_path: Path) -> None:
+    """As processors and tokenizers of transformers give it."""
+    of_images = "lambda model, batch: loss(model, {**batch, 'image': batch.image})"
+    text = written(tmp_path).read_text().replace("loss=loss,", f"collate=Features.of, loss={of_images},")
+    features = """
+from collections import UserDict
+class Features(UserDict):
+    @property
+    def image(self):
+        return self["image"]
+    @classmethod
+    def of(cls, samples):
+        return cls(torch.utils.data.default_collate(samples))
+"""
+    (tmp_path / "job.py").write_text(features + text)
+    assert verified(tmp_path / "job.py", data=2).exact
 
 
 def test_the_batch_of_the_step_is_compared_where_the_next_one_is_read_ahead(tmp_path: Path) -> None:
@@ -204,6 +235,18 @@ def test_random_numbers_are_named_as_a_reason(tmp_path: Path) -> None:
     first = verdict.first_difference
     assert not verdict.exact and first is not None and (first.phase, first.module) == ("forward", "middle")
     assert any(note.startswith("the loss depends on the seed also without nn.Dropout") for note in verdict.notes)
+
+
+def test_a_module_that_counts_its_calls_does_not_draw(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, "Counting()", COUNTING))
+    assert not verdict.exact and not any("depends on the seed" in note for note in verdict.notes), verdict.notes
+
+
+def test_single_precision_within_a_module_is_named_as_a_likely_reason(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, "Single()", SINGLE))
+    first = verdict.first_difference
+    assert not verdict.exact and first is not None and 1e-9 < first.relative < 1e-5, first
+    assert "less than double precision ('middle' (Single) in float32), whose rounding may" in first.message
 
 
 BAD = {

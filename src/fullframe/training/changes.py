@@ -3,8 +3,8 @@
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
+from fullframe.data.nested import leaves
 from fullframe.model.fsdp import is_sharded
 from fullframe.ranks.raw_bytes import checksums
 from fullframe.spatial.tensor import local_or_whole
@@ -17,7 +17,7 @@ class Changes:
     """
 
     def __init__(self, batch: Any, model: nn.Module, of: Literal["all", "frozen", "none"]):
-        tensors = [local_or_whole(leaf) for leaf in tree_iter(batch) if isinstance(leaf, Tensor)]
+        tensors = [local_or_whole(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor)]
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         self._model, self._of = model, of
         self._sums = _sums(model, of)

@@ -1,6 +1,5 @@
 """A batch in slices: nested tensors and arrays cut along the first dim, and lists with an entry for each sample."""
 
-import copy
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
+from fullframe.data.nested import like, with_items
 from fullframe.errors import ShapeError
 
 _WHOLE = "use microbatches=1"
@@ -41,7 +41,7 @@ def microbatches(batch: Any, count: int) -> Iterator[Any]:
 def fresh(batch: Any) -> Any:
     """The batch with containers of its own, so that what is put into them is not put into `batch`."""
     if isinstance(batch, MutableMapping):
-        return _with(batch, {key: fresh(item) for key, item in batch.items()})
+        return with_items(batch, {key: fresh(item) for key, item in batch.items()})
     if type(batch) in (list, tuple):
         return type(batch)(fresh(item) for item in batch)
     return batch
@@ -66,12 +66,12 @@ def _cut(value: Any, part: slice, samples: int, name: str) -> Any:
             raise ShapeError(f"{name} has {value.shape[0]} rows, the batch {samples} samples; {_WHOLE}")
         return value[part] if value.ndim else value
     if isinstance(value, Mapping):
-        return _with(value, {key: _cut(item, part, samples, str(key)) for key, item in value.items()})
+        return with_items(value, {key: _cut(item, part, samples, str(key)) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
         if len(value) == samples and name != _TOP and _an_entry_each(value, samples, name):
             return value[part]
         items = [_cut(item, part, samples, f"{name}[{number}]") for number, item in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return like(value, items)
     held = [*vars(value).values()] if hasattr(value, "__dict__") and not isinstance(value, type) else []
     if any(isinstance(leaf, (Tensor, np.ndarray)) for leaf in tree_iter(held)):
         raise ShapeError(f"{name} is a {type(value).__name__}, of which it is not known how to cut it; {_WHOLE}")
@@ -89,12 +89,3 @@ def _an_entry_each(value: Any, samples: int, name: str) -> bool:
             f"they are cannot be told; stack them to one tensor, or {_WHOLE}"
         )
     return True
-
-
-def _with(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the same kind."""
-    if type(value) is dict or not isinstance(value, MutableMapping):
-        return items
-    made = copy.copy(value)
-    made.update(items)
-    return made

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from fullframe.errors import UnsupportedOp
 from fullframe.verification.verdict import (
+    NARROW,
     Difference,
     FirstDifference,
     Found,
@@ -18,7 +19,7 @@ from fullframe.verification.verdict import (
     named_differences,
 )
 
-_LOW_PRECISION = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.complex64")
+_ROUNDING = 1e-2  # relative; what is further off is no rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ class Evidence:
     parameters: Named
     buffers: Named
     classes: Mapping[str, str]  # class name by module path
+    narrow: Mapping[str, str] = field(default_factory=dict)  # as `Answers.narrow`
 
 
 def refused(
@@ -79,6 +81,8 @@ def judged(evidence: Evidence, mesh: Mapping[str, int], device: str, tolerance: 
         _first_named("parameter", parameters, evidence.parameters, evidence.classes, tolerance),
     )
     first = next((difference for difference in searches if difference is not None), None)
+    if first is not None and first.relative < _ROUNDING and f"torch.{first.dtype}" not in NARROW:
+        first = replace(first, message=first.message + _rounding_within(evidence))
     return Verdict(
         exact=first is None,
         loss=loss,
@@ -91,6 +95,19 @@ def judged(evidence: Evidence, mesh: Mapping[str, int], device: str, tolerance: 
         device=device,
         tolerance=tolerance,
         notes=(*notes, *_unused(evidence.parameters)),
+    )
+
+
+def _rounding_within(evidence: Evidence) -> str:
+    """What computes in less than double precision somewhere on the way."""
+    if not evidence.narrow:
+        return ""
+    inside = [f"{_described(path, evidence.classes.get(path, ''))} in {kind.removeprefix('torch.')}"
+              for path, kind in evidence.narrow.items()]  # fmt: skip
+    more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
+    return (
+        f"; some of it is computed in less than double precision ({', '.join(inside[:3])}{more}), whose rounding may "
+        "be all of it: compute that in the dtype of its input, or use a wider --tolerance"
     )
 
 
@@ -210,7 +227,7 @@ def _first(
         of = f"shape {value.shape}{here}; " if value.shape else ""
         how = f"{of}off by {found.max_abs:.2g}, {relative:.2g} of the largest value"
     message = f"{what} ({how})"
-    if not found.problem and value.dtype in _LOW_PRECISION and relative < 1e-2:
+    if not found.problem and value.dtype in NARROW and relative < _ROUNDING:
         message += (
             f"; it is computed in {value.dtype.removeprefix('torch.')}, whose rounding may be all of it: "
             "compute it in the dtype of its input, or use a wider --tolerance"

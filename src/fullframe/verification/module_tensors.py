@@ -49,7 +49,7 @@ class ModuleTensors:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not _in_backward() and _have_numbers((args, kwargs)):
             path = self._paths[module]
-            self._entering(path, self._caller[0], self.calls)
+            self._entering(path, self.caller[0], self.calls)
             call = self.calls[path]
             self._report("input", module, call, (args, kwargs))
             self._running.append((module, call))
@@ -61,12 +61,12 @@ class ModuleTensors:
             self._report("output", module, call, output)
 
     def _report(self, kind: str, module: nn.Module, call: int, values: Any) -> None:
-        caller = self._caller
+        caller = self.caller
         for leaf, tensor in enumerate(tensors_in(values)):
             self._seen(Place(kind, self._paths[module], call, leaf, type(module).__name__, *caller), tensor)
 
     @property
-    def _caller(self) -> tuple[str | None, str]:
+    def caller(self) -> tuple[str | None, str]:
         """Path and class of the module whose forward runs."""
         if not self._running:
             return None, ""

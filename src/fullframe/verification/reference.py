@@ -6,26 +6,31 @@ goes through replica by replica, each from the same initial buffers, and the gra
 replica's samples at a time, as it does in data-parallel training.
 """
 
+import math
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fullframe.data.nested import tensors_replaced
 from fullframe.errors import FullframeError, RecipeError
 from fullframe.ranks.randomness import seed_everything
 from fullframe.recipe import Recipe, load_recipe, values_of
 from fullframe.training.step import sum_and_count
 from fullframe.verification.module_tensors import ModuleTensors
-from fullframe.verification.verdict import Place, Value
+from fullframe.verification.verdict import NARROW, Place, Value
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "FULLFRAME_VERIFY_")
 
@@ -55,6 +60,7 @@ class Answers:
     gradients: dict[str, Tensor | None]
     buffers: list[dict[str, Tensor]]  # after the step, of each replica
     draws: bool  # with another seed the loss is another
+    narrow: dict[str, str]  # what computes in less than double precision: a dtype by the module's path
 
 
 def without_dropout(model: nn.Module) -> list[str]:
@@ -108,20 +114,29 @@ def main(recipe_path: Path, folder: Path, values: Sequence[str] = ()) -> None:
     total, count, buffers = 0.0, 0.0, []
     for replica, (batch, seed) in enumerate(zip(given["parts"], given["seeds"], strict=True)):
         _restore(model, initial)
-        batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+        batch = tensors_replaced(batch, lambda tensor: tensor.to(device))
         seed_everything(seed)
         part_sum, part_count = _recorded(recipe, model, batch, folder / f"part-{replica}")
         total, count = total + part_sum, count + part_count
         buffers.append({name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()})
     _restore(model, initial)
-    draws = _draws(recipe, model, batch, seed, part_sum)
+
+    def again(seed: int) -> float:
+        _restore(model, initial)
+        seed_everything(seed)
+        with torch.no_grad():
+            return sum_and_count(recipe.loss(model, batch))[0].item()
+
+    draws = _draws(again, seed, part_sum)
+    narrow = _narrow(model, lambda: again(seed))
     if not count > 0 or not torch.isfinite(torch.tensor(total)):
         raise RecipeError(
             f"the loss of the first batch is {total} over a count of {count}: there is nothing to compare; "
             "let the recipe begin with a batch whose loss is finite"
         )
     gradients = {name: None if p.grad is None else (p.grad / count).cpu() for name, p in model.named_parameters()}
-    torch.save(Answers(loss=total / count, gradients=gradients, buffers=buffers, draws=draws), folder / "answers.pt")
+    answers = Answers(loss=total / count, gradients=gradients, buffers=buffers, draws=draws, narrow=narrow)
+    torch.save(answers, folder / "answers.pt")
 
 
 def double_model(recipe: Recipe, device: torch.device) -> tuple[nn.Module, list[str]]:
@@ -175,12 +190,46 @@ class _Record:
         _write(gradient, self.part.folder / f"{number}.gradient.pt")
 
 
-@torch.no_grad()
-def _draws(recipe: Recipe, model: nn.Module, batch: Any, seed: int, expected: float) -> bool:
-    """Whether another seed gives another loss sum than `expected`, beyond rounding."""
-    seed_everything(seed + 1)
-    other = sum_and_count(recipe.loss(model, batch))[0].item()
-    return abs(other - expected) > 1e-9 * abs(expected)
+def _draws(again: Callable[[int], float], seed: int, expected: float) -> bool:
+    """Whether another seed gives another loss sum than `expected`, beyond rounding, and this one the same again.
+
+    A loss that writes into its batch, or counts its calls, gives another one in any case.
+    """
+    is_expected = partial(math.isclose, expected, rel_tol=1e-9)
+    return not is_expected(again(seed + 1)) and is_expected(again(seed))
+
+
+def _narrow(model: nn.Module, forward: Callable[[], object]) -> dict[str, str]:
+    """What in `forward` computes in less than double precision; nothing where torch cannot look into it."""
+    with ModuleTensors(model, lambda place, tensor: None) as tensors:
+        found = _Narrow(lambda: tensors.caller[0] or "")
+        with suppress(Exception), found:  # some compiled programs run under no mode
+            forward()
+    return found.dtypes
+
+
+class _Narrow(TorchDispatchMode):
+    """Notes where numbers of one floating dtype become such of another that is no double precision."""
+
+    def __init__(self, path: Callable[[], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._path = path
+        self.dtypes: dict[str, str] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and str(tensor.dtype) in NARROW and _takes_numbers(args):
+                self.dtypes.setdefault(self._path(), str(tensor.dtype))
+        return result
+
+
+def _takes_numbers(args: tuple[Any, ...]) -> bool:
+    return any(
+        isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) for value in tree_leaves(args)
+    )
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

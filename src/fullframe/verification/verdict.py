@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 _ZERO = 1e-12  # of the peers: noise, measured against them
 _FLOOR = 1e-3  # of the peers: the least that a difference is measured against
 
+NARROW = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.complex64")  # less than double precision
+
 
 class Place(NamedTuple):
     """A tensor that goes into or comes out of a module: which of them, in which call of the module."""

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fullframe.data.nested import tensors_replaced
 from fullframe.data.slices import SliceReader
 from fullframe.errors import FullframeError, RecipeError, UnsupportedOp
 from fullframe.ranks.agreement import from_all_ranks
@@ -113,7 +113,7 @@ class _KeptBatch:
 
     def __call__(self, samples: list[Any]) -> Any:
         collated = self._collate(samples)
-        self.batch = tree_map_only(Tensor, reference.in_double, collated)
+        self.batch = tensors_replaced(collated, reference.in_double)
         return self.batch
 
 
@@ -291,6 +291,7 @@ def _evidence(answers: Answers, comparison: _Comparison, plain: nn.Module, loss:
         parameters=_named([found for *_, found, _ in everyone], missing, parameters),
         buffers=_named([found for *_, found in everyone], {}, buffers),
         classes={path: type(module).__name__ for path, module in plain.named_modules()},
+        narrow=answers.narrow,
     )
 
 

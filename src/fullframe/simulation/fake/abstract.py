@@ -9,10 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fullframe.data.nested import tensors_replaced
 from fullframe.ranks.randomness import sample_randomness
 from fullframe.recipe import Recipe
 from fullframe.simulation.fake.blame import blamed
@@ -112,4 +112,4 @@ def abstract_batch(recipe: Recipe, sample: Any, samples: int, fake: FakeTensorMo
 
 
 def _faked(tree: Any, fake: FakeTensorMode) -> Any:
-    return tree_map_only(Tensor, lambda tensor: _abstract(tensor, fake), tree)
+    return tensors_replaced(tree, lambda tensor: _abstract(tensor, fake))

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_iter
 from torch.utils.data import default_collate
 
+from fullframe.data.nested import leaves, replaced
 from fullframe.errors import RecipeError, ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
@@ -144,8 +145,8 @@ class Collation:
         """`batch` with each whole tensor of the frame cut to this rank's part."""
         frame = None if self.split != "auto" else _frame(batch, self.grid.dims)
 
-        def cut(tensor: Tensor, path: tuple[Any, ...]) -> Any:
-            if not self._splits(tensor, frame, path):
+        def cut(tensor: Any, path: tuple[Any, ...]) -> Any:
+            if not isinstance(tensor, Tensor) or not self._splits(tensor, frame, path):
                 return tensor
             if tensor.dim() < 2:
                 raise ShapeError(f"split names {path[0]!r}, whose shape {tuple(tensor.shape)} has no dims (..., H, W)")
@@ -154,7 +155,7 @@ class Collation:
             # A copy: a view would keep the whole frame in memory, and send it along, for as long as this part of it.
             return Cut(part.clone(memory_format=torch.contiguous_format), tuple(tensor.shape))
 
-        return _placed(batch, cut, ())
+        return replaced(batch, cut)
 
     def _marked(self, batch: Any, size: tuple[int, ...]) -> Any:
         """`batch` with each tensor that was read as a part of a frame of `size` (H, W), or (D, H, W), as a `Cut`."""
@@ -164,9 +165,9 @@ class Collation:
         asked = " and ".join(f"{name} {rows.start}:{rows.stop}" for name, rows in zip(names, part, strict=True))
         found = 0
 
-        def mark(tensor: Tensor, path: tuple[Any, ...]) -> Any:
+        def mark(tensor: Any, path: tuple[Any, ...]) -> Any:
             nonlocal found
-            if not self._splits(tensor, here, path):
+            if not isinstance(tensor, Tensor) or not self._splits(tensor, here, path):
                 return tensor
             if tuple(tensor.shape[-len(size) :]) != here:
                 raise ShapeError(
@@ -176,7 +177,7 @@ class Collation:
             found += 1
             return Cut(without_class(tensor), (*tensor.shape[: -len(size)], *size))
 
-        marked = _placed(batch, mark, ())
+        marked = replaced(batch, mark)
         if not found:
             shapes = [tuple(tensor.shape) for tensor in _leaves(batch)]
             raise ShapeError(
@@ -237,13 +238,13 @@ class Delivery:
 
     def place(self, batch: Any) -> Any:
         """This rank's batch on its device, from what `Collation` made."""
-        return _placed(batch, self._on_device, ())
+        return replaced(batch, self._on_device)
 
-    def _on_device(self, value: "Tensor | Cut", path: tuple[Any, ...]) -> Tensor:
+    def _on_device(self, value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, Cut):
             spec = even_spec(value.shape, self._mesh)
             return wrap(value.local.to(self._device, non_blocking=True), spec)
-        return value.to(self._device, non_blocking=True)
+        return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _require_keys(self, batch: Any) -> None:
         known = list(batch) if isinstance(batch, Mapping) else []
@@ -290,7 +291,7 @@ def _checksum(batch: Any, checksum: int) -> int:
 
     Raises RecipeError for an object of another class that holds tensors: it is neither compared nor moved.
     """
-    for value in _every_leaf(batch):
+    for value in leaves(batch):
         if not isinstance(value, (Tensor, Cut)):
             checksum = zlib.crc32(_told(value), checksum)
             continue
@@ -303,32 +304,6 @@ def _checksum(batch: Any, checksum: int) -> int:
         elements = elements[:: elements.numel() // _FINGERPRINT_ELEMENTS | 1].contiguous()
         checksum = zlib.crc32(elements.view(torch.uint8).numpy().tobytes(), checksum)
     return checksum
-
-
-def _placed(value: Any, place: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...]) -> Any:
-    """`value` with each tensor or `Cut` in nested containers replaced by `place(leaf, path)`.
-
-    By hand, as torch's pytree takes a UserDict, as tokenizers give, and subclasses of list and tuple for leaves.
-    """
-    if isinstance(value, (Tensor, Cut)):
-        return place(value, path)
-    if isinstance(value, Mapping):
-        return {key: _placed(item, place, (*path, key)) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_placed(item, place, (*path, number)) for number, item in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
-def _every_leaf(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _every_leaf(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _every_leaf(item)
-    else:
-        yield value
 
 
 def _told(value: Any) -> bytes:
@@ -347,7 +322,7 @@ def _told(value: Any) -> bytes:
 
 def _leaves(value: Any) -> list[Any]:
     """Each tensor or `Cut` in nested containers."""
-    return [leaf for leaf in _every_leaf(value) if isinstance(leaf, (Tensor, Cut))]
+    return [leaf for leaf in leaves(value) if isinstance(leaf, (Tensor, Cut))]
 
 
 def _shapes(value: Any) -> Any:

@@ -1,0 +1,51 @@
+"""What data sets, collate functions and loaders hand on: tensors in nested mappings, lists and tuples.
+
+By hand, as torch's pytree takes a UserDict, as processors and tokenizers give, and subclasses of list and tuple for
+leaves.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+Path = tuple[Any, ...]  # the keys and places that lead to a leaf
+
+
+def replaced(value: Any, function: Callable[[Any, Path], Any], path: Path = ()) -> Any:
+    """`value` with each leaf replaced by `function(leaf, path)`, in containers of the same kinds."""
+    if isinstance(value, Mapping):
+        return with_items(value, {key: replaced(item, function, (*path, key)) for key, item in value.items()})
+    if isinstance(value, (list, tuple)):
+        return like(value, [replaced(item, function, (*path, number)) for number, item in enumerate(value)])
+    return function(value, path)
+
+
+def tensors_replaced(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """`value` with each tensor replaced by `function(tensor)`, also in classes that torch's pytree was told of."""
+    return replaced(value, lambda leaf, path: tree_map_only(Tensor, function, leaf))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Whatever is no mapping, list or tuple, in order."""
+    if isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the kind of `value`, and with the same keys."""
+    if type(value) is dict or not isinstance(value, MutableMapping):
+        return items
+    made = copy.copy(value)
+    made.update(items)
+    return made
+
+
+def like(value: Sequence[Any], items: Sequence[Any]) -> Any:
+    """A list or tuple of the kind of `value`."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]

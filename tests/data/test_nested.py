@@ -1,0 +1,35 @@
+"""Nested containers, with those that torch's pytree takes for leaves."""
+
+from collections import OrderedDict, UserDict, namedtuple
+from types import MappingProxyType
+
+import torch
+
+from fullframe.data.nested import leaves, replaced, tensors_replaced
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Features(UserDict):
+    pass
+
+
+class Boxes(list):
+    pass
+
+
+def test_containers_keep_their_kind_and_leaves_their_place():
+    value = Features(a=[1, (2, Pair(3, 4))], b=OrderedDict(x=Boxes([5])), c=MappingProxyType({"y": 6}))
+    found = replaced(value, lambda leaf, path: (leaf, *path))
+    assert type(found) is Features and found is not value and value["a"][0] == 1
+    assert found["a"] == [(1, "a", 0), ((2, "a", 1, 0), Pair((3, "a", 1, 1, 0), (4, "a", 1, 1, 1)))]
+    assert type(found["a"][1][1]) is Pair
+    assert type(found["b"]) is OrderedDict and type(found["b"]["x"]) is Boxes and found["b"]["x"] == [(5, "b", "x", 0)]
+    assert found["c"] == {"y": (6, "c", "y")}
+    assert list(leaves(value)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_tensors_are_replaced_also_in_what_torch_knows():
+    value = Features(image=torch.zeros(2), shape=torch.return_types.max((torch.ones(1), torch.tensor([0]))), name="a")
+    found = tensors_replaced(value, lambda tensor: tuple(tensor.shape))
+    assert found["image"] == (2,) and list(found["shape"]) == [(1,), (1,)] and found["name"] == "a"
