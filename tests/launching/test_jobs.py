@@ -1,6 +1,7 @@
 """How runs stand, from what lies in their directories and what Slurm says of them."""
 
 import json
+import math
 import os
 import socket
 import stat
@@ -63,6 +64,27 @@ def test_runs_of_this_machine(tmp_path: Path) -> None:
     assert (alive.step, alive.steps, alive.loss, alive.images_per_second) == (4, 10, 0.5, 4.0)
     assert (alive.peak_bytes, alive.warning) == (300, "warning: hot")
     assert rows["gone"].reason == f"process {GONE['pid']} is gone; RuntimeError: x"
+
+
+def test_odd_files_take_no_other_run_along(tmp_path: Path) -> None:
+    run(tmp_path / "good", ALIVE, {"step": 4, "loss": 0.5})
+    run(tmp_path / "long", GONE | {"state": "failed", "reason": "x" * 20_000})
+    odd = {"environment": {"SLURM_RESTART_COUNT": "x"}, "prediction": [1], "batch_size": "8", "steps": None}
+    run(tmp_path / "odd", ALIVE | odd, {"step": "4", "loss": math.inf, "step_seconds": "1"})
+    run(tmp_path / "null", ALIVE | {"environment": None, "started": 3})
+    (tmp_path / "odd" / "observed").mkdir()
+    (tmp_path / "odd" / "observed" / "rank0.jsonl").write_text('{"peak_bytes": NaN, "step": 1, "time": "now"}\n')
+    rows = found(tmp_path)
+    states = {name: row.state for name, row in rows.items()}
+    assert states == {"good": "running", "long": "failed", "odd": "running", "null": "running"}
+    odd_row = rows["odd"]
+    assert (odd_row.loss, odd_row.peak_bytes, odd_row.images_per_second, odd_row.requeues) == (None, None, None, 0)
+
+
+def test_another_process_with_the_number_of_the_run_is_not_the_run(tmp_path: Path) -> None:
+    run(tmp_path / "old", ALIVE)
+    os.utime(tmp_path / "old" / "run.json", (1e9, 1e9))  # before this process began
+    assert found(tmp_path)["old"].state == "died"
 
 
 def test_the_pace_is_that_of_the_clock_where_ranks_are_observed(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ def test_a_live_run_knows_how_long_it_will_take(tmp_path: Path) -> None:
     summary = summarize(read_run(write_run(path, run=run)), STARTED.timestamp() + 130)
     assert summary.lasted_seconds == 130
     assert summary.seconds_left == pytest.approx(200 * 0.41), "by the clock of what was observed"
+    early = facts(state="running", ended=None, steps=500, step=300, started=_at(path, 295))
+    assert summarize(read_run(write_run(path, run=early)), STARTED.timestamp()).lasted_seconds == 0, "a clock put back"
     # Resumed: what lies before is of another session, two hours earlier.
     resumed = facts(state="running", ended=None, steps=500, step=300, started=_at(path, 295))
     for file in (path / "observed").iterdir():

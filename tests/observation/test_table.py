@@ -16,7 +16,7 @@ def test_a_step_that_comes_again_replaces_what_followed() -> None:
 def test_a_name_that_comes_late_or_goes_has_gaps() -> None:
     table = Table()
     table.add({"step": 1, "loss": 1.0, "text": "no number", "skipped": False})
-    table.add({"step": 5, "loss": None, "error": 3})
+    table.add({"step": 5, "loss": math.inf, "error": 3})  # others write what JSON does not know
     table.add({"step": 6, "error": 4.5})
     assert table.names == ["loss", "skipped", "error"]
     assert (table.known("loss"), table.known("error")) == (([1], [1.0]), ([5, 6], [3.0, 4.5]))

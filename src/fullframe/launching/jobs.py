@@ -4,9 +4,7 @@ Accounting is not asked, which many clusters do not have. Of a file that has not
 """
 
 import fnmatch
-import json
 import os
-import socket
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +15,8 @@ from typing import Any
 from fullframe.errors import LaunchError
 from fullframe.launching.job import read_launch
 from fullframe.launching.slurm import Queued, queue
+from fullframe.observation.json_files import number, parsed, whole_number
+from fullframe.observation.run_files import Facts, facts_of, state_of
 
 STATES = ("running", "starting", "pending", "requeued", "stopped", "finished", "failed", "died", "lost", "unknown")
 _RUN_FILE = "run.json"
@@ -65,14 +65,14 @@ class Files:
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, int], Any]] = {}
 
-    def read(self, path: Path, parse: Callable[[str], Any]) -> Any:
-        """What `parse` makes of the file's last kilobytes; of "" where it cannot be read."""
+    def read(self, path: Path, parse: Callable[[str], Any], whole: bool = False) -> Any:
+        """What `parse` makes of the file's last kilobytes, or of all of it; of "" where it cannot be read."""
         try:
             found = os.stat(path)
             stamp = found.st_mtime_ns, found.st_size
             if path not in self._known or self._known[path][0] != stamp:
                 with open(path, "rb") as file:
-                    file.seek(max(found.st_size - _TAIL_BYTES, 0))
+                    file.seek(0 if whole else max(found.st_size - _TAIL_BYTES, 0))
                     self._known[path] = stamp, parse(file.read().decode(errors="replace"))
             return self._known[path][1]
         except OSError:
@@ -132,13 +132,15 @@ def _row(
     problem: str,
     files: Files,
 ) -> JobRow:
-    known: Mapping[str, Any] = files.read(path / _RUN_FILE, _json)
+    facts = _facts(path / _RUN_FILE, files)
     last: Mapping[str, Any] = files.read(path / "metrics.jsonl", _last_step)
     job = launch.get("job_id")
     entry = queued.get((str(job), task)) if job else None
-    state, reason = _state(known, launch, entry, problem)
-    (peak, pace), batch = _observed(path, files), known.get("batch_size")
-    seconds = pace or last.get("step_seconds")
+    state, reason = _state(facts, launch, entry, problem)
+    known = facts or facts_of({}, 0.0)
+    (peak, pace), batch = _observed(path, files), known.batch_size
+    seconds = pace or number(last.get("step_seconds"))
+    step = whole_number(last.get("step"))
     values = launch["runs"][task]["values"] if launch else ()
     in_array = bool(launch) and launch["runs"][0]["place"] != "."
     return JobRow(
@@ -146,29 +148,39 @@ def _row(
         state=state,
         reason=reason,
         job=f"{job}_{task}" if job and in_array else job,
-        step=last.get("step", known.get("step")),
-        steps=known.get("steps"),
-        loss=last.get("loss"),
-        images_per_second=batch / seconds if batch and seconds else None,
+        step=known.step if step is None else step,
+        steps=known.steps,
+        loss=number(last.get("loss")),
+        images_per_second=batch / seconds if batch and seconds and seconds > 0 else None,
         peak_bytes=peak,
-        predicted_bytes=(known.get("prediction") or {}).get("peak_bytes"),
-        requeues=_requeues(known),
-        restarts=known.get("restarts"),
+        predicted_bytes=known.prediction.peak_bytes if known.prediction else None,
+        requeues=None if facts is None else _requeues(facts),
+        restarts=None if facts is None else facts.restarts,
         warning=files.read(path / "log.txt", _last_warning),
-        started=known.get("started"),
+        started=known.started.isoformat() if known.started else None,
         values=tuple(values),
     )
 
 
-def _state(known: Mapping[str, Any], launch: Mapping[str, Any], entry: Queued | None, problem: str) -> tuple[str, str]:
+def _facts(path: Path, files: Files) -> Facts | None:
+    """What run.json says; None where there is none."""
+    found = files.read(path, parsed, whole=True)
+    try:
+        return facts_of(found, path.stat().st_mtime) if found else None
+    except OSError:
+        return None
+
+
+def _state(facts: Facts | None, launch: Mapping[str, Any], entry: Queued | None, problem: str) -> tuple[str, str]:
     """The state, and what is to be said of it."""
-    said, reason = str(known.get("state", "")), str(known.get("reason", ""))
+    said, reason = ("", "") if facts is None else (facts.state, facts.reason)
     if launch.get("on") != "slurm":
-        return ("died", _died(known)) if said == "running" and _is_gone(known) else (said or "unknown", reason)
+        state = state_of(facts)
+        return state, _died(facts) if facts is not None and state == "died" else reason
     if not launch.get("job_id"):
         return "lost", "Slurm has given it no id; submit it again"
     if entry is not None and entry.state in _WAITING:
-        return ("requeued" if known else "pending"), entry.reason
+        return ("requeued" if facts else "pending"), entry.reason
     if entry is not None and entry.state in _UNDER_WAY:
         ends = entry.state == "COMPLETING" and bool(said)
         return (said if said == "running" or ends else "starting"), reason
@@ -182,18 +194,13 @@ def _state(known: Mapping[str, Any], launch: Mapping[str, Any], entry: Queued | 
     )
 
 
-def _is_gone(known: Mapping[str, Any]) -> bool:
-    return known.get("host") == socket.gethostname() and not Path(f"/proc/{known.get('pid')}").exists()
+def _died(facts: Facts) -> str:
+    return f"process {facts.pid} is gone" + (f"; {facts.reason}" if facts.reason else "")
 
 
-def _died(known: Mapping[str, Any]) -> str:
-    return f"process {known.get('pid')} is gone" + (f"; {known['reason']}" if known.get("reason") else "")
-
-
-def _requeues(known: Mapping[str, Any]) -> int | None:
-    if not known:
-        return None
-    return int(known.get("environment", {}).get("SLURM_RESTART_COUNT", 0))
+def _requeues(facts: Facts) -> int:
+    said = facts.environment.get("SLURM_RESTART_COUNT", "")
+    return int(said) if said.isdecimal() else 0
 
 
 def _observed(path: Path, files: Files) -> tuple[int | None, float | None]:
@@ -206,8 +213,9 @@ def _observed(path: Path, files: Files) -> tuple[int | None, float | None]:
 
 def _peak_and_pace(text: str) -> tuple[int | None, float | None]:
     lines = list(_lines(text))
-    peak = max((int(line["peak_bytes"]) for line in lines if "peak_bytes" in line), default=None)
-    timed = [(line["step"], line["time"]) for line in lines if "step" in line and "time" in line]
+    peak = max((bytes for line in lines if (bytes := whole_number(line.get("peak_bytes"))) is not None), default=None)
+    said = [(whole_number(line.get("step")), number(line.get("time"))) for line in lines]
+    timed = [(step, time) for step, time in said if step is not None and time is not None]
     paces = [after[1] - before[1] for before, after in pairwise(timed[-_RECENT:]) if after[0] == before[0] + 1]
     return peak, statistics.median(paces) if paces else None  # whatever lay between, an evaluation or a new start
 
@@ -219,17 +227,9 @@ def _last_step(text: str) -> dict[str, Any]:
 def _lines(text: str) -> Iterator[dict[str, Any]]:
     """The whole objects among the lines: the first and the last may be cut off."""
     for line in text.splitlines():
-        found = _json(line)
+        found = parsed(line)
         if found:
             yield found
-
-
-def _json(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _last_warning(text: str) -> str | None:

@@ -37,16 +37,17 @@ class JsonLines:
 
     def _parsed(self, lines: bytes) -> Iterator[dict[str, Any]]:
         for line in lines.splitlines():
-            found = _parse(line)
+            found = parsed(line)
             if found is not None:
                 yield found
             elif line.strip():
                 self.unreadable += 1
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parsed(text: bytes | str) -> dict[str, Any] | None:
+    """The JSON object that this is; None where it is none."""
     try:
-        found = json.loads(line)
+        found = json.loads(text)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
@@ -55,7 +56,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def read_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is none."""
     try:
-        return _parse(path.read_bytes())
+        return parsed(path.read_bytes())
     except OSError:
         return None
 

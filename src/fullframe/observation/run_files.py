@@ -252,6 +252,11 @@ def _facts(path: Path) -> Facts | None:
         changed = path.stat().st_mtime
     except OSError:
         changed = time.time()
+    return facts_of(found, changed)
+
+
+def facts_of(found: Mapping[str, Any], changed: float) -> Facts:
+    """What is in run.json, which was written at `changed`, seconds since 1970."""
     arguments = found.get("arguments")
     return Facts(
         state=str(found.get("state") or "unknown"),

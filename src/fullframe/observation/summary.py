@@ -181,7 +181,7 @@ def _pace(run: RunFiles) -> float | None:
         timed = [(row.step, row.time) for row in rows[-_RECENT:] if row.time is not None and row.time >= begun_at]
         if len(timed) > 1:
             (step, begun), (last, ended) = timed[0], timed[-1]
-            return (ended - begun) / (last - step)
+            return (ended - begun) / (last - step) if ended > begun else None
     return None
 
 
@@ -189,10 +189,10 @@ def _lasted(run: RunFiles, now: float) -> float | None:
     facts = run.facts
     if facts is None or facts.started is None:
         return None
-    if facts.ended is not None:
-        return (facts.ended - facts.started).total_seconds()
     end = now if run.state == "running" else run.written
-    return None if end is None else end - facts.started.timestamp()
+    if facts.ended is not None:
+        end = facts.ended.timestamp()
+    return None if end is None else max(end - facts.started.timestamp(), 0.0)  # a clock may have been put back
 
 
 def _peak(run: RunFiles) -> tuple[int, ObservedStep] | None:

@@ -62,4 +62,4 @@ class Table:
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) < _MOST)
+    return (isinstance(value, float) and not math.isinf(value)) or (isinstance(value, int) and abs(value) < _MOST)

@@ -24,6 +24,7 @@ from fullframe.processes.whole_files import replace_text
 
 _NAME = "run.json"
 LOCK = "run.lock"  # held by the process that writes
+_REASON = 2000  # characters of it that are kept; a missing key's message names all the others
 _SECONDS = 1.0  # between two times that the last step is written
 _SCHEDULERS = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT", "JOB_COMPLETION_INDEX",
                "CUDA_VISIBLE_DEVICES")  # fmt: skip
@@ -79,6 +80,7 @@ class RunFile:
             raise
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
+            reason = reason if len(reason) <= _REASON else f"{reason[:_REASON]} ..."
             if isinstance(error, FullframeError) and not self.accepted and before.get("state", "running") != "running":
                 self._write(before)
                 raise
