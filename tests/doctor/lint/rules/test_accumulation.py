@@ -71,6 +71,20 @@ TABLE = {
                         opt.step()
             """,
             """
+            def train_one_epoch(model, loader, opt):
+                for x, y in loader:
+                    opt.zero_grad()
+                    model(x).mean().backward()
+                    opt.step()
+
+            def main(model, loader):
+                opt = torch.optim.SGD(model.parameters(), 0.1)
+                plan = torch.optim.lr_scheduler.StepLR(opt, 10)
+                for epoch in range(10):
+                    plan.step()  # here
+                    train_one_epoch(model, loader, opt)
+            """,
+            """
             from transformers import get_cosine_schedule_with_warmup
             schedule = get_cosine_schedule_with_warmup(optimizer, 1, 2)
             for x in data:

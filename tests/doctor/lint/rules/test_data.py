@@ -101,6 +101,8 @@ TABLE = {
         bad=[
             DDP + train("DataLoader(d, batch_size=8)" + HERE, "enumerate(loader)").replace(", DistributedSampler", ""),
             DDP + train("DataLoader(d, 8, True)" + HERE, epochs=True).replace(", DistributedSampler", ""),
+            "import torch.distributed as dist\n"
+            + (DDP + train("DataLoader(d, batch_size=8)" + HERE)).replace(", DistributedSampler", ""),
         ],
         good=[
             DDP + train("DataLoader(d, sampler=DistributedSampler(d))"),

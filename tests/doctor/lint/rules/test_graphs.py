@@ -184,6 +184,15 @@ TABLE = {
                     h.square().mean().backward(retain_graph=True)
                     opt.step()
             """,
+            """
+            hidden = torch.zeros(8)
+            for x, y in loader:
+                hidden = cell(x, hidden)  # here
+                F.mse_loss(head(hidden), y).backward()
+                optimizer.step()
+                if last:
+                    hidden = hidden.detach()
+            """,
         ],
         good=[
             """
@@ -197,6 +206,30 @@ TABLE = {
             """.replace("out, hidden = rnn(x, hidden)", "out, new = rnn(x, hidden)").replace(
                 "hidden.detach", "new.detach"
             ),
+            """
+            hidden = torch.zeros(8)
+            for x, y in loader:
+                hidden = cell(x, hidden)
+                F.mse_loss(head(hidden), y).backward()
+                optimizer.step()
+                hidden = hidden.detach()
+            """,
+            """
+            hidden = torch.zeros(8)
+            for x, y in loader:
+                hidden = cell(x, hidden)
+                F.mse_loss(head(hidden), y).backward()
+                optimizer.step()
+                hidden.detach_()
+            """,
+            """
+            state = None
+            for x, y in loader:
+                out, state = lstm(x, state)
+                F.mse_loss(head(out), y).backward()
+                optimizer.step()
+                state = tuple(s.detach() for s in state)
+            """,
             """
             for x, y in loader:
                 out, kept[0] = model(x, kept[0])

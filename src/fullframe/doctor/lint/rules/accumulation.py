@@ -1,12 +1,12 @@
 """FF135 to FF139: gradient accumulation, schedules, and parameters that no optimizer has."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fullframe.doctor.lint.program import Call, Frame, FrameKind
 from fullframe.doctor.lint.roles import Role
 from fullframe.doctor.lint.rule import ERROR, NOTE, WARNING, Found, rule, said
 from fullframe.doctor.lint.rules.gradients import accumulation
-from fullframe.doctor.lint.training import Backward, Training
+from fullframe.doctor.lint.training import Backward, Training, Update
 from fullframe.doctor.lint.values import Origin, Value, cone
 
 _SCALES = ("Div", "FloorDiv", "Mult")
@@ -225,13 +225,15 @@ def scheduled_too_early(training: Training) -> Iterator[Found]:
         loop = call.frame.innermost(FrameKind.LOOP)
         if loop is None or not call.frame.is_always_run_in(loop) or call.value.arguments:
             continue
-        updates = [u.call.index for u in training.updates_in(loop)]
-        if updates and min(updates) > call.index and not _updates_before(training, loop):
+        updates = list(training.updates_in(loop))
+        if updates and min(u.call.index for u in updates) > call.index and not _updates_before(training, loop, updates):
             yield Found(call.node, f"{said(call.node.func)} comes before the first optimizer step")
 
 
-def _updates_before(training: Training, loop: Frame) -> bool:
-    return any(u.call.index < loop.start for u in training.updates)
+def _updates_before(training: Training, loop: Frame, updates: Sequence[Update]) -> bool:
+    """Whether one of the optimizers was stepped before the loop."""
+    same = {id(u.optimizer) for u in updates}
+    return any(u.call.index < loop.start and id(u.optimizer) in same for u in training.updates)
 
 
 @rule(

@@ -69,7 +69,8 @@ def _kept(training: Training, store: Store) -> tuple[Frame, list[Value]] | None:
     for loop in store.frame.enclosing():
         if loop.kind is FrameKind.LOOP and any(training.backwards_in(loop)) and outlives(store.old, loop):
             way = way_to(training, store.new, store.old)
-            return (loop, way) if way and not _begins_anew(training, store, loop) else None
+            anew = _begins_anew(training, store, loop) or _is_cut_after(training, store, loop)
+            return (loop, way) if way and not anew else None
     return None
 
 
@@ -83,6 +84,17 @@ def _begins_anew(training: Training, store: Store, loop: Frame) -> bool:
         if is_same and all(id(f) in around or _always(f) for f in earlier.frame.up_to(loop)):
             return True
     return False
+
+
+def _is_cut_after(training: Training, store: Store, loop: Frame) -> bool:
+    """Whether what was written is detached before the next time round."""
+    for later in training.program.stores_in(loop):
+        if later.index > store.index and later.place == store.place and later.frame.is_always_run_in(loop):
+            return not training.has_graph(later.new)
+    cuts = training.program.calls_in(loop, "detach_")
+    return any(
+        cut.index > store.index and cut.value.receiver is store.new and cut.frame.is_always_run_in(loop) for cut in cuts
+    )
 
 
 def _always(frame: Frame) -> bool:
