@@ -19,3 +19,11 @@ def test_what_cannot_be_put_in_place_leaves_the_old(tmp_path):
     with pytest.raises(OSError):
         replace_text(path, "new")
     assert path.read_text() == "old"
+
+
+def test_what_cannot_be_put_in_place_is_removed(tmp_path):
+    path = tmp_path / "run.json"
+    path.mkdir()
+    with pytest.raises(OSError):
+        replace_text(path, "new")
+    assert list(tmp_path.iterdir()) == [path]

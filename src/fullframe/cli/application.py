@@ -82,6 +82,8 @@ def run(arguments: Sequence[str]) -> int:
         code = _run(arguments)
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        return 130
     except (BrokenPipeError, SystemExit) as error:
         # Rich makes a SystemExit of it.
         if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
@@ -130,8 +132,6 @@ def _run(arguments: Sequence[str]) -> int:
         consequence = isinstance(error, DivergenceError) and error.consequence  # the other rank says it better
         report(f"error: {error}", f"{type(error).__name__}: {error}", consequence=consequence)
         return 1 if consequence else 2
-    except KeyboardInterrupt:
-        return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
             raise

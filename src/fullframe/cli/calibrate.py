@@ -1,7 +1,6 @@
 """`fullframe calibrate`: measure this machine's device once, so that plans count with what it really does."""
 
 import dataclasses
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from tyro.conf import arg
 
 from fullframe.cli.words import words
 from fullframe.errors import DeviceError
+from fullframe.processes.place import launched_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,8 +36,8 @@ class Calibrate:
         """Measure here as one rank, or start the ranks and wait for them."""
         if not 1 <= self.processes <= 2:
             raise DeviceError(f"--processes must be 1, or 2 for the link between two ranks, got {self.processes}")
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            return self._measure(int(os.environ["WORLD_SIZE"]))
+        if place := launched_place():
+            return self._measure(place.world)
         if self.processes == 1:
             return self._measure(1)
         from fullframe.processes.launch import launch

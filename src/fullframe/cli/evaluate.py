@@ -13,6 +13,7 @@ from tyro.conf import Positional, arg
 from fullframe.cli.mesh_options import place_of, require_ranks, split_as
 from fullframe.cli.words import Count, words
 from fullframe.errors import RecipeError, RunError
+from fullframe.processes.place import launched_place
 from fullframe.strategy import Strategy
 from fullframe.technique import Precision
 
@@ -62,10 +63,10 @@ class Evaluate:
         """Evaluate here as one rank, or start the ranks and wait for them."""
         if self.on_cpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        joins = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-        strategy = self._strategy(int(os.environ["WORLD_SIZE"]) if joins else None)
+        place = launched_place()
+        strategy = self._strategy(place.world if place else None)
         path, values = self._recipe()
-        if joins or strategy.ranks == 1:
+        if place or strategy.ranks == 1:
             return self._evaluate(strategy, path, values)
         return self._launch(strategy)
 

@@ -22,6 +22,7 @@ from fullframe.cli.strategy_file import first_plan, require_devices, strategy_of
 from fullframe.cli.words import Count, TechniqueOptions, TechniqueWords, changed, words
 from fullframe.errors import MeshError, RecipeError, RunError, StrategyError
 from fullframe.processes.exit_reasons import RESTART_REASON, STOPPED
+from fullframe.processes.place import launched_place
 from fullframe.processes.stop_signals import Stopped
 from fullframe.strategy import Strategy, multiplied
 from fullframe.wording import plural
@@ -105,20 +106,20 @@ class Train:
             require_loggers(self.log)
         if self.on_cpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        joins = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        place = launched_place()
         if self.over.nodes is not None:
-            if joins:
+            if place:
                 raise MeshError("this is a rank already (RANK is set), and torchrun says of which nodes; omit --nodes")
             return self._launch_on_nodes(self.over.nodes)
         if changed(self.over):
             names = ", ".join(f"--{name.replace('_', '-')}" for name in changed(self.over))
             raise MeshError(f"{names} is for a job over several machines; say of how many by --nodes")
-        ranks = int(os.environ["WORLD_SIZE"]) if joins else self._ranks_to_start()
+        ranks = place.world if place else self._ranks_to_start()
         strategy = self._strategy(ranks) if self.plan is None else self._planned(ranks)
-        run_dir = self._run_dir(joins)
-        if not joins and ranks > 1:
+        run_dir = self._run_dir(joins=place is not None)
+        if place is None and ranks > 1:
             return self._reported(run_dir, lambda: self._launch(strategy, run_dir))
-        rank = int(os.environ.get("RANK", "0"))
+        rank = place.rank if place else 0
         train = partial(self._train, strategy, run_dir, rank)
         # Where our launcher started the ranks, it writes the report, when they have ended for good.
         return train() if rank or RESTART_REASON in os.environ else self._reported(run_dir, train)

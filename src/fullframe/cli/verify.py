@@ -16,6 +16,7 @@ from tyro.conf import Positional, arg
 from fullframe.cli.mesh_options import split_as
 from fullframe.cli.words import Count, words
 from fullframe.errors import MeshError, RecipeError
+from fullframe.processes.place import launched_place
 from fullframe.strategy import Strategy, multiplied
 
 if TYPE_CHECKING:
@@ -70,9 +71,9 @@ class Verify:
 
     def run(self) -> int:
         """Compare here as one rank, or start the ranks and print what they found."""
-        joins = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-        strategy = self._strategy(int(os.environ["WORLD_SIZE"]) if joins else None)
-        return self._compare(strategy) if joins else self._launch(strategy)
+        place = launched_place()
+        strategy = self._strategy(place.world if place else None)
+        return self._compare(strategy) if place else self._launch(strategy)
 
     def _strategy(self, ranks: int | None) -> Strategy:
         axes = ("depth", "height", "width", "stages", "data")

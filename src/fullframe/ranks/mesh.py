@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import MeshError
+from fullframe.processes.place import launched_place
 from fullframe.ranks import device
 from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_channel
 from fullframe.ranks.groups import groups_of
@@ -250,7 +251,7 @@ def _groups_of(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
 def _start_process_group(timeout: timedelta) -> None:
     if dist.is_initialized():
         return
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if launched_place() is not None:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
         store = _of_attempt(store)

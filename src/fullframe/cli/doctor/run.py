@@ -16,6 +16,7 @@ from fullframe.cli.doctor.report import exit_code, print_answers, print_findings
 from fullframe.cli.train import Train
 from fullframe.cli.words import Count, TechniqueOptions, TechniqueWords, words
 from fullframe.errors import MeshError, RecipeError, RunError
+from fullframe.processes.place import launched_place
 
 if TYPE_CHECKING:
     from fullframe.doctor.finding import Finding
@@ -77,7 +78,7 @@ class DoctorRun:
 
     def findings(self) -> "list[Finding]":
         """What was found, the worst first; printed unless it is to be JSON."""
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if launched_place() is not None:
             raise MeshError("doctor run starts its ranks itself; run it without torchrun or srun")
         if not self.program.is_file():
             raise RecipeError(f"there is no file {self.program}; check the path")

@@ -32,9 +32,7 @@ def write_report(runs: Sequence[RunFiles], out: Path) -> Path:
 
 def write_page(html: str, out: Path) -> Path:
     """Put a page that is whole in the place of `out`."""
-    partial = out.with_name(f"{out.name}.{socket.gethostname()}.{os.getpid()}")  # several machines may write it at once
-    partial.write_text(html, encoding="utf-8")
-    partial.replace(out)
+    replace_text(out, html, writer=f".{socket.gethostname()}.{os.getpid()}")  # several machines may write it at once
     return out
 
 

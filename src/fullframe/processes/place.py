@@ -1,0 +1,34 @@
+"""Which rank of how many this process is, where a launcher (torchrun, srun by a script, ours) started it as one."""
+
+import os
+from typing import NamedTuple
+
+from fullframe.errors import MeshError
+
+
+class Place(NamedTuple):
+    """Rank `rank` of `world` ranks."""
+
+    rank: int
+    world: int
+
+
+def launched_place() -> Place | None:
+    """This process's place by RANK and WORLD_SIZE; None where they are not both set.
+
+    Raises MeshError where they are no numbers that belong together.
+    """
+    said = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if len(said) < 2:
+        return None
+    try:
+        place = Place(int(said["RANK"]), int(said["WORLD_SIZE"]))
+    except ValueError:
+        place = Place(-1, 0)
+    if not 0 <= place.rank < place.world:
+        found = " and ".join(f"{name}={value!r}" for name, value in said.items())
+        raise MeshError(
+            f"the environment has {found}, which is no rank of a job; unset both for a process of its own, or let the "
+            "launcher set them"
+        )
+    return place
