@@ -101,6 +101,55 @@ class Masking(nn.Module):
         return (y * x * nn.init.constant_(torch.zeros_like(x), 2.0)).sum()
 
 
+class Clamped(torch.autograd.Function):
+    """Writes to its input, and returns it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.clamp_(min=0)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x > 0)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (passed,) = ctx.saved_tensors
+        return gradient * passed
+
+
+@torch.library.custom_op("fullframe_tests::tripled_", mutates_args={"x"})
+def _tripled_(x: Tensor) -> None:
+    x.mul_(3)
+
+
+class Writing(nn.Module):
+    """By functions of which nobody knows that they write; to a part too, and where they return what they wrote to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = x * 1, (x * 2).detach()
+        returned = Clamped.apply(y)
+        _tripled_(z[..., 1:, :])
+        torch._foreach_mul_([z], 2.0)  # type: ignore[attr-defined]
+        return (y * z * returned.sin()).sum()
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_gathered_functions_write_to_the_split_tensor(width: int) -> None:
+    assert max(rank_group(width).run(_gathered_functions, width)) < 1e-12
+
+
+def _gathered_functions(width: int) -> float:
+    whole, there = _image().requires_grad_(), _image().requires_grad_()
+    Writing()(whole).backward()
+    model = ff.parallelize(Writing(), mesh(1, width), unsupported="gather")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(ff.shard(there, mesh(1, width))).backward()
+    assert whole.grad is not None and there.grad is not None
+    torch.distributed.all_reduce(there.grad)
+    return relative(whole.grad, there.grad / width)
+
+
 def _gathered_writes() -> float:
     whole, there = _image().requires_grad_(), _image().requires_grad_()
     Masking()(whole).backward()

@@ -87,7 +87,7 @@ def _operation(frame: FrameType) -> tuple[Any, ...]:
 def _named(frame: FrameType, file: str, op: tuple[Any, ...]) -> str:
     text = f"{file}:{frame.f_lineno}"
     if op:
-        name = getattr(op[0], "__name__", str(op[0]))
+        name = getattr(op[0], "__name__", None) or getattr(op[0], "name", None) or type(op[0]).__name__
         text += f", {name} of {', '.join(map(str, op[1:])) or 'no split operand'}"
     if len(_lines) > _MOST_KEPT:
         _lines.clear()

@@ -57,7 +57,8 @@ def gathered_write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, spec: Spec) -> Any:
     """Run `func` whole on every rank; results of the shape of `spec` are cut like it, others stay whole.
 
-    A result that torch makes a view of an operand is one: what is written to it reaches the operand.
+    What `func` writes to an operand is written to the split one. A result that torch makes a view of an operand is
+    one: what is written to it reaches the operand.
     """
     wholes: dict[int, tuple[SpatialTensor, SpatialTensor]] = {}
 
@@ -67,9 +68,17 @@ def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, spec: Spec) 
         return wholes[id(shell)][1]._local
 
     args_, kwargs_ = tree_map_only(SpatialTensor, gather, (args, kwargs))
+    versions = {number: whole._local._version for number, (_, whole) in wholes.items()}
     leaves, tree = tree_flatten(func(*args_, **kwargs_))
+    written = [wholes[number] for number, version in versions.items() if wholes[number][1]._local._version != version]
+    for _, whole in written:
+        settle(whole)
     for n, out in enumerate(leaves):
         if not isinstance(out, Tensor):
+            continue
+        target = next((shell for shell, whole in written if share_memory(out, whole._local)), None)
+        if target is not None:
+            leaves[n] = _written(func, out, target)
             continue
         base = next((whole for _, whole in wholes.values() if share_memory(out, whole._local)), None)
         if base is not None:
@@ -78,6 +87,14 @@ def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, spec: Spec) 
         elif tuple(out.shape) == spec.shape and out.layout is torch.strided:
             leaves[n] = wrap(sliced(enter(out, spec.spatial), spec), spec.strided(strides_of(out)))
     return tree_unflatten(leaves, tree)
+
+
+def _written(func: Any, out: Tensor, target: SpatialTensor) -> SpatialTensor:
+    """A result of `func` that is what it has written to."""
+    if tuple(out.shape) == target.spec.shape and out.storage_offset() == 0:
+        return target
+    reason = "it returns a view of a split tensor that it writes to"
+    raise UnsupportedOp(name_of(func), described([target]), module_path(), reason, "Write and view in two steps.")
 
 
 def _whole_view(shell: SpatialTensor) -> SpatialTensor:

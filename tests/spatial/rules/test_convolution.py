@@ -33,7 +33,22 @@ def by_its_own(x: Tensor) -> Tensor:
     return F.conv2d(F.pad(x, (2, 2, 2, 2)).view(1, 8, x.shape[2] + 4, -1), kernel, groups=8)
 
 
+def at_two_pixels(x: Tensor) -> Tensor:
+    """The channels at two places of (N, C, H, W), as a mask picks them: (2, C), of which split ranks have parts."""
+    mask = torch.zeros_like(x[:, 0]) > 1
+    mask[0, x.shape[2] // 2, 0] = mask[-1, 0, -1] = True
+    return x.sin().permute(0, 2, 3, 1)[mask]
+
+
+def by_instances(x: Tensor) -> Tensor:
+    """As instance segmentation has it: kernels and biases from the image at two places (CondInst, SOLOv2)."""
+    kernels = at_two_pixels(x)
+    three = kernels[:, :, None, None].expand(-1, -1, 3, 3)
+    return F.conv2d(x, kernels[:, :, None, None], kernels[:, 0]) + F.conv2d(x, three, kernels[:, 1], padding=1)
+
+
 CASES: dict[str, Case] = {
+    "conv by kernels and biases of the image": Case(by_instances),
     "conv by a kernel made of the image": Case(by_its_own),
     "conv 3/1/1": conv(3, 1, 1),
     "conv 5/1/2": conv(5, 1, 2),

@@ -111,6 +111,11 @@ def at_places(x: Tensor) -> Tensor:
     return out.view(len(points), -1, 2).sum(2) @ sums.flatten(2).mT
 
 
+def by_the_old_constructor(x: Tensor) -> list[Tensor]:
+    made = [x.new(x.size()).fill_(2), x.new(*x.shape).zero_(), x.new([1.0, 2.0]), x.new(3).long().zero_()]
+    return [x * made[0] + made[1], x.sum() * made[2], x.sum() + made[3]]
+
+
 CASES: dict[str, Case] = {
     "concatenated cost volume": Case(concatenated, ((2, 3), (2, 3))),
     "correlated cost volume": Case(correlated, ((2, 4), (2, 4))),
@@ -121,6 +126,7 @@ CASES: dict[str, Case] = {
     "wavelets": small(by_wavelets),
     "added to views": Case(added_to_views),
     "at places": small(at_places),
+    "by the old constructor": Case(by_the_old_constructor),
     "tokens behind one": Case(beside_a_token, whole=((4,),), sizes=((7, 11),)),
 }
 

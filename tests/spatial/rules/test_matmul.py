@@ -6,10 +6,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
+from tests.spatial.rules.test_convolution import at_two_pixels
 
 
 def ones(x: Tensor) -> Tensor:
     return torch.ones_like(x, dtype=torch.uint8)
+
+
+def by_its_own(x: Tensor) -> Tensor:
+    """Weights and a bias from the image at two places."""
+    weight = at_two_pixels(x)
+    return F.linear(x.permute(0, 2, 3, 1), weight, weight[:, 0])
 
 
 CASES: dict[str, Case] = {
@@ -18,6 +25,7 @@ CASES: dict[str, Case] = {
     "einsum of short integers": one(
         lambda x: [torch.einsum(f"c{a}{b},d->{a}d", ones(x[0, :1, :h, :w]), ones(x[0, 0, 0, :3])) * x.sum()
                    for a, b, h, w in (("h", "w", 2, 3), ("w", "h", 3, 2))]),
+    "linear by what is made of the image": Case(by_its_own),
     "matmul of rows": Case(lambda x, w: x.permute(0, 2, 3, 1) @ w, whole=((4, 3),)),
     "gram matrix": one(lambda x: x.flatten(2) @ x.flatten(2).transpose(1, 2)),
     "linear over a split dim": Case(lambda x, w: F.linear(x, w[:, : x.shape[3]]), whole=((3, 64),)),

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
+from torch import Tensor
 
 from fullframe.geometry.window import TransposedWindow
 from tests.spatial.cases import MESHES, Case, Op, require_the_numbers_of_one_process
 from tests.spatial.corners import F32, F64, Corners, last, merged, noise, of_complex, require_no_faults
+from tests.spatial.rules.test_convolution import at_two_pixels
 from tests.spatial.windows import geometries, require_exact, windowed, windows
 
 
@@ -21,6 +23,12 @@ def transposed(kernel: int, stride: int, padding: int, extra: int = 0, dilation:
     )
 
 
+def by_its_own(x: Tensor) -> Tensor:
+    """A kernel and a bias from the image at two places."""
+    picked = at_two_pixels(x)  # (2, 4)
+    return F.conv_transpose2d(x, picked.T[:, :, None, None].expand(-1, -1, 2, 2), picked[:, 0], 2)
+
+
 CASES: dict[str, Case] = {
     "conv_transpose 2/2/0": transposed(2, 2, 0),
     "conv_transpose 4/2/1": transposed(4, 2, 1),
@@ -29,6 +37,7 @@ CASES: dict[str, Case] = {
     "conv_transpose 3/1/1 groups": transposed(3, 1, 1, groups=2),
     "conv_transpose 2/4/0+3": transposed(2, 4, 0, 3),
     "conv_transpose 3/2/2 dilation 3": transposed(3, 2, 2, 1, 3),
+    "conv_transpose by a kernel made of the image": Case(by_its_own),
     "conv_transpose 3d": Case(lambda x, w: F.conv_transpose3d(x, w, None, 2, 1), ((1, 3, 4),), ((3, 2, 4, 4, 4),)),
 }  # fmt: skip
 CORNERS = Corners()

@@ -36,7 +36,7 @@ from fullframe.spatial.rules.window_plan import (
 )
 from fullframe.spatial.second_derivative import gradients_of
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, whole, wrap
 
 Ints = tuple[int, ...]
 # A map of at most so many bytes is joined with what it borrows: one more pass over it takes less time than the calls
@@ -193,8 +193,8 @@ def _convolution(
     """(N, C, ...) by a weight (K, C / groups, ...), which is made whole, as are channels; refuses a whole input."""
     if type(input) is not SpatialTensor:
         raise Unsupported("the weight is split, not the input")
-    if type(weight) is SpatialTensor:  # a kernel that was made of an image
-        return func(input, weight.full(), bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+    if type(weight) is SpatialTensor or type(bias) is SpatialTensor:  # a kernel that was made of an image
+        return func(input, whole(weight), whole(bias), stride, padding, dilation, groups)  # type: ignore[no-any-return]
     asked: tuple[Any, ...] = (weight.shape, stride, padding, dilation, groups)
     try:
         plan = input.spec.plans.get(asked)

@@ -30,6 +30,14 @@ def _new(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
     return wrap(made, spec.with_(size, tuple(p.at(p.dim + len(size) - len(spec.shape)) for p in spec.placements)))
 
 
+@rule(Tensor.new, checked=False)
+def _of_size_or_data(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`x.new(2, 3)` and `x.new(size)` as `new_empty`; what is made of other values is whole."""
+    if args and (isinstance(args[0], torch.Size) or all(type(n) is int for n in args)) and not kwargs:
+        return x.new_empty(*args)
+    return func(local_of(x), *args, **kwargs)  # type: ignore[no-any-return]
+
+
 @rule(Tensor.new_tensor, checked=False)
 def _of_data(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
     """What is made of given values is whole."""

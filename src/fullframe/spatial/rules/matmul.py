@@ -19,7 +19,7 @@ from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.refetch import Loan, borrow, fetching_again
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, whole, wrap
 
 Cuts = dict[str, tuple[str, Placement]]  # mesh axis -> the letter of the dim that it cuts, and how
 
@@ -114,9 +114,11 @@ def _cut_like(operand: Tensor, term: str, cuts: Cuts, spec: Spec) -> Spec:
 
 @rule(F.linear)
 def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(..., C) by a whole weight (K, C); of split channels partial sums are added up. Refuses a split weight."""
-    if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
+    """(..., C) by a weight (K, C), which is made whole; of split channels partial sums are added up."""
+    if not isinstance(input, SpatialTensor):
         raise Unsupported("the weight is split, not the input")
+    if type(weight) is SpatialTensor or type(bias) is SpatialTensor:  # made of an image
+        return func(input, whole(weight), whole(bias))  # type: ignore[no-any-return]
     spec = input.spec
     last = len(spec.shape) - 1
     if not spec.is_split(last):

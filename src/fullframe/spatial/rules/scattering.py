@@ -21,7 +21,7 @@ from fullframe.spatial.rules.points import (
     require_inside,
 )
 from fullframe.spatial.rules.registry import Unsupported, rule, writes
-from fullframe.spatial.rules.scattered_extremes import Reduction, extremes_at
+from fullframe.spatial.rules.scattered_reductions import Reduction, extremes_at, means_at
 from fullframe.spatial.rules.tables import landing
 from fullframe.spatial.rules.unsupported import INTO_WHOLE
 from fullframe.spatial.spec import Spec
@@ -150,15 +150,16 @@ def _scattered_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, src: An
     spec, in_place = given[0].spec, writes(func, kwargs)
     if func.__name__.startswith("scatter_reduce") and any(t.spec.is_split(dim) for t in given):
         how = Reduction(*args, **kwargs)
-        if how.reduce in ("amax", "amin"):
-            result = extremes_at(x, dim, index, src, how)
+        by = {"amax": extremes_at, "amin": extremes_at, "mean": means_at if x.is_floating_point() else None}
+        if (reduced := by.get(how.reduce)) is not None:
+            result = reduced(x, dim, index, src, how)
             return x.copy_(result) if in_place else result
     if in_place and not func.__name__.startswith("scatter_add") and not any(map(has_gradients, given)):
         index, src = whole(index), whole(src)
         return func(x, dim, index, src, *args, **kwargs)  # type: ignore[no-any-return]
     if any(t.spec.is_split(dim) for t in given):
         if not func.__name__.startswith("scatter_add") or src.shape != index.shape:
-            raise Unsupported("it scatters along a split dim into a whole tensor; ranks put sums and extremes together")
+            raise Unsupported("it scatters along a split dim into a whole tensor; ranks add up sums, means, extremes")
         spec = merged([index, src])
         spec.require_whole("along other dims the index is split too", *(d for d in range(x.dim()) if d != dim))
         parts = aligned(index, spec), aligned(src, spec)

@@ -1,6 +1,6 @@
-"""The largest or smallest of what split values scatter into a whole tensor: depth buffers, superpixels.
+"""The largest, the smallest or the mean of what split values scatter into a whole tensor: depth buffers, superpixels.
 
-Each rank takes its own, the ranks' are compared. Ties share the gradient as in torch.
+Each rank takes its own, the ranks' are put together. Ties share the gradient as in torch.
 """
 
 from typing import Any, NamedTuple
@@ -22,12 +22,28 @@ class Reduction(NamedTuple):
 
 def extremes_at(x: Tensor, dim: int, index: Tensor, src: Tensor, how: Reduction) -> Tensor:
     """`scatter_reduce` by "amax" or "amin" into a whole `x`, of an index or a source that is split along `dim`."""
+    *parts, group = _own(x, dim, index, src)
+    found: Tensor = _ExtremesAt.apply(x, dim, *parts, how, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def means_at(x: Tensor, dim: int, index: Tensor, src: Tensor, how: Reduction) -> Tensor:
+    """`scatter_reduce` by "mean" into a whole `x` of floating numbers, else as `extremes_at`."""
+    index, src, group = _own(x, dim, index, src)
+    zeros = x.new_zeros(x.shape)
+    total = all_sum(zeros.scatter_add(dim, index, src), group)
+    count = all_sum_no_grad(zeros.scatter_add(dim, index, torch.ones_like(src)), group)
+    if how.include_self:
+        return (x + total) / (count + 1)
+    return torch.where(count > 0, total / count.clamp(min=1), x)
+
+
+def _own(x: Tensor, dim: int, index: Tensor, src: Tensor) -> tuple[Tensor, Tensor, dist.ProcessGroup]:
+    """This rank's part of an index and its source that are split along `dim`, and who has the others."""
     src = src[tuple(map(slice, index.shape))]
     spec = merged([index, src])
     spec.require_whole("along other dims the index is split too", *(d for d in range(x.dim()) if d != dim))
-    parts = aligned(index, spec), aligned(src, spec)
-    found: Tensor = _ExtremesAt.apply(x, dim, *parts, how, spec.group)  # type: ignore[no-untyped-call]
-    return found
+    return aligned(index, spec), aligned(src, spec), spec.group
 
 
 class _ExtremesAt(torch.autograd.Function):
