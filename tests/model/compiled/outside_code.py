@@ -1,6 +1,7 @@
 """Functions and classes that read what stands here, for tests that change it."""
 
-from functools import cached_property, lru_cache, partial, wraps
+import os
+from functools import cached_property, lru_cache, partial, partialmethod, singledispatch, wraps
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,26 @@ class Rounding:
     @cached_property
     def kept(self) -> float:
         return SCALE
+
+
+class Kind(type):
+    rate = 1.0
+
+
+class OfKind(metaclass=Kind):
+    """Has what its class's class has."""
+
+
+class Called(torch.nn.Module):
+    def __call__(self, x: Any) -> Any:
+        return x * TABLE["a"]
+
+
+class Twice(torch.nn.Module):
+    def times(self, x: Any, factor: float) -> Any:
+        return x * factor * SCALE
+
+    forward = partialmethod(times, factor=2.0)
 
 
 class Doubled(torch.autograd.Function):
@@ -121,3 +142,34 @@ def importing_from(x: Any) -> Any:
     from .outside_code import by_flag as flagged
 
     return flagged(x)
+
+
+def counting(x: Any) -> Any:
+    return x * getattr(counting, "count", 1.0)
+
+
+def by_kind(x: Any) -> Any:
+    return x * OfKind.rate
+
+
+def by_class(x: Any) -> Any:
+    return x * getattr(Settings, "late", 1.0)
+
+
+@singledispatch
+def by_type(x: Any) -> Any:
+    return x
+
+
+@by_type.register
+def _(x: torch.Tensor) -> Any:
+    return x * FLAGS[0]
+
+
+def by_environment(x: Any) -> Any:
+    return x * float(os.environ.get("FULLFRAME_TEST", "1"))
+
+
+def seeding(x: Any) -> Any:
+    torch.manual_seed(0)
+    return x * torch.rand(1)

@@ -1,11 +1,14 @@
 """What a capture may have read: a change of it is seen, and equal blocks are told to be equal."""
 
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,7 +32,23 @@ class Slots:
     sizes: list[int] = field(default_factory=list)
 
 
-SLOTS, DROP = Slots(), nn.Dropout()
+class Named(dict[str, Any]):
+    """A dict with attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Hidden:
+    __slots__ = ("__gain",)
+
+    def __init__(self) -> None:
+        self.change(1.0)
+
+    def change(self, gain: float) -> None:
+        self.__gain = gain
+
+
+SLOTS, DROP, HIDDEN = Slots(), nn.Dropout(), Hidden()
 
 
 class Block(nn.Module):
@@ -40,6 +59,7 @@ class Block(nn.Module):
         self.register_buffer("kept", torch.zeros(2))
         self.slots, self.others = SLOTS, [nn.Sequential(nn.ReLU())]
         self.bound = partial(Config.__init__, CONFIG)
+        self.last, self.named, self.hidden = deque([1.0], maxlen=2), Named(a=1), HIDDEN
 
     def forward(self, x: Tensor) -> Tensor:
         return DROP(self.inner(x)) * FACTOR  # type: ignore[no-any-return]
@@ -55,6 +75,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a dict": lambda block: block.table.update(a=2),
     "a configuration": lambda block: setattr(CONFIG, "gain", 2.0),
     "a list of a configuration": lambda block: CONFIG.sizes.append(3),
+    "a deque": lambda block: block.last.rotate() or block.last.append(2.0),
+    "an attribute of a dict": lambda block: setattr(block.named, "gain", 2.0),
+    "a private slot": lambda block: block.hidden.change(2.0),
     "a slot": lambda block: setattr(block.slots, "gain", 2.0),
     "a list in a slot": lambda block: block.slots.sizes.append(1),
     "a slot that is gone": lambda block: delattr(block.slots, "gain"),
@@ -103,6 +126,32 @@ def test_more_than_can_be_looked_at_is_refused() -> None:
     block.table["b"] = [[number] for number in range(3000)]  # type: ignore[assignment]
     why = "its attribute table holds too many lists, dicts and objects to look at before each call"
     assert Guard(block).refusal == why
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "Generator": np.random.default_rng,
+    "Generator in a list": lambda: [[np.random.default_rng()]],
+    "Generator's method": lambda: np.random.default_rng().random,
+    "count": itertools.count,
+    "count's method": lambda: itertools.count().__next__,
+    "count for what is missing": lambda: defaultdict(itertools.count().__next__),
+    "generator": lambda: (n for n in range(3)),
+    "ndarray of objects": lambda: np.array([[1]], dtype=object),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_may_change_unseen_is_refused(name: str) -> None:
+    block = Block()
+    block.table["b"] = DRAWS[name]()
+    kind = name.partition(" ")[0].partition("'")[0]
+    assert Guard(block).refusal == f"its attribute table is or holds a {kind}, which may change unseen"
+
+
+def test_a_zero_is_told_from_another_by_its_sign() -> None:
+    blocks = [nn.Identity() for _ in range(2)]
+    blocks[0].shift, blocks[1].shift = 0.0, -0.0  # type: ignore[assignment]
+    assert Guard(blocks[0]).structure != Guard(blocks[1]).structure
 
 
 def test_a_hook_on_a_module_that_it_does_not_own_may_do_anything() -> None:

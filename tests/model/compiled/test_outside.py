@@ -1,5 +1,6 @@
 """What functions read that a forward calls: each change of it is seen, and nothing else is."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,6 +63,12 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any, str, Any]] = {
     "a NumPy array": (lambda x: code.by_array(x), code.WEIGHTS, "0", 2.0),
     "what a function imports": (lambda x: code.importing(x), code, "SCALE", 3.0),
     "what a function imports from": (lambda x: code.importing_from(x), code.FLAGS, "0", 2.0),
+    "an attribute of a class's class": (lambda x: code.by_kind(x), code.Kind, "rate", 2.0),
+    "an attribute that a class gets": (lambda x: code.by_class(x), code.Settings, "late", 2.0),
+    "an attribute that a function gets": (lambda x: code.counting(x), code.counting, "count", 2.0),
+    "a method with some arguments": (code.Twice(), code, "SCALE", 3.0),
+    "a function by type": (lambda x: code.by_type(x), code.FLAGS, "0", 2.0),
+    "what Python calls by itself": (code.Called(), code.TABLE, "a", 2.0),
     "an attribute of the module's class": (lambda x: x, Block, "rate", 2.0),
     "a method of the module's class": (lambda x: x, Block, "helped", lambda self, x: x),
 }
@@ -75,7 +82,10 @@ def changed(where: Any, name: str, value: Any) -> Iterator[None]:
         where[0] = before
         return
     with pytest.MonkeyPatch.context() as patch:
-        (patch.setitem if isinstance(where, dict) else patch.setattr)(where, name, value)  # type: ignore[operator]
+        if isinstance(where, dict):
+            patch.setitem(where, name, value)
+        else:
+            patch.setattr(where, name, value, raising=False)
         yield
 
 
@@ -95,6 +105,18 @@ def test_a_change_of_a_closure_is_seen() -> None:
     closed.change(3.0)
     assert not guard.holds()
     closed.change(2.0)
+
+
+def test_the_environment_is_seen_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, does_not = Guard(Block(lambda x: code.by_environment(x))), Guard(Block(lambda x: scaled(x)))
+    assert reads.holds()
+    monkeypatch.setitem(os.environ, "FULLFRAME_TEST", "2")
+    assert not reads.holds() and does_not.holds()
+
+
+def test_what_seeds_is_refused() -> None:
+    why = "it seeds torch's random numbers, or reads their seed"
+    assert Guard(Block(lambda x: code.seeding(x))).refusal == why
 
 
 def test_a_name_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What would be done once at the capture and never again is put back, and refused."""
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,7 @@ class Frozen:
 def made() -> Any:
     block: Any = nn.Sequential(nn.ReLU())
     block.count, block.seen, block.table = 1, [1], {"a": 1}
+    block.last = deque([1, 2], maxlen=2)
     block.sums = np.zeros((2, 3)).T
     block.settings, block.frozen, block.others = SimpleNamespace(window=2, sizes=[1]), Frozen(1.0), [nn.Dropout()]
     return block
@@ -40,9 +42,10 @@ def counts() -> None:
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a number": (lambda block: setattr(block, "count", 2), "attribute count"),
-    "a new one": (lambda block: setattr(block[0], "last", 2), "attribute last"),
+    "a new one": (lambda block: setattr(block[0], "final", 2), "attribute final"),
     "one less": (lambda block: delattr(block, "count"), "attribute count"),
     "a list": (lambda block: block.seen.append(2), "attribute seen"),
+    "a deque": (lambda block: block.last.append(2), "attribute last"),
     "a dict": (lambda block: block.table.update(b=2), "attribute table"),
     "a new buffer": (lambda block: block.register_buffer("map", torch.ones(1)), "attribute map"),
     "a hook": (lambda block: block[0].register_forward_hook(print), "attribute _forward_hooks"),
@@ -62,9 +65,9 @@ def test_a_change_is_put_back_and_refused(name: str) -> None:
     states = random.getstate(), np.random.get_state()[1].copy()  # type: ignore[union-attr]
     with pytest.raises(NotCapturable, match=why), unchanged(Guard(block)):
         change(block)
-    assert (block.count, block.seen, block.table) == (1, [1], {"a": 1}) and not hasattr(block[0], "last")
+    assert (block.count, block.seen, block.table) == (1, [1], {"a": 1}) and not hasattr(block[0], "final")
     assert (block.settings, block.frozen) == (SimpleNamespace(window=2, sizes=[1]), Frozen(1.0))
-    assert not block.sums.any()
+    assert not block.sums.any() and block.last == deque([1, 2])
     assert block.others[0].training and not block._buffers and not hasattr(block, "map") and not block[0]._forward_hooks
     assert random.getstate() == states[0] and (np.random.get_state()[1] == states[1]).all()
 
@@ -74,12 +77,20 @@ class Reads(nn.Module):
         return COUNT, SEEN, counts
 
 
-@pytest.mark.parametrize(("change", "why"), [(counts, "global COUNT"), (lambda: SEEN.append(2), "global SEEN")])
+OUTSIDE: list[tuple[Callable[[], object], str]] = [
+    (counts, "global COUNT"),
+    (lambda: SEEN.append(2), "global SEEN"),
+    (lambda: setattr(counts, "calls", 1), "function's table"),
+    (lambda: setattr(Reads, "kept", 1), "class Reads"),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), OUTSIDE)
 def test_a_change_outside_is_put_back_and_refused(change: Callable[[], object], why: str) -> None:
     block = Reads()
     with pytest.raises(NotCapturable, match=f"it changes its {why}"), unchanged(Guard(block)):
         change()
-    assert (COUNT, SEEN) == (1, [1])
+    assert (COUNT, SEEN) == (1, [1]) and not hasattr(counts, "calls") and not hasattr(Reads, "kept")
 
 
 @lru_cache

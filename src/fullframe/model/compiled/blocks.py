@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from fullframe.errors import StrategyError
 from fullframe.model.blocks import blocks_that_repeat, examples, matching
-from fullframe.model.compiled.guard import MOST_KNOWN, SIMPLE, Guard, facts, memory
+from fullframe.model.compiled.guard import MOST_KNOWN, SIMPLE, Guard, facts, memory, simple
 from fullframe.model.forward_patch import PatchedForward
 from fullframe.model.runs import part
 from fullframe.ranks.recording import NotCapturable, NotYet, reason_not_to_compile, recorder
@@ -159,7 +159,7 @@ class CompiledBlock(PatchedForward):
                 tensors.append(local)
                 key.append((leaf.spec if type(leaf) is SpatialTensor else None, type(leaf), facts(local)))
             elif isinstance(leaf, SIMPLE):
-                key.append((type(leaf), leaf))
+                key.append(simple(leaf))
             else:
                 self._programs.refuse(self, f"it is called with a {type(leaf).__name__}")
                 return self.original(*args, **kwargs)

@@ -7,22 +7,24 @@ outside.
 
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from types import MethodType
+from types import BuiltinMethodType, MethodType, MethodWrapperType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fullframe.model.compiled.outside import Outside, Place, is_data
+from fullframe.model.compiled.opaque import is_opaque, slots
+from fullframe.model.compiled.outside import CONTAINERS, Outside, Place, home_of, is_data
 
 SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-_CONTAINERS = (dict, list, tuple, set, frozenset)
+_METHODS_OF_C = (BuiltinMethodType, MethodWrapperType)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATE_HOOKS = (
@@ -30,7 +32,7 @@ _STATE_HOOKS = (
 )  # fmt: skip
 _OF_FSDP = "__composable_api"  # its state, of which its hooks make use, outside
 MOST_KNOWN = 64  # a sharded parameter is gathered to another place at each call
-_MOST_BYTES = 1 << 16  # of a NumPy array that is compared at each call
+MOST_BYTES = 1 << 16  # of a NumPy array, or a tensor, that is compared at each call
 _MOST = 2000  # containers and objects that are followed, beside those that each module has
 _OF_A_MODULE = 20  # which it has at least
 _CAPTURING = "transformers.utils.output_capturing"  # whose hooks do nothing unless outputs of layers are asked for
@@ -62,9 +64,19 @@ class Measures(NamedTuple):
         return self is other
 
 
+def simple(value: Any) -> tuple[Any, ...]:
+    """What tells a simple value from others: -0.0 from 0.0 too."""
+    return type(value), repr(value) if isinstance(value, (float, complex, np.generic)) else value
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory holds its numbers as they are, by strides."""
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
 def facts(tensor: Tensor) -> tuple[Any, ...]:
     """What a program is compiled for."""
-    if tensor.layout is not torch.strided:  # for which there is none
+    if not is_plain(tensor):  # for which there is none
         return tensor.shape, tensor.layout, tensor.dtype
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.device
 
@@ -122,12 +134,13 @@ class Guard:
         tables = {id(vars(module)) for module in modules}
         self._now = [table.values() if isinstance(table, dict) else table for table in self._full]
         self._now += [table.keys() for table in self._full if isinstance(table, dict) and id(table) not in tables]
-        self._lengths = list(map(len, self._full))
+        self._sized = [*self._full, *map(vars, self.outside.kinds)]
+        self._lengths = list(map(len, self._sized))
         self._values = list(chain.from_iterable(self._now))
         self._in_slots = list(self._read_slots())
         self._outputs = {_captured(hook) for hook in hooks}
         self.has_hooks = None in self._outputs
-        self._are_plain = all(type(t) in PLAIN and t.layout is torch.strided for t in self.tensors)
+        self._are_plain = all(type(t) in PLAIN and is_plain(t) for t in self.tensors)
         self._raw: list[Any] = []
         self._measures = Measures(tuple(map(Same, self.tensors)), frozenset())
         self._known: dict[Any, Measures] = {}
@@ -136,7 +149,7 @@ class Guard:
         """Whether all is as it was."""
         return (
             not any(self._empty)
-            and list(map(len, self._full)) == self._lengths
+            and list(map(len, self._sized)) == self._lengths
             and all(map(is_, chain.from_iterable(self._now), self._values))
             and self._outside_holds()
             and all(array.tobytes() == held for array, held in self.arrays)
@@ -200,6 +213,10 @@ class Guard:
             known = len(self._others)
             outside = Outside([*modules, *self._others])
             parts += [(place.name, self._told_outside(place)) for place in outside.places]
+            for table in outside.tables:
+                if id(table) not in self._seen:
+                    self._watch(table, "function's table")
+                    parts += [(key, self._told(value, f"function's {key}")) for key, value in table.items()]
             if len(self._others) == known:
                 return outside
 
@@ -214,7 +231,7 @@ class Guard:
         return Same(place.value) if is_whole else self._told(place.value, f"global {place.name}")
 
     def _told_array(self, array: Any) -> Any:
-        if array.nbytes > _MOST_BYTES:
+        if array.nbytes > MOST_BYTES:
             self.refusal = f"it reads a NumPy array of {array.nbytes} bytes"
             return Same(array)
         self.arrays.append((array, array.tobytes()))
@@ -222,19 +239,23 @@ class Guard:
 
     def _told(self, value: Any, name: str) -> Any:
         """What two equal blocks have in common: a simple value itself, of other things what is in them or who it is."""
-        if isinstance(value, SIMPLE):
-            return type(value), value
+        if isinstance(value, (*SIMPLE, np.generic)):
+            return simple(value)
         if isinstance(value, Tensor) or id(value) in self._own:
             return Same(value)
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             return self._told_array(value)
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, CONTAINERS):
             if not isinstance(value, (tuple, frozenset)):
                 if not self._is_new(value, name):
                     return Same(value)
                 self._watch(value, name)
             items = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
-            return type(value), tuple(self._told(item, name) for item in items)
+            told: tuple[Any, ...] = type(value), tuple(self._told(item, name) for item in items)
+            if isinstance(value, defaultdict):
+                told = (*told, self._told(value.default_factory, name))
+            is_own = home_of(type(value)) not in ("builtins", "collections")
+            return (*told, self._told_inside(value, name)) if is_own else told
         if isinstance(value, MethodType):
             return Same(value.__func__), self._told(value.__self__, name)
         if isinstance(value, partial):
@@ -242,6 +263,9 @@ class Guard:
         if isinstance(value, nn.Module) and value not in self._others:
             self._others.append(value)
             return Same(type(value)), self._told_inside(value, name)
+        what = value.__self__ if isinstance(value, _METHODS_OF_C) else value
+        if is_opaque(what):
+            self.refusal = self.refusal or f"its {name} is or holds a {type(what).__name__}, which may change unseen"
         return (Same(value), self._told_inside(value, name)) if is_data(value) else Same(value)
 
     def _told_inside(self, value: Any, name: str) -> Any:
@@ -251,12 +275,12 @@ class Guard:
         if held is not None and self._is_new(held, name):
             self._watch(held, name)
             told += [(key, self._told(item, name)) for key, item in held.items()]
-        slots = [key for kind in type(value).__mro__ for key in _slots(kind) if hasattr(value, key)]
-        if slots and id(value) not in self._seen and self._is_new(value, name):
+        held_in = [key for kind in type(value).__mro__ for key in slots(kind) if hasattr(value, key)]
+        if held_in and id(value) not in self._seen and self._is_new(value, name):
             self._seen.add(id(value))
-            self.slots.append((value, slots))
-            self._readers.append((attrgetter(*slots, slots[-1]), value))  # of a single name it would give no row
-            told += [(key, self._told(getattr(value, key), name)) for key in slots]
+            self.slots.append((value, held_in))
+            self._readers.append((attrgetter(*held_in, held_in[-1]), value))  # of a single name it would give no row
+            told += [(key, self._told(getattr(value, key), name)) for key in held_in]
         return tuple(told)
 
     def _is_new(self, value: Any, name: str) -> bool:
@@ -267,12 +291,6 @@ class Guard:
             self.refusal = self.refusal or why
             return False
         return True
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    """The attributes that have a place in the object itself."""
-    names = vars(kind).get("__slots__", ())
-    return tuple(n for n in ([names] if isinstance(names, str) else names) if not n.startswith("__"))
 
 
 def _is_hooks(name: str) -> bool:

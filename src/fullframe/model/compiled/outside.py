@@ -6,9 +6,11 @@ that these call: found once, by the names in their code. Not seen is what is loo
 model's own.
 """
 
+import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, partialmethod
 from itertools import chain
 from operator import attrgetter, itemgetter
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -18,9 +20,15 @@ from torch import Tensor, nn
 
 _NAMED = {"fullframe", "numpy", "scipy", "torch", "torchao", "torchvision", "transformers"}
 _LIBRARIES = _NAMED | sys.stdlib_module_names
-_DATA = {"argparse", "collections", "types"}  # of the standard library, whose objects hold what a program puts in
+_DATA = {"argparse", "collections", "contextlib", "torchvision", "types"}  # whose objects hold what a program puts in
+_DATA_INSIDE = ("torch.distributions.", "transformers.")
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _Cached = type(lru_cache(len))
-_FUNCTIONS = (FunctionType, MethodType, staticmethod, classmethod, property, cached_property, partial, _Cached)
+_FUNCTIONS = (
+    FunctionType, MethodType, staticmethod, classmethod, property, cached_property, partial, partialmethod, _Cached,
+)  # fmt: skip
+_SEEDS = {"fork_rng", "initial_seed", "manual_seed", "set_rng_state"}
+_ENVIRONMENT = {"environ", "getenv"}
 _MOST = 4000  # functions that are followed, and values of a table that are compared
 
 
@@ -52,22 +60,29 @@ class Place(NamedTuple):
 class Outside:
     """What the functions that are called from the forwards of `modules` read; `places` has each place once, in the
     order in which they were found, equal for modules of equal classes; `caches` are the functions that remember their
-    results. `refusal` says why not all of it can be seen.
+    results, `tables` those of the program's own functions, `kinds` its classes. `refusal` says why not all of it
+    can be seen.
     """
 
     def __init__(self, modules: Sequence[nn.Module]):
         self.places: list[Place] = []
         self.caches: list[Any] = []
+        self.tables: list[dict[str, Any]] = []
         self.refusal = ""
         self._found: set[tuple[int, str]] = set()
         self._seen: set[int] = set()  # the ids of what was followed
         self._kept: list[Any] = []  # so that no other gets the same id
         self._waiting: list[FunctionType] = []
-        kinds = dict.fromkeys(c for module in modules for c in type(module).__mro__ if not _is_ours(c))
+        kinds = dict.fromkeys(c for module in modules for c in _mro(type(module)) if not _is_ours(c))
+        self.kinds = [kind for kind in kinds if not _is_library(home_of(kind))]
         self._methods: dict[str, list[type]] = {}
         for kind in kinds:
             for name in vars(kind):
                 self._methods.setdefault(name, []).append(kind)
+        for kind in self.kinds:  # what Python calls by itself
+            for name, item in vars(kind).items():
+                if name.startswith("__") and isinstance(item, FunctionType) and name not in ("__init__", "__repr__"):
+                    self._note(kind, name, item, (), home_of(kind))
         for module in modules:
             if not _is_ours(next(kind for kind in type(module).__mro__ if "forward" in vars(kind))):
                 self._follow(vars(module).get("forward", type(module).forward), is_own=True)
@@ -105,6 +120,12 @@ class Outside:
     def _read(self, function: FunctionType) -> None:
         names, table = _names(function.__code__), function.__globals__
         home = table.get("__name__", "")
+        if not _is_library(home):
+            self.tables.append(vars(function))
+            if not _SEEDS.isdisjoint(names):
+                self.refusal = "it seeds torch's random numbers, or reads their seed"
+            if not _ENVIRONMENT.isdisjoint(names):
+                self._note(vars(os.environ), "_data", vars(os.environ)["_data"], (), home)
         for name in names:
             if name in table:
                 self._note(table, name, table[name], names, home)
@@ -112,7 +133,7 @@ class Outside:
                 if imported in sys.modules:  # inside the function
                     self._follow(sys.modules[imported], names, home)
             for kind in self._methods.get(name, ()):
-                self._note(kind, name, vars(kind)[name], names, _home(kind))
+                self._note(kind, name, vars(kind)[name], names, home_of(kind))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if _filled(cell) and not (name == "__class__" and isinstance(cell.cell_contents, type)):
                 self._note(cell, name, cell.cell_contents, names, home)
@@ -125,13 +146,13 @@ class Outside:
             return
         self._found.add((id(owner), name))
         self.places.append(Place(owner, name, value, _is_library(home)))
-        if isinstance(value, (dict, list, tuple, set, frozenset)):
+        if isinstance(value, CONTAINERS):
             if len(value) > _MOST and not _is_library(home):
                 self.refusal = f"it reads {name}, a {type(value).__name__} of {len(value)} values"
             if len(value) > _MOST:
                 return
             for item in value.values() if isinstance(value, Mapping) else value:
-                if isinstance(item, _FUNCTIONS) or (isinstance(item, type) and not _is_library(_home(item))):
+                if isinstance(item, _FUNCTIONS) or (isinstance(item, type) and not _is_library(home_of(item))):
                     self._follow(item, names, home)
         else:
             self._follow(value, names, home, is_own=isinstance(owner, type))
@@ -155,6 +176,9 @@ class Outside:
         if isinstance(value, MethodType):
             self._follow(value.__self__, names, home)
         if isinstance(value, FunctionType):
+            if isinstance(registry := vars(value).get("registry"), Mapping):  # of functools.singledispatch
+                for registered in registry.values():
+                    self._follow(registered, names, home)
             of = value.__globals__.get("__name__", "")
             if is_own or of == home or not _is_library(of):
                 self._see(value)
@@ -163,12 +187,14 @@ class Outside:
                     self.refusal = f"it calls more than {_MOST} functions"
                     self._waiting.clear()
         elif isinstance(value, type) and not issubclass(value, nn.Module):
-            if not _is_library(_home(value)):
+            if not _is_library(home_of(value)):
                 self._see(value)
-                for kind in value.__mro__:
-                    for name, item in vars(kind).items() if not _is_library(_home(kind)) else ():
+                own = [kind for kind in _mro(value) if not _is_library(home_of(kind))]
+                self.kinds += own
+                for kind in own:
+                    for name, item in vars(kind).items():
                         if not name.startswith("__") or isinstance(item, _FUNCTIONS):
-                            self._note(kind, name, item, names, _home(kind))
+                            self._note(kind, name, item, names, home_of(kind))
         elif _is_object(value):
             self._see(value)
             self._follow(type(value), names, home)
@@ -180,7 +206,7 @@ class Outside:
 
 def _inside(value: Any) -> Any:
     """The function that another wraps; None where there is none."""
-    if isinstance(value, (partial, cached_property)):
+    if isinstance(value, (partial, partialmethod, cached_property)):
         return value.func
     if isinstance(value, property):
         return value.fget
@@ -191,23 +217,29 @@ def _inside(value: Any) -> Any:
 
 def is_data(value: Any) -> bool:
     """Whether an object is one that a program has made to hold values, which can be compared one by one."""
-    home = _home(type(value))
+    home = home_of(type(value))
     if isinstance(value, (type, ModuleType, nn.Module, Tensor, *_FUNCTIONS)):
         return False
-    return home.partition(".")[0] in _DATA or home.startswith("transformers.") or not _is_library(home)
+    return home.partition(".")[0] in _DATA or home.startswith(_DATA_INSIDE) or not _is_library(home)
 
 
 def _is_object(value: Any) -> bool:
     """Of a class of the program's own, whose methods may be called."""
-    return not isinstance(value, (type, nn.Module, Tensor, *_FUNCTIONS)) and not _is_library(_home(type(value)))
+    return not isinstance(value, (type, nn.Module, Tensor, *_FUNCTIONS)) and not _is_library(home_of(type(value)))
 
 
 def _is_ours(kind: type) -> bool:
     """Of torch, or of this package, whose files do not change."""
-    return kind is object or _home(kind).partition(".")[0] in ("torch", "fullframe")
+    return kind is object or home_of(kind).partition(".")[0] in ("torch", "fullframe")
 
 
-def _home(kind: Any) -> str:
+def _mro(kind: type) -> tuple[type, ...]:
+    """The classes in which Python looks for an attribute of the class."""
+    return (*kind.__mro__, *(meta for meta in type.mro(type(kind)) if meta not in (type, object)))
+
+
+def home_of(kind: Any) -> str:
+    """The name of the file that defines a class."""
     return str(getattr(kind, "__module__", ""))
 
 

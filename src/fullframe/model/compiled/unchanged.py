@@ -23,6 +23,7 @@ def unchanged(guard: Guard) -> Iterator[None]:
     held = [(name, table, _items(table)) for name, table in guard.watched]
     slots = [(owner, key, getattr(owner, key)) for owner, keys in guard.slots for key in keys]
     arrays = [(array, array.copy(), then) for array, then in guard.arrays]
+    classes = [(kind, set(vars(kind))) for kind in guard.outside.kinds]
     caches = [(cache, cache.cache_info().misses) for cache in guard.outside.caches]
     states = random.getstate(), np.random.get_state()
     changed: str | None = None
@@ -46,6 +47,10 @@ def unchanged(guard: Guard) -> Iterator[None]:
             if place.now is not place.value:
                 changed = f"global {place.name}"
                 place.put(place.value)
+        for kind, names in classes:
+            for name in [n for n in vars(kind) if n not in names and not n.startswith("__")]:
+                changed = f"class {kind.__name__}"
+                delattr(kind, name)
         for cache, misses in caches:
             if cache.cache_info().misses != misses:
                 changed = f"cache of {cache.__name__}"
@@ -74,4 +79,4 @@ def _put_back(value: Any, items: list[Any]) -> None:
     if isinstance(value, dict):
         value.update(zip(items[::2], items[1::2], strict=True))
     else:
-        (value.extend if isinstance(value, list) else value.update)(items)
+        (value.update if isinstance(value, set) else value.extend)(items)
