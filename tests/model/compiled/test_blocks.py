@@ -4,13 +4,17 @@ The graphs are those that inductor gets, run op by op ("aot_eager"), as its comp
 goes through inductor.
 """
 
+import itertools
+import math
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -484,6 +488,80 @@ def mixed(steps: int) -> list[float]:
 def test_under_autocast_as_the_block_as_it_is() -> None:
     for found in rank_group(2).run(mixed, 2):
         assert max(found) < 2e-2, found
+
+
+class DrawsByItself(Block):
+    """Stochastic depth by a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng, self.calls = np.random.default_rng(0), itertools.count(1)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * (self.rng.random() + next(self.calls))
+
+
+class CountsInATensor(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.zeros(())
+
+    def forward(self, x: Any) -> Any:
+        self.count += 1
+        return super().forward(x) * self.count
+
+
+class KeepsTheLast(Block):
+    """Results of earlier calls, in what holds two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: deque[Tensor] = deque(maxlen=2)
+
+    def forward(self, x: Any) -> Any:
+        result = super().forward(x)
+        self.last.append(result.detach())
+        return result + sum(self.last)
+
+
+class Negates(Block):
+    """By the sign of a zero."""
+
+    shift = 0.0
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * math.copysign(1.0, self.shift)
+
+
+class Clips(Block):
+    def forward(self, x: Any) -> Any:
+        self.linear.weight.data = self.linear.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+AS_THEY_ARE: dict[type[Block], str] = {
+    DrawsByItself: "its attribute rng is or holds a Generator, which may change unseen",
+    CountsInATensor: "it writes to a tensor that is none of its parameters and buffers",
+    KeepsTheLast: "it changes its attribute last",
+    Clips: "it reads or sets data of a tensor",
+    Negates: "",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is not compiled")
+@pytest.mark.parametrize("block", AS_THEY_ARE)
+def test_what_a_call_leaves_behind_is_left_once_a_call(block: type[Block]) -> None:
+    found, x = [], torch.randn(SHAPE, dtype=torch.float64)
+    for compiled in (False, True):
+        net = built(block)
+        if compiled:
+            blocks = CompiledBlocks(net, ["layers.0", "layers.1"], Programs("aot_eager"))
+        for step in range(3):
+            net.layers[0].shift = -0.0 if step == 1 else 0.0  # type: ignore[assignment]
+            net(x).square().mean().backward()
+            found.append(net.scale.grad.clone())  # type: ignore[union-attr]
+    torch.testing.assert_close(found[3:], found[:3], rtol=1e-12, atol=1e-14)
+    assert AS_THEY_ARE[block] in blocks.summary
 
 
 class Takes(nn.Module):

@@ -94,15 +94,47 @@ class Odd(nn.Module):
         return {"result": x * 2, "name": object()}
 
 
-def test_what_no_graph_can_hold_is_refused() -> None:
-    def captured(module: nn.Module, *leaves: Any) -> Any:
-        tree = torch.utils._pytree.tree_flatten((leaves, {}))[1]
-        return Capture(module, module.forward, Guard(module), leaves, tree).program("aot_eager", {})
+def captured(module: nn.Module, *leaves: Any) -> Any:
+    tree = torch.utils._pytree.tree_flatten((leaves, {}))[1]
+    return Capture(module, module.forward, Guard(module), leaves, tree).program("aot_eager", {})
 
+
+class Scaled(nn.Module):
+    """By a tensor that is no buffer."""
+
+    def __init__(self, scale: torch.Tensor):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Any) -> Any:
+        return x * self.scale
+
+
+def test_a_constant_is_watched_where_torch_counts_no_write() -> None:
+    with torch.inference_mode():
+        uncounted = torch.ones(2)
+    for scale in (torch.ones(2), uncounted, torch.ones(2, 2).T[1], torch.ones(2, dtype=torch.bfloat16)):
+        program = captured(Scaled(scale), torch.ones(2))
+        assert program.is_current
+        with torch.inference_mode():
+            scale.data.add_(1)
+        assert not program.is_current
+    large = torch.ones(40_000)
+    program = captured(Scaled(large), torch.ones(40_000))
+    assert program.is_current
+    large.data = torch.zeros(40_000)
+    assert not program.is_current
+
+
+def test_what_no_graph_can_hold_is_refused() -> None:
     with pytest.raises(NotCapturable, match="it returns a object"):
         captured(Odd(), torch.ones(2))
     with pytest.raises(NotCapturable, match="it is called with a object"):
         captured(nn.Identity(), torch.ones(2), object())
+    conjugated = torch.ones(2, dtype=torch.complex64).conj()
+    for x in (conjugated, conjugated.imag):
+        with pytest.raises(NotCapturable, match="a tensor that is conjugated or negated when it is read"):
+            captured(nn.Identity(), x)
     shares = nn.BatchNorm1d(2)
     shares.running_var = shares.running_mean.view(2)  # type: ignore[union-attr]
     with pytest.raises(NotCapturable, match="a buffer of it shares memory"):

@@ -1,7 +1,9 @@
 """Random functions in a capture go to the recorder in order, with their bounds; unknown ones are refused."""
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,6 +70,32 @@ def test_gradients_are_not_asked_for_by_hand() -> None:
         for call in (lambda: x.register_hook(print), lambda: (x * 2).sum().backward(), lambda: (x * 2).retain_grad()):
             with pytest.raises(NotCapturable, match="it calls"):
                 call()
+
+
+def test_what_a_tensor_is_beside_its_numbers_is_not_asked_for() -> None:
+    x = nn.Parameter(torch.ones(2))
+    calls: list[Callable[[], Any]] = [
+        lambda: x.grad, lambda: setattr(x, "grad", None), lambda: setattr(x, "data", torch.zeros(2)),
+        lambda: setattr(x, "requires_grad", False), lambda: x.is_leaf, lambda: x._version,
+        lambda: x.tolist(), lambda: x.detach().numpy(), lambda: np.asarray(x.detach()), lambda: x.data_ptr(),
+    ]  # fmt: skip
+    with NothingByHand():
+        for call in calls:
+            with pytest.raises(NotCapturable, match=r"it (reads or sets|calls)"):
+                call()
+    assert x.requires_grad and x.detach().tolist() == [1.0, 1.0]
+
+
+def test_a_real_tensor_is_not_written_to() -> None:
+    mine, count = FakeTensorMode(allow_non_fake_inputs=True), torch.zeros(2)
+    writes: list[Callable[[], Any]] = [
+        lambda: count.add_(1), lambda: torch.add(count, 1, out=count), lambda: torch._foreach_add_([count], 1.0),
+        lambda: count[0].fill_(1),
+    ]  # fmt: skip
+    for write in writes:
+        with pytest.raises(NotCapturable, match="it writes to a tensor that is none"), Watched(Recorder(), mine):  # type: ignore[arg-type]
+            write()
+    assert count.tolist() == [0.0, 0.0]
 
 
 def test_what_another_capture_has_left_is_refused() -> None:

@@ -6,6 +6,7 @@ graphs, compiled by inductor or run op by op.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import string_at
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,13 +21,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fullframe.model.compiled.aot_faults import WithoutAOTFaults
 from fullframe.model.compiled.draws import NothingByHand, Watched
 from fullframe.model.compiled.fates import Fates, fates, with_fates
-from fullframe.model.compiled.guard import PLAIN, SIMPLE, Guard, memory
+from fullframe.model.compiled.guard import MOST_BYTES, PLAIN, SIMPLE, Guard, is_plain, memory
 from fullframe.model.compiled.unchanged import unchanged
 from fullframe.ranks.operators import GraphRecorder, generated_code_in
 from fullframe.ranks.recording import NotCapturable, recording
 from fullframe.spatial.gradients import is_managed, stand_in
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
+from fullframe.spatial.views import version_of
 
 # "inductor", or "aot_eager": the same graphs run op by op; or inductor with this in the place of its inner compiler.
 Backend = str | Callable[..., Any]
@@ -49,7 +51,7 @@ class Program:
     leaves: tuple[Spec | Constant | None, ...]  # of the result; None: a whole tensor
     tree: Any  # of the result
     is_flat: bool  # whether the result is one leaf
-    constants: tuple[tuple[Tensor, int], ...]  # that are in it, with their versions
+    constants: tuple[tuple[Tensor, Any], ...]  # that are in it, and what is known of them
 
     def __call__(self, own: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
         """The block's result; it has its `own` tensors and is `given` others."""
@@ -71,7 +73,7 @@ class Program:
     @property
     def is_current(self) -> bool:
         """Whether nobody has written to its constants."""
-        return all(tensor._version == version for tensor, version in self.constants)
+        return all(_contents(tensor) == known for tensor, known in self.constants)
 
 
 class Capture:
@@ -114,7 +116,7 @@ class Capture:
             module = torch.fx.GraphModule(nn.Module(), graph)
             stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(fake)))
             run = _compiled(module, inputs, backend, options, stack)
-        constants = tuple((t, t._version) for t in self._constants.values() if not t.is_inference())
+        constants = tuple((t, _contents(t)) for t in self._constants.values())
         return Program(run, used, self._fates, self._result, self._tree, self._tree.is_leaf(), constants)
 
     def _forget(self) -> None:
@@ -143,13 +145,14 @@ class Capture:
         watched = Watched(self._recorder, torch._guards.detect_fake_mode(tensors))
         for tensor, real in zip(own, guard.tensors, strict=True):
             stand_in(tensor, real)
-        with unchanged(guard), watched, NothingByHand(), WithoutAOTFaults() as faults:
+        with unchanged(guard), watched:
+            dressed = [_dressed(leaf, next(given)) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+            args, kwargs = tree_unflatten(dressed, self._spec)
             try:
                 for table, name, number in guard.places:
                     table[name] = own[number]
-                dressed = [_dressed(leaf, next(given)) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-                args, kwargs = tree_unflatten(dressed, self._spec)
-                result = self._forward(*args, **kwargs)
+                with WithoutAOTFaults() as faults, NothingByHand():
+                    result = self._forward(*args, **kwargs)
                 for table, name, number in guard.places:
                     if table.get(name) is not own[number]:
                         raise NotCapturable(f"it puts another tensor in the place of its {name}")
@@ -167,6 +170,15 @@ class Capture:
         return outputs
 
 
+def _contents(tensor: Tensor) -> tuple[Any, ...]:
+    """Its version, which a write by `tensor.data` leaves, its memory, and what is there if it is small and at hand."""
+    storage = tensor.untyped_storage()
+    at, size = storage.data_ptr(), storage.nbytes()
+    is_read = size <= MOST_BYTES and tensor.device.type == "cpu"
+    version = 0 if tensor.is_inference() else version_of(tensor)
+    return version, at, string_at(at, size) if is_read else None
+
+
 def _require_capturable(guard: Guard, leaves: Sequence[Any], simulated: set[type]) -> None:
     if guard.has_hooks:
         raise NotCapturable("a module in it has hooks")
@@ -176,8 +188,8 @@ def _require_capturable(guard: Guard, leaves: Sequence[Any], simulated: set[type
     for tensor in guard.tensors:
         if type(tensor) not in PLAIN and type(tensor) not in simulated:
             raise NotCapturable(f"it has a parameter that is a {type(tensor).__name__}")
-        if tensor.layout is not torch.strided:
-            raise NotCapturable(f"it has a parameter that is {tensor.layout}")
+        if not is_plain(tensor):
+            raise NotCapturable(f"it has a parameter that is {_kind(tensor)}")
         if tensor.requires_grad and several and not is_managed(tensor):
             raise NotCapturable("it has a parameter that parallelize does not know")
     at = [memory(tensor) for tensor in guard.tensors]
@@ -189,13 +201,19 @@ def _require_capturable(guard: Guard, leaves: Sequence[Any], simulated: set[type
                 raise NotCapturable("it is called with a copied view of a split tensor")
             if leaf.spec.fleeting:
                 raise NotCapturable("it is called with what a mask has picked")
+            if not is_plain(local_or_whole(leaf)):
+                raise NotCapturable(f"it is called with a tensor that is {_kind(local_or_whole(leaf))}")
         elif isinstance(leaf, Tensor):
             if type(leaf) not in (Tensor, nn.Parameter) and type(leaf) not in simulated:
                 raise NotCapturable(f"it is called with a {type(leaf).__name__}")
-            if leaf.layout is not torch.strided:
-                raise NotCapturable(f"it is called with a tensor that is {leaf.layout}")
+            if not is_plain(leaf):
+                raise NotCapturable(f"it is called with a tensor that is {_kind(leaf)}")
         elif not isinstance(leaf, SIMPLE):
             raise NotCapturable(f"it is called with a {type(leaf).__name__}")
+
+
+def _kind(tensor: Tensor) -> Any:
+    return tensor.layout if tensor.layout is not torch.strided else "conjugated or negated when it is read"
 
 
 def _faked(tensor: Tensor, fake: FakeTensorMode) -> Tensor:

@@ -48,6 +48,8 @@ class Watched(TorchDispatchMode):
                     if leaf.requires_grad:
                         raise NotCapturable(f"{func} reads a tensor with a gradient that is none of its parameters")
                     self.constants[id(leaf)] = leaf
+                    if self._fake is not None and _writes_to(func, leaf, args, kwargs):
+                        raise NotCapturable("it writes to a tensor that is none of its parameters and buffers")
         if torch.Tag.nondeterministic_seeded not in func.tags or func.namespace != "aten":
             return func(*args, **kwargs)
         if _option(func, "dropout_p", args, kwargs) == 0:  # attention, which then draws nothing
@@ -82,6 +84,17 @@ class Watched(TorchDispatchMode):
         return None
 
 
+def _writes_to(func: Any, tensor: Tensor, args: Any, kwargs: Any) -> bool:
+    if not func._schema.is_mutable:
+        return False
+    for n, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[n] if n < len(args) else kwargs.get(argument.name)
+            if any(leaf is tensor for leaf in tree_iter(given)):
+                return True
+    return False
+
+
 def _option(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     for n, argument in enumerate(func._schema.arguments):
         if argument.name == name:
@@ -91,14 +104,26 @@ def _option(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 _ASKED_BY_HAND = {
     Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.requires_grad_,
-    Tensor.backward, torch.autograd.grad, torch.autograd.backward,
+    Tensor.backward, torch.autograd.grad, torch.autograd.backward, Tensor.tolist, Tensor.numpy, Tensor.__array__,
+    Tensor.data_ptr,
+}  # fmt: skip
+_of_tensor: Any = Tensor
+_BESIDE_ITS_NUMBERS = {
+    _of_tensor.data.__set__: "data", _of_tensor.requires_grad.__set__: "requires_grad",
+    _of_tensor.grad.__get__: "grad", _of_tensor.grad.__set__: "grad", _of_tensor.grad.__delete__: "grad",
+    _of_tensor.is_leaf.__get__: "is_leaf", _of_tensor._version.__get__: "_version",
 }  # fmt: skip
 
 
 class NothingByHand(TorchFunctionMode):
-    """Gradients that are asked for inside a block, by hooks or at once, are none that a graph can give."""
+    """Gradients that are asked for inside a block, by hooks or at once, are none that a graph can give.
+
+    Nor what a tensor is beside its numbers, or numbers that are read past torch's ops.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ASKED_BY_HAND:
             raise NotCapturable(f"it calls {getattr(func, '__name__', func)}")
+        if func in _BESIDE_ITS_NUMBERS:
+            raise NotCapturable(f"it reads or sets {_BESIDE_ITS_NUMBERS[func]} of a tensor")
         return func(*args, **(kwargs or {}))
