@@ -14,6 +14,7 @@ import fullframe as ff
 from fullframe.techniques import offload as offload_module
 from fullframe.techniques.offload import DeviceRoad, Offload
 from fullframe.techniques.recompute import Recomputation
+from tests.collector import tensors_for_the_collector
 from tests.rank_group import rank_group
 from tests.techniques.test_recompute import assert_same, steps
 from tests.training import blocks
@@ -44,7 +45,7 @@ class Watched(Offload):
 
     def _pack(self, tensor: Tensor) -> Any:
         packed = super()._pack(tensor)
-        if not isinstance(packed, Tensor):
+        if isinstance(packed, offload_module._View):
             self.all.add(packed.parked)
         return packed
 
@@ -177,6 +178,33 @@ def test_a_second_backward_finds_everything_again() -> None:
     out.backward(retain_graph=True)
     out.backward()
     torch.testing.assert_close(x.grad, 4 * (2 * x).exp().detach())
+
+
+@pytest.mark.parametrize("least_bytes", [0, 1 << 20], ids=["sent away", "kept"])
+@pytest.mark.parametrize("written", ["result", "weight"])
+def test_what_is_written_to_before_backward_is_an_error_as_in_torch(written: str, least_bytes: int) -> None:
+    x, weight = torch.randn(8, 8, requires_grad=True), nn.Parameter(torch.randn(8, 8))
+
+    def forward() -> Tensor:
+        y = torch.exp(x @ weight)
+        total = y.sum() * 1
+        with torch.no_grad():
+            (y if written == "result" else weight).add_(1)
+        return total
+
+    offload = Watched(least_bytes)
+    offload._road.at_once = False  # as on a GPU, where the copy may come after the write
+    for loss in (forward(), saved(forward, offload)):
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            loss.backward()
+
+
+def test_what_stays_is_freed_without_the_garbage_collector() -> None:
+    def forward() -> None:
+        x = torch.randn(8, 8, requires_grad=True)
+        saved(lambda: x.exp().sum(), Watched(least_bytes=1 << 20)).backward()
+
+    assert tensors_for_the_collector(forward) == 0
 
 
 class Event:

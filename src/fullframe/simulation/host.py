@@ -107,6 +107,8 @@ class SimulatedHost:
 class ClockRoad:
     """The way of offloaded activations where they are fake: they are gone, and made again when backward asks."""
 
+    at_once = True
+
     def __init__(self, clock: StepClock):
         self._clock = clock
         self._leaving: deque[tuple[Transfer, torch.UntypedStorage]] = deque()

@@ -48,6 +48,32 @@ def fetching_again(loans: Sequence[Loan], op: Callable[[], Tensor]) -> Tensor:
     return result
 
 
+class Saved(NamedTuple):
+    """A tensor as torch saves it: without its graph, and not to be written to before it is used in backward."""
+
+    tensor: Tensor
+    version: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Saved":
+        """`tensor` as it is now."""
+        return Saved(tensor.detach(), tensor._version)  # which share the version
+
+    def get(self) -> Tensor:
+        """The tensor; RuntimeError as torch's where it was written to."""
+        require_unwritten(self.tensor, self.version, self.tensor.shape)
+        return self.tensor
+
+
+def require_unwritten(tensor: Tensor, version: int, shape: torch.Size) -> None:
+    """Raise torch's RuntimeError unless `tensor`, which had that `shape`, is still at `version`."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(shape)} is at version {tensor._version}; expected version {version} instead"
+        )
+
+
 class _View(NamedTuple):
     """A saved view of the whole tensor of a loan."""
 
@@ -61,7 +87,7 @@ class _Again:
     """What one op has saved of its loans, and, from its gradient until all of that was read, the tensors themselves."""
 
     def __init__(self, loans: Sequence[Loan]):
-        self._hooks = _top_hooks(True) or (_with_version, _of_version)
+        self._hooks = _top_hooks(True) or (Saved.of, Saved.get)
         self._storages = [loan.whole.untyped_storage()._cdata for loan in loans]
         self._gathers = [(loan.spec, loan.axes) for loan in loans]
         self._views = [0] * len(loans)
@@ -93,17 +119,3 @@ class _Again:
         with torch.no_grad():
             wholes = [gather_axes(part, *how)[0] for part, how in zip(parts, self._gathers, strict=True)]
         self._whole = [(whole, views) if views else None for whole, views in zip(wholes, self._views, strict=True)]
-
-
-def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor.detach(), tensor._version  # which share the version
-
-
-def _of_version(kept: tuple[Tensor, int]) -> Tensor:
-    tensor, version = kept
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
-        )
-    return tensor

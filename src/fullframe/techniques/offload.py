@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullframe.spatial.refetch import Saved, require_unwritten
 from fullframe.techniques.pinned_memory import PinnedMemory
 
 LEAST_BYTES = 1 << 20  # of a storage; smaller ones gain little and cost a copy each
@@ -33,6 +34,8 @@ def saving_to_host(device: torch.device) -> Callable[[], AbstractContextManager[
 
 class Road(Protocol):
     """The way to where activations wait, and back."""
+
+    at_once: bool  # what is sent has left when `send` returns, and may be written to
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether the tensor's storage can be sent."""
@@ -54,7 +57,8 @@ class Offload:
     """`with offload.saving(): forward()`, for one microbatch after the other.
 
     Only plain tensors whose storage has `least_bytes` or more, no parameters; what several nodes save goes once. Under
-    recompute these are the blocks' inputs and what is saved outside the blocks.
+    recompute these are the blocks' inputs and what is saved outside the blocks. What was written to in between is
+    RuntimeError in backward, as in torch, which does not look where there are hooks.
     """
 
     def __init__(self, road: Road, least_bytes: int = LEAST_BYTES):
@@ -67,10 +71,10 @@ class Offload:
         self._road.begin()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> "Tensor | _View":
+    def _pack(self, tensor: Tensor) -> "Saved | _View":
         is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         if is_weight or not self._road.takes(tensor) or tensor.untyped_storage().nbytes() < self._least_bytes:
-            return tensor
+            return Saved.of(tensor)
         storage: Any = tensor.untyped_storage()
         # Written to in between, it is another value under the same address.
         key = storage._cdata, tensor._version
@@ -78,14 +82,24 @@ class Offload:
         if parked is None or parked.source() is not storage:
             parked = self._parked[key] = _Parked(storage, self._road, self._last())
             self._last = weakref.ref(parked)
-        return _View(parked, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        written = None if self._road.at_once else Saved(_version_alone(tensor), tensor._version)
+        return _View(parked, written, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, packed: "Tensor | _View") -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+    def _unpack(self, packed: "Saved | _View") -> Tensor:
+        if isinstance(packed, Saved):
+            return packed.get()
+        if packed.written is not None:
+            require_unwritten(*packed.written, packed.size)
         held = packed.parked.take()
         held = held[: held.numel() // packed.dtype.itemsize * packed.dtype.itemsize]
         return held.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+
+
+def _version_alone(tensor: Tensor) -> Tensor:
+    """An empty tensor that shares the version of `tensor`, and so counts the writes to it."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
 
 
 class _Parked:
@@ -121,6 +135,7 @@ class _View(NamedTuple):
     """A saved tensor: where it lies in what was sent away."""
 
     parked: _Parked
+    written: Saved | None  # the tensor's version, where the copy may have been made after a later write
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -134,6 +149,7 @@ class DeviceRoad:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._leaving: deque[tuple[torch.Event, Tensor]] = deque()
+        self.at_once = self._stream is None
         self._host = PinnedMemory(pin=self._stream is not None)
 
     def takes(self, tensor: Tensor) -> bool:
