@@ -211,6 +211,54 @@ def test_a_gradient_that_no_graph_shows_is_refused():
         trained(ff.Strategy(update_in_backward=True), build=reentrant)
 
 
+def clamped(strategy):
+    """Parameters after three steps; before the second a hook that clamps gradients came."""
+    model = network()
+    options = build_optimizer(grouped(AdamW), model, strategy), strategy
+    step = ff.TrainStep(model, lambda model, batch: model(batch["image"]).square().mean(), *options)
+    for number in range(3):
+        step(batch_of(number))
+        if number == 0:
+            model.head.weight.register_post_accumulate_grad_hook(clamp)
+    return [p.detach() for p in model.parameters()]
+
+
+def clamp(parameter):
+    parameter.grad.clamp_(-1e-4, 1e-4)
+
+
+def test_hooks_that_come_later_see_gradients_before_they_are_used():
+    assert error(changes(clamped(ff.Strategy(update_in_backward=True))), changes(clamped(ff.Strategy()))) < 1e-12
+
+
+class Fourier(nn.Module):
+    """As in a Fourier neural operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.lift = nn.Parameter(torch.randn(3, 6, 4, dtype=torch.complex128)), nn.Conv2d(3, 3, 1).double()
+
+    def forward(self, x):
+        return torch.fft.irfft2(torch.fft.rfft2(self.lift(x)) * self.weight, s=x.shape[-2:])
+
+
+def fourier(strategy):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    mesh = ff.init_mesh()
+    model = parallelize_for(strategy, Fourier(), mesh)
+    step = ff.TrainStep(model, lambda m, x: m(x).square().mean(), AdamW(model.parameters(), lr=0.1), strategy)
+    norms = [step(x[mesh.get_local_rank("data") :: strategy.data]).grad_norm for _ in range(2)]
+    return [*(p.detach() for p in model.parameters()), torch.tensor(norms)]
+
+
+def test_complex_parameters():
+    expected = fourier(ff.Strategy())
+    found = [fourier(ff.Strategy(update_in_backward=True))]
+    for each in found + rank_group(2).run(fourier, ff.Strategy(data=2, update_in_backward=True)):
+        torch.testing.assert_close(each, expected, rtol=1e-9, atol=1e-12)
+
+
 class Counting(SGD):
     def step(self, closure=None):
         for group in self.param_groups:

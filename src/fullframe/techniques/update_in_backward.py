@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fullframe.errors import GradientError, StrategyError
 from fullframe.ranks.raw_bytes import share_values
@@ -38,7 +39,7 @@ class UpdateInBackward:
         self._awaited: set[int] = set()  # those whose gradient will come
         self._flying: tuple[int, Tensor, Any] | None = None  # a parameter's gradient that the ranks are adding up
         self._squares: list[Tensor] = []
-        self._hooked: set[Tensor] = set()
+        self._handles: dict[Tensor, RemovableHandle] = {}
         self._hook()
 
     def _number(self, named: dict[str, nn.Parameter]) -> None:
@@ -57,11 +58,14 @@ class UpdateInBackward:
         self._number(new)
 
     def _hook(self) -> None:
-        """See the gradients of all parameters that are trained now, which may be others than before."""
+        """See the gradients of all parameters that are trained now, after all hooks that users have there by now."""
         for parameter in self._parameters:
-            if parameter.requires_grad and parameter not in self._hooked:
-                parameter.register_post_accumulate_grad_hook(self._arrived)
-                self._hooked.add(parameter)
+            if parameter.requires_grad:
+                handle, hooks = self._handles.get(parameter), parameter._post_accumulate_grad_hooks
+                if handle is None or not hooks or next(reversed(hooks)) != handle.id:
+                    if handle is not None:
+                        handle.remove()
+                    self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def reached(self, loss: Tensor) -> list[int]:
         """Numbers of the parameters that `loss` depends on, in the order in which backward will come to them.
@@ -132,7 +136,7 @@ class UpdateInBackward:
                 f"{self.names[number]} gets no gradient, though the loss depends on it, which update_in_backward finds "
                 "out too late for the other ranks; detach it there, or leave out update_in_backward"
             )
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.resolve_conj()
         parameter.grad = None
         if gradient.stride() != parameter.stride():  # the same order in memory for the other ranks, and for kernels
             gradient = torch.empty_like(parameter).copy_(gradient)
@@ -148,7 +152,8 @@ class UpdateInBackward:
         if work is not None:
             with waiting_for_ranks():
                 work.wait()
-        self._squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        self._squares.append(torch.linalg.vector_norm(real, dtype=torch.float64).square())
         parameter = self._parameters[number]
         if parameter in self._group_of:  # the optimizer may leave some out
             parameter.grad = gradient
