@@ -1,6 +1,8 @@
 """A module's buffers: kept, replaced by copies for a while, and shared with all ranks."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +29,35 @@ def buffers_of(module: nn.Module) -> list[Buffer]:
 def borrow_buffers(module: nn.Module, values: Mapping[tuple[nn.Module, str], Tensor]) -> list[Buffer]:
     """Put copies in place of the buffers, of `values` where those have one; what was there, for `return_buffers`."""
     there = buffers_of(module)
-    copies: dict[int, Tensor] = {}  # a buffer that two modules share stays shared
+    chosen: dict[int, Tensor] = {}
     for owner, name, buffer in there:
-        if id(buffer) not in copies:
-            copies[id(buffer)] = values.get((owner, name), buffer).detach().clone()
-        owner._buffers[name] = copies[id(buffer)]
+        chosen.setdefault(id(buffer), values.get((owner, name), buffer))
+    made = dict(zip(chosen, copies(list(chosen.values())), strict=True))
+    for owner, name, buffer in there:
+        owner._buffers[name] = made[id(buffer)]
     return there
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each, without its graph. What was one tensor is one again, and what shared memory shares it."""
+    different = {id(tensor): tensor for tensor in tensors}
+    sharing = Counter(map(_memory, different.values()))
+    memory: dict[int, torch.UntypedStorage] = {}
+    for key, tensor in different.items():
+        place = _memory(tensor)
+        if sharing[place] == 1:
+            different[key] = tensor.detach().clone()
+            continue
+        if place not in memory:
+            memory[place] = tensor.untyped_storage().clone()
+        where: Any = memory[place], tensor.storage_offset(), tensor.size(), tensor.stride()
+        different[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*where)
+    return [different[id(tensor)] for tensor in tensors]
+
+
+def _memory(tensor: Tensor) -> int:
+    storage: Any = tensor.untyped_storage() if type(tensor) is Tensor and tensor.layout == torch.strided else None
+    return id(tensor) if storage is None else storage._cdata
 
 
 def return_buffers(there: Sequence[Buffer]) -> None:

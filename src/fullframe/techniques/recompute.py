@@ -3,18 +3,21 @@
 Non-reentrant `torch.utils.checkpoint` inside the block's own forward, so the hooks of FSDP and of users run once. The
 second pass starts from the random states, buffers and attributes of the first, and what it does to them is forgotten:
 batch norm counts a batch once, dropout draws the same. It multiplies fp32 numbers as the first did, in TF32 or not.
+What else the first pass has read must be as it was, by its version, which is no matter of values. Of what nobody knows
+of the results tell: those of the 1st, 2nd, 4th, 8th, ... pass are compared, so that the second pass runs to its end.
 """
 
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -22,16 +25,19 @@ from torch.utils.checkpoint import checkpoint
 from fullframe.errors import StrategyError
 from fullframe.model.attributes import Attributes
 from fullframe.model.blocks import blocks_that_repeat, examples, matching
-from fullframe.model.buffers import borrow_buffers, buffers_of, return_buffers
+from fullframe.model.buffers import borrow_buffers, buffers_of, copies, return_buffers
 from fullframe.model.forward_patch import PatchedForward
 from fullframe.model.runs import part
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 from fullframe.strategy import Strategy
 from fullframe.techniques.budget import Costs, choose
+from fullframe.techniques.likeness import differ, note, sample
 from fullframe.techniques.precision import Fp32Math, fp32_math
+from fullframe.techniques.readings import ForeignParameters, Readings, SavedAgain, foreign
 
 _SMALL_BYTES = 65_536
-_NOT_IN_PLACE = "use inplace=False in its first layer, or name other modules with recompute_modules"
+_OTHERS = "name other modules with recompute_modules"
+_NOT_IN_PLACE = f"use inplace=False in its first layer, or {_OTHERS}"
 
 
 def blocks_to_recompute(model: nn.Module, strategy: Strategy) -> tuple[str, ...]:
@@ -62,18 +68,52 @@ def recompute(model: nn.Module, names: Sequence[str]) -> None:
         block.forward = Recomputed(block, name)
 
 
-class Recomputed(PatchedForward):
-    """The forward of `module`, of which its inputs alone are kept; the error where it writes to them says `remedy`."""
+class Looks:
+    """Which forward passes of a block, or of those of an `ff.unroll`, are compared, and what they read of others."""
 
-    def __init__(self, module: nn.Module, name: str, remedy: str = _NOT_IN_PLACE):
+    def __init__(self) -> None:
+        self._passes = 0
+        self.foreign: dict[nn.Parameter, None] = {}  # parameters of other modules
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy begins anew."""
+        return Looks, ()
+
+    def begin(self) -> None:
+        """One more pass."""
+        self._passes += 1
+
+    @property
+    def are_due(self) -> bool:
+        """Whether this pass is compared: state that is there from the second step on is seen, and it costs little."""
+        return self._passes & (self._passes - 1) == 0
+
+
+class Recomputed(PatchedForward):
+    """The forward of `module`, of which its inputs alone are kept; the error where it writes to them says `remedy`.
+
+    `leave_out` says how not to recompute it, in all errors. With `looks` someone else counts the passes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        remedy: str = _NOT_IN_PLACE,
+        leave_out: str = _OTHERS,
+        looks: Looks | None = None,
+    ):
         super().__init__(module)
-        self._module, self._name, self._remedy = module, name, remedy
+        self._module, self._name, self._remedy, self._leave_out = module, name, remedy, leave_out
+        self._counts, self._looks = looks is None, looks or Looks()
         self.was_called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.was_called = True
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
+        if self._counts:
+            self._looks.begin()
         # All tensors go in as plain positional arguments: only those does checkpoint save through the hooks around it,
         # which may offload them.
         leaves, spec = tree_flatten((args, kwargs))
@@ -81,72 +121,136 @@ class Recomputed(PatchedForward):
         locals_ = [local_or_whole(leaf) for leaf in leaves]
         given = [(args, kwargs)]  # the first pass gets the very objects, which it may change; and lets go of them
         versions = [(tensor, tensor._version) for tensor in locals_ if isinstance(tensor, Tensor)]
+        before = _Before(self._module, self._name, self._leave_out, self._looks, locals_)
         del leaves, args, kwargs
 
         def run(*again: Any) -> Any:
             if given:
                 args, kwargs = given.pop()
-            else:
-                dressed = [leaf if lay is None else wrap(leaf, lay) for leaf, lay in zip(again, specs, strict=True)]
-                args, kwargs = tree_unflatten(dressed, spec)
-            return self.original(*args, **kwargs)
+                return before.noted(self.original(*args, **kwargs))
+            dressed = [leaf if lay is None else wrap(leaf, lay) for leaf, lay in zip(again, specs, strict=True)]
+            args, kwargs = tree_unflatten(dressed, spec)
+            return before.compared(self.original(*args, **kwargs))
 
-        before = _Before(self._module, self._name)
-        result = checkpoint(run, *locals_, use_reentrant=False, context_fn=lambda: (before.noting(), before))
+        result = checkpoint(
+            run,
+            *locals_,
+            use_reentrant=False,
+            context_fn=lambda: (before.noting(), before),
+            early_stop=not before.is_compared,
+        )
         if any(tensor._version != version for tensor, version in versions):
             raise StrategyError(f"{self._name} writes to its input, so it cannot be recomputed from it; {self._remedy}")
         return result
 
 
 class _Before:
-    """What the first pass starts from, beside its inputs and torch's random states."""
+    """What the first pass starts from, beside its inputs and torch's random states, and what it came to."""
 
-    def __init__(self, module: nn.Module, name: str):
-        self.module, self.name = module, name
+    def __init__(self, module: nn.Module, name: str, leave_out: str, looks: Looks, inputs: Sequence[Any]):
+        self.module, self.name, self._leave_out, self._looks = module, name, leave_out, looks
         self.attributes = Attributes(module)
         self.random_states = random.getstate(), np.random.get_state()
         self.math = Fp32Math.now()
         self.buffers: dict[tuple[nn.Module, str], Tensor] = {}  # as they were
+        self.is_compared = looks.are_due and not any(map(_has_no_values, (*inputs, *module.parameters())))
+        self._sample: list[Tensor] | None = None  # of the result, once there is one
+        self._readings, self._saved = Readings(), SavedAgain()
+        self._readings.add_objects(inputs)
+        if self.attributes.iterators:
+            raise StrategyError(
+                f"{name} has an iterator, its attribute {self.attributes.iterators[0]}, which would go on once more "
+                f"when {name} is recomputed; keep a number that counts, or {leave_out}"
+            )
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Around the first pass."""
-        watched = [
-            (owner, name, buffer, buffer._version, buffer.detach().clone())
-            for owner, name, buffer in buffers_of(self.module)
-        ]
-        versions = [(name, parameter, parameter._version) for name, parameter in self.module.named_parameters()]
+        there = buffers_of(self.module)
+        watched = list(zip(there, copies([b for _, _, b in there]), [b._version for _, _, b in there], strict=True))
+        own = dict(self.module.named_parameters())
+        for name, parameter in own.items():
+            self._readings.add(f"its parameter {name}", parameter)
+        for name, tensor in self.attributes.tensors:
+            self._readings.add(f"its attribute {name}", tensor)
+        for parameter in self._looks.foreign:
+            self._readings.add(foreign(parameter), parameter)
         try:
-            yield
+            with ExitStack() as looks:
+                if self.is_compared:
+                    looks.enter_context(ForeignParameters(own.values(), self._looks.foreign, self._readings))
+                    looks.enter_context(self._saved.first())
+                yield
         finally:
-            for owner, name, buffer, version, copy in watched:
+            large = []
+            for (owner, name, buffer), copy, version in watched:
                 # Of a large one that the pass left alone no copy: an unrolled block would hold one for each iteration.
                 # Batch norm's kernel writes its statistics unseen by autograd.
-                seen = not isinstance(owner, _NormBase) and buffer._version == version
-                self.buffers[owner, name] = buffer if seen and buffer.nbytes > _SMALL_BYTES else copy
-        written = [name for name, parameter, version in versions if parameter._version != version]
-        if written:
+                is_left = not isinstance(owner, _NormBase) and buffer._version == version
+                self.buffers[owner, name] = buffer if is_left and buffer.nbytes > _SMALL_BYTES else copy
+                large += [(name, buffer)] if self.buffers[owner, name] is buffer else []
+        written = self._readings.written()
+        if written is not None:
             raise StrategyError(
-                f"{self.name} writes to its parameter {written[0]} in forward, which it would do once more when it is "
-                "recomputed; make it a buffer, or name other modules with recompute_modules"
+                f"{self.name} writes to {written} in forward, which it would do once more when it is recomputed; make "
+                f"it a buffer, or {self._leave_out}"
+            )
+        for name, buffer in large:
+            self._readings.add(f"its buffer {name}", buffer)
+
+    def noted(self, result: Any) -> Any:
+        """The result of the first pass."""
+        if self.is_compared:
+            self._sample = sample(result)
+        return result
+
+    def compared(self, result: Any) -> Any:
+        """The result of the second pass, which runs to its end where it is compared."""
+        if self._sample is not None:
+            note(
+                f"{self.name} had another result when it was recomputed in backward, so gradients would be wrong: it "
+                "depends on what was changed meanwhile (entries of a list or a dict, a global, a generator that is no "
+                f"attribute of it); keep that in buffers, or in attributes that are set anew, or {self._leave_out}",
+                differ(self._sample, sample(result)),
+            )
+        return result
+
+    def _require_unwritten(self) -> None:
+        written, frozen = self._readings.written(), self._readings.frozen()
+        if written is not None:
+            raise StrategyError(
+                f"{self.name} reads {written}, which was written to after its forward pass, so it cannot be recomputed "
+                f"in backward; write to it later, leave out update_in_backward if you have that, or {self._leave_out}"
+            )
+        if frozen is not None:
+            raise StrategyError(
+                f"{self.name} reads {frozen}, whose requires_grad was set after its forward pass, so it cannot be "
+                f"recomputed in backward; set it after backward, or {self._leave_out}"
             )
 
     def __enter__(self) -> None:
         """Around the second pass, which can come more than once: it starts as the first did and leaves no trace."""
+        self._require_unwritten()
         self._now = random.getstate(), np.random.get_state()
         _set_random_states(self.random_states)
         self._now_set = Attributes(self.module)
         self.attributes.put_back()
         self._there = borrow_buffers(self.module, self.buffers)
-        self._math = fp32_math(self.math)
-        self._math.__enter__()
+        self._inside = ExitStack()
+        self._inside.enter_context(fp32_math(self.math))
+        if self.is_compared:
+            self._inside.enter_context(self._saved.second())
 
     def __exit__(self, *error: object) -> None:
-        self._math.__exit__(None, None, None)
+        self._inside.close()
         return_buffers(self._there)
         self._now_set.put_back()
         del self._now_set
         _set_random_states(self._now)
+
+
+def _has_no_values(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (isinstance(leaf, FakeTensor) or leaf.is_meta)
 
 
 def _set_random_states(states: tuple[Any, Any]) -> None:

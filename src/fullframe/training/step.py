@@ -27,6 +27,7 @@ from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.strategy import Strategy, multiplied
 from fullframe.techniques.budget import Costs
 from fullframe.techniques.ema import ParameterAverage
+from fullframe.techniques.likeness import Differences
 from fullframe.techniques.precision import Fp32Math, LossScale, computing, fp32_math
 from fullframe.techniques.recompute import Recomputation
 from fullframe.techniques.separable import require_separable
@@ -122,6 +123,7 @@ class TrainStep:
             synchronize_batchnorm(plain, strategy.parts, every=strategy.sync_batchnorm)
         keep_states(plain, strategy)
         self._recomputation = Recomputation(plain, strategy)
+        self._differences = Differences()  # between blocks and the same recomputed
         self.staged = staged(plain, strategy)
         self.updating = False  # parameters may be neither those before the step nor those after it
 
@@ -130,7 +132,8 @@ class TrainStep:
         started = time.perf_counter()
         self.begin()
         take = self._update_after_backward if self._in_backward is None else self._update_in_backward
-        with fp32_math(Fp32Math.of(self._strategy.precision)):  # backward as forward
+        math_of_all = fp32_math(Fp32Math.of(self._strategy.precision))  # backward as forward
+        with math_of_all, self._differences.collecting():
             loss_sum, count, grad_norm, skipped, hands = take(batch, hand)
         if skipped:
             self._buffers.restore()  # batch norm would keep what is not finite for ever
@@ -204,12 +207,17 @@ class TrainStep:
         return loss_sum, count_of_all, grad_norm, False, hands
 
     def _agree(self, *summed: Tensor, alike: Tensor | None = None) -> list[float]:
-        """The sums over all ranks of some scalars, and one that is equal on all, on the host."""
-        totals = torch.stack([scalar.double() for scalar in summed])
+        """The sums over all ranks of some scalars, and one that is equal on all, on the host.
+
+        Raises StrategyError on all ranks where a block was not the same when it was recomputed since the last time.
+        """
+        totals = torch.stack([scalar.double() for scalar in (*summed, self._differences.count(summed[0]))])
         self._host.phase("all_reduce")
         if self._ranks > 1:
             dist.all_reduce(totals)
         read = self._host.read([*totals, *([] if alike is None else [alike])])
+        if read.pop(len(summed)) > 0:
+            self._differences.refuse()
         self._host.phase("backward" if self._in_backward is not None else "optimizer")
         return read
 

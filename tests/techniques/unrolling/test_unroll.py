@@ -211,3 +211,29 @@ def test_a_second_backward_through_the_first_call() -> None:
     kept = model(torch.ones(3))
     kept.sum().backward(retain_graph=True)
     model(kept).sum().backward()
+
+
+class Counted(nn.Module):
+    """The entries of a list say which iteration it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.seen = nn.Conv2d(2, 2, 3, padding=1), list[int]()
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        self.seen.append(0)
+        return torch.tanh(self.conv(state) * len(self.seen))
+
+
+@pytest.mark.parametrize("recompute", [True, "nested", 2 * 2 * 5 * 5 * 4])
+def test_what_an_iteration_that_is_run_again_does_not_find_as_it_was_is_refused(recompute):
+    blocks = [nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh()) for _ in range(4)]
+    loss = ff.unroll(blocks, 4, recompute=recompute)(torch.ones(1, 2, 5, 5)).sum()
+    with torch.no_grad():
+        for block in blocks[:3]:
+            block[0].bias.add_(1)
+    with pytest.raises(StrategyError, match=r"reads its parameter blocks.*bias, which was written to after its"):
+        loss.backward()
+    loss = ff.unroll(Counted(), 4, recompute=recompute)(torch.ones(1, 2, 5, 5)).sum()
+    with pytest.raises(StrategyError, match=r"Counted had another result .* or give its ff.unroll recompute=.none."):
+        loss.backward()

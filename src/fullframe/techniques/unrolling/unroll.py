@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullframe.errors import ShapeError, StrategyError, require_count
 from fullframe.spatial.tensor import local_or_whole
 from fullframe.techniques.offload import saving_to_host
-from fullframe.techniques.recompute import Recomputed
+from fullframe.techniques.recompute import Looks, Recomputed
 from fullframe.techniques.stages.chain import Criterion, Stages
 from fullframe.techniques.stages.through import through_stages
 from fullframe.techniques.unrolling import schedules
@@ -100,6 +100,7 @@ class Unrolled(nn.Module):
         if isinstance(placement, str) and placement not in ("here", "host", "stages"):
             raise StrategyError(f'placement must be "here", "host", "stages" or a list of devices, got {placement!r}')
         self.stages: Stages | None = None
+        self.looks = Looks()
         self._saving: Callable[[], AbstractContextManager[None]] | None = None
         if self.devices and isinstance(block, nn.ModuleList):
             for number, own in enumerate(block):
@@ -135,6 +136,8 @@ class Unrolled(nn.Module):
         if not tensors:
             raise ShapeError(f"the state holds no tensor: {type(state).__name__}")
         require_live(tensors)
+        if torch.is_grad_enabled():
+            self.looks.begin()
         home = tensors[0].device
         if not self.devices:
             require_device(self.block, home)
@@ -260,7 +263,8 @@ class _Run:
         what = f"iteration {first}" if first == last else f"iterations {first} to {last}"
         part = _Part(self, schedule, [self._of.block_of(number) for number in range(first, last + 1)])
         name = f"{what} of {type(part.blocks[0]).__name__}"
-        return Recomputed(part, name, "write state = state + step, not state += step")(state, *inputs)
+        remedies = "write state = state + step, not state += step", 'give its ff.unroll recompute="none"'
+        return Recomputed(part, name, *remedies, self._of.looks)(state, *inputs)
 
     def _iterate(self, number: int, state: Any, inputs: tuple[Any, ...]) -> Any:
         block = self._of.block_of(number)
