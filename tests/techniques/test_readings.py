@@ -219,6 +219,18 @@ def test_what_is_saved_and_written_to_within_a_block_is_an_error_as_in_torch(of:
         of(InPlace)
 
 
+class SavingMore(Layer):
+    """The second pass saves one tensor more, after all that the first did; torch has stopped by then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * torch.ones_like(y) if torch._C._current_graph_task_id() >= 0 else y * 1
+
+
+def test_what_a_second_pass_saves_beyond_the_first_is_let_be() -> None:
+    assert_same(again(SavingMore), run(SavingMore))
+
+
 def test_parameters_of_others_are_seen_and_inference_tensors_let_be() -> None:
     own, other, known, readings = nn.Linear(2, 2), nn.Linear(2, 2), dict[nn.Parameter, None](), Readings()
     with ForeignParameters(own.parameters(), known, readings):

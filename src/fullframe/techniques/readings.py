@@ -87,29 +87,39 @@ class SavedAgain:
     """What a second pass saves, held against its version when backward uses it, as torch does where no hooks are.
 
     Both passes save by the hooks that are there, torch's, of which those of the second give what backward then gets
-    from those of the first.
+    from those of the first. What the second saves beyond the first torch does not get to see: it would have stopped.
     """
 
     def __init__(self) -> None:
+        self._count = 0  # that the first pass has saved
         self._versions: dict[int, int] = {}  # by the number of a tensor that torch holds
 
     def first(self) -> AbstractContextManager[None]:
         """Around the first pass."""
         pack, unpack = _top_hooks(True)
 
+        def pack_counted(tensor: Tensor) -> Any:
+            self._count += 1
+            return pack(tensor)
+
         def unpack_unwritten(packed: Any) -> Tensor:
             tensor: Tensor = unpack(packed)
             require_unwritten(tensor, self._versions.get(id(tensor), tensor._version), tensor.shape)
             return tensor
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack_unwritten)
+        return torch.autograd.graph.saved_tensors_hooks(pack_counted, unpack_unwritten)
 
     def second(self) -> AbstractContextManager[None]:
         """Around the second pass."""
         pack, unpack = _top_hooks(True)
+        left = self._count
 
         def pack_with_version(tensor: Tensor) -> Any:
+            nonlocal left
             held = tensor.detach()  # the very one that torch then gives
+            if left == 0:
+                return held
+            left -= 1
             self._versions[id(held)] = held._version
             return pack(held)
 

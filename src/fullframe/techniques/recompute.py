@@ -10,7 +10,7 @@ of the results tell: those of the 1st, 2nd, 4th, 8th, ... pass are compared, so 
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,13 @@ from fullframe.errors import StrategyError
 from fullframe.model.attributes import Attributes
 from fullframe.model.blocks import blocks_that_repeat, examples, matching
 from fullframe.model.buffers import borrow_buffers, buffers_of, copies, return_buffers
+from fullframe.model.compiled.blocks import CompiledBlock
 from fullframe.model.forward_patch import PatchedForward
 from fullframe.model.runs import part
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 from fullframe.strategy import Strategy
 from fullframe.techniques.budget import Costs, choose
-from fullframe.techniques.likeness import differ, note, sample
+from fullframe.techniques.likeness import Sample, differ, note, sample
 from fullframe.techniques.precision import Fp32Math, fp32_math
 from fullframe.techniques.readings import ForeignParameters, Readings, SavedAgain, foreign
 
@@ -154,7 +155,7 @@ class _Before:
         self.math = Fp32Math.now()
         self.buffers: dict[tuple[nn.Module, str], Tensor] = {}  # as they were
         self.is_compared = looks.are_due and not any(map(_has_no_values, (*inputs, *module.parameters())))
-        self._sample: list[Tensor] | None = None  # of the result, once there is one
+        self._sample: list[Sample] | None = None  # of the result, once there is one
         self._readings, self._saved = Readings(), SavedAgain()
         self._readings.add_objects(inputs)
         if self.attributes.iterators:
@@ -168,8 +169,7 @@ class _Before:
         """Around the first pass."""
         there = buffers_of(self.module)
         watched = list(zip(there, copies([b for _, _, b in there]), [b._version for _, _, b in there], strict=True))
-        own = dict(self.module.named_parameters())
-        for name, parameter in own.items():
+        for name, parameter in self.module.named_parameters():
             self._readings.add(f"its parameter {name}", parameter)
         for name, tensor in self.attributes.tensors:
             self._readings.add(f"its attribute {name}", tensor)
@@ -178,7 +178,7 @@ class _Before:
         try:
             with ExitStack() as looks:
                 if self.is_compared:
-                    looks.enter_context(ForeignParameters(own.values(), self._looks.foreign, self._readings))
+                    looks.enter_context(self._seeing_others())
                     looks.enter_context(self._saved.first())
                 yield
         finally:
@@ -197,6 +197,12 @@ class _Before:
             )
         for name, buffer in large:
             self._readings.add(f"its buffer {name}", buffer)
+
+    def _seeing_others(self) -> AbstractContextManager[object]:
+        """Parameters of other modules are noted; not those of a program, which does not run while someone watches."""
+        if _is_compiled(self.module):
+            return nullcontext()
+        return ForeignParameters(self.module.parameters(), self._looks.foreign, self._readings)
 
     def noted(self, result: Any) -> Any:
         """The result of the first pass."""
@@ -239,6 +245,7 @@ class _Before:
         self._inside = ExitStack()
         self._inside.enter_context(fp32_math(self.math))
         if self.is_compared:
+            self._inside.enter_context(self._seeing_others())  # what is compiled may be another program under a mode
             self._inside.enter_context(self._saved.second())
 
     def __exit__(self, *error: object) -> None:
@@ -251,6 +258,18 @@ class _Before:
 
 def _has_no_values(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (isinstance(leaf, FakeTensor) or leaf.is_meta)
+
+
+def _is_compiled(block: nn.Module) -> bool:
+    for module in block.modules():
+        forward = vars(module).get("forward")
+        while isinstance(forward, PatchedForward):
+            if isinstance(forward, CompiledBlock):
+                return True
+            forward = forward.original
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            return True
+    return False
 
 
 def _set_random_states(states: tuple[Any, Any]) -> None:
