@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from fullframe.errors import LaunchError
 from fullframe.launching.job import Job, runs_of
-from fullframe.launching.kubernetes import KubernetesOptions, dns_name, manifest_of
+from fullframe.launching.kubernetes import KubernetesOptions, apply, dns_name, manifest_of
 
 JOB = Job(
     name="Stereo_depth",
@@ -143,7 +143,7 @@ def test_a_plain_job_has_a_name_for_its_first_machine() -> None:
     assert container["args"] == [
         *("train", "recipe.py", "--width", "4", "--processes", "4", "--nodes", "2"),
         *("--rendezvous", "stereo-depth-0.stereo-depth:29400"),
-        *("--run-dir", "/runs/depth", "--auto-resume", "--stopped-code", "85"),
+        *("--run-dir", "/runs/depth-14148d01", "--auto-resume", "--stopped-code", "85"),
     ]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "4", "cpu": "16", "memory": "64Gi"}
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -167,7 +167,7 @@ def test_a_sweep_is_a_job_a_run(kind: str) -> None:
     found = [one for one in objects(manifest_of(job, replace(OPTIONS, kind=kind))) if one["kind"] != "Service"]
     assert [one["metadata"]["name"] for one in found] == [f"stereo-depth-{number}" for number in range(4)]
     last = json.dumps(found[3])
-    assert '"/runs/depth/0003-lr=3e-4,seed=2"' in last and '"--set", "lr=3e-4", "seed=2"' in last
+    assert '"/runs/depth-14148d01/0003-lr=3e-4,seed=2"' in last and '"--set", "lr=3e-4", "seed=2"' in last
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
@@ -215,3 +215,31 @@ def test_the_schemas_refuse_what_they_do_not_know() -> None:
         assert good in text
         with pytest.raises(jsonschema.ValidationError):
             objects(text.replace(good, bad))
+
+
+def test_folders_of_one_name_are_directories_of_their_own() -> None:
+    folders = [Path("/home/me/a/first"), Path("/home/me/b/first"), Path("/home/me/b/first")]
+    words = [manifest_of(replace(JOB, folder=folder), OPTIONS) for folder in folders]
+    first, second, again = (re.findall(r"/runs/first[^\"]*", found) for found in words)
+    assert first != second == again and len(first) == 1
+
+
+KUBECTL = """#!/bin/bash
+case $1 in
+    get) cat {folder}/there ;;
+    apply) echo "$@" >> {folder}/applied; echo service/depth; echo job.batch/depth ;;
+esac
+"""
+
+
+def test_a_job_that_is_there_is_not_said_to_be_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kubectl").write_text(KUBECTL.format(folder=tmp_path))
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "there").write_text("service/depth\n")  # as kubectl delete job leaves it
+    assert apply(tmp_path / "manifest.json") == "service/depth job.batch/depth"
+    for name in ("job.batch/depth", "trainjob.trainer.kubeflow.org/depth"):
+        (tmp_path / "there").write_text(f"service/depth\n{name}\n")
+        with pytest.raises(LaunchError, match=rf"{name} is there already.* kubectl delete --filename .*manifest\.json"):
+            apply(tmp_path / "manifest.json")
+    assert (tmp_path / "applied").read_text().count("\n") == 1

@@ -4,6 +4,7 @@ Nothing is run by a shell: words are lists, in which Kubernetes itself would exp
 Written as JSON, which kubectl takes as it takes YAML.
 """
 
+import hashlib
 import json
 import re
 import subprocess
@@ -65,16 +66,30 @@ def manifest_of(job: Job, options: KubernetesOptions) -> str:
 
 
 def apply(manifest: Path) -> str:
-    """Hand the manifest to kubectl; the names of the objects it made. Raises LaunchError where it could not."""
-    try:
-        done = subprocess.run(
-            ["kubectl", "apply", "--filename", str(manifest), "--output", "name"], capture_output=True, text=True
+    """Hand the manifest to kubectl; the names of the objects it made. Raises LaunchError where it could not.
+
+    And where a job is there already, also one that has ended: kubectl would change nothing, and nothing would start.
+    """
+    found = _kubectl(manifest, "get", "--ignore-not-found").split()
+    there = [name for name in found if not name.startswith("service/")]
+    if there:
+        raise LaunchError(
+            f"{', '.join(there)} is there already, running or ended, so that nothing would start; let it end and "
+            f"remove it by kubectl delete --filename {manifest}, or give another --name"
         )
+    return " ".join(_kubectl(manifest, "apply").split())
+
+
+def _kubectl(manifest: Path, *words: str) -> str:
+    """What it says, of names alone."""
+    command = ["kubectl", *words, "--filename", str(manifest), "--output", "name"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
         raise LaunchError(f"there is no kubectl here; elsewhere: kubectl apply --filename {manifest}") from None
     if done.returncode:
         raise LaunchError(f"kubectl: {done.stderr.strip()}; the manifest is {manifest}")
-    return " ".join(done.stdout.split())
+    return done.stdout
 
 
 def dns_name(text: str, end: str = "") -> str:
@@ -157,11 +172,16 @@ def _metadata(name: str, options: KubernetesOptions, labels: Mapping[str, str] |
 
 
 def _arguments(job: Job, run: RunOfJob, *more: str) -> list[str]:
-    where = f"{_RUNS}/{job.folder.name}" + (f"/{run.place}" if job.is_sweep else "")
+    where = f"{_RUNS}/{_directory(job.folder)}" + (f"/{run.place}" if job.is_sweep else "")
     words = ["train", *job.options, *(("--nodes", str(job.nodes)) if job.nodes > 1 else ()), *more]
     words += ["--run-dir", where, "--auto-resume", "--stopped-code", str(STOPPED)]
     words += ["--set", *run.values] if run.values else []
     return [word.replace("$", "$$") for word in words]
+
+
+def _directory(folder: Path) -> str:
+    """On the volume: other folders of that name, of this user or another, are other runs."""
+    return f"{folder.name}-{hashlib.sha256(str(folder).encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
 def _resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
