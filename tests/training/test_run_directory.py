@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+import fullframe as ff
 from fullframe.errors import RunError
 from fullframe.strategy import Strategy
 from fullframe.training.run_directory import (
     RunDirectory,
     check_run_directory,
     last_step,
+    opened,
     strategy_of_restart,
     write_strategy,
 )
@@ -85,3 +87,18 @@ def test_microbatches_hold_no_more_samples_on_fewer_replicas(tmp_path: Path) -> 
     for before, data, batch_size, slices in ((2, 1, 8, 2), (1, 2, 8, 1), (3, 2, 12, 2), (4, 1, 12, 4), (2, 1, 2, 2)):
         write_strategy(tmp_path, Strategy(data=before))
         assert strategy_of_restart(tmp_path, Strategy(data=data), batch_size).microbatches == slices
+
+
+def test_a_run_of_another_recipe_is_not_gone_on_with(tmp_path: Path) -> None:
+    ff.init_mesh()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "run.json").write_text('{"recipe": "a/first.py"}')
+    for recipe in ("b/first.py", "first.py", ""):  # the folder may have moved, or one stands elsewhere
+        with opened(tmp_path, Strategy(), "auto", recipe=recipe) as (_, goes_on):
+            assert goes_on
+    for resume in (True, "auto"):
+        with (
+            pytest.raises(RunError, match=r"holds a run of a/first.py, not of a/other.py"),
+            opened(tmp_path, Strategy(), resume, recipe="a/other.py"),
+        ):
+            raise AssertionError

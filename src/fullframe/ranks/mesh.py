@@ -191,7 +191,7 @@ def init_mesh(
             f"{asked} = {parts} does not divide the {world} ranks of this job; "
             f"start a multiple of {parts} ranks or choose a mesh whose product divides {world}"
         )
-    _start_process_group(timedelta(seconds=timeout_seconds))
+    start_process_group(timeout_seconds)
     made = _made.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
     shape = tuple(sizes.items())
     if shape not in made:
@@ -248,7 +248,9 @@ def _groups_of(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
         yield from known.groups.values()
 
 
-def _start_process_group(timeout: timedelta) -> None:
+def start_process_group(timeout_seconds: float) -> None:
+    """That of all ranks, as `init_mesh` says, where there is none yet."""
+    timeout = timedelta(seconds=timeout_seconds)
     if dist.is_initialized():
         return
     if launched_place() is not None:

@@ -14,7 +14,7 @@ from fullframe.model.fsdp import is_sharded, whole_value
 from fullframe.processes.exit_reasons import restart_reason
 from fullframe.ranks import device
 from fullframe.ranks.agreement import from_all_ranks
-from fullframe.ranks.mesh import init_mesh
+from fullframe.ranks.mesh import init_mesh, start_process_group
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
 from fullframe.training.checkpoints.writer import load, newest_checkpoint
@@ -22,6 +22,7 @@ from fullframe.training.evaluation import evaluating
 from fullframe.training.observers import Observed, Observer, Observers
 from fullframe.training.run_directory import Resume, opened, strategy_of_restart
 from fullframe.training.run_file import facts
+from fullframe.training.same_start import require_same_options
 from fullframe.training.session import Session, assemble
 from fullframe.training.steps import Run, Steps, due, watched
 from fullframe.wording import plural
@@ -68,17 +69,16 @@ def fit(
     SystemExit. Raises MeshError, StrategyError, RecipeError, RunError or CheckpointError, on all ranks.
     """
     steps = recipe.steps if steps is None else steps
-    _require_measure(recipe, patience)
+    every = {"checkpoint_every": checkpoint_every, "check_every": check_every, "max_skipped": max_skipped}
+    start_process_group(_group_timeout(hang_timeout))
+    about = {**facts(device=device.name(), world_size=dist.get_world_size(), steps=steps), **(about or {})}
+    reason = _met(recipe, strategy, {"steps": steps, "resume": resume, "patience": patience, **every}, about)
     mesh = _mesh(strategy, hang_timeout)
-    reason = next((found for found in from_all_ranks(restart_reason()) if found), "")
     if reason:
         resume, strategy = "auto", strategy_of_restart(Path(run_dir), strategy, recipe.batch_size)
     session = assemble(recipe, strategy, mesh)
-    place = facts(device=device.name(), world_size=dist.get_world_size(), steps=steps)
-    with (
-        opened(Path(run_dir), strategy, resume) as (directory, goes_on),
-        directory.file.standing({**place, **(about or {})}),
-    ):
+    place = opened(Path(run_dir), strategy, resume, recipe=str(about["recipe"]))
+    with place as (directory, goes_on), directory.file.standing(about):
         with watched(directory, keep_checkpoints, hang_timeout, on_message) as run:
             if reason:
                 run.say(f"started again: {reason}")
@@ -89,6 +89,15 @@ def fit(
                 _train(recipe, todo, steps, run, looking, checkpoint_every, check_every, on_record)
         plain = _finished(recipe, session.state.model, strategy, directory.path)
     return plain
+
+
+def _met(recipe: Recipe, strategy: Strategy, options: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+    """Why the ranks were started again, "" where they were not; once all are known to be started alike."""
+    reason = next((found for found in from_all_ranks(restart_reason()) if found), "")
+    known = {**options, "resume": "auto"} if reason else options  # a machine may have come later, by other words
+    require_same_options(recipe, strategy, known, about)
+    _require_measure(recipe, options["patience"])
+    return reason
 
 
 def _finished(recipe: Recipe, model: nn.Module, strategy: Strategy, run_dir: Path) -> nn.Module:

@@ -86,15 +86,17 @@ class RunDirectory:
 
 
 @contextmanager
-def opened(path: Path, strategy: Strategy, resume: Resume) -> Iterator[tuple[RunDirectory, bool]]:
+def opened(path: Path, strategy: Strategy, resume: Resume, *, recipe: str = "") -> Iterator[tuple[RunDirectory, bool]]:
     """The run directory, made or found again, and whether there is a run to go on with; all ranks call it.
 
-    Raises RunError on all ranks when it holds a run and `resume` is not asked for, or the other way round, and while
-    another process writes into it.
+    Raises RunError on all ranks when it holds a run and `resume` is not asked for, or the other way round, when that is
+    a run of another recipe than the file `recipe`, where a rank does not see it, and while another process writes into
+    it.
     """
     import torch.distributed as dist
 
     from fullframe.ranks.agreement import on_first_rank
+    from fullframe.training.same_start import require_shared
 
     locks: list[ProcessLock] = []
 
@@ -102,6 +104,8 @@ def opened(path: Path, strategy: Strategy, resume: Resume) -> Iterator[tuple[Run
         try:
             check_run_directory(path, resume)
             begun = _has_steps(path)
+            if begun:
+                _require_same_recipe(path, recipe)
             path.mkdir(parents=True, exist_ok=True)
             locks.append(ProcessLock(path / LOCK))
             _require_alone(path, locks[0])
@@ -113,10 +117,21 @@ def opened(path: Path, strategy: Strategy, resume: Resume) -> Iterator[tuple[Run
 
     try:
         begun = on_first_rank(prepare)
+        require_shared(path)
         yield RunDirectory(path, writes=dist.get_rank() == 0), begun or resume is True
     finally:
         for lock in locks:
             lock.release()
+
+
+def _require_same_recipe(path: Path, recipe: str) -> None:
+    """By the file's name alone: a folder may have been moved, and is named from wherever one stands."""
+    before = str(read_run_file(path).get("recipe") or "")
+    if before and recipe and Path(before).name != Path(recipe).name:
+        raise RunError(
+            f"{path} holds a run of {before}, not of {recipe}; name another directory, or, where the file has a new "
+            'name, write that for "recipe" into run.json'
+        )
 
 
 def _require_alone(path: Path, lock: ProcessLock) -> None:
