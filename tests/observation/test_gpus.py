@@ -15,11 +15,12 @@ from fullframe.observation.gpus import Gpu, GpuProcess, Owner, gpus, is_orphan, 
 from tests.observation.fake_nvml import GIB, FakeNvml
 
 ME = getpass.getuser()
+FORKSERVER = ("python", "-c", "from multiprocessing.forkserver import main; main(9, 10, ['fullframe'])")
 RANK = ("/usr/bin/python", "-m", "fullframe.cli", "train", "recipe.py")
 
 
 def owner(environment: Mapping[str, str] | None = None, **changes) -> Owner:
-    known = {"user": ME, "command": RANK, "parent": "python3", "parent_pid": 4000, "leads_group": True}
+    known = {"user": ME, "command": RANK, "parent": "python3", "parent_pid": 4000, "is_fork": False}
     return Owner(environment=environment or {}, **{**known, **changes})
 
 
@@ -73,7 +74,10 @@ def test_without_a_driver_it_is_one_line():
         (owner(rank(1), parent="bash", parent_pid=1), True),
         (owner(rank(1), parent="bash", parent_pid=50), False),
         (owner(parent="systemd", parent_pid=1), False),  # one process, started with nohup
-        (owner(parent="systemd", parent_pid=1, leads_group=False), True),  # a loader's worker
+        (owner(parent="systemd", parent_pid=1, is_fork=True), True),  # a loader's worker
+        (owner(parent="systemd", parent_pid=1, command=FORKSERVER), False),  # another program's
+        (owner(rank(1), parent="systemd", parent_pid=1, command=FORKSERVER), False),
+        (owner(rank(1, FULLFRAME_RESTART_REASON=""), parent="systemd", parent_pid=1, command=FORKSERVER), True),
         (owner(rank(1), command=("python", "other.py"), parent="systemd", parent_pid=1), False),
     ],
 )
@@ -124,7 +128,7 @@ def test_a_real_process_is_described():
             found = owner_of(process.pid)
             assert found is not None
             assert (found.user, found.command[-1], found.environment["RANK"]) == (ME, "fullframe", "3")
-            assert (found.parent_pid, found.leads_group) == (os.getpid(), True) and not is_orphan(found)
+            assert (found.parent_pid, found.is_fork) == (os.getpid(), False) and not is_orphan(found)
         finally:
             process.kill()
     assert owner_of(process.pid) is None
@@ -151,3 +155,22 @@ def test_a_real_rank_whose_launcher_died_is_an_orphan():
         assert is_orphan(found)
     finally:
         psutil.Process(pid).kill()
+
+
+def test_a_launcher_whose_shell_has_ended_is_no_orphan(tmp_path):
+    code = "import os, sys, time; print(os.getpid(), os.fork(), flush=True); time.sleep(1000)"
+    script = f"nohup {sys.executable} -c '{code}' fullframe train > {tmp_path}/said 2> /dev/null < /dev/null &"
+    (tmp_path / "said").touch()
+    subprocess.run(["bash", "-c", script], check=True, timeout=60, start_new_session=True)
+    deadline = time.monotonic() + 60.0
+    while len(found := (tmp_path / "said").read_text().split()) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    launcher, worker = int(found[0]), int(found[1]) or int(found[3])
+    try:
+        started = owner_of(launcher)
+        assert started is not None and started.parent_pid != os.getpid() and not is_orphan(started)
+        forked = owner_of(worker)
+        assert forked is not None and forked.is_fork and not started.is_fork
+    finally:
+        os.kill(launcher, 9)
+        os.kill(worker, 9)

@@ -5,18 +5,19 @@ NVML says it, the driver's own library, through nvidia-ml-py. Nothing is ended: 
 
 import contextlib
 import getpass
-import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from fullframe.errors import DeviceError
 
-_LAUNCHERS = ("python", "torchrun", "fullframe", "slurmstepd", "srun")
+_LAUNCHERS = ("python", "torchrun", "fullframe", "horovodrun", "mpirun", "accelerate", "slurmstepd", "srun")
 _INITS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit")
+_FORKED = 0x40  # PF_FORKNOEXEC of the kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Owner:
     environment: Mapping[str, str]
     parent: str  # the name of the process that would wait for it; "" where there is none
     parent_pid: int
-    leads_group: bool
+    is_fork: bool  # of the process that started it, with the same program: a loader's worker, say
 
 
 def owner_of(pid: int) -> Owner | None:
@@ -78,10 +79,18 @@ def owner_of(pid: int) -> Owner | None:
                 environment=environment,
                 parent=parent.name() if parent is not None else "",
                 parent_pid=parent.pid if parent is not None else 0,
-                leads_group=os.getpgid(pid) == pid,
+                is_fork=_is_fork(pid),
             )
     except (psutil.Error, OSError):
         return None
+
+
+def _is_fork(pid: int) -> bool:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may have brackets
+        return bool(int(fields[6]) & _FORKED)
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def gpus(nvml: Any = None, owner: Callable[[int], Owner | None] = owner_of) -> list[Gpu]:
@@ -163,16 +172,20 @@ def _judged(gpu: Gpu, all_gpus: Sequence[Gpu], owner: Callable[[int], Owner | No
 def is_orphan(owner: Owner) -> bool:
     """Whether a process of fullframe outlived who started it.
 
-    A rank belongs to a launcher. What leads its process group and is no rank was started by hand, perhaps with nohup
-    by a shell that is gone; what does not, a loader's worker say, was started by a process that would wait for it.
+    A rank belongs to a launcher. What is no rank was started by hand, perhaps with nohup by a shell or a script that is
+    gone; unless it is a fork, as a loader's worker is, of a process that would wait for it.
     """
-    if not any("fullframe" in word for word in owner.command) and "FULLFRAME_RESTART_REASON" not in owner.environment:
+    ours = (word for word in owner.command if not word.startswith("from multiprocessing"))  # which names what it loads
+    if not any("fullframe" in word for word in ours) and "FULLFRAME_RESTART_REASON" not in owner.environment:
         return False
+    return has_lost_parent(owner) and ("RANK" in owner.environment or owner.is_fork)
+
+
+def has_lost_parent(owner: Owner) -> bool:
+    """Whether it is left to the first process of the machine, or of a container where that is no launcher."""
     if owner.parent_pid > 1 and owner.parent not in _INITS:
         return False
-    if any(owner.parent.startswith(name) for name in _LAUNCHERS):  # in a container the launcher may be process 1
-        return False
-    return "RANK" in owner.environment or not owner.leads_group
+    return not any(owner.parent.startswith(name) for name in _LAUNCHERS)
 
 
 def own_gpu(environment: Mapping[str, str], all_gpus: Sequence[Gpu]) -> int | None:

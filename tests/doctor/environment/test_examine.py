@@ -14,7 +14,7 @@ def owner(command: tuple[str, ...], parent: str = "systemd", parent_pid: int = 1
         environment=environment,
         parent=parent,
         parent_pid=parent_pid,
-        leads_group=False,
+        is_fork=False,
     )
 
 
@@ -34,6 +34,7 @@ def test_ranks_that_were_left_behind_and_others_that_were_not() -> None:
         9: owner(("python", "-m", "fullframe.cli", "train"), **torchrun),
         10: owner(("/usr/sbin/munged", "--socket=/tmp/fullframe-slurm/x")),
         11: owner(("python", "notes.py")),
+        12: owner(("python", "train.py"), parent="torchrun", **torchrun),  # process 1 of a container
     }
     assert [finding.fix for finding in judged_processes(owners)] == ["kill 7", "kill 9"]
 

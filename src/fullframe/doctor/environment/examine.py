@@ -22,9 +22,7 @@ from fullframe.doctor.environment.variables import judged_variables
 from fullframe.doctor.environment.versions import NAMES, judged_versions
 from fullframe.doctor.finding import Finding
 from fullframe.errors import DeviceError
-from fullframe.observation.gpus import Gpu, Owner, gpus, is_orphan, owner_of
-
-_INITS = (0, 1)
+from fullframe.observation.gpus import Gpu, Owner, gpus, has_lost_parent, is_orphan, owner_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +77,7 @@ def judged_processes(owners: Mapping[int, Owner]) -> Iterator[Finding]:
 
 def _is_left_by_torchrun(owner: Owner) -> bool:
     ranks = {"RANK", "TORCHELASTIC_RUN_ID"} <= set(owner.environment)
-    return ranks and owner.parent_pid in _INITS and "fullframe" not in " ".join(owner.command)
+    return ranks and has_lost_parent(owner) and "fullframe" not in " ".join(owner.command)
 
 
 def installed_versions() -> dict[str, str]:
