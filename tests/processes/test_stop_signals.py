@@ -81,6 +81,17 @@ def test_a_second_ctrl_c_interrupts():
     assert stop.number == signal.SIGTERM
 
 
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_second_ctrl_c_counts_after_any_request(first):
+    with StopSignals(interrupts=False) as stop:
+        for number in (first, signal.SIGINT, signal.SIGINT, signal.SIGINT):
+            os.kill(os.getpid(), number)
+    assert (stop.number, stop.at_once) == (first, True)
+    with pytest.raises(KeyboardInterrupt), StopSignals():
+        for number in (first, signal.SIGINT, signal.SIGINT):
+            os.kill(os.getpid(), number)
+
+
 def interrupted_evaluation(run_dir):
     """A signal on one rank in the second of eight samples; how many were evaluated, and what was said."""
     evaluated, messages = [], []

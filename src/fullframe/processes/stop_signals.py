@@ -25,13 +25,14 @@ class Stopped(SystemExit):
 class StopSignals:
     """While inside `with`, signals that ask for an end are kept, and the first of them is `number`.
 
-    A second SIGINT sets `at_once` and, with `interrupts`, raises KeyboardInterrupt wherever the program is. Outside
-    the main thread, where Python delivers no signals, nothing changes.
+    A second SIGINT, whatever came before it, sets `at_once` and, with `interrupts`, raises KeyboardInterrupt wherever
+    the program is. Outside the main thread, where Python delivers no signals, nothing changes.
     """
 
     def __init__(self, signals: Sequence[int] = STOP_SIGNALS, *, interrupts: bool = True):
         self.number = 0
         self.at_once = False
+        self._was_interrupted = False
         self._signals, self._interrupts = signals, interrupts
         self._before: dict[int, Any] = {}
 
@@ -41,11 +42,12 @@ class StopSignals:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == self.number == signal.SIGINT:
-            self.at_once = True
-            if self._interrupts:
-                raise KeyboardInterrupt
         self.number = self.number or number
+        if number != signal.SIGINT:
+            return
+        self.at_once, self._was_interrupted = self._was_interrupted, True
+        if self.at_once and self._interrupts:
+            raise KeyboardInterrupt
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
