@@ -108,6 +108,19 @@ def test_what_can_go_on_is_queued_again(
     assert ("requeue 7" in asked) is again
 
 
+def test_failures_that_gain_no_step_are_not_queued_again_for_ever(tools: Path, tmp_path: Path) -> None:
+    def again(step: int, after: int, code: int = 75) -> bool:
+        """Whether it is queued again after a start that finds `step` done, and ends after another."""
+        (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "loss": 1}}\n' for n in range(1, step + 1)))
+        more = "".join(f'{{"step": {n}, "loss": 1}}\\n' for n in range(step + 1, after + 1))
+        own = script.replace("code=$?", f"code=$?; printf '{more}' >> \"$run/metrics.jsonl\"")
+        return "requeue 7" in ran(own, tools, tmp_path, CODE=str(code), STATE="RUNNING")[2]
+
+    script = script_of(replace(JOB, folder=tmp_path, directory=tmp_path), SlurmOptions())
+    assert [again(0, 0), again(0, 0), again(0, 5), again(5, 5), again(5, 5), again(5, 5)] == [True] * 5 + [False]
+    assert [again(5, 5), again(5, 5), again(5, 5, code=85), again(5, 5)] == [True] * 3 + [False]
+
+
 def test_a_run_that_is_none_of_the_sweep_ends(tools: Path, tmp_path: Path) -> None:
     script = script_of(replace(JOB, directory=tmp_path, runs=runs_of(["lr=1,2"])), SlurmOptions())
     assert ran(script, tools, tmp_path, SLURM_ARRAY_TASK_ID="2")[:2] == (1, [])

@@ -12,17 +12,20 @@ LOST = {"summary": "lost rank 1", "py_callstack": "lost rank 1", "consequence": 
 KILLED = Death(1, -signal.SIGKILL, 5.0, {}, "last words")
 FOLLOWED = Death(0, AGAIN, 4.0, LOST, "")
 OF_USER = Death(2, 2, 9.0, {"summary": "error: wrong", "py_callstack": "error: wrong"}, "")
+LEFT = Death(2, 0, 9.0, {}, "last words")
 ABORTED = Death(3, -signal.SIGABRT, 1.0, {}, "CUDA error: device-side assert triggered")
 
 
 def test_the_cause_is_found_among_what_it_led_to() -> None:
     assert cause_of([FOLLOWED, KILLED]) is KILLED
     assert cause_of([FOLLOWED, KILLED, OF_USER]) is OF_USER
+    assert cause_of([FOLLOWED, LEFT]) is LEFT and cause_of([LEFT, KILLED]) is KILLED
     assert (is_consequence(FOLLOWED), is_consequence(KILLED)) == (True, False)
 
 
 @pytest.mark.parametrize(
-    ("death", "final", "code"), [(KILLED, False, 1), (FOLLOWED, False, 75), (OF_USER, True, 2), (ABORTED, True, 1)]
+    ("death", "final", "code"),
+    [(KILLED, False, 1), (FOLLOWED, False, 75), (OF_USER, True, 2), (ABORTED, True, 1), (LEFT, True, 1)],
 )
 def test_what_another_attempt_would_meet_again_is_final(death: Death, final: bool, code: int) -> None:
     assert is_final(death) is final

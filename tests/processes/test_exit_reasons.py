@@ -28,6 +28,8 @@ CASES = [
     (dist.DistBackendError("watchdog thread terminated with exception: CUDA error: device-side assert"), False),
     (RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed."), True),
     (RuntimeError("DataLoader worker (pid(s) 12) exited unexpectedly"), True),
+    (RuntimeError("[/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: nosuch0"), False),
+    (dist.DistBackendError("NCCL error: Bootstrap : no socket interface found"), False),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     (torch.OutOfMemoryError("CUDA out of memory."), False),
     (KeyError("is killed by signal"), False),

@@ -86,6 +86,19 @@ say("lost the connection to rank 1", 75, consequence=True)
     assert capsys.readouterr().err == f"{shown}\n", "the cause is shown, not what it led to"
 
 
+def test_a_rank_that_just_leaves_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = """
+if rank == 1:
+    os._exit(0)
+time.sleep(0.3)
+say("lost the connection to rank 1", 75, consequence=True)
+"""
+    assert run(tmp_path, script, restarts=3) == 1
+    assert attempts(tmp_path) == ["0-0", "0-1"], "another attempt would meet it again"
+    said = capsys.readouterr().err
+    assert said.startswith("error: rank 1 ended by itself, with exit code 0, while the others went on")
+
+
 def test_attempts_without_progress_are_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = [0, 5, 5, 9, 4, 9]  # before the first attempt, and when each of them fails
     assert run(tmp_path, "say('the machine failed', 75)", ranks=1, restarts=1, progress=lambda: steps.pop(0)) == 75

@@ -18,6 +18,11 @@ SCRIPT = "job.sh"
 _SECONDS = 120.0  # that Slurm's programs may take: a busy controller answers late
 _SAFE = re.compile(r"[A-Za-z0-9_.,:@%+=/\[\]&|*()-]+")
 _PLAIN_ID = re.compile(r"\d+(_\d+)?")
+_IN_VAIN = 3  # starts in a row without a step gained, after which a job is not queued again
+_LAST_STEP = (
+    """step() { tail -c 65536 "$run/metrics.jsonl" 2>/dev/null | grep -o '"step": [0-9]*' | tail -n 1; }""",
+    "before=$(step)",
+)
 _KILLED_WHILE_STARTING = (128 + 10, 128 + 15)  # by USR1 or TERM, before Python could take them as a request
 
 
@@ -46,7 +51,7 @@ def script_of(job: Job, options: SlurmOptions) -> str:
     lines += ["", f"cd -- {_quoted(str(job.directory))} || exit 1", f"folder={_quoted(str(job.folder))}"]
     lines += ["", *_choice(job)]
     lines += ["", "# Slurm's signals are for the ranks, which write a checkpoint; this script waits for them."]
-    lines += ["trap : TERM USR1", *_command(job), "code=$?", "", *_requeue(options), "exit $code"]
+    lines += ["trap : TERM USR1", *_LAST_STEP, *_command(job), "code=$?", "", *_requeue(options), "exit $code"]
     return "\n".join(lines) + "\n"
 
 
@@ -113,9 +118,18 @@ def _requeue(options: SlurmOptions) -> list[str]:
     codes = " | ".join(map(str, (AGAIN, STOPPED, *_KILLED_WHILE_STARTING)))
     return [
         f"# {STOPPED}: stopped so that it can go on; {AGAIN}: the machine failed. Unless someone cancelled the job,",
-        f"# it is queued again, {options.requeues} times at most.",
+        f"# it is queued again, {options.requeues} times at most, and not once {_IN_VAIN} in a row gained no step.",
+        "vain=0",
+        'if [ "$(step)" != "$before" ]; then',
+        '    rm -f "$run/in_vain"',
+        f"elif [ $code = {AGAIN} ]; then",
+        '    vain=$(($(cat "$run/in_vain" 2>/dev/null || echo 0) + 1))',
+        f'    {{ echo $((vain % {_IN_VAIN})) > "$run/in_vain"; }} 2>/dev/null',
+        "fi",
         f"case $code in {codes})",
-        f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {options.requeues} ] &&',
+        f"    if [ $vain -ge {_IN_VAIN} ]; then",
+        f'        echo "error: {_IN_VAIN} starts in a row have gained no step; the job is not queued again" >&2',
+        f'    elif [ "${{SLURM_RESTART_COUNT:-0}}" -lt {options.requeues} ] &&',
         '        scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then',
         '        scontrol requeue "$SLURM_JOB_ID" && sleep 60',
         "    fi ;;",

@@ -79,7 +79,7 @@ def restore_cursor() -> None:
         sys.stdout.flush()
 
 
-_CONSEQUENCE = 3
+_CONSEQUENCE = 4
 
 
 def _precedence(death: Death) -> tuple[int, float]:
@@ -93,6 +93,8 @@ def _precedence(death: Death) -> tuple[int, float]:
         kind = 1
     elif death.code == -signal.SIGABRT or (death.report and not death.report.get("consequence")):
         kind = 2
+    elif death.code == 0:
+        kind = 3
     else:
         kind = _CONSEQUENCE
     return kind, death.seconds

@@ -14,13 +14,15 @@ COMMAND = "FULLFRAME_COMMAND"  # and by which words it was started itself
 # Torch's exceptions for lost connections and failing devices, and what it says in a plain RuntimeError.
 _MACHINE = {"DistError", "AcceleratorError"}
 _MACHINE_SIGNS = ("gloo/transport", "is killed by signal", "exited unexpectedly")  # the latter two of loader workers
-# What a device says that is the program's fault, and would be said again, by the words of CUDA and NCCL.
+# What is the program's fault or its settings', and would be said again, by the words of CUDA, NCCL and gloo.
 _PROGRAM_SIGNS = (
     "device-side assert",  # a label that is no class
     "illegal memory access",
     "misaligned address",
     "illegal instruction",
     "Duplicate GPU",
+    "Unable to find address for",  # an interface that GLOO_SOCKET_IFNAME names, and is not there
+    "no socket interface found",  # likewise NCCL_SOCKET_IFNAME
 )
 _CALL_SIGNS = (  # likewise, in AcceleratorError alone
     "invalid device ordinal",
@@ -63,10 +65,11 @@ def report(text: str, summary: str, *, consequence: bool = False, changed: bool 
 
 def is_machines_fault(error: BaseException) -> bool:
     """Whether `error` says that another rank, a loader's worker or the device is gone, and nothing about the job."""
+    if is_programs_fault(str(error)):
+        return False
     kinds = _MACHINE & {kind.__name__ for kind in type(error).__mro__}
     if kinds:
-        calls = _CALL_SIGNS if "AcceleratorError" in kinds else ()
-        return not (is_programs_fault(str(error)) or any(sign in str(error) for sign in calls))
+        return not ("AcceleratorError" in kinds and any(sign in str(error) for sign in _CALL_SIGNS))
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _MACHINE_SIGNS)
 
 

@@ -21,7 +21,7 @@ _REAP_SECONDS = 30.0  # a process that waits in the kernel, for a GPU say, does 
 
 @dataclass(frozen=True)
 class Death:
-    """A rank that ended with an error."""
+    """A rank that ended with an error, or with code 0 before the others had done what they needed it for."""
 
     rank: int
     code: int  # the exit code, or minus the signal that it died of
@@ -32,6 +32,8 @@ class Death:
     def __str__(self) -> str:
         if self.report:
             return f"rank {self.rank}: {self.report['summary'].splitlines()[0]}"
+        if self.code == 0:
+            return f"rank {self.rank} ended by itself, with exit code 0, while the others went on"
         return f"rank {self.rank} died ({_signal_name(-self.code) if self.code < 0 else f'exit code {self.code}'})"
 
 
@@ -128,15 +130,22 @@ class Ranks:
         return [process.poll() for process in self._processes]
 
     def deaths(self) -> list[Death]:
-        """The ranks that ended with an error so far."""
+        """The ranks that ended with an error so far; and where one says that it lost another, those that just left."""
         for rank, process in enumerate(self._processes):
             code = process.poll()
-            if code not in (None, 0, STOPPED) and rank not in self._deaths:
-                report = _read_report(self._report(rank))
-                seconds = float(report.get("seconds", time.time()))
-                last_words = _tail(self._log(rank, "err"))
-                self._deaths[rank] = Death(self._first + rank, code, seconds, report, last_words)
+            if code not in (None, 0, STOPPED):
+                self._note(rank, code)
+        if any(death.report.get("consequence") for death in self._deaths.values()):
+            for rank, process in enumerate(self._processes):
+                if process.poll() == 0:
+                    self._note(rank, 0)
         return list(self._deaths.values())
+
+    def _note(self, rank: int, code: int) -> None:
+        if rank not in self._deaths:
+            report = _read_report(self._report(rank))
+            seconds = float(report.get("seconds", time.time()))
+            self._deaths[rank] = Death(self._first + rank, code, seconds, report, _tail(self._log(rank, "err")))
 
     def send(self, number: int) -> None:
         """Send a signal to every rank that runs."""
