@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -116,6 +117,24 @@ def test_the_exit_code_is_that_of_the_first_failure_and_the_others_end(launched:
     assert done.returncode == 7
     assert json.loads(done.stdout)["exit_code"] == 7
     assert "rank 1 ended with exit code 7" in done.stderr
+
+
+# Rank 0 has lost rank 1, which tells the others that it leaves, and ends only later.
+FOLLOWS = """
+import os, sys, time
+from fullframe.horovod.exceptions import HorovodInternalError
+if os.environ["HOROVOD_RANK"] == "0":
+    raise HorovodInternalError("a rank is gone:\\n[gloo] closed")
+time.sleep(1.0)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("--min-np", 2, "--reset-limit", 0)], ids=["fixed", "elastic"])
+def test_a_rank_that_only_lost_another_is_not_the_cause(words: tuple[object, ...], launched: Launched) -> None:
+    done = launched("-np", 2, *words, sys.executable, "-c", FOLLOWS)
+    assert done.returncode == 7, done.stderr
+    assert re.search("rank 1 (on localhost )?ended with exit code 7", done.stderr)
 
 
 def test_the_variables_are_horovods(launched: Launched) -> None:

@@ -1,6 +1,7 @@
 """A job of workers from beginning to end: of a fixed number, or elastic, of as many as there are hosts for."""
 
 import json
+import math
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from fullframe.errors import MeshError
 from fullframe.horovod.launcher.hosts import Seat, seats
 from fullframe.horovod.launcher.workers import Worker, end, is_here
 from fullframe.horovod.membership import WORKER
+from fullframe.processes.deaths import CONSEQUENCE_SECONDS
 from fullframe.processes.stop_signals import STOP_SIGNALS, StopSignals
 
 _POLL_SECONDS = 0.1
@@ -34,19 +36,26 @@ class Job:
 
 
 def run_fixed(job: Job, hosts: Mapping[str, int], count: int) -> int:
-    """Run `count` workers; the exit code of the first that fails, which ends the others; 128 + a signal if stopped."""
+    """Run `count` workers; the exit code of the first that fails, which ends the others; 128 + a signal if stopped.
+
+    A worker that leaves tells the others first, so that they may end before it does.
+    """
     places = seats(hosts, count)
     store, address = _serve(places)
     stop = StopSignals((*STOP_SIGNALS, signal.SIGHUP), interrupts=False)
     workers: list[Worker] = []
+    deadline = math.inf
     try:
         with stop:
             for seat in places:
                 workers.append(_start(job, str(seat.rank), seat, address, store.port, {}))
             while not stop.number:
-                codes = [worker.code for worker in workers]
-                failed = [worker for worker, code in zip(workers, codes, strict=True) if code]
+                codes, failed = [worker.code for worker in workers], _failed(workers)
                 if failed:
+                    deadline = min(deadline, time.monotonic() + CONSEQUENCE_SECONDS)
+                    if None in codes and failed[0].lost_another and time.monotonic() < deadline:
+                        time.sleep(_POLL_SECONDS)
+                        continue
                     job.say(f"rank {failed[0].seat.rank} ended with exit code {failed[0].code}; the others are ended")
                     return failed[0].code or 1
                 if None not in codes:
@@ -55,6 +64,11 @@ def run_fixed(job: Job, hosts: Mapping[str, int], count: int) -> int:
             return 128 + stop.number
     finally:
         end(workers)
+
+
+def _failed(workers: Sequence[Worker]) -> list[Worker]:
+    """Those that failed; last those that only lost another."""
+    return sorted((worker for worker in workers if worker.code), key=lambda worker: worker.lost_another)
 
 
 class ElasticJob:
@@ -87,6 +101,7 @@ class ElasticJob:
         self._store: Any = None
         self._address = ""
         self._looked = time.monotonic()
+        self._deadline = math.inf  # until which a worker is waited for that others say to have lost
 
     def run(self) -> int:
         """0 once all workers have ended well; else the exit code of the one that ended the job, 128 + a signal."""
@@ -109,12 +124,18 @@ class ElasticJob:
         codes = [worker.code for worker in self._workers]
         if all(code == 0 for code in codes):
             return 0
+        failed = _failed(self._workers)
+        if failed and None in codes and failed[0].lost_another:
+            self._deadline = min(self._deadline, time.monotonic() + CONSEQUENCE_SECONDS)
+            if time.monotonic() < self._deadline:
+                return None
+        self._deadline = math.inf
         if 0 in codes:  # training is over; what fails now is final
-            return next((code for code in codes if code), None)
-        failed = [worker for worker in self._workers if worker.code]
+            return failed[0].code if failed else None
         for worker in failed:
             host = worker.seat.host
-            self._failures[host] = self._failures.get(host, 0) + 1
+            if worker.lost_another == failed[0].lost_another:
+                self._failures[host] = self._failures.get(host, 0) + 1
             self._job.say(f"rank {worker.seat.rank} on {host} ended with exit code {worker.code}")
         if failed or int(self._store.add(f"lost/{self._epoch}", 0)):
             self._store.set(f"failed/{self._epoch}", "1")

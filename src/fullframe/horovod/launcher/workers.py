@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -18,6 +19,8 @@ from fullframe.horovod.launcher.hosts import Seat
 # What goes along to another host, beside what is set for the job.
 _ALONG = ("HOROVOD_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "TORCH", "PYTHON", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _GRACE_SECONDS = 5.0
+_SPEAKING_SECONDS = 1.0  # for the last words of one that has ended; its children may hold the pipe
+_LOST_ANOTHER = re.compile(rb"[\w.]*HorovodInternalError\b")  # at the end of a traceback
 _lock = threading.Lock()
 
 
@@ -41,6 +44,7 @@ class Worker:
         stdout: TextIO = sys.stdout,
     ):
         self.name, self.seat = name, seat
+        self._says_it_lost_another = False
         here = is_here(seat.host)
         words = list(command) if here else _ssh(seat.host, ssh_port, command, environment)
         self._process = subprocess.Popen(
@@ -72,19 +76,29 @@ class Worker:
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
+    @property
+    def lost_another(self) -> bool:
+        """Whether it ended for no more than that another worker is gone."""
+        if self.code != 1:
+            return False
+        self.drain(_SPEAKING_SECONDS)
+        return self._says_it_lost_another
+
     def send(self, number: int) -> None:
         """Send a signal to the worker and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
-    def drain(self) -> None:
+    def drain(self, seconds: float = _GRACE_SECONDS) -> None:
         """Wait until what it printed is printed."""
         for pump in self._pumps:
-            pump.join(_GRACE_SECONDS)
+            pump.join(seconds)
 
     def _pump(self, kind: str, source: IO[bytes], sink: TextIO, file: IO[bytes] | None) -> None:
         with source:
             for line in source:
+                if line.startswith(b"Traceback") or _LOST_ANOTHER.match(line):
+                    self._says_it_lost_another = not line.startswith(b"Traceback")
                 if file is not None:
                     file.write(line)
                     file.flush()
