@@ -9,6 +9,7 @@ import tyro
 
 from fullframe.cli.application import COMMANDS, run
 from fullframe.cli.calibrate import Calibrate
+from fullframe.cli.doctor.run import DoctorRun
 from fullframe.cli.plan import Plan
 from fullframe.cli.simulate import Simulate
 from fullframe.cli.train import Train
@@ -69,4 +70,6 @@ def test_words_are_parsed_back(command: object) -> None:
 
 def test_what_is_not_asked_for_is_not_said() -> None:
     assert words(Train(recipe=RECIPE)) == ["job.py"] and words(TechniqueOptions()) == []
+    program = DoctorRun(program=Path("train.py"), processes=2, arguments=("--lr", "0.1"))
+    assert words(program) == ["train.py", "--processes", "2", "--", "--lr", "0.1"]
     assert changed(TechniqueOptions(clip_norm=0.5)) == {"clip_norm": 0.5}

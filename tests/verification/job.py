@@ -161,6 +161,9 @@ class Single(nn.Module):
         return torch.softmax(x.float().flatten(2), dim=2).to(x).view(x.shape)
 """
 
+# In torch an instance norm gives a view, which is written to: of its gradient one process hears nothing.
+INPLACE = "nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.InstanceNorm2d(6), nn.LeakyReLU(inplace=True))"
+
 # Called again it gives something else, whatever the seed; and it differs between ranks.
 COUNTING = """
 class Counting(nn.Module):

@@ -17,6 +17,7 @@ from tests.verification.forked import verified_by_a_fork
 from tests.verification.job import (
     COUNTING,
     DRAWN,
+    INPLACE,
     LEAK,
     PARTS,
     QUERIED,
@@ -222,6 +223,10 @@ def test_parameters_without_a_gradient_are_named(tmp_path: Path) -> None:
         "middle.spare.bias": "no gradient",
     }
     assert verdict.notes[-1].startswith("2 parameters get no gradient from this batch (middle.spare.weight, ")
+
+
+def test_a_view_that_is_written_to(tmp_path: Path) -> None:
+    assert verified(written(tmp_path, INPLACE)).exact
 
 
 def test_parameters_that_go_into_modules(tmp_path: Path) -> None:

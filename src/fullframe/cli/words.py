@@ -77,15 +77,17 @@ def changed(options: Any) -> dict[str, Any]:
 
 def words(command: Any) -> list[str]:
     """The words of the command line that make this command; without those for defaults."""
-    kinds, found = get_type_hints(type(command), include_extras=True), list[str]()
+    kinds, found, behind = get_type_hints(type(command), include_extras=True), list[str](), list[str]()
     for name, value in changed(command).items():
         if dataclasses.is_dataclass(value):
             found += words(value)
+        elif get_args(kinds[name])[1:2] == _POSITIONAL and isinstance(value, tuple):
+            behind += ["--", *map(str, value)]
         elif get_args(kinds[name])[1:2] == _POSITIONAL:
             found.insert(0, str(value))
         else:
             found += [f"--{name.replace('_', '-')}", *_given(value)]
-    return found
+    return found + behind
 
 
 def _given(value: Any) -> list[str]:

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 CATEGORIES = (
-    "parameter", "gradient", "optimizer", "batch", "activation", "temporary", "workspace", "communication", "cached",
+    "parameter", "gradient", "optimizer", "average", "batch", "activation", "temporary", "workspace", "communication",
+    "cached",
 )  # fmt: skip
 KINDS = ("data", "forward", "exchange", "backward", "all_reduce", "optimizer")  # of the seconds of a step
 # What a record of metrics.jsonl holds of every step; whatever else is there was measured by `evaluate`.

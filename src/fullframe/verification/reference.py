@@ -178,7 +178,8 @@ class _Record:
         if version != tensor._version:
             number = len(self.part.values)
             self._numbers[tensor] = tensor._version, number
-            self.part.values.append(Value(shape=tuple(tensor.shape), dtype=str(tensor.dtype)))
+            is_view = tensor._is_view()
+            self.part.values.append(Value(shape=tuple(tensor.shape), dtype=str(tensor.dtype), is_view=is_view))
             _write(tensor, self.part.folder / f"{number}.pt")
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self._arrived(number, gradient))

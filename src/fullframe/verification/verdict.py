@@ -38,6 +38,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     gradient_order: int | None = None  # when its gradient was complete, counted in backward; None: it has none
+    is_view: bool = False  # no hook of it is called where it is written to afterwards (an in-place ReLU)
 
 
 class Found(NamedTuple):

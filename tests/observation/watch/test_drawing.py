@@ -2,9 +2,11 @@
 
 import math
 
+import pytest
 from rich.text import Text
 
-from fullframe.observation.watch.drawing import ASCII, Glyphs, bar, curve, keys, letter_of, rule
+from fullframe.observation.kinds import CATEGORIES, KINDS
+from fullframe.observation.watch.drawing import ASCII, Glyphs, bar, colour_of, curve, keys, letter_of, rule
 
 PLAIN = ASCII._replace(has_colours=False)
 
@@ -16,6 +18,11 @@ def test_a_bar_is_as_long_as_its_parts() -> None:
     assert bar(parts, 4, 10, PLAIN).plain == "ddffffffff"[:2] + "f" * 8, "what is too much is cut off"
     assert bar(parts, 0, 5, PLAIN).plain == "....."
     assert bar([("cached", 1.0)], 1, 3, PLAIN).plain == "kkk" and letter_of("cached") != letter_of("communication")
+
+
+@pytest.mark.parametrize("kinds", [CATEGORIES, KINDS])
+def test_parts_of_one_bar_have_letters_and_colours_of_their_own(kinds: tuple[str, ...]) -> None:
+    assert len(set(map(letter_of, kinds))) == len(set(map(colour_of, kinds))) == len(kinds)
 
 
 def test_a_mark_stands_at_its_value() -> None:

@@ -13,7 +13,7 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille cha
 COLOURS = {
     "parameter": "blue", "gradient": "magenta", "optimizer": "cyan", "activation": "dark_orange",
     "temporary": "yellow", "communication": "hot_pink", "cached": "grey50", "batch": "green",
-    "workspace": "red",
+    "workspace": "red", "average": "purple",
     "data": "yellow", "forward": "blue", "exchange": "hot_pink", "backward": "magenta", "all_reduce": "red",
 }  # fmt: skip
 
@@ -21,7 +21,7 @@ _SHORT = {
     "parameter": "param", "gradient": "grad", "optimizer": "optim", "activation": "activ", "temporary": "temp",
     "communication": "comm", "forward": "fwd", "backward": "bwd", "exchange": "exch",
 }  # fmt: skip
-_LETTERS = {"cached": "k"}  # the others have different first letters
+_LETTERS = {"cached": "k", "average": "m"}  # the others have different first letters
 
 
 class Glyphs(NamedTuple):
