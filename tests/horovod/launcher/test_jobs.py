@@ -124,8 +124,11 @@ FOLLOWS = """
 import os, sys, time
 from fullframe.horovod.exceptions import HorovodInternalError
 if os.environ["HOROVOD_RANK"] == "0":
+    while not os.path.exists("leaving"):
+        time.sleep(0.01)
     raise HorovodInternalError("a rank is gone:\\n[gloo] closed")
-time.sleep(1.0)
+open("leaving", "w").close()
+time.sleep(2.0)
 sys.exit(7)
 """
 
