@@ -62,6 +62,10 @@ def test_a_run_that_has_all_its_steps_says_so(tmp_path):
     train(ff.Strategy(), tmp_path, steps=2)
     _, messages = train(ff.Strategy(), tmp_path, steps=2, resume=True)
     assert any("has all of its 2 steps already" in said for said in messages)
+    files = [tmp_path / name for name in ("run.json", "strategy.json", "metrics.jsonl")]
+    before = [file.read_text() for file in files]
+    train(ff.Strategy(clip_norm=1.0), tmp_path, steps=1, resume=True)
+    assert [file.read_text() for file in files] == before, "what was done is not said to have been done otherwise"
     _, messages = train(ff.Strategy(), tmp_path, steps=3, resume=True)
     assert not any("already" in said for said in messages)
 

@@ -82,7 +82,7 @@ def fit(
         with watched(directory, keep_checkpoints, hang_timeout, on_message) as run:
             if reason:
                 run.say(f"started again: {reason}")
-            _take_up(session, run, strategy, goes_on)
+            _take_up(session, run, strategy, goes_on, steps)
             looking = Observers(observers)
             todo = Steps(recipe, strategy, mesh, session, run, max_skipped, patience, looking)
             with looking.looking_on(_observed(recipe, session, strategy, mesh, run)):
@@ -211,11 +211,14 @@ def _whole(recipe: Recipe, model: nn.Module, strategy: Strategy) -> nn.Module:
     return plain
 
 
-def _take_up(session: Session, run: Run, strategy: Strategy, goes_on: bool) -> None:
+def _take_up(session: Session, run: Run, strategy: Strategy, goes_on: bool, steps: int) -> None:
     if goes_on:
         _go_on(session, run)
     run.checkpoints.require_storable(session.state)  # now rather than at the first checkpoint
-    run.directory.take_up(strategy)
+    if goes_on and session.state.step >= steps:
+        run.directory.file.is_done = True
+    else:
+        run.directory.take_up(strategy)
 
 
 def _go_on(session: Session, run: Run) -> None:

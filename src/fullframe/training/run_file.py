@@ -40,6 +40,7 @@ class RunFile:
         self._path, self._writes, self._written = path, writes, 0.0
         self._step = 0
         self.accepted = False  # what there was to go on with was taken up
+        self.is_done = False  # there was nothing left to do
 
     def begin(self, facts: Mapping[str, Any]) -> None:
         """The run goes on from here. A launcher's new start keeps when it began."""
@@ -66,7 +67,7 @@ class RunFile:
     def standing(self, facts: Mapping[str, Any]) -> Iterator[None]:
         """Around a run: how it ends is written, and passed on. Where its launcher may start it again, it still runs.
 
-        A run that is refused before it is `accepted` leaves what is said of the one before.
+        A run that is refused before it is `accepted`, or has nothing left to do, leaves what is said of the one before.
         """
         before = read_run_file(self._path) if self._writes else {}
         self.begin(facts)
@@ -89,7 +90,11 @@ class RunFile:
             else:
                 self._end("failed", reason)
             raise
-        self.update(state="finished", ended=_now())  # and the reason, where it is not that all steps are done
+        if self.is_done and before:
+            ended = before.get("ended") or _now()
+            self._write(before | {"state": "finished", "ended": ended, "step": self._step})
+        else:
+            self.update(state="finished", ended=_now())  # and the reason, where it is not that all steps are done
 
     def _end(self, state: str, reason: str) -> None:
         self.update(state=state, reason=reason, ended=_now())
