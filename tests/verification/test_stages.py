@@ -133,16 +133,17 @@ def test_calls_go_on_where_one_process_would() -> None:
         places += [Place("input", *of_block), Place("input", *of_layer), Place("output", *of_layer)]  # type: ignore[arg-type]
         places += [Place("output", *of_block)]  # type: ignore[arg-type]
     places += [Place("output", "", 0, 0, "M", None, "")]
-    staged = StagedCalls(places, lambda: {"": range(2, 4)}, 2)
+    staged = StagedCalls(places, lambda: {"": range(2, 4)})
     calls = Counter({"": 1})
     staged.entering("block", "", calls)
-    assert calls == {"": 1, "block": 2, "block.layer": 2} and staged.are_inside
+    assert calls == {"": 1, "block": 2, "block.layer": 2}
     assert staged.begins_part(places[1]) and not staged.begins_part(places[2])
     calls["block"] = calls["block.layer"] = 3
     staged.entering("block", "", calls)
     assert calls["block"] == 3 and not staged.leaving(places[4], calls)
-    first = StagedCalls(places, lambda: {"": range(2)}, 2)
+    first = StagedCalls(places, lambda: {"": range(2)})
     calls = Counter({"": 1})
     first.entering("block", "", calls)
     assert calls["block"] == 0
-    assert first.leaving(places[-1], calls) and calls["block"] == calls["block.layer"] == 4 and not first.are_inside
+    assert first.leaving(places[-1], calls) and calls["block"] == calls["block.layer"] == 4
+    assert not first.begins_part(places[1])

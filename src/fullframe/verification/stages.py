@@ -14,11 +14,10 @@ class StagedCalls:
     """Of each chain, by its path, the parts that this rank runs: `shares()`, known when the first of them is called.
 
     places: of the step in one process, in order of execution
-    stages: on which the parts are; 1 where there is no chain
     """
 
-    def __init__(self, places: Sequence[Place], shares: Callable[[], Mapping[str, range]], stages: int):
-        self._places, self._shares, self.stages = places, shares, stages
+    def __init__(self, places: Sequence[Place], shares: Callable[[], Mapping[str, range]]):
+        self._places, self._shares = places, shares
         self._chain: str | None = None  # whose parts run now
         self._before: dict[str, list[int]] = {}  # by the path of a module, where in `places` its calls begin
         begun: set[tuple[str, int]] = set()
@@ -26,11 +25,6 @@ class StagedCalls:
             if (place.path, place.call) not in begun:
                 begun.add((place.path, place.call))
                 self._before.setdefault(place.path, []).append(position)
-
-    @property
-    def are_inside(self) -> bool:
-        """Whether a part of a chain runs now."""
-        return self._chain is not None
 
     def entering(self, path: str, caller: str | None, calls: Counter[str]) -> None:
         """Before a module is called: where it is the first part of a chain, go on from what went before in one process.

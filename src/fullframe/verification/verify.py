@@ -171,7 +171,6 @@ class _Hooked(NamedTuple):
     spec: Spec | None
     empty: Tensor  # of its dtype and device
     local_shape: tuple[int, ...]
-    times: int  # the true gradient that all stages together get back, each of which has the loss
 
     def zeros(self) -> Tensor:
         return self.empty.new_zeros(self.local_shape)
@@ -210,8 +209,7 @@ class _Comparison:
         if isinstance(local, nn.Parameter):
             return  # its gradient is compared by its name, as the mean over replicas that it is
         if local.requires_grad and not found.problem and number not in self._hooked:
-            times = self._calls.stages if self._calls.are_inside else 1
-            self._hooked[number] = _Hooked(spec, local.detach().new_empty(0), tuple(local.shape), times)
+            self._hooked[number] = _Hooked(spec, local.detach().new_empty(0), tuple(local.shape))
             local.register_hook(lambda gradient: self._arrived(number, gradient))
 
     def _compared(self, number: int, local: Tensor, spec: Spec | None) -> Found:
@@ -225,11 +223,11 @@ class _Comparison:
 
     def _arrived(self, number: int, gradient: Tensor) -> None:
         """In backward. The true gradient is the mean over the replica's ranks of what each holds, zero elsewhere."""
-        spec, times = self._hooked[number].spec, self._hooked[number].times
+        spec = self._hooked[number].spec
         if self._parts(spec) == self._spatial.size:
-            self._judge(number, gradient / (self._spatial.size * times), spec)
+            self._judge(number, gradient / self._spatial.size, spec)
         else:
-            self._shares[number] = gradient.detach() / times
+            self._shares[number] = gradient.detach()
 
     def _parts(self, spec: Spec | None) -> int:
         """How many ranks of a replica hold different parts."""
@@ -275,7 +273,7 @@ def _staged_calls(part: Part, plain: nn.Module, step: TrainStep) -> StagedCalls:
     def shares() -> dict[str, range]:
         return {} if staged is None else {paths[module]: share for module, share in staged.shares().items()}
 
-    return StagedCalls([place for place, _ in part.places], shares, 1 if staged is None else staged.count)
+    return StagedCalls([place for place, _ in part.places], shares)
 
 
 def _evidence(answers: Answers, comparison: _Comparison, plain: nn.Module, loss: float) -> Evidence:

@@ -36,7 +36,6 @@ class StagedModel:
 
     def __init__(self, model: nn.Module, stages: int, mesh: DeviceMesh, microbatches: int):
         """Raises StrategyError where the model has neither unrolled iterations nor enough layers in a row."""
-        self.count = stages
         self._chains: dict[nn.Module, Stages] = {}
         unrolled = unrolled_in(model)
         for module in unrolled.values():

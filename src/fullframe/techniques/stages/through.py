@@ -257,15 +257,18 @@ class _Call:
         return self._of_arguments(of_given, totals)
 
     def scaled(self, gradient: Tensor) -> list[Tensor | None]:
-        """What the loss's backward pass has found, as many times as its gradient says, added over all stages."""
+        """What the loss's backward pass has found, as many times as its gradient says, which each stage has."""
         if not self._gradients:
             raise GradientError("backward goes through the stages of a call a second time; their graphs are freed")
         found, self._gradients = self._gradients, []
-        factor = all_sum_no_grad(gradient, self._axis.group)
+        factor = all_sum_no_grad(gradient, self._axis.group) / self._axis.size
         return [each if each is None else each.mul_(factor.to(each.dtype)) for each in found]
 
     def _of_own_states(self, gradients: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
-        """The gradients of this stage's returned states, added over all stages, where each is a copy."""
+        """The gradients of this stage's returned states: the mean over all stages, each of which has the loss.
+
+        It is one process's, and so is what hooks and functions of the parts get on the way back.
+        """
         there = flags_of_any(self._axis, [gradient is not None for gradient in gradients])
         own: list[list[Tensor | None]] = []
         position = 0
@@ -275,7 +278,8 @@ class _Call:
             mine = [or_zeros(gradients[n], forms[n], self._given.device) for n in numbers]
             totals = dict(zip(numbers, summed_at(self._axis, owner, mine), strict=True))
             if owner == self._axis.coordinate:
-                own.append([totals.get(n) for n in range(position, position + len(state.leaves))])
+                means = {n: total / self._axis.size for n, total in totals.items()}
+                own.append([means.get(n) for n in range(position, position + len(state.leaves))])
             position += len(state.leaves)
         return own
 
@@ -336,22 +340,22 @@ class _Call:
     def _of_arguments(self, of_given: list[list[Tensor | None]], totals: dict[int, Tensor]) -> list[Tensor | None]:
         """The gradients as autograd wants them: of state and inputs one process's, of parameters this stage's part.
 
-        What each stage got back is as many times too large as there are stages, for each has the loss. The mean over
-        them of what parameters get is their gradient, as of any ranks; of arguments it is taken here.
+        That of parameters is as many times too large as there are stages, for their gradient is the mean over ranks.
         """
         arguments = self._given.joined(of_given)
         position = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         own: list[Tensor | None] = [None] * len(self._parameters)
         for name, parameter in self._segment.named_parameters():
             if id(parameter) in position:
-                own[position[id(parameter)]] = totals.get(id(self._aliases[name]))
+                part = totals.pop(id(self._aliases[name]), None)
+                own[position[id(parameter)]] = None if part is None else part * self._axis.size
         wanted = [tensor.requires_grad for tensor in (*self._given.locals, *self._parameters)]
         there = flags_of_any(self._axis, [gradient is not None for gradient in (*arguments, *own)], wanted)
         for number, local in enumerate(self._given.locals):
             if there[number]:
                 mine = arguments[number]
                 mine = torch.zeros_like(local) if mine is None else mine
-                arguments[number] = all_sum_no_grad(mine, self._axis.group) / self._axis.size
+                arguments[number] = all_sum_no_grad(mine, self._axis.group)
         for number, parameter in enumerate(self._parameters):
             if there[len(arguments) + number] and own[number] is None:
                 own[number] = torch.zeros_like(parameter)

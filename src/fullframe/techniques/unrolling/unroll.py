@@ -156,8 +156,9 @@ class Unrolled(nn.Module):
         """The sum over the microbatches of `criterion(last state, *targets)`, a scalar on all ranks.
 
         On stages each microbatch goes back as soon as the criterion is known (1F1B), inside this call, so that a stage
-        keeps the graphs of no more microbatches than there are stages; `backward` then multiplies and hands on. Where
-        the criterion has parameters it must be a module. Elsewhere there is one microbatch, and nothing special.
+        keeps the graphs of no more microbatches than there are stages; `backward` then multiplies and hands on, so that
+        hooks in the block get the gradient of the sum itself. Where the criterion has parameters it must be a module.
+        Elsewhere there is one microbatch, and nothing special.
 
         Raises StrategyError with `return_all`, as the other states are not where the criterion is.
         """
