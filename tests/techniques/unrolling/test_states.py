@@ -31,6 +31,12 @@ def test_its_form_is_told_as_far_as_it_differs() -> None:
     assert told(one, form_of(torch.ones(2, 3))).startswith("2 parts (")
 
 
+def test_the_order_of_a_dict_s_keys_is_no_part_of_its_form() -> None:
+    a, b = torch.ones(2), torch.ones(3)
+    one, two = form_of(({"x": a, "more": [b]},)), form_of(({"more": [b], "x": a},))
+    assert one == two and form_of(({"more": [a], "x": b},)) != one
+
+
 def test_weights_and_state_are_on_one_device() -> None:
     require_device(nn.Identity(), torch.device("meta"))
     require_device(nn.Linear(2, 2), torch.device("cpu"))

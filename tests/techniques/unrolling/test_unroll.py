@@ -165,6 +165,39 @@ def test_a_state_that_changes_its_form() -> None:
         unroll(Changing("parts"), 3)(torch.ones(2, 5))
 
 
+class Turning(nn.Module):
+    """Returns its state's parts in another order each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, 0.7], dtype=torch.float64))
+
+    def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        x, memory = torch.sin(state["x"] * self.weight), state["memory"] + state["x"]
+        return dict(reversed({**state, "x": x, "memory": memory}.items()))
+
+
+@pytest.mark.parametrize("kind", KINDS[:3], ids=str)
+def test_parts_of_a_state_come_back_in_any_order(kind: Any) -> None:
+    block, x = Turning(), torch.ones(2, dtype=torch.float64)
+    given = state = {"x": x, "memory": x * 0}
+    for _ in range(5):
+        state = block(state)
+    (wanted,) = torch.autograd.grad(state["memory"].prod(), block.weight)
+    found = unroll(block, 5, recompute=kind)(given)
+    assert list(found) == list(state)
+    found["memory"].prod().backward()
+    torch.testing.assert_close(block.weight.grad, wanted, rtol=1e-12, atol=0)
+
+
+def test_without_gradients_a_state_may_hang_on_a_freed_graph() -> None:
+    run = unroll(nn.Linear(3, 3), 4)
+    state = run(torch.ones(2, 3))
+    state.square().sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(run(state), run(state.detach()), rtol=0, atol=0)
+
+
 def test_a_state_that_is_written_to_is_not_run_again() -> None:
     with pytest.raises(StrategyError, match=r"iteration 0 of Changing writes to its input.*state = state \+ step"):
         unroll(Changing("in place"), 3, recompute=True)(torch.ones(2, 5))

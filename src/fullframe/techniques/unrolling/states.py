@@ -25,9 +25,16 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def form_of(tree: Any) -> tuple[Any, list[Any]]:
-    """What no iteration changes: how it is nested, and the shapes."""
-    leaves, spec = tree_flatten(tree)
+    """What no iteration changes: how it is nested, in whatever order dicts have their keys, and the shapes."""
+    leaves, spec = tree_flatten(_in_order(tree))
     return spec, [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
+
+
+def _in_order(tree: Any) -> Any:
+    """The same with the keys of dicts in one order."""
+    if type(tree) is dict:
+        return {key: _in_order(tree[key]) for key in sorted(tree, key=repr)}
+    return type(tree)(map(_in_order, tree)) if type(tree) in (tuple, list) else tree
 
 
 def told(form: tuple[Any, list[Any]], other: tuple[Any, list[Any]]) -> str:

@@ -135,8 +135,8 @@ class Unrolled(nn.Module):
         tensors = tensors_of(state)
         if not tensors:
             raise ShapeError(f"the state holds no tensor: {type(state).__name__}")
-        require_live(tensors)
         if torch.is_grad_enabled():
+            require_live(tensors)
             self.looks.begin()
         home = tensors[0].device
         if not self.devices:
