@@ -1,5 +1,7 @@
 """A rank's share of a chain."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -32,3 +34,46 @@ def test_a_tensor_whose_gradient_would_be_lost() -> None:
     require_known([[layer(x)]], known, 0)
     with pytest.raises(GradientError, match=r"a part on stage 1 uses a tensor of shape \(3,\)"):
         require_known([[layer(x) * outside]], known, 1)
+
+
+def step_of_energy(x: torch.Tensor, weight: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+    """A step down an energy, whose gradient is taken at a leaf of its own; `kept` may hold that."""
+    leaf = x.detach().requires_grad_()
+    kept.append(leaf)
+    (slope,) = torch.autograd.grad((weight * leaf).square().sum(), leaf, create_graph=True)
+    return x - slope
+
+
+def test_a_leaf_that_is_let_go_of() -> None:
+    weight, x, kept = nn.Parameter(torch.ones(3)), torch.ones(2, 3), list[torch.Tensor]()
+    stepped = step_of_energy(x, weight, kept)
+    with pytest.raises(GradientError, match=r"uses a tensor of shape \(2, 3\)"):
+        require_known([[stepped]], [weight], 0)
+    kept.clear()
+    require_known([[stepped]], [weight], 0)
+
+
+class Energetic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.1, 0.3, 3, dtype=torch.float64).view(3, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return step_of_energy(x, self.weight, [])
+
+
+def energy(split: bool) -> float:
+    mesh, block = ff.init_mesh(stages=2, width=1 + split), Energetic()
+    loop, generator = copy.deepcopy(block), torch.Generator().manual_seed(1)
+    x = torch.randn(2, 3, 4, 6, dtype=torch.float64, generator=generator)
+    run = ff.parallelize(ff.unroll(block, 4, placement="stages", mesh=mesh, microbatches=2), mesh)
+    run(ff.shard(x, mesh) if split else x).square().sum().backward()
+    for _ in range(4):
+        x = loop(x)
+    x.square().sum().backward()
+    return float((block.weight.grad - loop.weight.grad).abs().max())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_the_gradient_of_an_energy_in_a_block(split: bool) -> None:
+    assert max(rank_group(2 + 2 * split).run(energy, split)) < 1e-10

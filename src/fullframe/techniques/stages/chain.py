@@ -1,9 +1,11 @@
 """A chain of parts that can be cut into stages, and this rank's share of it."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -97,19 +99,29 @@ class Segment(nn.Module):
 
 
 def require_known(states: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], stage: int) -> None:
-    """Raises GradientError where a gradient of the states would go to a tensor that is none of these."""
+    """Raises GradientError where a gradient of the states would go to a tensor that is none of these.
+
+    But a leaf that a part makes and lets go of (for the gradient of an energy by it) has one that nobody can ask for.
+    """
     known = {id(tensor._base if tensor._is_view() else tensor) for tensor in tensors}
-    for leaf in _leaves_of([tensor for state in states for tensor in state]):
-        if id(leaf) not in known:
+    for node in _leaves_of([tensor for state in states for tensor in state]):
+        if id(node.variable) not in known and (isinstance(node.variable, nn.Parameter) or _is_held(node)):
             raise GradientError(
-                f"a part on stage {stage} uses a tensor of shape {tuple(leaf.shape)} that wants a gradient and is "
-                "neither a parameter of its block nor an argument of the call; give it to the call as one of the "
-                "inputs, and a criterion that has parameters as a module"
+                f"a part on stage {stage} uses a tensor of shape {tuple(node.variable.shape)} that wants a gradient "
+                "and is neither a parameter of its block nor an argument of the call; give it to the call as one of "
+                "the inputs, and a criterion that has parameters as a module"
             )
 
 
-def _leaves_of(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves of a graph that get a gradient."""
+def _is_held(node: Any) -> bool:
+    """Whether more than the graph holds the leaf of its node: more than a leaf of which that is known."""
+    with torch.enable_grad():
+        result: Any = torch.ones((), requires_grad=True).neg()
+    return sys.getrefcount(node.variable) > sys.getrefcount(result.grad_fn.next_functions[0][0].variable)
+
+
+def _leaves_of(tensors: Sequence[Tensor]) -> Iterator[Any]:
+    """The nodes of the leaves of a graph that get a gradient."""
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen: set[Any] = set()
     while nodes:
@@ -117,7 +129,6 @@ def _leaves_of(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
+        if getattr(node, "variable", None) is not None:
+            yield node
         nodes += [following for following, _ in node.next_functions]
