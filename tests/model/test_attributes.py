@@ -1,5 +1,7 @@
 """What a forward pass sets on modules, taken back."""
 
+import random
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -42,9 +44,11 @@ class Drawing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.draws, self.numbers = torch.Generator().manual_seed(0), np.random.default_rng(0)
+        self.old, self.pythons = np.random.RandomState(0), random.Random(0)
 
-    def forward(self) -> tuple[float, float]:
-        return float(torch.rand((), generator=self.draws)), float(self.numbers.uniform())
+    def forward(self) -> tuple[float, ...]:
+        own = float(torch.rand((), generator=self.draws)), float(self.numbers.uniform())
+        return *own, self.old.uniform(), self.pythons.random()
 
 
 def test_generators_draw_the_same_again() -> None:

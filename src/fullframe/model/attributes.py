@@ -3,7 +3,7 @@
 import io
 import random
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,15 +36,9 @@ class Attributes:
     def _note(self, name: str, value: Any) -> None:
         if isinstance(value, Tensor):
             self.tensors.append((name, value))
-        elif isinstance(value, torch.Generator):
-            self._generators.append((value.set_state, value.get_state()))
-        elif isinstance(value, np.random.Generator):
-            bits: Any = value.bit_generator
-            self._generators.append((bits.__setstate__, bits.__getstate__()))
-        elif isinstance(value, np.random.RandomState):
-            self._generators.append((value.set_state, value.get_state()))
-        elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-            self._generators.append((value.setstate, value.getstate()))
+        elif (of_generator := state_of_generator(value)) is not None:
+            get, set_state = of_generator
+            self._generators.append((set_state, get()))
         elif hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
             self.iterators.append(name)
 
@@ -58,6 +52,20 @@ class Attributes:
                     now[name] = value
         for set_state, state in self._generators:
             set_state(state)
+
+
+def state_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """How to get and how to set the state of a generator of random numbers; None of anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, np.random.Generator):
+        bits: Any = value.bit_generator
+        return bits.__getstate__, bits.__setstate__
+    if isinstance(value, np.random.RandomState):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
+        return value.getstate, value.setstate
+    return None
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fullframe.errors import MeshError
 from fullframe.model.fsdp import is_sharded
+from fullframe.model.unread import copy_of
 from fullframe.ranks.raw_bytes import share_values
 from fullframe.spatial.tensor import SpatialTensor
 
@@ -46,7 +47,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     for key, tensor in different.items():
         place = _memory(tensor)
         if sharing[place] == 1:
-            different[key] = tensor.detach().clone()
+            different[key] = copy_of(tensor)
             continue
         if place not in memory:
             memory[place] = tensor.untyped_storage().clone()

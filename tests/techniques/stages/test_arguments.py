@@ -1,12 +1,16 @@
 """Arguments cut into microbatches and their gradients joined."""
 
+import copy
 import pickle
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from fullframe.errors import ShapeError
-from fullframe.techniques.stages.arguments import Arguments, State
+import fullframe as ff
+from fullframe.errors import ShapeError, StrategyError
+from fullframe.techniques.stages.arguments import Arguments, Begun, State
+from tests.rank_group import RankFailure, rank_group
 
 
 def test_microbatches_and_back() -> None:
@@ -48,3 +52,63 @@ def test_what_is_known_of_a_state_can_be_sent() -> None:
     assert again == known and again.forms[0].memory_format == torch.channels_last
     assert again.leaves[0].times(3).form.shape == (6, 3, 4, 5)
     assert again.dressed([image, image], None).keys() == {"x", "y"}
+
+
+def test_a_state_from_another_stage_may_be_written_to() -> None:
+    came, measured = torch.ones(3), torch.full((3,), 2.0, requires_grad=True)
+    begun = Begun([came], [measured], keeps=True, came=True)
+    (state,), (own,) = begun.state, begun.inputs
+    state.mul_(own).mul_(3)
+    begun.require_as_given(1, returns_all=False)
+    assert [g.tolist() for g in torch.autograd.grad(state.sum(), begun.leaves)] == [[6.0] * 3, [3.0] * 3]
+    with pytest.raises(StrategyError, match=r"a part on stage 1 writes to its state or its inputs .*shape \(3,\)"):
+        begun.require_as_given(1, returns_all=True)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_arguments_are_not_written_to(keeps: bool) -> None:
+    for number in range(2):
+        begun = Begun([torch.ones(3)], [torch.ones(2)], keeps, came=bool(number))
+        begun.require_as_given(number, returns_all=False)
+        (begun.inputs if number else begun.state)[0].add_(1)
+        with pytest.raises(StrategyError, match="write state = state \\+ step"):
+            begun.require_as_given(number, returns_all=False)
+
+
+def test_a_hook_that_would_miss_the_loss_on_its_state() -> None:
+    begun = Begun([torch.ones(3)], [], keeps=True, came=True)
+    begun.state[0].register_hook(lambda gradient: gradient.clamp(0, 1))
+    begun.require_as_given(1, returns_all=False)
+    with pytest.raises(StrategyError, match="a part on stage 1 puts a hook on the state that it gets"):
+        begun.require_as_given(1, returns_all=True)
+
+
+class Writing(nn.Module):
+    """Writes to what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.relu = nn.Linear(3, 3), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.relu(x))
+
+
+def written(first: bool) -> float:
+    torch.manual_seed(1)
+    blocks = nn.ModuleList([*([] if first else [nn.Linear(3, 3)]), Writing(), Writing()]).double()
+    mesh = ff.init_mesh(stages=len(blocks))
+    run = ff.unroll(blocks, len(blocks), placement="stages", mesh=mesh)
+    loop, x = copy.deepcopy(blocks), torch.randn(2, 3, dtype=torch.float64)
+    ff.parallelize(run, mesh)(x).sum().backward()
+    for block in loop:
+        x = block(x)
+    x.sum().backward()
+    pairs = zip(blocks.parameters(), loop.parameters(), strict=True)
+    return max(float((a.grad - b.grad).abs().max()) for a, b in pairs)  # type: ignore[operator]
+
+
+def test_layers_in_place() -> None:
+    with pytest.raises(RankFailure, match="a part on stage 0 writes to its state"):
+        rank_group(2).run(written, True)
+    assert max(rank_group(3).run(written, False)) < 1e-12

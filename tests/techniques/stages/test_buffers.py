@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import fullframe as ff
 from fullframe.errors import StrategyError
 from fullframe.techniques.stages.buffers import StageBuffers
+from tests.rank_group import RankFailure, rank_group
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
@@ -72,3 +74,77 @@ def test_a_norm_of_the_users_may_read_its_running_statistics() -> None:
     whole[0](torch.ones(2, 1))
     with pytest.raises(StrategyError, match=r"OfRunningStatistics changes its buffer 0\.running_mean in forward"):
         buffers.end()
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+
+def test_a_buffer_that_is_made_on_one_stage_is_there_on_all() -> None:
+    wholes = [nn.ModuleList([Lazy(), Lazy()]) for _ in range(2)]
+    kept = [StageBuffers(whole, [[whole[0]], [whole[1]]], number, 4) for number, whole in enumerate(wholes)]
+    with kept[1].around():
+        wholes[1][1].mean = torch.ones(3)
+        wholes[1][1].register_buffer("grid", torch.zeros(2), persistent=False)
+    for buffers in kept:
+        buffers.settle([each.said() for each in kept])
+    for whole in wholes:
+        assert whole[0].mean is None and whole[1].mean.tolist() == [1, 1, 1] and whole[1].grid.tolist() == [0, 0]
+        assert list(whole.state_dict()) == ["1.mean"]
+
+
+def test_a_buffer_that_hangs_on_a_graph() -> None:
+    whole = nn.ModuleList([Lazy()])
+    buffers = StageBuffers(whole, [[whole[0]], [whole[0]]], 0, 1)
+    with (
+        pytest.raises(StrategyError, match=r"Lazy sets 0\.mean in forward to a tensor that wants a gradient"),
+        buffers.around(),
+    ):
+        whole[0].mean = torch.ones(3, requires_grad=True) * 2
+
+
+class Normed(nn.Module):
+    """Reads its statistics where it is told to, and breaks off at large numbers."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.norm, self.reads = nn.BatchNorm1d(3), reads
+
+    def forward(self, x: Tensor, measured: Tensor) -> Tensor:
+        if measured.max() > 50:
+            raise OSError("a broken sample")
+        x = torch.tanh(self.norm(x)) + measured
+        return x - self.norm.running_mean if self.reads else x
+
+
+def interrupted() -> None:
+    block = Normed(reads=False)
+    run = ff.unroll(block, 4, placement="stages", mesh=ff.init_mesh(stages=2), microbatches=2)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    run(x, x)
+    before, bad = [buffer.clone() for buffer in block.buffers()], x.index_fill(0, torch.tensor([3]), 99)
+    try:
+        run(bad, bad)
+    except Exception as error:  # a broken sample, or what the other stage says of it
+        same = [torch.equal(a, b) for a, b in zip(before, block.buffers(), strict=True)]
+        raise RuntimeError(f"buffers as before: {same}") from error
+
+
+def test_an_error_leaves_running_statistics_as_they_were() -> None:
+    with pytest.raises(RankFailure) as raised:
+        rank_group(2).run(interrupted)
+    assert [message for _, _, message, _ in raised.value.errors] == [f"buffers as before: {[True] * 3}"] * 2
+
+
+def read() -> None:
+    run = ff.unroll(Normed(reads=True), 4, placement="stages", mesh=ff.init_mesh(stages=2), microbatches=2)
+    run(torch.ones(4, 3), torch.ones(4, 3))
+
+
+def test_a_block_that_reads_running_statistics() -> None:
+    with pytest.raises(RankFailure) as raised:
+        rank_group(2).run(read)
+    errors = [message for _, _, message, _ in raised.value.errors]
+    assert len(errors) == 2 and all("norm.running_mean is read in forward" in message for message in errors)

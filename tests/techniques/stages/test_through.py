@@ -254,10 +254,8 @@ class Odd(nn.Module):
         self.weight, self.unused, self.way = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2)), way
         self.outside = nn.Parameter(torch.ones(3)) * 2
         self.register_buffer("calls", torch.zeros(()))
-        self.number = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.number += 1
         late = torch.distributed.get_rank() == 1
         if self.way == "counts":
             self.calls = self.calls + 1

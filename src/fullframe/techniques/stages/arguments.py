@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from fullframe.errors import ShapeError
+from fullframe.errors import ShapeError, StrategyError
 from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.stage_messages import Form
 from fullframe.spatial.spec import spec_of
@@ -88,11 +88,74 @@ class Kept(NamedTuple):
     inputs: list[Tensor]
     states: list[list[Tensor]]  # those that are returned, and the last
 
+    def seeded(
+        self, gradients: Sequence[Sequence[Tensor | None]], number: int, microbatches: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Which tensors of the returned states get a gradient, and this microbatch's part of each."""
+        outs, seeds = [], []
+        for state, found in zip(self.states, gradients, strict=False):
+            for tensor, gradient in zip(state, found, strict=True):
+                if gradient is not None and tensor.requires_grad:
+                    size = gradient.shape[0] // microbatches if gradient.dim() else 0
+                    outs.append(tensor)
+                    seeds.append(gradient.narrow(0, number * size, size) if gradient.dim() else gradient)
+        return outs, seeds
 
-def beginning(values: Tensor, wants: bool) -> Tensor:
-    """The values at the beginning of a graph of their own; no leaf, whose gradient would be put as users see it."""
-    values = values.detach()
-    return values.requires_grad_().view_as(values) if wants and flows(values) else values
+
+class _Alias(torch.autograd.Function):
+    """The same memory, as an operation gives it: no view, so that it may be written to."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Begun:
+    """State and inputs at the beginning of a graph of their own, for one microbatch on one stage.
+
+    What a part gets is no leaf, whose gradient would be put as users see it; `leaves` have the gradients.
+    """
+
+    def __init__(self, state: Sequence[Tensor], inputs: Sequence[Tensor], keeps: bool, came: bool):
+        """`keeps`: there is a graph; `came`: the state came from another stage, so its gradient will go there."""
+        tensors = [tensor.detach() for tensor in (*state, *inputs)] if keeps else [*state, *inputs]
+        for number, (given, own) in enumerate(zip((*state, *inputs), tensors, strict=True)):
+            if keeps and flows(own):
+                own.requires_grad_(given.requires_grad or (came and number < len(state)))
+        alias: Any = _Alias.apply
+        values = [alias(tensor) if keeps and tensor.requires_grad else tensor for tensor in tensors]
+        self.leaves, self._values, self._came, self._of_state = tensors, values, came, len(state)
+        self._versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    @property
+    def state(self) -> list[Tensor]:
+        """What a part gets."""
+        return self._values[: self._of_state]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What a part gets."""
+        return self._values[self._of_state :]
+
+    def require_as_given(self, stage: int, returns_all: bool) -> None:
+        """Raises StrategyError where parts have changed what others hold, too: values, or the way of gradients."""
+        mine_alone = self._of_state if self._came and not returns_all else 0
+        for tensor, version in list(zip(self.leaves, self._versions, strict=True))[mine_alone:]:
+            if not tensor.is_inference() and tensor._version != version:
+                raise StrategyError(
+                    f"a part on stage {stage} writes to its state or its inputs (a tensor of shape "
+                    f"{tuple(tensor.shape)}), which other stages would not see; write state = state + step, not state "
+                    "+= step, and use inplace=False in its first layer"
+                )
+        if self._came and returns_all and any(tensor._backward_hooks for tensor in self.state):
+            raise StrategyError(
+                f"a part on stage {stage} puts a hook on the state that it gets, which would not see the gradient of "
+                "the loss on that state; put it on what the part returns, or leave out return_all"
+            )
 
 
 def flows(tensor: Tensor) -> bool:

@@ -1,15 +1,14 @@
-"""Buffers of a chain whose parts lie on several stages, as one process would leave them after the same microbatches.
+"""Buffers and attributes of a chain whose parts lie on several stages, as one process would leave them.
 
-With one microbatch, what the parts have made of their buffers travels with the state. With several, a module of one
-stage sees them in their order anyway. Of batch norm that several stages run, each microbatch's part of the running
-statistics is kept apart and put together in the order of one process; any other buffer there is refused.
-
-Norms' buffers are written as their kernels do it, unseen by autograd: their nodes keep the buffers, and use them in
-evaluation alone.
+With one microbatch, what the parts have made of them travels with the state. With several, a module of one stage sees
+its own in their order anyway. Of batch norm that several stages run, each microbatch's part of the running statistics
+is kept apart and put together in the order of one process. Anything else there may be set by the very first microbatch
+on the first stage, as caches are, and travels with it; what is changed later is refused.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +16,20 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fullframe.errors import StrategyError
-from fullframe.model.buffers import buffers_of
+from fullframe.techniques.stages.attributes import SharedAttributes, packed, require_tensor_alone, unpack
+from fullframe.techniques.stages.statistics import Apart, Statistics, add, counts, is_torchs
 
-Changes = dict[str, tuple[Tensor, bool]]  # by the name in the whole chain: the value, on the host; is it a new tensor
+
+class Change(NamedTuple):
+    """What a stage has made of a buffer or an attribute."""
+
+    kind: str  # "values" of a buffer that stays, a "new" buffer in its place, an "attribute"
+    value: Any  # on the host
+    device: str = ""  # the type of a new buffer's
+    persists: bool = True  # whether a state dict has it
 
 
-class Statistics(NamedTuple):
-    """What one microbatch on one stage adds to a batch norm's running statistics."""
-
-    batches: int
-    mean: Tensor
-    var: Tensor
+Changes = dict[str, Change]  # by the name in the whole chain
 
 
 class Said(NamedTuple):
@@ -41,58 +43,90 @@ class StageBuffers:
     """The buffers of the chain `whole`, of which each stage runs some modules: `stages`, this one's at `stage`."""
 
     def __init__(self, whole: nn.Module, stages: Sequence[Sequence[nn.Module]], stage: int, microbatches: int):
-        self._stage = stage
+        self._stage, self._has_several = stage, microbatches > 1
         names = {module: name for name, module in whole.named_modules()}
         here = nn.ModuleList(dict.fromkeys(stages[stage]))
-        counts = Counter(module for each in stages for module in nn.ModuleList(dict.fromkeys(each)).modules())
-        self._shared = {names[m]: m for m in here.modules() if m in names and counts[m] > 1 and microbatches > 1}
-        self._norms = {name: m for name, m in self._shared.items() if _counts(m) and _is_torchs(m)}
+        times = Counter(module for each in stages for module in nn.ModuleList(dict.fromkeys(each)).modules())
+        self._shared = {names[m]: m for m in here.modules() if m in names and times[m] > 1}
+        self._norms = {name: m for name, m in self._shared.items() if counts(m) and is_torchs(m) and microbatches > 1}
+        self._attributes = SharedAttributes(self._shared)
         self._owners = {names[m]: m for m in whole.modules()}
-        self._watched = [(names[owner], owner, name) for owner, name, _ in buffers_of(here) if owner in names]
+        self._watched = [(names[m], m) for m in here.modules() if m in names and names[m] not in self._norms]
         self._before: dict[str, tuple[Tensor, int]] = {}
-        self._kept: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # running statistics as the call found them
-        self._changed: dict[str, bool] = {}  # whether it is a new tensor
+        self._apart: dict[str, Apart] = {}  # while a microbatch runs
+        self._changed: dict[str, str] = {}  # the kind of change
         self._taken: Changes = {}  # by the stages before
         self._statistics: list[dict[str, Statistics]] = []
 
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Around a microbatch; an error leaves running statistics as they were."""
+        self.begin()
+        try:
+            yield
+            self.end()
+        finally:
+            self._put_back()
+
     def begin(self) -> None:
         """Before a microbatch."""
-        for name, norm in self._norms.items():
-            if name not in self._kept:
-                self._kept[name] = tuple(b.clone() for b in _running(norm))  # type: ignore[assignment]
-            for running in _running(norm):
-                running.data.zero_()
-        self._before = {}
-        for path, owner, name in self._watched:
-            buffer = owner._buffers[name]
-            if buffer is not None:
-                self._before[_joined(path, name)] = buffer, buffer._version
+        self._apart = {name: Apart(norm, name) for name, norm in self._norms.items()}
+        self._attributes.begin()
+        self._before = {
+            _joined(path, name): (buffer, buffer._version)
+            for path, owner in self._watched
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        }
 
     def end(self) -> None:
         """After it."""
-        self._statistics.append({})
-        for name, norm in self._norms.items():
-            mean, var, batches = _running(norm)
-            self._statistics[-1][name] = Statistics(int(batches), mean.cpu().clone(), var.cpu().clone())
-        for path, owner, name in self._watched:
-            if path in self._norms:
-                continue
-            full, buffer = _joined(path, name), owner._buffers.get(name)
-            before, version = self._before.get(full, (None, 0))
-            if buffer is None or (buffer is before and buffer._version == version and not _counts(owner)):
-                continue
-            if path in self._shared:
-                raise StrategyError(
-                    f"{type(owner).__name__} changes its buffer {full} in forward, and lies on several stages: a later "
-                    "stage's microbatch would need what an earlier one's has not made yet; use microbatches=1, or a "
-                    "block for each iteration"
-                )
-            self._changed[full] = self._changed.get(full, False) or buffer is not before
+        is_first = self._stage == 0 and not self._statistics
+        self._statistics.append({name: apart.found() for name, apart in self._apart.items()})
+        self._put_back()
+        for path, owner in self._watched:
+            for name, buffer in owner._buffers.items():
+                full = _joined(path, name)
+                before, version = self._before.get(full, (None, 0))
+                if buffer is None or buffer.is_inference():
+                    continue
+                if buffer is before and buffer._version == version and not counts(owner):
+                    continue
+                if path in self._shared:
+                    self._require_known(owner, f"buffer {full}", is_first and before is None)
+                    require_tensor_alone(owner, buffer, full)
+                is_new = buffer is not before or self._changed.get(full) == "new"
+                self._changed[full] = "new" if is_new else "values"
+        for path, owner, name in self._attributes.changed():
+            full = _joined(path, name)
+            self._require_known(owner, f"attribute {full}", is_first)
+            self._changed[full] = "attribute"
+
+    def _put_back(self) -> None:
+        for apart in self._apart.values():
+            apart.put_back()
+        self._apart = {}
+
+    def _require_known(self, owner: nn.Module, what: str, is_first: bool) -> None:
+        """Raises StrategyError where a shared module's change comes too late for other microbatches."""
+        if self._has_several and not is_first:
+            raise StrategyError(
+                f"{type(owner).__name__} changes its {what} in forward, and lies on several stages: a later stage's "
+                "microbatch would need what an earlier one's has not made yet; use microbatches=1, or a block for each "
+                "iteration"
+            )
 
     def changes(self) -> Changes:
         """What this stage and those before have changed."""
-        own = {name: (self._value(name).detach().cpu().clone(), new) for name, new in self._changed.items()}
-        return self._taken | own
+        return self._taken | {name: self._change(name) for name in self._changed}
+
+    def left(self) -> Changes:
+        """What of it the next stage needs for the microbatch that has just run."""
+        if not self._has_several:
+            return self.changes()
+        if len(self._statistics) > 1:
+            return {}
+        return self._taken | {name: self._change(name) for name in self._changed if _split(name)[0] in self._shared}
 
     def said(self) -> Said:
         """What the others must know when all microbatches are through."""
@@ -100,7 +134,7 @@ class StageBuffers:
 
     def take(self, changes: Changes) -> None:
         """Go on from what the stages before have changed."""
-        self._taken = changes
+        self._taken |= changes
         self._put(changes)
 
     def settle(self, everyone: Sequence[Said]) -> None:
@@ -110,60 +144,40 @@ class StageBuffers:
             self._put({name: said.changes[name] for name in said.changes if last[name] == stage != self._stage})
         names = dict.fromkeys(name for said in everyone for each in said.statistics for name in each)
         for name in names:
-            norm = self._owners[name]
-            if name in self._kept:
-                for buffer, value in zip(_running(norm), self._kept[name], strict=True):
-                    buffer.data.copy_(value)
             for number in range(max(len(said.statistics) for said in everyone)):
                 for said in everyone:
                     if number < len(said.statistics) and name in said.statistics[number]:
-                        _add(norm, said.statistics[number][name])
+                        add(self._owners[name], said.statistics[number][name])
 
-    def _value(self, name: str) -> Tensor:
-        path, _, own = name.rpartition(".")
-        return self._owners[path]._buffers[own]  # type: ignore[return-value]
+    def _change(self, name: str) -> Change:
+        (path, own), kind = _split(name), self._changed[name]
+        owner = self._owners[path]
+        if kind == "attribute":
+            return Change(kind, packed(owner, own, name))
+        value: Any = owner._buffers[own]
+        persists = own not in owner._non_persistent_buffers_set
+        return Change(kind, value.detach().cpu().clone(), value.device.type, persists)
 
     @torch.no_grad()
     def _put(self, changes: Changes) -> None:
-        for name, (value, is_new) in changes.items():
-            path, _, own = name.rpartition(".")
+        for name, (kind, value, device, persists) in changes.items():
+            path, own = _split(name)
             owner = self._owners[path]
-            there = owner._buffers[own]
-            assert there is not None
-            if is_new:  # here, too: the old one may be in a graph
-                owner._buffers[own] = value.to(there.device)
+            there = owner._buffers.get(own)
+            if kind == "attribute":
+                unpack(owner, own, name, value)
+            elif own not in owner._buffers:
+                owner.register_buffer(own, value.to(device), persists)
+            elif kind == "new" or there is None:  # here, too: the old one may be in a graph
+                owner._buffers[own] = value.to(device if there is None else there.device)
             else:
                 (there.data if isinstance(owner, _NormBase) else there).copy_(value)
 
 
-def _counts(module: nn.Module) -> bool:
-    """Whether it is a norm that adds to its running statistics, by a kernel that autograd's counters do not see."""
-    return isinstance(module, _NormBase) and module.training and module.running_mean is not None
-
-
-def _is_torchs(norm: nn.Module) -> bool:
-    """Whether its output does not follow from its running statistics; a forward of the user's may read them."""
-    return type(norm).forward.__module__.startswith("torch.nn.")
-
-
-def _running(norm: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return norm.running_mean, norm.running_var, norm.num_batches_tracked
-
-
-@torch.no_grad()
-def _add(norm: Any, found: Statistics) -> None:
-    """Go on by some batches whose statistics, begun at zero, are known; running shrinks by (1 - momentum) ^ batches."""
-    mean, var, count = _running(norm)
-    new = int(found.batches)
-    if norm.momentum is None:  # the mean over all batches so far
-        old = int(count)
-        keep, add = old / max(old + new, 1), new / max(old + new, 1)
-    else:
-        keep, add = (1 - norm.momentum) ** new, 1.0
-    for running, part in ((mean, found.mean), (var, found.var)):
-        running.data.mul_(keep).add_(part.to(running.device), alpha=add)
-    count.data.add_(new)
-
-
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _split(name: str) -> tuple[str, str]:
+    path, _, own = name.rpartition(".")
+    return path, own

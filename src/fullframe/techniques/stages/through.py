@@ -35,7 +35,7 @@ from fullframe.ranks.stage_messages import (
     telling_others,
 )
 from fullframe.spatial.tensor import local_or_whole
-from fullframe.techniques.stages.arguments import Arguments, Kept, StageSaid, State, beginning, flows, or_zeros
+from fullframe.techniques.stages.arguments import Arguments, Begun, Kept, StageSaid, State, flows, or_zeros
 from fullframe.techniques.stages.buffers import StageBuffers
 from fullframe.techniques.stages.chain import Chain, Criterion, Segment, Stages, require_known
 from fullframe.techniques.stages.pipelines import one_forward_one_backward
@@ -180,25 +180,22 @@ class _Call:
         own, inputs = locals_[: self._given.of_state], locals_[self._given.of_state :]
         if not self._is_first:
             form, own = self._received(form)
-        self._buffers.begin()
 
         def before(part: int) -> None:
             if self._given.microbatches > 1:  # in one process, too, they come after each other in this order alone
                 seed_everything(mixed_seed(self._base, number, part))
 
-        with torch.set_grad_enabled(self._keeps):
-            if self._keeps:
-                own = [beginning(tensor, tensor.requires_grad or not self._is_first) for tensor in own]
-                inputs = [beginning(tensor, tensor.requires_grad) for tensor in inputs]
-            args = form.dressed(own, self._given.spatial), *self._given.inputs(parts, inputs), before
+        with self._buffers.around(), torch.set_grad_enabled(self._keeps):
+            begun = Begun(own, inputs, self._keeps, came=not self._is_first)
+            args = form.dressed(begun.state, self._given.spatial), *self._given.inputs(parts, begun.inputs), before
             states = functional_call(self._segment, self._aliases, args) if self._aliases else self._segment(*args)
-        self._buffers.end()
+        begun.require_as_given(self._axis.coordinate, self._returns_all)
         states = list(states) if self._returns_all else [states[-1]]
         if self._keeps:
             kept = [[local_or_whole(leaf) for leaf in tree_flatten(each)[0]] for each in states]
-            self._kept[number] = Kept(own, inputs, kept)
+            self._kept[number] = Kept(begun.leaves[: len(own)], begun.leaves[len(own) :], kept)
             if number == 0:
-                require_known(kept, [*self._aliases.values(), *own, *inputs], self._axis.coordinate)
+                require_known(kept, [*self._aliases.values(), *begun.leaves], self._axis.coordinate)
         if not self._is_last:
             self._sending[number] = self._sent(states[-1])
         return states
@@ -206,7 +203,7 @@ class _Call:
     def _sent(self, state: Any) -> list[InFlight]:
         """The state to the next stage, with what this one leaves behind."""
         peer, facts = self._axis.coordinate + 1, State.of(state)
-        left = (self._buffers.changes(), random_state()) if self._given.microbatches == 1 else None
+        left = self._buffers.left(), random_state() if self._given.microbatches == 1 else None
         sent = [send_object(self._axis, peer, (facts, left), "a state's form")] if are_real(self._axis) else []
         tensors = [local_or_whole(leaf) for leaf in tree_flatten(state)[0]]
         return [*sent, send(self._axis, peer, tensors, "state")]
@@ -217,8 +214,8 @@ class _Call:
         like = like if are_real(self._axis) else self._likeness(self._part.start)
         if are_real(self._axis):
             like, left = receive_object(self._axis, peer, "a state's form")
-            if left is not None:
-                self._buffers.take(left[0])
+            self._buffers.take(left[0])
+            if left[1] is not None:
                 set_random_state(left[1])
         return like, receive(self._axis, peer, like.forms, "state", self._given.device)
 
@@ -296,13 +293,7 @@ class _Call:
     ) -> list[Tensor | None]:
         """One microbatch; the gradients of its part of state and inputs, those of parameters into `totals`."""
         kept = self._kept.pop(number)
-        outs, seeds = [], []
-        for state, found in zip(kept.states, of_states, strict=False):
-            for tensor, gradient in zip(state, found, strict=True):
-                if gradient is not None and tensor.requires_grad:
-                    size = gradient.shape[0] // self._given.microbatches if gradient.dim() else 0
-                    outs.append(tensor)
-                    seeds.append(gradient.narrow(0, number * size, size) if gradient.dim() else gradient)
+        outs, seeds = kept.seeded(of_states, number, self._given.microbatches)
         if not self._is_last:
             sent = [tensor for tensor in kept.states[-1] if flows(tensor)]
             forms = [Form.of(tensor) for tensor in sent]
@@ -321,10 +312,9 @@ class _Call:
             flowed = torch.autograd.grad(outs, wanted, seeds, allow_unused=True)
         by_tensor = {id(tensor): gradient for tensor, gradient in zip(wanted, flowed, strict=True)}
         for alias in aliases:
-            gradient = by_tensor[id(alias)]
-            if gradient is not None:
-                before = totals.get(id(alias))
-                totals[id(alias)] = gradient if before is None else before + gradient
+            part, before = by_tensor[id(alias)], totals.get(id(alias))
+            if part is not None:
+                totals[id(alias)] = part if before is None else before + part
         if not self._is_first:
             back = [
                 or_zeros(by_tensor.get(id(tensor)), Form.of(tensor), self._given.device)
