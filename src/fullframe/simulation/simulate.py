@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,12 +42,15 @@ from fullframe.simulation.memory.allocator import replay
 from fullframe.simulation.memory.terms import TERMS, Terms
 from fullframe.simulation.memory.trace import OutOfTime, Trace, Tracer
 from fullframe.simulation.prediction import Prediction
+from fullframe.simulation.shares import Shares
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.strategy import Strategy
 from fullframe.techniques.unrolling.models import require_one_device, unrolled_in
 from fullframe.training.loading.delivery import Collation, Delivery, Grid
 from fullframe.training.session import prepare
 from fullframe.training.step import TrainStep
+
+_TRIED_RANKS = 3  # of a stage
 
 
 def simulate(
@@ -62,11 +66,12 @@ def simulate(
 ) -> Prediction:
     """What one rank of a job under `strategy` needs in memory and time, without the device, other ranks, or the data.
 
-    `rank` is the one that needs most unless given: with a neighbour on each side where there is one, and of the stage
-    that needs most; the seconds are those of the stage that takes longest. `without` names terms of TERMS to leave
-    out. With `timings` each distinct op is timed on this machine, once for all strategies that are given the same dict,
-    in place of a roofline. Where `until`, by `time.monotonic()`, comes before the end, the simulation is given up.
-    `on_trace` gets all that the two steps allocate and free.
+    `rank` is the one that needs most unless given: with a neighbour on each side where there is one, or with more of
+    the tensors where they are split unevenly, and of the stage that needs most; the seconds are those of the rank among
+    these that takes longest. `without` names terms of TERMS to leave out. With `timings` each distinct op is timed on
+    this machine, once for all strategies that are given the same dict, in place of a roofline. Where `until`, by
+    `time.monotonic()`, comes before the end, the simulation is given up. `on_trace` gets all that the two steps
+    allocate and free.
 
     Raises StrategyError when the batch cannot be spread or a term is unknown, RecipeError when what the step does
     depends on the numbers in its tensors, or when the recipe's own code raises something else; OutOfTime at `until`.
@@ -82,19 +87,31 @@ def simulate(
     if unknown:
         raise StrategyError(f"there is no term {', '.join(map(repr, unknown))}; the terms are {', '.join(TERMS)}")
     cluster = _cluster(device, strategy)
-    ranks = [_fullest(strategy) + stage * strategy.parts for stage in range(strategy.stages)]
-    ranks = ranks if rank is None else [rank]
     traces: list[Trace] = []
-    found = [_of_rank(each, recipe, strategy, cluster, without, timings, until, traces.append) for each in ranks]
-    most = max(range(len(found)), key=lambda stage: found[stage].device_bytes)
+    predict = partial(_of_rank, recipe, strategy, cluster, without, timings, until, traces.append)
+    if rank is not None:
+        found = [predict(rank)[0]]
+    else:
+        found = [each for stage in range(strategy.stages) for each in _of_stage(stage, strategy, predict)]
+    most = max(range(len(found)), key=lambda number: found[number].device_bytes)
     on_trace(traces[most])
     slowest = max(found, key=lambda each: each.step_seconds)
     seconds = {name: getattr(slowest, name) for name in ("step_seconds", "seconds", "host_seconds")}
     return replace(found[most], **seconds)
 
 
+def _of_stage(
+    stage: int, strategy: Strategy, predict: Callable[[int], tuple[Prediction, int | None]]
+) -> list[Prediction]:
+    """Of the rank that has most of evenly split tensors, and of those that turn out to have more."""
+    found = dict[int, Prediction]()
+    fuller: int | None = _fullest(strategy)
+    while fuller is not None and fuller not in found and len(found) < _TRIED_RANKS:
+        found[fuller], fuller = predict(fuller + stage * strategy.parts)
+    return [*found.values()]
+
+
 def _of_rank(
-    rank: int,
     recipe: Recipe,
     strategy: Strategy,
     cluster: Cluster,
@@ -102,7 +119,9 @@ def _of_rank(
     timings: Timings | None,
     until: float,
     on_trace: Callable[[Trace], None],
-) -> Prediction:
+    rank: int,
+) -> tuple[Prediction, int | None]:
+    """What a rank needs; and which rank of its stage has more of the split tensors, where one has."""
     place = cluster, strategy.precision, tuple(size for name, size in strategy.mesh.items() if name != "stages")
     clock = (
         StepClock(*place, stages=strategy.stages)
@@ -113,7 +132,8 @@ def _of_rank(
     # As torch does for the norms of gradients that are plain tensors, which they are in the real step.
     types = replaced(foreach, "_foreach_supported_types", [*foreach._foreach_supported_types, FakeTensor])
     with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), types:
-        return _Simulation(recipe, strategy, terms, clock, until).prediction(on_trace)
+        simulation = _Simulation(recipe, strategy, terms, clock, until)
+        return simulation.prediction(on_trace), simulation.shares.fuller()
 
 
 class _Simulation:
@@ -135,11 +155,13 @@ class _Simulation:
         )
         self._programs = SimulatedPrograms(self._clock)
         self._host = SimulatedHost(self._clock, self._tracer, strategy)
+        self.shares = Shares(self._spatial)
 
     def prediction(self, on_trace: Callable[[Trace], None]) -> Prediction:
         """Take the steps and account for them."""
         tracer = self._tracer
-        with tracer, functions_told_to(self._clock), _readable_errors(tracer), torch.compiler.set_stance("force_eager"):
+        told = functions_told_to(self._clock, self.shares.add)
+        with tracer, told, _readable_errors(tracer), torch.compiler.set_stance("force_eager"):
             model, step = self._prepared()
             batch, *ahead = [self._batch() for _ in range(1 + self._terms.has("prefetched_batch"))]
             tracer.building = False

@@ -24,10 +24,13 @@ def test_each_function_that_issues_an_op_costs_its_python_once() -> None:
         mesh = ff.init_mesh(width=2)
         spatial_of(mesh, draw_seed=lambda generator: 0)
         x = wrap(torch.ones(1, 2, 4, 4), even_spec((1, 2, 4, 8), mesh))
-        with FakeTensorMode(allow_non_fake_inputs=True), Recorded(clock), functions_told_to(clock):
+        given: list[object] = []
+        told = functions_told_to(clock, given.append)
+        with FakeTensorMode(allow_non_fake_inputs=True), Recorded(clock), told:
             y = F.relu(x)
             assert clock.host_seconds == 101
             y = F.normalize(y)  # which is made of other functions, and issues several ops
+            assert len(given) == 2 and given[1] is y
             assert y.shape == (1, 2, 4, 8) and y.unsqueeze(0).dim() == 5 and y.requires_grad is False
     functions, ops = divmod(clock.host_seconds, 100)
     assert functions == 2 and ops > 3

@@ -1,6 +1,6 @@
 """Torch functions on split tensors, told to the clock: Python's share of a step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,10 +9,11 @@ from fullframe.spatial.tensor import SpatialTensor
 
 
 @contextmanager
-def functions_told_to(clock: StepClock) -> Iterator[None]:
+def functions_told_to(clock: StepClock, listener: Callable[[Any], None] = lambda result: None) -> Iterator[None]:
     """Inside, each function on split tensors in which the host issues an op costs what `Device.host` says.
 
-    Of functions within functions the outermost counts, and one that only looks at a tensor does not.
+    Of functions within functions the outermost counts, and one that only looks at a tensor does not. `listener` gets
+    the results of those that count.
     """
     ours = vars(SpatialTensor)["__torch_function__"]
     original = SpatialTensor.__torch_function__
@@ -22,11 +23,15 @@ def functions_told_to(clock: StepClock) -> Iterator[None]:
             return original(func, types, args, kwargs)
         clock.in_function, before = True, clock.host_seconds
         try:
-            return original(func, types, args, kwargs)
+            result = original(func, types, args, kwargs)
         finally:
             clock.in_function = False
-            if clock.host_seconds > before:
+            issued = clock.host_seconds > before
+            if issued:
                 clock.issue(clock.device.host.function_seconds)
+        if issued:
+            listener(result)
+        return result
 
     SpatialTensor.__torch_function__ = classmethod(counted)  # type: ignore[method-assign, assignment]
     try:
