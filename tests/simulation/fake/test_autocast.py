@@ -146,3 +146,32 @@ def test_afterwards_the_cpu_has_its_own_policy_again():
     with torch.autocast("cpu", BF16):
         assert {name: run().dtype for name, run in TO_FP32.items()} == before
     assert BF16 in before.values()  # layer norm, for one: the policies do differ
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=FP32)
+    def forward(ctx, x):
+        return x @ weight
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, grad):
+        return grad @ weight.t()
+
+
+def test_what_a_program_says_of_cuda_is_meant():
+    mine, of_cpu = torch.autocast.__init__, torch.get_autocast_dtype("cpu")
+    with autocast.cuda_autocast():
+        with torch.autocast("cuda"):
+            assert (wide @ weight).dtype == torch.float16 == torch.get_autocast_gpu_dtype()
+            assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+            assert Doubled.apply(wide.half()).dtype == FP32
+            with torch.autocast("cuda", enabled=False):
+                assert (wide @ weight).dtype == FP32 and not torch.is_autocast_enabled("cuda")
+        with torch.autocast("cpu", BF16), torch.autocast(device_type="cuda"):
+            assert (wide @ weight).dtype == BF16  # of the region around it, as on CUDA
+        with pytest.warns(FutureWarning), torch.cuda.amp.autocast(dtype=BF16):
+            assert (wide @ weight).dtype == BF16
+        assert not torch.is_autocast_enabled()
+    assert torch.autocast.__init__ is mine and torch.get_autocast_dtype("cpu") == of_cpu

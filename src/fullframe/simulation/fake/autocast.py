@@ -1,11 +1,12 @@
 """CUDA's autocast policy on CPU tensors, so that a simulation keeps in fp32 what a GPU keeps in fp32.
 
 The CPU's policy is another (layer norm and softmax stay in bf16, say). The kernels that torch runs for CPU tensors
-under autocast are replaced by ones that cast as the tables of `torch/include/ATen/autocast_mode.h` say.
+under autocast are replaced by ones that cast as the tables of `torch/include/ATen/autocast_mode.h` say; and what a
+program asks or sets for "cuda" is asked or set for "cpu".
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import fallthrough_kernel
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from fullframe.simulation.fake.replaced import replaced_kernels
+from fullframe.simulation.fake.replaced import replaced, replaced_kernels
 from fullframe.spatial.expected import forget_expected
 
 LOWER_PRECISION = frozenset({
@@ -54,13 +55,56 @@ _outside_autocast = DispatchKeySet(DispatchKey.AutocastCPU)
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Inside, `torch.autocast("cpu")` casts as `torch.autocast("cuda")` does: in the whole process, on all threads."""
+    """Inside, `torch.autocast("cpu")` casts as `torch.autocast("cuda")` does: in the whole process, on all threads.
+
+    Both names mean the same there.
+    """
     try:
-        with replaced_kernels(_CPU_KEY, _kernels()):
+        with replaced_kernels(_CPU_KEY, _kernels()), _cuda_meaning_cpu():
             forget_expected()
             yield
     finally:
         forget_expected()
+
+
+@contextmanager
+def _cuda_meaning_cpu() -> Iterator[None]:
+    """Inside, `torch.autocast("cuda")`, `custom_fwd`, and torch's functions of that state are those of the CPU."""
+    modes = torch.amp.autocast_mode
+    init, cast = modes.autocast.__init__, modes._cast
+    of_cpu, of_cuda = torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
+
+    def enter(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, _meant(device_type), *args, **kwargs)
+
+    def cast_eligible(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return cast(value, _meant(device_type), dtype)
+
+    with ExitStack() as parts:
+        parts.enter_context(replaced(modes.autocast, "__init__", enter))
+        parts.enter_context(replaced(modes, "_cast", cast_eligible))
+        for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
+            parts.enter_context(replaced(torch, name, _of_cpu(getattr(torch, name))))
+        for name in ("get_autocast_gpu_dtype", "set_autocast_gpu_dtype"):
+            parts.enter_context(replaced(torch, name, getattr(torch, name.replace("_gpu", ""))))
+        torch.set_autocast_dtype("cpu", of_cuda)
+        parts.callback(torch.set_autocast_dtype, "cpu", of_cpu)
+        yield
+
+
+def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's `function` of a device's autocast, which is CUDA's where none is named."""
+
+    def of_cpu(*args: Any, **kwargs: Any) -> Any:
+        if "device_type" not in kwargs and not (args and isinstance(args[0], str)):
+            args = ("cpu", *args)
+        return function(*map(_meant, args), **{name: _meant(value) for name, value in kwargs.items()})
+
+    return of_cpu
+
+
+def _meant(value: Any) -> Any:
+    return "cpu" if value == "cuda" else value
 
 
 def _kernels() -> dict[str, Any]:
