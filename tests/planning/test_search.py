@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fullframe.errors import RecipeError, UnsupportedOp
+from fullframe.errors import RecipeError, ShapeError, UnsupportedOp
 from fullframe.planning import search as searching
 from fullframe.planning.candidates import Job, border, candidates, mesh_of
 from fullframe.planning.pool import Outcome, Refusal
@@ -179,6 +179,35 @@ def test_a_refusal_holds_for_all_of_its_kind() -> None:
     plans = plans_of(search)
     assert plans[0].strategy.data == 4
     assert plans[-1].reason == "conv9d" and plans[-1].prediction is None and not plans[-1].fits
+
+
+def test_a_step_that_needs_two_samples_is_found_where_it_has_them() -> None:
+    asked = job("4xA100-80GB", 4)
+
+    def needs_two(strategy: Strategy, job: Job) -> Outcome:
+        if job.batch_size // strategy.data // strategy.microbatches < 2:
+            return Refusal(RecipeError, "Expected more than 1 value per channel when training")
+        return cost(strategy, job)
+
+    search, plans = searched(asked, 100 * GIB, needs_two)
+    everything = {s: p for s in candidates(asked) if isinstance(p := needs_two(s, asked), Prediction)}
+    fitting = {s: p for s, p in everything.items() if p.device_bytes <= 100 * GIB}
+    best = min(fitting.values(), key=lambda p: p.step_seconds)
+    found = winner(plans)
+    assert found is not None and found.prediction is not None
+    assert found.prediction.step_seconds <= 1.1 * best.step_seconds
+    assert not set(search.refused) & set(everything)
+
+
+def test_a_frame_that_is_cut_too_fine_refuses_no_coarser_cut() -> None:
+    asked = job("8xA100-80GB", 1)
+
+    def too_fine(strategy: Strategy, job: Job) -> Outcome:
+        return Refusal(ShapeError, "leaves rank 3 empty") if strategy.width > 2 else cost(strategy, job)
+
+    search, plans = searched(asked, 100 * GIB, too_fine)
+    assert mesh_of(plans[0].strategy) == (1, 1, 4, 2)
+    assert set(search.refused) <= {s for s in candidates(asked) if s.width > 2}
 
 
 def test_when_everything_is_refused_there_is_no_winner() -> None:

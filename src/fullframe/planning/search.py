@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import product
 
-from fullframe.errors import UnsupportedOp
+from fullframe.errors import StrategyError, UnsupportedOp
 from fullframe.planning.candidates import Job, Mesh, border, candidates, mesh_of, saves_more, with_value
 from fullframe.planning.estimate import Estimate, Estimator
 from fullframe.planning.pool import Refusal, Runner
@@ -37,6 +38,7 @@ class Search:
     left: dict[Strategy, Estimate] = field(default_factory=dict)
     untried: tuple[Strategy, ...] = ()
     _tried_frugal: bool = field(default=False, init=False)
+    _refusals: dict[Strategy, Refusal] = field(default_factory=dict, init=False)  # of what was simulated itself
 
     def run(
         self, runner: Runner[Strategy], width: int, seconds: float, progress: Callable[[], None] = lambda: None
@@ -73,20 +75,17 @@ class Search:
             if isinstance(outcome, Prediction):
                 self.known[strategy] = outcome
             elif outcome is not None:
-                self.refused[strategy] = outcome
+                self.refused[strategy] = self._refusals[strategy] = outcome
 
     def _sorted_out(self, waiting: Iterable[Strategy]) -> list[Strategy]:
-        """What is still to be thought of: neither known nor refused, nor saving what need not be saved.
-
-        What was refused for its kind is refused at any number of ranks and microbatches.
-        """
-        refusals = {_kind(strategy, refusal): refusal for strategy, refusal in self.refused.items()}
+        """What is still to be thought of: neither known nor refused, nor saving what need not be saved."""
         fitting = self.fitting
         kept = []
         for strategy in waiting:
             if strategy in self.known or strategy in self.refused:
                 continue
-            refusal = next((r for kind, r in refusals.items() if _kind(strategy, r) == kind), None)
+            refusals = self._refusals.items()
+            refusal = next((r for other, r in refusals if _holds(r, other, strategy, self.job)), None)
             leaner = next((other for other in fitting if saves_more(strategy, other)), None)
             if refusal is not None:
                 self.refused[strategy] = refusal
@@ -166,13 +165,32 @@ def _splits(strategy: Strategy) -> tuple[bool, bool, bool]:
     return strategy.depth > 1, strategy.height > 1, strategy.width > 1
 
 
-def _kind(strategy: Strategy, refusal: Refusal) -> tuple[object, ...]:
-    """What a refusal holds for: an op without a rule for every strategy that splits the same dims."""
-    splits = _splits(strategy)
+def _holds(refusal: Refusal, refused: Strategy, strategy: Strategy, job: Job) -> bool:
+    """Whether what was refused of one strategy is refused of another: an op without a rule in any that splits the dims.
+
+    What is wrong with the techniques is so at any number of ranks and microbatches; what a step raised, where nobody
+    has more: a batch norm of pooled features refuses one sample, and takes two.
+    """
     if issubclass(refusal.kind, UnsupportedOp):
-        return splits
+        return _splits(refused) == _splits(strategy)
+    if _kind(refused) != _kind(strategy):
+        return False
+    if issubclass(refusal.kind, StrategyError):
+        return True
+    return all(mine <= its for mine, its in zip(_room(strategy, job), _room(refused, job), strict=True))
+
+
+@lru_cache(maxsize=1 << 16)
+def _kind(strategy: Strategy) -> tuple[object, ...]:
+    """All but numbers of ranks and microbatches."""
     technique = replace(strategy, data=1, depth=1, height=1, width=1, microbatches=1)
-    return (*splits, strategy.data > 1, strategy.microbatches > 1, technique)
+    return (*_splits(strategy), strategy.data > 1, strategy.microbatches > 1, technique)
+
+
+def _room(strategy: Strategy, job: Job) -> tuple[float, ...]:
+    """Samples of a microbatch, and the part of a frame's slices, rows and columns that a rank has."""
+    samples = job.batch_size / strategy.data / strategy.microbatches
+    return samples, 1 / strategy.depth, 1 / strategy.height, 1 / strategy.width
 
 
 def _seeds(strategies: Sequence[Strategy]) -> list[Strategy]:

@@ -27,6 +27,7 @@ _LARGEST_NODE = 8
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
 _MODULES = 5  # whose activations are named
 _TRIED_CONVOLUTIONS = 3
+_LEAST_BYTES = 2**20  # that advice must save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ def shortfall(
             fits=changed.device_bytes <= search.limit_bytes,
         )
         for (change, *_), changed in zip(changes, outcomes, strict=False)
-        if isinstance(changed, Prediction) and changed.device_bytes < prediction.device_bytes
+        if isinstance(changed, Prediction) and prediction.device_bytes - changed.device_bytes >= _LEAST_BYTES
     ]
     return Shortfall(
         closest=closest,
