@@ -91,6 +91,25 @@ def test_what_does_not_depend_on_the_batch() -> None:
     assert found.bytes["optimizer"] == 2 * 4 * NUMBERS  # AdamW's counts of steps lie on the host
 
 
+class Held(Network):
+    """A large table that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(2**11, 2**10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.table.mean()
+
+
+def test_tensors_that_are_mere_attributes_lie_in_the_memory_of_the_cpu_alone() -> None:
+    def bytes(model: Any, device: str) -> int:
+        return simulated(ff.Strategy(), device, model=model).bytes["parameter"]
+
+    assert bytes(Held, "cpu") - bytes(Network, "cpu") == 4 * 2**21
+    assert bytes(Held, "A100-80GB") == bytes(Network, "A100-80GB")
+
+
 def test_state_that_is_sharded() -> None:
     whole = simulated(ff.Strategy(data=2), sample=tiny)
     spread = simulated(ff.Strategy(data=2, shard_parameters=True), sample=tiny)

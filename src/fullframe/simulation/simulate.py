@@ -28,7 +28,7 @@ from fullframe.simulation.clock.split_functions import functions_told_to
 from fullframe.simulation.clock.timed_ops import MeasuredClock, Timings
 from fullframe.simulation.compiled.blocks import SimulatedPrograms
 from fullframe.simulation.devices.table import Cluster, Device, cpu_device, parse_cluster
-from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
+from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, plain_tensors, read_sample
 from fullframe.simulation.fake.autocast import cuda_autocast
 from fullframe.simulation.fake.blame import blamed
 from fullframe.simulation.fake.cuda_kernels import cuda_kernels
@@ -176,7 +176,8 @@ class _Simulation:
         require_one_device(plain)
         for unrolled in unrolled_in(plain).values():
             unrolled.save_by(self._host.road())
-        tracer.mark("parameter", list(plain.parameters()), list(plain.buffers()))
+        on_host = [] if self._is_cuda else plain_tensors(plain)  # no module moves them
+        tracer.mark("parameter", list(plain.parameters()), list(plain.buffers()), on_host)
         for parameter in plain.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: tracer.mark("gradient", p.grad))

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fullframe.errors import RecipeError
 from fullframe.recipe import Recipe
-from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
+from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, plain_tensors, read_sample
 
 
 def recipe(**changed: Any) -> Recipe:
@@ -67,6 +67,43 @@ def test_a_constructor_may_compute_with_its_parameters(how: str) -> None:
     model = abstract_model(recipe(model=lambda: Asking(how)), FakeTensorMode())
     assert model.head.weight.shape == (2, 4)
     assert all(isinstance(t.detach(), FakeTensor) for t in (*model.parameters(), *model.buffers()))
+
+
+class Marked(nn.Module):
+    """Parameters with marks, set before and after the module has them."""
+
+    def __init__(self, adam: bool = True) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.ones(4))
+        weight.rate = 0.5
+        self.weight, self.bias = weight, nn.Parameter(torch.ones(4))
+        weight.adam, self.bias.adam = adam, not adam
+
+
+def test_what_is_set_on_parameters_stays() -> None:
+    model = abstract_model(recipe(model=Marked), FakeTensorMode())
+    assert model.weight.adam is True and model.bias.adam is False and model.weight.rate == 0.5
+    assert isinstance(model.weight, nn.Parameter) and not hasattr(model.bias, "rate")
+
+
+class Holding(nn.Module):
+    """Tensors that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.grid, self.offsets = torch.zeros(2**15, 2**15), [torch.empty(2**21), torch.ones(3)]
+        self.table, self.tied = torch.ones(3).cumsum(0).repeat(2**19), (self.weight, "tied")
+        self.grid_again, self.scale, self.names = self.grid, torch.tensor(2.0), ["a"]
+
+
+def test_large_tensors_that_are_mere_attributes_are_fake_too() -> None:
+    model = abstract_model(recipe(model=Holding), FakeTensorMode())
+    assert all(isinstance(t, FakeTensor) for t in (model.grid, model.offsets[0], model.table))
+    assert model.grid is model.grid_again and model.tied[0] is model.weight and model.tied[1] == "tied"
+    assert not isinstance(model.offsets[1], FakeTensor) and float(model.scale) == 2.0 and model.names == ["a"]
+    held = plain_tensors(model)
+    assert len(held) == 7 and model.table in set(held)
 
 
 def test_a_model_that_cannot_be_built_is_the_recipe_s() -> None:

@@ -1,5 +1,6 @@
 """A recipe's model and batch without their memory: what is built is real Python, its tensors are fake."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -12,26 +13,56 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import default_collate
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fullframe.data.nested import tensors_replaced
+from fullframe.data.nested import leaves, tensors_replaced
 from fullframe.ranks.randomness import sample_randomness
 from fullframe.recipe import Recipe
 from fullframe.simulation.fake.blame import blamed
 from fullframe.simulation.fake.replaced import replaced
 
 _LARGE = 2**20  # elements
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def abstract_model(recipe: Recipe, fake: FakeTensorMode) -> nn.Module:
-    """The recipe's model with fake parameters and buffers; what is large was never allocated, where that can be."""
+    """The recipe's model with fake parameters and buffers; what is large was never allocated, where that can be.
+
+    Of tensors that are neither the large ones are fake; small ones are constants that a program may read.
+    """
     with blamed("recipe.model() gives no model"):
         model = _built(recipe)
-    known: dict[int, Tensor] = {}  # a tensor that two modules share stays shared
+    known = WeakTensorKeyDictionary()  # a tensor that two modules share stays shared
+
+    def faked(tensor: Tensor) -> Any:
+        if tensor not in known:
+            known[tensor] = _abstract(tensor, fake)
+        return known[tensor]
+
     for module in model.modules():
         for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    table[name] = known.setdefault(id(tensor), _abstract(tensor, fake))  # type: ignore[assignment]
+            table.update({name: faked(tensor) for name, tensor in table.items() if tensor is not None})
+    for attributes, name, value in _attributes(model):
+        if any(tensor in known or _is_large(tensor) for tensor in _tensors(value)):
+            attributes[name] = tensors_replaced(value, lambda t: faked(t) if t in known or _is_large(t) else t)
     return model
+
+
+def plain_tensors(model: nn.Module) -> list[Tensor]:
+    """The tensors that modules hold as ordinary attributes, neither parameters nor buffers."""
+    return [tensor for *_, value in _attributes(model) for tensor in _tensors(value)]
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    for module in model.modules():
+        for name in [name for name in vars(module) if name not in _OF_EVERY_MODULE]:
+            yield vars(module), name, vars(module)[name]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.numel() > _LARGE or tensor.device.type == "meta"
 
 
 def _built(recipe: Recipe) -> nn.Module:
@@ -49,7 +80,8 @@ def _abstract(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
     with fake:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, tensor.requires_grad)
+        made = nn.Parameter(made, tensor.requires_grad)
+        vars(made).update(vars(tensor))  # marks, by which an optimizer groups them
     return made
 
 
@@ -65,6 +97,7 @@ def _parameters_on_meta() -> AbstractContextManager[None]:
         if parameter is not None and parameter.device.type != "meta":
             if parameter not in moved:
                 moved[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                moved[parameter].__dict__ = parameter.__dict__  # also what is yet to be set
             parameter = moved[parameter]
         register(module, name, parameter)
 
