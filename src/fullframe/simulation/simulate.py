@@ -202,9 +202,8 @@ class _Simulation:
     def _batch(self) -> Any:
         """A batch as the loader delivers it, fake."""
         with self._fake:
-            batch = abstract_batch(
-                self._recipe, self._sample, self._recipe.batch_size // self._strategy.data, self._fake
-            )
+            samples = self._recipe.batch_size // self._strategy.data
+            batch = abstract_batch(self._recipe, self._sample, samples, self._fake, self._outcomes.notes.add)
             if self._strategy.parts > 1:
                 batch = Collation(default_collate, Grid.of(self._mesh), "auto").cut(batch)
             batch = Delivery(self._mesh).place(batch)

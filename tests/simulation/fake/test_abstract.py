@@ -9,7 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fullframe.errors import RecipeError
 from fullframe.recipe import Recipe
-from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, plain_tensors, read_sample
+from fullframe.simulation.fake.abstract import (
+    LIKE_THE_FIRST,
+    abstract_batch,
+    abstract_model,
+    plain_tensors,
+    read_sample,
+)
 
 
 def recipe(**changed: Any) -> Recipe:
@@ -140,3 +146,18 @@ def test_a_batch_is_collated_from_fakes_or_where_numbers_are_wanted_from_the_sam
     assert other.shape == (5, 3) and isinstance(other, FakeTensor)
     with pytest.raises(RecipeError, match=r"recipe.collate gives no batch of 2 samples"):
         abstract_batch(recipe(collate=lambda samples: samples[9]), sample, 2, fake)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_samples_that_stay_apart_in_a_batch_have_memory_each(reads: bool) -> None:
+    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+        assert not reads or float(samples[0]["x"][2]) == 2.0
+        return {"x": torch.stack([s["x"] for s in samples]), "masks": [s["x"][1:] for s in samples]}
+
+    said: list[str] = []
+    batch = abstract_batch(recipe(collate=collate), {"x": torch.arange(3.0)}, 3, FakeTensorMode(), said.append)
+    held = [batch["x"], *batch["masks"]]
+    assert all(isinstance(t, FakeTensor) for t in held) and said == [LIKE_THE_FIRST]
+    assert len({t.untyped_storage()._cdata for t in held}) == 4
+    abstract_batch(recipe(), {"x": torch.arange(3.0), "y": [torch.ones(2)]}, 3, FakeTensorMode(), said.append)
+    assert len(said) == 1

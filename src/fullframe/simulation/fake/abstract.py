@@ -1,6 +1,6 @@
 """A recipe's model and batch without their memory: what is built is real Python, its tensors are fake."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -18,6 +18,11 @@ from fullframe.ranks.randomness import sample_randomness
 from fullframe.recipe import Recipe
 from fullframe.simulation.fake.blame import blamed
 from fullframe.simulation.fake.replaced import replaced
+
+LIKE_THE_FIRST = (
+    "collate hands on tensors of single samples: each is taken to be as large as the first sample's; let recipe.sample "
+    "give the largest"
+)
 
 _LARGE = 2**20  # elements
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -130,18 +135,34 @@ def read_sample(recipe: Recipe) -> Any:
             return recipe.data()[0]
 
 
-def abstract_batch(recipe: Recipe, sample: Any, samples: int, fake: FakeTensorMode) -> Any:
-    """`samples` times `sample` as the loader would collate them, fake.
+def abstract_batch(
+    recipe: Recipe,
+    sample: Any,
+    samples: int,
+    fake: FakeTensorMode,
+    note: Callable[[str], object] = lambda sentence: None,
+) -> Any:
+    """`samples` times `sample` as the loader would collate them, fake; `note` gets what is taken for granted.
 
     A `collate` that wants numbers, of which fake tensors have none, gets the real sample. Raises RecipeError where it
     gives no batch of that either.
     """
     collate = recipe.collate or default_collate
     with fake, suppress(Exception):
-        return collate([_faked(sample, fake)] * samples)
+        copies = [_faked(sample, fake) for _ in range(samples)]
+        batch = collate(copies)
+        _note_kept(copies, batch, note)
+        return batch
     with _disable_current_modes(), blamed(f"recipe.collate gives no batch of {samples} samples"):
         batch = collate([sample] * samples)
+        _note_kept([sample], batch, note)
     return _faked(batch, fake)
+
+
+def _note_kept(samples: list[Any], batch: Any, note: Callable[[str], object]) -> None:
+    kept = {tensor.untyped_storage()._cdata for tensor in _tensors(samples)}
+    if any(tensor.untyped_storage()._cdata in kept for tensor in _tensors(batch)):
+        note(LIKE_THE_FIRST)
 
 
 def _faked(tree: Any, fake: FakeTensorMode) -> Any:
