@@ -7,9 +7,9 @@ import torch.nn.functional as F
 import fullframe as ff
 from fullframe.simulation.clock.roofline import StepClock
 from fullframe.simulation.devices.table import device_named
-from fullframe.simulation.host import ClockRoad
+from fullframe.simulation.host import GROWS, ClockRoad
 from fullframe.techniques.offload import LEAST_BYTES, LEAVING_BYTES, Offload
-from tests.simulation.test_simulate import PLAIN, recipe
+from tests.simulation.test_simulate import PLAIN, Network, recipe
 
 MAP_BYTES = 4 * 8 * 960 * 1600 * 4  # of Network's 8 channels
 
@@ -44,3 +44,33 @@ def test_what_is_sent_is_fetched_once_and_one_ahead() -> None:
 def test_a_cpu_offloads_nothing() -> None:
     kept, sent = (ff.simulate(recipe(), ff.Strategy(offload=offload), "cpu") for offload in (False, True))
     assert kept.bytes == sent.bytes
+
+
+class Queue(Network):
+    """Keeps its last maps, of at most so many samples, in a buffer or in a list."""
+
+    def __init__(self, most: int, in_list: bool) -> None:
+        super().__init__()
+        self.most, self.maps = most, []
+        self.register_buffer("queue", None if in_list else torch.zeros(0, 8, 24, 40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.queue is None:
+            self.maps = [*self.maps, y.detach()][-self.most // len(y) :]
+        else:
+            self.queue = torch.cat([self.queue, y.detach()])[-self.most :]
+        return y
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+def test_what_modules_keep_is_followed_until_it_grows_no_more(in_list: bool) -> None:
+    def kept(most: int) -> tuple[int, tuple[str, ...]]:
+        found = ff.simulate(recipe(model=lambda: Queue(most, in_list)), ff.Strategy(), "cpu")
+        return found.bytes["parameter"], found.notes
+
+    samples = 8 * 24 * 40 * 4
+    (few, of_few), (some, of_some), (many, of_many) = kept(4), kept(12), kept(400)
+    times = 1 if in_list else 3  # with that of the step before, and the copy that a step keeps of buffers
+    assert some - few == times * 8 * samples and of_few == of_some == ()
+    assert many > some and of_many == (GROWS,)

@@ -17,32 +17,46 @@ from fullframe.techniques.offload import LEAVING_BYTES, Offload
 from fullframe.training.microbatches import microbatches
 from fullframe.training.step import TrainStep
 
+_MOST_STEPS = 8
+GROWS = (
+    f"what modules keep still grew in step {_MOST_STEPS}, the last that was simulated: memory will be more than this"
+)
+
 
 class SimulatedHost:
     """A `StepHost` for fake tensors, under `tracer`; time passes on `clock`."""
 
     def __init__(self, clock: StepClock, tracer: Tracer, strategy: Strategy):
         self._clock, self._tracer, self._strategy = clock, tracer, strategy
+        self.notes: set[str] = set()  # what was taken for granted
         self._is_copied = not (strategy.recompute == "budget" or strategy.update_in_backward)
         self._saving = self.road() if strategy.offload else nullcontext
 
-    def twice(self, step: TrainStep, batch: Any) -> None:
+    def twice(self, step: TrainStep, batch: Any, kept: Callable[[], int]) -> None:
         """Two steps. The second does what the first did, so it is not run but copied, where nothing says otherwise.
 
-        Only what the first makes and leaves is not made again: the optimizer's state, mostly.
+        Only what the first makes and leaves is not made again: the optimizer's state, mostly. Where modules have `kept`
+        more bytes after a step than before it, others are run until they do not.
         """
         step.begin()  # keeps buffers in memory that is there from then on
-        started = len(self._tracer.trace.events)
-        self._clock.reset()
-        step(batch)
-        self._tracer.end_step()
-        if self._is_copied:
+        started, before = len(self._tracer.trace.events), kept()
+        self._once(step, batch)
+        if self._is_copied and kept() <= before:
             ended = len(self._tracer.trace.events)
             step.begin()
             self._tracer.repeat(started, ended)
-        else:
-            self._clock.reset()
-            step(batch)
+            self._tracer.end_step()
+            return
+        for _ in range(_MOST_STEPS - 1):
+            before = kept()
+            self._once(step, batch)
+            if kept() <= before:
+                return
+        self.notes.add(GROWS)
+
+    def _once(self, step: TrainStep, batch: Any) -> None:
+        self._clock.reset()
+        step(batch)
         self._tracer.end_step()
 
     @contextmanager

@@ -36,12 +36,12 @@ class LiveTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One rank's memory and time over two steps.
+    """One rank's memory and time over two steps, or more where modules keep more after each.
 
     peak_bytes:     the most that torch has allocated at once (`torch.cuda.max_memory_allocated`)
     reserved_bytes: the most that torch's allocator holds (`torch.cuda.max_memory_reserved`)
     bytes:          `peak_bytes` by category
-    step_seconds:   of the second step; `seconds` by kind
+    step_seconds:   of the last step; `seconds` by kind
     host_seconds:   what the host works in that step: Python, and to issue what the device then does
     moment:         where the peak is
     largest:        the ten largest tensors at the peak, largest first

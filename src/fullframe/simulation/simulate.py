@@ -166,7 +166,7 @@ class _Simulation:
             batch, *ahead = [self._batch() for _ in range(1 + self._terms.has("prefetched_batch"))]
             tracer.building = False
             with self._fake:
-                self._host.twice(step, batch)
+                self._host.twice(step, batch, self._kept_bytes)
         on_trace(tracer.trace)
         return self._accounted(model, ahead)
 
@@ -198,6 +198,11 @@ class _Simulation:
         if step.average is not None:
             tracer.mark("average", list(step.average.state_dict().values()))
         return model, step
+
+    def _kept_bytes(self) -> int:
+        """Of what modules keep from step to step beside parameters."""
+        found = _local([*self._model.buffers(), *plain_tensors(self._model)])
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}.values())
 
     def _batch(self) -> Any:
         """A batch as the loader delivers it, fake."""
@@ -244,7 +249,7 @@ class _Simulation:
             modules=held.modules,
             terms={name: bytes for name, bytes in named.items() if bytes},
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            notes=tuple(sorted({*self._outcomes.notes, *self._programs.notes})),
+            notes=tuple(sorted({*self._outcomes.notes, *self._programs.notes, *self._host.notes})),
             host_seconds=self._clock.host_seconds,
         )
 
