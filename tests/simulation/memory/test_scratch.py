@@ -20,10 +20,14 @@ BLOCKED = 2 * MAP  # 8 channels fill half of a block of 16
 WEIGHT = 8 * 8 * 9 * 4
 
 
+is_torchs = scratch._is_torchs
+
+
 @pytest.fixture(autouse=True)
 def _as_on_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is counted by hand is so there; what real kernels take here, `tests/observation/memory` asks."""
     monkeypatch.setattr(scratch, "_BLOCK_CHANNELS", 16)
+    monkeypatch.setattr(scratch, "_is_torchs", lambda *_: False)
 
 
 def maps(dtype: torch.dtype = torch.float32, kernel: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,6 +121,42 @@ def test_windows_of_small_volumes_lie_side_by_side(
         said = cpu_scratch(aten.convolution_backward.default, args, made)
         got = allocated(partial(aten.convolution_backward, *args, mask))
         assert got == pytest.approx(said, rel=0.01), mask
+
+
+# Kernel rows, stride, padding, dilation, transposed, groups, and the kernel's shape for maps of 8 channels.
+MAPS = [
+    (3, 1, 1, 1, False, 1, (16, 8, 3, 3)),
+    (3, 2, 1, 1, False, 1, (16, 8, 3, 3)),
+    (1, 1, 0, 1, False, 1, (16, 8, 1, 1)),
+    (1, 2, 0, 1, False, 1, (16, 8, 1, 1)),
+    (3, 1, 2, 2, False, 1, (16, 8, 3, 3)),
+    (3, 1, 1, 1, False, 4, (16, 2, 3, 3)),
+    (7, 1, 3, 1, False, 8, (8, 1, 7, 7)),
+    (3, 2, 1, 1, True, 1, (8, 16, 3, 3)),
+    (2, 2, 0, 1, True, 2, (8, 8, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "samples"), [(torch.float64, 3), (torch.float32, 1)])
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation", "transposed", "groups", "shape"), MAPS)
+def test_windows_of_maps_that_onednn_does_not_take_lie_side_by_side(
+    dtype: torch.dtype, samples: int, kernel: int, stride: int, padding: int, dilation: int, transposed: bool,
+    groups: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What is counted is what torch really takes, for both passes and each gradient alone."""
+    monkeypatch.setattr(scratch, "_is_torchs", is_torchs)
+    x, weight = torch.randn(samples, 8, 16, 20, dtype=dtype), torch.randn(shape, dtype=dtype)
+    settings = [stride] * 2, [padding] * 2, [dilation] * 2, transposed, [0] * 2, groups
+    if dtype == torch.float32 and not is_torchs(x, weight, settings):
+        pytest.skip("in fp32 oneDNN takes these")
+    out = aten.convolution(x, weight, None, *settings)
+    said = cpu_scratch(aten.convolution.default, (x, weight, None, *settings), out)
+    assert allocated(lambda: aten.convolution(x, weight, None, *settings)) == said
+    for mask in ([True, True, False], [True, False, False], [False, True, False]):
+        args = (out, x, weight, [0], *settings)
+        made = aten.convolution_backward(*args, mask)
+        said = cpu_scratch(aten.convolution_backward.default, args, made)
+        assert allocated(partial(aten.convolution_backward, *args, mask)) == said, mask
 
 
 def test_large_volumes_are_onednn_s() -> None:

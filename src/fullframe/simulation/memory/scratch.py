@@ -1,8 +1,8 @@
 """What kernels allocate for the time they run, which no tensor of the program shows.
 
 For the CPU it is what oneDNN was seen to take in torch 2.13, on AVX-512 and, of convolutions in fp32, on AVX2: copies
-in its own specs, partial sums. Of volumes that are small (samples x channels x D x H) torch's own kernel lays all
-windows side by side.
+in its own specs, partial sums. Of volumes that are small (samples x channels x D x H), and of maps that oneDNN does not
+take (fp64, 16 bit on a processor without AVX-512, small ones), torch's own kernels lay all windows side by side.
 """
 
 from math import prod
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
+_backends: Any = torch._C._ConvBackend  # type: ignore[attr-defined]
 _BLOCK_CHANNELS = 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8  # of oneDNN's specs
 _PARTIAL_SUMS = 256  # of a depthwise kernel's gradient
 _FP32 = 4
@@ -22,11 +23,15 @@ _AT_MASKS = (_aten.index.Tensor, _aten.index_put_.default, _aten._index_put_impl
 def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
     """Bytes beyond its results that an op on the CPU needs."""
     if func is _aten.convolution.default:
+        if _is_torchs(args[0], args[1], args[3:9]):
+            return _of_maps(args[0], args[1], out, args[3:9])
         columns = _columns(args[0], args[1], out, args[3:9])
         if columns is None:
             return _convolution(args[0], args[1], out)
         return 0 if _is_pointwise(args[1]) else columns
     if func is _aten.convolution_backward.default:
+        if _is_torchs(args[1], args[2], args[4:10]):
+            return _of_maps_backward(*args[:3], args[4:10], *out[:2])
         columns = _columns(args[1], args[2], args[0], args[4:10])
         if columns is None:
             return _convolution_backward(*args[:3], *out[:2])
@@ -74,12 +79,49 @@ def _columns(x: Tensor, weight: Tensor, out: Tensor, options: Any) -> int | None
     """
     if x.dim() != 5:
         return None
-    backend = torch._C._select_conv_backend(x, weight, None, *options, None)
-    if backend == torch._C._ConvBackend.Slow3d:  # type: ignore[attr-defined]
+    backend = _backend(x, weight, options)
+    if backend == _backends.Slow3d:
         return out.numel() // out.shape[1] * weight[0].numel() * weight.element_size()
-    if backend == torch._C._ConvBackend.SlowTranspose3d:  # type: ignore[attr-defined]
+    if backend == _backends.SlowTranspose3d:
         return x[0, 0].numel() * weight[0].numel() * weight.element_size()
     return None
+
+
+def _backend(x: Tensor, weight: Tensor, options: Any) -> Any:
+    return torch._C._select_conv_backend(x, weight, None, *options, None)
+
+
+def _is_torchs(x: Tensor, weight: Tensor, options: Any) -> bool:
+    """Whether torch convolves these maps by a kernel of its own."""
+    own = _backends.Slow2d, _backends.SlowDilated2d, _backends.SlowTranspose2d
+    return x.dim() == 4 and _backend(x, weight, options) in own
+
+
+def _of_maps(x: Tensor, weight: Tensor, out: Tensor, options: Any) -> int:
+    """The windows of all samples, of dilated ones one after the other; groups one by one, which are joined then."""
+    dilated = not options[3] and max(options[2]) > 1
+    columns = _windows(x, weight, out, options) * (1 if dilated else x.shape[0])
+    groups = options[-1]
+    return columns if groups == 1 else max(columns + x.nbytes // groups, out.nbytes)
+
+
+def _of_maps_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, options: Any, of_x: Tensor | None, of_weight: Tensor | None
+) -> int:
+    """One sample's windows; where they are neither dilated nor transposed all samples', for the weight's gradient."""
+    columns, groups = _windows(x, weight, grad, options), options[-1]
+    if not options[3] and max(options[2]) == 1:
+        columns = 0 if of_weight is None else columns * x.shape[0]
+    given = sum(t.nbytes for t in (of_x, of_weight) if t is not None)
+    return columns if groups == 1 else max(columns + (x.nbytes + grad.nbytes) // groups, given)
+
+
+def _windows(x: Tensor, weight: Tensor, out: Tensor, options: Any) -> int:
+    """Bytes of one sample's windows side by side; none of single pixels, which are read where they lie."""
+    stride, padding, dilation, transposed = options[:4]
+    if _is_pointwise(weight) and not transposed and max(stride) == max(dilation) == 1 and not any(padding):
+        return 0
+    return prod((x if transposed else out).shape[2:]) * weight.nbytes // weight.shape[0]
 
 
 def _is_pointwise(weight: Tensor) -> bool:
