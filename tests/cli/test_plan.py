@@ -13,6 +13,7 @@ from rich.console import Console
 from fullframe.cli.application import run
 from fullframe.cli.comparison import Comparison, measured
 from fullframe.cli.plan import _table
+from fullframe.cli.simulate import _report
 from fullframe.cli.strategy_file import first_plan, strategy_of
 from fullframe.errors import RunError, StrategyError
 from fullframe.planning.plan import PlanRequest, plan_in_full
@@ -21,6 +22,7 @@ from fullframe.recipe import load_recipe
 from fullframe.simulation.devices.calibration import load_rates
 from fullframe.strategy import Strategy, describe
 from tests.cli.test_train import fullframe, steps_in, written
+from tests.planning.test_candidates import prediction
 
 
 @pytest.fixture(autouse=True)
@@ -198,10 +200,29 @@ def test_what_was_calibrated_is_what_a_plan_counts_with(
     assert f"rates as measured on {rates.measured_on}" in printed and "malloc keeps up to 0.6 GiB more" in printed
 
 
+def test_what_a_limit_and_little_free_memory_mean_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(written(tmp_path))
+    assert run(["plan", recipe, "--gpus", "T4", "--memory-limit-gib", "1000"]) == 0
+    assert "--memory-limit-gib 1000 is more than the 14.56 GiB of a T4" in capsys.readouterr().out
+    predicted = prediction(activation=97 * 2**20)
+    for share, said in (
+        (0.5, "GiB: fits\n"),
+        (0.97, "GiB: fits, with less than the 6% free"),
+        (1.1, "GiB: does not fit\n"),
+    ):
+        _report(predicted, int(predicted.device_bytes / share), sys.stdout)
+        assert said in capsys.readouterr().out
+
+
 WRONG = [
     (("plan", "{recipe}", "--gpus", "3xA1"), "no device 'A1'"),
     (("plan", "{recipe}", "--gpus", "T4", "--precision", "bf16"), "T4 has no bf16"),
     (("plan", "{recipe}", "--gpus", "T4", "--memory-limit-gib", "0"), "--memory-limit-gib must be greater than 0"),
+    (("plan", "{recipe}", "--gpus", "T4", "--memory-limit-gib", "inf"), "--memory-limit-gib must be greater than 0"),
+    (("plan", "{recipe}", "--gpus", "V100-16GB", "--precision", "tf32"), "V100-16GB has no tf32; use fp32"),
+    (("simulate", "{recipe}", "--gpus", "T4", "--batch-size", "0"), "batch-size must be at least 1, got 0"),
+    (("simulate", "{recipe}", "--gpus", "2xT4", "--strategy", "{plan}", "--width", "2"), "leave out the options of"),
+    (("simulate", "{recipe}", "--gpus", "T4", "--strategy", "{plan}", "--batch-size", "0"), "must be at least 1"),
     (("plan", "nowhere.py", "--gpus", "T4"), "there is no recipe file nowhere.py"),
     (("calibrate", "--processes", "3"), "--processes must be 1, or 2"),
     (("simulate", "{recipe}", "--gpus", "T4", "--width", "2"), "the strategy needs 2 ranks, 1xT4 has 1"),

@@ -82,8 +82,8 @@ class Plan:
 
         if not self.seconds > 0:
             raise DeviceError(f"--seconds must be greater than 0, got {self.seconds:g}")
-        if self.memory_limit_gib is not None and not self.memory_limit_gib > 0:
-            raise DeviceError(f"--memory-limit-gib must be greater than 0, got {self.memory_limit_gib}")
+        if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < math.inf:
+            raise DeviceError(f"--memory-limit-gib must be greater than 0, and a number, got {self.memory_limit_gib}")
         if self.batch_size is not None and self.batch_size < 1:
             raise RecipeError(f"--batch-size must be at least 1, got {self.batch_size}")
         started = time.monotonic()
@@ -136,7 +136,7 @@ class Plan:
             console.print(f"and {len(simulated) - len(rows)} more that were simulated; --all lists every strategy")
         for reason, count in Counter(plan.why.value or plan.reason for plan in others).most_common():
             console.print(f"{count} not simulated: {reason}", soft_wrap=True)
-        for line in [*_assumptions(planned), *_notes(simulated)]:
+        for line in [*_assumptions(planned), *self._of_the_limit(planned), *_notes(simulated)]:
             console.print(line, soft_wrap=True)
         if planned.shortfall is not None:
             for line in sentences(planned.shortfall):
@@ -155,6 +155,15 @@ class Plan:
             f"{plural(len(planned.plans), 'strategy')} in {seconds:.0f} s, {len(simulated)} simulated; {verdict}",
             soft_wrap=True,
         )
+
+    def _of_the_limit(self, planned: "Planned") -> list[str]:
+        from fullframe.simulation.devices.table import parse_cluster
+
+        device = parse_cluster(self.gpus).device
+        limit, has = planned.cluster.device.memory_bytes / _GIB, device.memory_bytes / _GIB
+        if not device.is_cuda or limit <= has:
+            return []
+        return [f"warning: --memory-limit-gib {limit:g} is more than the {has:.2f} GiB of a {device.name}"]
 
     def _out_of_time(self, planned: "Planned") -> str:
         what = "may be faster" if any(plan.fits for plan in planned.plans) else "may fit"

@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from fullframe.cli.strategy_file import first_plan, strategy_of, with_batch_size
 from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed, figure
+from fullframe.errors import RecipeError, StrategyError
 from fullframe.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -56,13 +57,7 @@ class Simulate:
         from fullframe.simulation.devices.table import parse_cluster
         from fullframe.simulation.simulate import simulate
 
-        batch_size = self.batch_size
-        if self.strategy is not None:
-            plan = first_plan(self.strategy)
-            strategy, batch_size = strategy_of(plan), batch_size or plan.get("batch_size")
-        else:
-            mesh: dict[str, Any] = {name: getattr(self, name) for name in ("data", "depth", "height", "width")}
-            strategy = Strategy(**mesh, **changed(self.techniques))
+        strategy, batch_size = self._asked()
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is no prediction
             cluster = parse_cluster(self.gpus)
             recipe = with_batch_size(load_recipe(self.recipe, values_of(self.set)), batch_size)
@@ -75,6 +70,19 @@ class Simulate:
             _report(prediction, cluster.device.memory_bytes, sys.stdout)
         return 0
 
+    def _asked(self) -> tuple[Strategy, int | None]:
+        """The strategy, and the batch size where one is given."""
+        if self.batch_size is not None and self.batch_size < 1:
+            raise RecipeError(f"--batch-size must be at least 1, got {self.batch_size}")
+        mesh: dict[str, Any] = {name: getattr(self, name) for name in ("data", "depth", "height", "width")}
+        if self.strategy is None:
+            return Strategy(**mesh, **changed(self.techniques)), self.batch_size
+        if set(mesh.values()) != {1} or changed(self.techniques):
+            raise StrategyError("--strategy says how to train; leave out the options of the mesh and the techniques")
+        plan = first_plan(self.strategy)
+        planned = plan.get("batch_size") if self.batch_size is None else self.batch_size
+        return strategy_of(plan), planned
+
     def _write_trace(self, trace: "Trace") -> None:
         from fullframe.observation.memory.export import write_trace
 
@@ -84,16 +92,21 @@ class Simulate:
 
 
 def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None:
+    from fullframe.planning.plan import KEPT_FREE
     from fullframe.simulation.prediction import said_of_host
 
     def gib(bytes: int) -> str:
         return f"{bytes / _GIB:.3f}"
 
-    moment = prediction.moment
+    moment, usable = prediction.moment, int(memory_bytes * (1 - KEPT_FREE))
+    fits = f"fits, with less than the {KEPT_FREE:.0%} free that a plan keeps, as predictions are off by up to as much"
+    if prediction.device_bytes <= usable:
+        fits = "fits"
+    elif prediction.device_bytes > memory_bytes:
+        fits = "does not fit"
     where = f", in {moment.module}" if moment.module else ""
     lines = [
-        f"{gib(prediction.device_bytes)} of {gib(memory_bytes)} GiB: "
-        + ("fits" if prediction.device_bytes <= memory_bytes else "does not fit"),
+        f"{gib(prediction.device_bytes)} of {gib(memory_bytes)} GiB: {fits}",
         f"in GiB: allocated {gib(prediction.peak_bytes)}, "
         f"reserved {gib(prediction.reserved_bytes)}; the peak is in the {moment.phase} of step {moment.step}{where}",
         "at the peak: " + ", ".join(f"{kind} {gib(size)}" for kind, size in prediction.bytes.items()),

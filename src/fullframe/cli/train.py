@@ -317,7 +317,7 @@ class Train:
         aside = partial(contextlib.redirect_stdout, sys.stderr) if self.json else contextlib.nullcontext
         with aside():  # what the recipe prints is not the record
             read = load_recipe(self.recipe, values_of(self.set))
-        recipe = with_batch_size(read, self.batch_size or (plan or {}).get("batch_size"))
+        recipe = with_batch_size(read, (plan or {}).get("batch_size") if self.batch_size is None else self.batch_size)
         steps = self.steps or recipe.steps
         last: dict[str, Any] = {}
         show = Display(steps, sys.stderr if self.json else sys.stdout) if rank == 0 else None

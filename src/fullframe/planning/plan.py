@@ -156,6 +156,8 @@ def _job(recipe: Recipe, cluster: Cluster, request: PlanRequest) -> Job:
     device, precisions = cluster.device, request.precisions
     if "bf16" in (precisions or ()) and not device.has_bf16:
         raise StrategyError(f"{device.name} has no bf16; use fp16, which scales the loss")
+    if "tf32" in (precisions or ()) and "tf32" not in device.matmul_flops_per_second:
+        raise StrategyError(f"{device.name} has no tf32; use fp32, which is the same there")
     model = abstract_model(recipe, FakeTensorMode())
     return Job(
         cluster=cluster,

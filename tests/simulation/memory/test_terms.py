@@ -60,4 +60,5 @@ def test_the_queries_gradient_is_added_up_in_fp32() -> None:
 
 def test_on_the_cpu_it_is_onednn_s() -> None:
     x, w = torch.zeros(2, 8, 9, 9), torch.zeros(8, 8, 3, 3)
-    assert terms("cpu").scratch(aten.convolution.default, (x, w), x) == cpu_scratch(aten.convolution.default, (x, w), x)
+    args = x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    assert terms("cpu").scratch(aten.convolution.default, args, x) == cpu_scratch(aten.convolution.default, args, x)

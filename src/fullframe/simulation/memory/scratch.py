@@ -31,7 +31,7 @@ def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
         return 0 if _is_pointwise(args[1]) else columns
     if func is _aten.convolution_backward.default:
         if _is_torchs(args[1], args[2], args[4:10]):
-            return _of_maps_backward(*args[:3], args[4:10], *out[:2])
+            return _of_maps_backward(args[0], args[1], args[2], args[4:10], out[0], out[1])
         columns = _columns(args[1], args[2], args[0], args[4:10])
         if columns is None:
             return _convolution_backward(*args[:3], *out[:2])
