@@ -41,3 +41,16 @@ def test_a_scripted_model_is_refused() -> None:
     scripted = dataclasses.replace(recipe(), model=lambda: torch.jit.script(torch.nn.Conv2d(3, 1, 3)))
     with pytest.raises(RecipeError, match="ScriptModule, which takes no hooks"):
         assemble(scripted, ff.Strategy(), ff.init_mesh())
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_by_name_in_training_and_in_simulation(kind: type[torch.nn.Module]) -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.ModuleDict({"table": kind(4, 2, sparse=True)})
+
+    sparse = dataclasses.replace(recipe(), model=model)
+    said = rf"{kind.__name__} 'table' gives sparse gradients, .* build it with sparse=False"
+    with pytest.raises(RecipeError, match=said):
+        assemble(sparse, ff.Strategy(), ff.init_mesh())
+    with pytest.raises(RecipeError, match=said):
+        ff.simulate(sparse, ff.Strategy(), "cpu")

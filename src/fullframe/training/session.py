@@ -65,6 +65,7 @@ def prepare(
             "recipe.model() gives a ScriptModule, which takes no hooks and whose ops no rule can see; give the module "
             "that torch.jit.script was given"
         )
+    _require_dense_gradients(plain)
     model = parallelize_for(
         strategy,
         plain,
@@ -75,6 +76,16 @@ def prepare(
     )
     optimizer = build_optimizer(recipe.optimizer, model, strategy)
     return model, optimizer, TrainStep(model, recipe.loss, optimizer, strategy, host=host)
+
+
+def _require_dense_gradients(plain: nn.Module) -> None:
+    for name, module in plain.named_modules():
+        trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and trains:
+            raise RecipeError(
+                f"{type(module).__name__} {name!r} gives sparse gradients, which are neither added up over ranks nor "
+                "checked; build it with sparse=False, and take an optimizer for dense ones"
+            )
 
 
 def _loader(recipe: Recipe, mesh: DeviceMesh) -> ShardedLoader:
