@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torchmetrics
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather as gathered_with_gradient
 
@@ -52,6 +53,18 @@ def _of_replicas(x: Tensor, group: dist.ProcessGroup) -> None:
     dist.all_reduce(x, group=group)
 
 
+def _metric(x: Tensor, group: dist.ProcessGroup) -> None:
+    metric = torchmetrics.SumMetric()
+    metric.update(x)
+    metric.compute()
+
+
+def _metric_of_replicas(x: Tensor, group: dist.ProcessGroup) -> None:
+    metric = torchmetrics.SumMetric(process_group=group)
+    metric.update(x)
+    metric.compute()
+
+
 def _in_torch(x: Tensor, group: dist.ProcessGroup) -> None:
     nn.parallel.DistributedDataParallel(nn.Linear(1, 1))(x[None]).sum().backward()
 
@@ -63,7 +76,7 @@ def _told(collective: Callable[[Tensor, dist.ProcessGroup], None], width: int) -
         warnings.simplefilter("always")
         for _ in range(2):
             collective(torch.ones(1), mesh.get_group("data"))
-    return [f"{warning.filename}: {warning.message}" for warning in said if str(warning.message).startswith("dist.")]
+    return [f"{warning.filename}: {warning.message}" for warning in said if "each comes" in str(warning.message)]
 
 
 CASES = [
@@ -71,6 +84,8 @@ CASES = [
     (_list, "dist.all_gather gathers over all 2 ranks"),
     (_objects, "dist.all_gather_object gathers"),
     (_list_with_gradient, "dist.all_gather gathers"),
+    (_metric, "this metric gathers over all 2 ranks"),
+    (_metric_of_replicas, ""),
     (_mean, ""),
     (_mean_in_a_helper, ""),
     (_largest, ""),

@@ -22,6 +22,7 @@ _LISTS = ("all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
 _BLIND_TO_COPIES = (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
 # Stand between a user's line and the collective, in those forms that have a gradient.
 _BETWEEN = ("torch.distributed.nn.functional", "torch.autograd.function", "fullframe.spatial.function_guard")
+_METRICS = ("torchmetrics", "lightning_utilities", "contextlib")  # likewise, in torchmetrics
 
 _said: set[tuple[CodeType, int]] = set()
 _ranks_of_a_replica = 1
@@ -44,11 +45,12 @@ def _watched(collective: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if _ranks_of_a_replica == 1 or is_dynamo_compiling():
             return collective(*args, **kwargs)
-        frame = _users_frame(sys._getframe(1))
+        caller = sys._getframe(1)
+        frame = _users_frame(caller)
         if frame is not None and (frame.f_code, frame.f_lineno) not in _said:
             given = signature.bind(*args, **kwargs).arguments
             if _ranks_of_a_replica <= dist.get_world_size(given.get("group")) == dist.get_world_size():
-                _look(collective.__name__, given.get("op"), frame)
+                _look(collective.__name__, given.get("op"), frame, _is_of_metrics(caller))
         return collective(*args, **kwargs)
 
     return call
@@ -56,23 +58,32 @@ def _watched(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
     """The line of the user's that calls; None where torch or fullframe does, which know what they add up."""
-    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
+    while frame is not None and (frame.f_globals.get("__name__") in _BETWEEN or _is_of_metrics(frame)):
         frame = frame.f_back
     name = "" if frame is None else frame.f_globals.get("__name__", "")
     return None if name.partition(".")[0] in ("torch", "fullframe") else frame
 
 
-def _look(name: str, op: Any, frame: FrameType) -> None:
+def _is_of_metrics(frame: FrameType | None) -> bool:
+    return frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _METRICS
+
+
+def _look(name: str, op: Any, frame: FrameType, of_metric: bool) -> None:
     """Warn, on the job's first rank, of a sum that is not made a mean, or of a list."""
     _said.add((frame.f_code, frame.f_lineno))
     if dist.get_rank() or (name in _SUMS and (op in _BLIND_TO_COPIES or _asks_for_world_size(frame))):
         return
     does, divide = ("adds up", "divide by the world's size, or ") if name in _SUMS else ("gathers", "")
+    what = "this metric gathers" if of_metric else f"dist.{name} {does}"
+    remedy = (
+        "give it process_group=mesh.get_group('data') when it is made, if it counts or adds up (a ratio is right)"
+        if of_metric
+        else f"{divide}pass group=mesh.get_group('data') (sums over x.local are right as they are)"
+    )
     ranks = _ranks_of_a_replica
     warnings.warn_explicit(
-        f"dist.{name} {does} over all {dist.get_world_size()} ranks, and the {ranks} ranks of a replica have the same "
-        f"whole values, so each comes {ranks} times; {divide}pass group=mesh.get_group('data') (sums over x.local are "
-        "right as they are)",
+        f"{what} over all {dist.get_world_size()} ranks, and the {ranks} ranks of a replica have the same whole "
+        f"values, so each comes {ranks} times; {remedy}",
         UserWarning,
         frame.f_code.co_filename,
         frame.f_lineno,
