@@ -37,7 +37,7 @@ class Apart:
         self._unread = {own: unread(zeros, f"{name}.{own} {_WHY}") for own, zeros in self._own.items()}
         self._handles = (
             norm.register_forward_pre_hook(self._enter),
-            norm.register_forward_hook(self._leave, prepend=True, always_call=True),
+            norm.register_forward_hook(self._leave, prepend=True),
         )
         norm._buffers.update(self._unread)
 
