@@ -24,33 +24,36 @@ GROWS = (
 
 
 class SimulatedHost:
-    """A `StepHost` for fake tensors, under `tracer`; time passes on `clock`."""
+    """A `StepHost` for fake tensors, under `tracer`; time passes on `clock`.
 
-    def __init__(self, clock: StepClock, tracer: Tracer, strategy: Strategy):
-        self._clock, self._tracer, self._strategy = clock, tracer, strategy
+    `kept` gives the bytes that modules keep from step to step beside parameters.
+    """
+
+    def __init__(self, clock: StepClock, tracer: Tracer, strategy: Strategy, kept: Callable[[], int]):
+        self._clock, self._tracer, self._strategy, self._kept = clock, tracer, strategy, kept
         self.notes: set[str] = set()  # what was taken for granted
         self._is_copied = not (strategy.recompute == "budget" or strategy.update_in_backward)
         self._saving = self.road() if strategy.offload else nullcontext
 
-    def twice(self, step: TrainStep, batch: Any, kept: Callable[[], int]) -> None:
+    def twice(self, step: TrainStep, batch: Any) -> None:
         """Two steps. The second does what the first did, so it is not run but copied, where nothing says otherwise.
 
-        Only what the first makes and leaves is not made again: the optimizer's state, mostly. Where modules have `kept`
-        more bytes after a step than before it, others are run until they do not.
+        Only what the first makes and leaves is not made again: the optimizer's state, mostly. Where modules keep more
+        after a step than before it, others are run until they do not.
         """
         step.begin()  # keeps buffers in memory that is there from then on
-        started, before = len(self._tracer.trace.events), kept()
+        started, before = len(self._tracer.trace.events), self._kept()
         self._once(step, batch)
-        if self._is_copied and kept() <= before:
+        if self._is_copied and self._kept() <= before:
             ended = len(self._tracer.trace.events)
             step.begin()
             self._tracer.repeat(started, ended)
             self._tracer.end_step()
             return
         for _ in range(_MOST_STEPS - 1):
-            before = kept()
+            before = self._kept()
             self._once(step, batch)
-            if kept() <= before:
+            if self._kept() <= before:
                 return
         self.notes.add(GROWS)
 

@@ -154,7 +154,7 @@ class _Simulation:
             names, _axes(self._mesh), self._outcomes, terms.scratch, clock, until, workspace=terms.cublas_bytes
         )
         self._programs = SimulatedPrograms(self._clock)
-        self._host = SimulatedHost(self._clock, self._tracer, strategy)
+        self._host = SimulatedHost(self._clock, self._tracer, strategy, self._kept_bytes)
         self.shares = Shares(self._spatial)
 
     def prediction(self, on_trace: Callable[[Trace], None]) -> Prediction:
@@ -166,7 +166,7 @@ class _Simulation:
             batch, *ahead = [self._batch() for _ in range(1 + self._terms.has("prefetched_batch"))]
             tracer.building = False
             with self._fake:
-                self._host.twice(step, batch, self._kept_bytes)
+                self._host.twice(step, batch)
         on_trace(tracer.trace)
         return self._accounted(model, ahead)
 
