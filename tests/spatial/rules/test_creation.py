@@ -112,8 +112,8 @@ def at_places(x: Tensor) -> Tensor:
 
 
 def by_the_old_constructor(x: Tensor) -> list[Tensor]:
-    made = [x.new(x.size()).fill_(2), x.new(*x.shape).zero_(), x.new([1.0, 2.0]), x.new(3).long().zero_()]
-    return [x * made[0] + made[1], x.sum() * made[2], x.sum() + made[3]]
+    made = [x.new(*x.shape).fill_(2), x.new([1.0, 2.0]), x.new(3).long().zero_()]
+    return [x * made[0], x.sum() * made[1], x.sum() + made[2]]
 
 
 CASES: dict[str, Case] = {
@@ -134,6 +134,16 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("name", CASES)
 def test_as_in_one_process(name: str) -> None:
     require_the_numbers_of_one_process(__name__, name)
+
+
+def _of_a_size() -> bool:
+    x = ff.shard(torch.zeros(2, 3, 6, 8), mesh(1, 2))
+    made = x.new(x.size())
+    return isinstance(made, ff.SpatialTensor) and made.spec.placements == x.spec.placements and made.shape == x.shape
+
+
+def test_the_old_constructor_takes_a_size() -> None:
+    assert all(rank_group(2).run(_of_a_size))
 
 
 def _how_they_lie() -> list[Any]:
