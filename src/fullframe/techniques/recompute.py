@@ -212,12 +212,13 @@ class _Before:
 
     def compared(self, result: Any) -> Any:
         """The result of the second pass, which runs to its end where it is compared."""
-        if self._sample is not None:
+        again = [] if self._sample is None else sample(result)
+        if self._sample or again:
             note(
                 f"{self.name} had another result when it was recomputed in backward, so gradients would be wrong: it "
                 "depends on what was changed meanwhile (entries of a list or a dict, a global, a generator that is no "
                 f"attribute of it); keep that in buffers, or in attributes that are set anew, or {self._leave_out}",
-                differ(self._sample, sample(result)),
+                differ(self._sample or [], again),
             )
         return result
 
