@@ -50,6 +50,8 @@ def _owned() -> tuple[object, ...]:
     found = all_owned(mine, _group())
     (found * (1 + rank)).sum().backward()
     true = all_owned(torch.tensor(rank == 1), _group())
+    of_a_column = all_owned(torch.full((1, 4), 3.0 * rank, dtype=torch.bfloat16)[:, 0], _group())  # with a stride of 4
+    assert of_a_column.tolist() == [3.0]
     return str(found.tolist()), mine.grad.tolist(), bool(true), found.add_(1).shape  # type: ignore[union-attr]
 
 

@@ -34,6 +34,9 @@ DECIDED_BY_VALUES = (
     "covariance: weights",
     "quantiles: of what a mask",
     "quantiles: where one rank",
+    "convolution: conv by what a mask picks",
+    "transposed_convolution: conv_transpose by what a mask picks",
+    "matmul: linear by what a mask picks",
 )
 # Strict, with the reason.
 KNOWN = {

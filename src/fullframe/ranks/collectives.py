@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from fullframe.ranks.adjoint import linear
 from fullframe.ranks.channel import channel_of
 from fullframe.ranks.memory_format import memory_format_of
-from fullframe.ranks.raw_bytes import plain
+from fullframe.ranks.raw_bytes import in_bytes, plain
 from fullframe.ranks.recording import recorder
 from fullframe.ranks.shared_memory import fits
 from fullframe.ranks.tags import line
@@ -93,8 +93,7 @@ def all_owned(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     def add_bytes(value: Tensor) -> Tensor:
         found = torch.empty_like(value, memory_format=torch.contiguous_format)  # no view: it may be written to
-        raw, target = (t.view(-1).view(torch.uint8) for t in (plain(value.detach()), found))
-        target.copy_(all_sum_no_grad(raw, group))
+        in_bytes(found).copy_(all_sum_no_grad(in_bytes(plain(value.detach())), group))
         return found
 
     add = partial(all_sum_no_grad, group=group)
@@ -183,7 +182,7 @@ def all_gather_no_grad(
     everyone = mine.new_empty(len(channel.ranks), *mine.shape)
     rows, row = everyone.view(-1), mine if mine.dim() == 1 else mine.view(-1)
     if mine.dtype not in _COMMON:
-        rows, row = rows.view(torch.uint8), row.view(torch.uint8)
+        rows, row = in_bytes(rows), in_bytes(row)
     with waiting_for_ranks():
         work = group._allgather_base(rows, row, _TO_GATHER)
         if work is not None:

@@ -48,7 +48,7 @@ def by_instances(x: Tensor) -> Tensor:
 
 
 CASES: dict[str, Case] = {
-    "conv by kernels and biases of the image": Case(by_instances),
+    "conv by what a mask picks": Case(by_instances),
     "conv by a kernel made of the image": Case(by_its_own),
     "conv 3/1/1": conv(3, 1, 1),
     "conv 5/1/2": conv(5, 1, 2),

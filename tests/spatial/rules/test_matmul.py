@@ -25,7 +25,7 @@ CASES: dict[str, Case] = {
     "einsum of short integers": one(
         lambda x: [torch.einsum(f"c{a}{b},d->{a}d", ones(x[0, :1, :h, :w]), ones(x[0, 0, 0, :3])) * x.sum()
                    for a, b, h, w in (("h", "w", 2, 3), ("w", "h", 3, 2))]),
-    "linear by what is made of the image": Case(by_its_own),
+    "linear by what a mask picks": Case(by_its_own),
     "matmul of rows": Case(lambda x, w: x.permute(0, 2, 3, 1) @ w, whole=((4, 3),)),
     "gram matrix": one(lambda x: x.flatten(2) @ x.flatten(2).transpose(1, 2)),
     "linear over a split dim": Case(lambda x, w: F.linear(x, w[:, : x.shape[3]]), whole=((3, 64),)),

@@ -37,7 +37,7 @@ CASES: dict[str, Case] = {
     "conv_transpose 3/1/1 groups": transposed(3, 1, 1, groups=2),
     "conv_transpose 2/4/0+3": transposed(2, 4, 0, 3),
     "conv_transpose 3/2/2 dilation 3": transposed(3, 2, 2, 1, 3),
-    "conv_transpose by a kernel made of the image": Case(by_its_own),
+    "conv_transpose by what a mask picks": Case(by_its_own),
     "conv_transpose 3d": Case(lambda x, w: F.conv_transpose3d(x, w, None, 2, 1), ((1, 3, 4),), ((3, 2, 4, 4, 4),)),
 }  # fmt: skip
 CORNERS = Corners()
