@@ -94,11 +94,11 @@ def _transposed_convolution(
     groups: int = 1,
     dilation: int | Ints = 1,
 ) -> Tensor:
-    """Transposed convolution of an input split along spatial dims, by a weight made whole; no split channels."""
-    if not isinstance(input, SpatialTensor):
+    """Transposed convolution of an input split along spatial dims; refuses split channels and a split weight."""
+    if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
         raise Unsupported("the weight is split, not the input")
-    if type(weight) is SpatialTensor or type(bias) is SpatialTensor:  # a kernel that was made of an image
-        return func(input, whole(weight), whole(bias), stride, padding, output_padding, groups, dilation)  # type: ignore[no-any-return]
+    if type(bias) is SpatialTensor:  # made of an image
+        return func(input, weight, whole(bias), stride, padding, output_padding, groups, dilation)  # type: ignore[no-any-return]
     count = weight.dim() - 2
     if len(input.spec.shape) == count + 1:  # no batch dim
         batch = func(input.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation)
