@@ -16,7 +16,6 @@ from fullframe.spatial.gradients import enter
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.operands import say_gathered, shells_in
 from fullframe.spatial.redistribute import sliced
-from fullframe.spatial.rules.registry import writes
 from fullframe.spatial.spec import Spec, strides_of
 from fullframe.spatial.tensor import SpatialTensor, described, local_of, shell_of, wrap
 from fullframe.spatial.views import View, share_memory, version_of
@@ -35,23 +34,7 @@ def unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
     say_gathered(name, reason, shells[0])
     if not args and "tensor" in kwargs:  # so torch.nn.init hands on its own call
         args, kwargs = (kwargs["tensor"],), {name: value for name, value in kwargs.items() if name != "tensor"}
-    if writes(func, kwargs) and isinstance(args[0], SpatialTensor):
-        return gathered_write(func, args, kwargs)
     return gathered_call(func, args, kwargs, shells[0].spec)
-
-
-def gathered_write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run an in-place `func` on the whole of its first operand, and write this rank's part back."""
-    target: SpatialTensor = args[0]
-    whole = target.full().clone()
-    rest, kwargs = tree_map_only(SpatialTensor, lambda shell: shell.full(), (args[1:], kwargs))
-    result = func(whole, *rest, **kwargs)
-    if tuple(whole.shape) != target.spec.shape:
-        reason = "it changes the shape of a split tensor in place"
-        raise UnsupportedOp(name_of(func), described([target]), module_path(), reason, "Use the form that does not.")
-    local_of(target).copy_(sliced(enter(whole, target.spec.spatial), target.spec))
-    settle(target)
-    return None if result is None else target
 
 
 def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, spec: Spec) -> Any:
@@ -71,7 +54,10 @@ def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, spec: Spec) 
     versions = {number: whole._local._version for number, (_, whole) in wholes.items()}
     leaves, tree = tree_flatten(func(*args_, **kwargs_))
     written = [wholes[number] for number, version in versions.items() if wholes[number][1]._local._version != version]
-    for _, whole in written:
+    for shell, whole in written:
+        if tuple(whole._local.shape) != shell.spec.shape:
+            reason = "it changes the shape of a split tensor in place"
+            raise UnsupportedOp(name_of(func), described([shell]), module_path(), reason, "Use the form that does not.")
         settle(whole)
     for n, out in enumerate(leaves):
         if not isinstance(out, Tensor):
