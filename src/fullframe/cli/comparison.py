@@ -90,9 +90,7 @@ class Comparison:
             self._conclude(self._known)
 
     def _start(self, record: Mapping[str, Any]) -> None:
-        import torch.distributed as dist
-
-        from fullframe.ranks.agreement import from_all_ranks, on_first_rank
+        from fullframe.ranks.agreement import from_all_ranks, is_first_rank, on_first_rank
 
         of_ranks = from_all_ranks({**measured(self._tracked()), "step_seconds": float(record["step_seconds"])})
         self._measured = {name: max(rank[name] for rank in of_ranks) for name in of_ranks[0]}
@@ -100,7 +98,7 @@ class Comparison:
             self._require_close(self._conclude(on_first_rank(self._predicted)), self._strict)
         elif self._known is not None:
             self._waits = True  # for steps to be timed
-        elif not dist.is_initialized() or dist.get_rank() == 0:
+        elif is_first_rank():
             self._child = predicting(self._recipe, self._strategy, self._batch_size, self._values)
 
     @property

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
+
+from fullframe.ranks.agreement import is_first_rank
 
 Kind = TypeVar("Kind")
 
@@ -53,7 +54,7 @@ class Unused:
 
 def say_unused(names: Collection[str]) -> None:
     """On the job's first rank: parameters of these names got no gradient."""
-    if names and (not dist.is_initialized() or dist.get_rank() == 0):
+    if names and is_first_rank():
         shown = ", ".join(list(names)[:3]) + (", ..." if len(names) > 3 else "")
         warnings.warn(
             f"{len(names)} parameters got no gradient ({shown}): they are left without one, as in one process; where "

@@ -16,10 +16,15 @@ from fullframe.ranks.waiting import waiting_for_ranks
 T = TypeVar("T")
 
 
+def is_first_rank(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether this process is the group's first rank, the one that speaks for all."""
+    return not dist.is_initialized() or dist.get_rank(group) == 0
+
+
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """The group's first rank runs `action`; every rank returns its result or raises its FullframeError or OSError."""
     outcome: list[Any] = [None, None]  # the result, the error
-    if not dist.is_initialized() or dist.get_rank(group) == 0:
+    if is_first_rank(group):
         try:
             outcome[0] = action()
         except (FullframeError, OSError) as error:

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullframe.ranks.agreement import is_first_rank
 from fullframe.spatial.refetch import Saved, require_unwritten
 from fullframe.techniques.pinned_memory import PinnedMemory
 
@@ -27,7 +27,7 @@ def saving_to_host(device: torch.device) -> Callable[[], AbstractContextManager[
     """What to enter around each forward pass on `device`; on a CPU, where it could save nothing, it is nothing."""
     if device.type != "cpu":
         return Offload(DeviceRoad(device)).saving
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_rank():
         warnings.warn("strategy.offload does nothing on a CPU, whose memory is the host's", stacklevel=2)
     return nullcontext
 

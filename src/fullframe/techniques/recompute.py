@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
@@ -29,6 +28,7 @@ from fullframe.model.buffers import borrow_buffers, buffers_of, copies, return_b
 from fullframe.model.compiled.blocks import CompiledBlock
 from fullframe.model.forward_patch import PatchedForward
 from fullframe.model.runs import part
+from fullframe.ranks.agreement import is_first_rank
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 from fullframe.strategy import Strategy
 from fullframe.techniques.budget import Costs, choose
@@ -299,7 +299,7 @@ class Recomputation:
         forwards = {name: part(self._model, name).forward for name in self._unchecked}
         passed_by = [name for name, f in forwards.items() if isinstance(f, Recomputed) and not f.was_called]
         self._unchecked = ()
-        if passed_by and (not dist.is_initialized() or dist.get_rank() == 0):
+        if passed_by and is_first_rank():
             warnings.warn(
                 f"strategy.recompute has no effect on {', '.join(passed_by[:3])}{', ...' if passed_by[3:] else ''}: "
                 "the model did not call them as modules in its first forward pass; name others with recompute_modules",

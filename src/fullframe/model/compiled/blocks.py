@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten
@@ -19,6 +18,7 @@ from fullframe.model.blocks import blocks_that_repeat, examples, matching
 from fullframe.model.compiled.guard import MOST_KNOWN, SIMPLE, Guard, facts, memory, simple
 from fullframe.model.forward_patch import PatchedForward
 from fullframe.model.runs import part
+from fullframe.ranks.agreement import is_first_rank
 from fullframe.ranks.recording import NotCapturable, NotYet, reason_not_to_compile, recorder
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole
 
@@ -108,7 +108,7 @@ class Programs:
         if not said.why_not or not aloud or said.why_not in self._warned:
             return
         self._warned.add(said.why_not)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if is_first_rank():
             block = said.block or "the model"
             warnings.warn(f"{block} is not compiled and runs as it is: {said.why_not}", stacklevel=4)
 
