@@ -1,6 +1,6 @@
-"""Counts and amounts in sentences."""
+"""Counts, amounts and lists of names in sentences."""
 
-from fullframe.wording import amount, plural
+from fullframe.wording import amount, first_of, plural, some
 
 
 def test_one_is_not_several() -> None:
@@ -11,3 +11,8 @@ def test_one_is_not_several() -> None:
 
 def test_an_amount_has_its_unit() -> None:
     assert [amount(size) for size in (53 * 2**20, 12.34 * 2**30)] == ["53 MiB", "12.3 GiB"]
+
+
+def test_of_many_names_the_first_are_said() -> None:
+    assert some("abcde") == "a, b, c and 2 more" and some("ab") == "a, b"
+    assert first_of("abcde") == "a, b, c, ..." and first_of(["a"]) == "a" and first_of("abc", most=2) == "a, b, ..."

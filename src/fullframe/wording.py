@@ -1,4 +1,6 @@
-"""Counts and amounts in sentences."""
+"""Counts, amounts and lists of names in sentences."""
+
+from collections.abc import Collection, Iterable
 
 
 def amount(bytes: float) -> str:
@@ -15,3 +17,15 @@ def _many(noun: str) -> str:
     if noun.endswith("y") and noun[-2:-1] not in "aeiou":
         return f"{noun[:-1]}ies"
     return noun + ("es" if noun.endswith(("ch", "ss")) else "s")
+
+
+def some(names: Iterable[str], most: int = 3) -> str:
+    """'a, b, c and 4 more'."""
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
+
+
+def first_of(names: Collection[str], most: int = 3) -> str:
+    """'a, b, c, ...', for a sentence that says how many there are, or need not."""
+    return ", ".join(list(names)[:most]) + (", ..." if len(names) > most else "")

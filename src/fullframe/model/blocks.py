@@ -12,6 +12,7 @@ from torch import nn
 
 from fullframe.errors import StrategyError
 from fullframe.model.runs import runs_of_layers
+from fullframe.wording import first_of
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
@@ -98,4 +99,4 @@ def matching(model: nn.Module, patterns: Sequence[str], field: str) -> Iterator[
 def examples(model: nn.Module) -> str:
     """The names of some of its modules, for an error."""
     names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
-    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") or "which it has none"
+    return first_of(names, most=6) or "which it has none"

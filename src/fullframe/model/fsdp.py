@@ -27,6 +27,7 @@ from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.raw_bytes import checksums
 from fullframe.spatial.gradients import is_managed, manage
 from fullframe.spatial.tensor import SpatialTensor
+from fullframe.wording import first_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -123,13 +124,13 @@ class ShardedParameters:
         new = sorted(name for name, p in trained.items() if not is_sharded(p) and not is_managed(p))
         if new and torch.is_grad_enabled():
             raise GradientError(
-                f"{', '.join(new[:3])}{', ...' if new[3:] else ''} came into the model after the parameters were "
+                f"{first_of(new)} came into the model after the parameters were "
                 "sharded, and its gradient would not be averaged; replace modules before parallelize, or do without "
                 "shard_parameters"
             )
         if changed and torch.is_grad_enabled():
             raise GradientError(
-                f"requires_grad of {', '.join(changed[:3])}{', ...' if changed[3:] else ''} has changed since the "
+                f"requires_grad of {first_of(changed)} has changed since the "
                 "parameters were sharded, and its gradient would not be averaged; freeze and unfreeze before "
                 "parallelize, or do without shard_parameters"
             )
@@ -181,7 +182,7 @@ class ShardedParameters:
         unused = [name for name, is_used in zip(self._parameters, used, strict=True) if not is_used]
         if unused and not self._sends_zeros:
             raise GradientError(
-                f"{len(unused)} parameters got no gradient ({', '.join(unused[:3])}{', ...' if unused[3:] else ''}), "
+                f"{len(unused)} parameters got no gradient ({first_of(unused)}), "
                 f"for which torch {torch.__version__} sends nothing; use torch 2.13, freeze them with "
                 "requires_grad_(False), or do without shard_parameters"
             )

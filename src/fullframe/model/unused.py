@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fullframe.ranks.agreement import is_first_rank
+from fullframe.wording import first_of
 
 Kind = TypeVar("Kind")
 
@@ -55,10 +56,9 @@ class Unused:
 def say_unused(names: Collection[str]) -> None:
     """On the job's first rank: parameters of these names got no gradient."""
     if names and is_first_rank():
-        shown = ", ".join(list(names)[:3]) + (", ..." if len(names) > 3 else "")
         warnings.warn(
-            f"{len(names)} parameters got no gradient ({shown}): they are left without one, as in one process; where "
-            "that is meant, requires_grad_(False) or find_unused_parameters=True says so",
+            f"{len(names)} parameters got no gradient ({first_of(names)}): they are left without one, as in one "
+            "process; where that is meant, requires_grad_(False) or find_unused_parameters=True says so",
             stacklevel=2,
         )
 

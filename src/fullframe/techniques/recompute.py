@@ -35,6 +35,7 @@ from fullframe.techniques.budget import Costs, choose
 from fullframe.techniques.likeness import Sample, differ, note, sample
 from fullframe.techniques.precision import Fp32Math, fp32_math
 from fullframe.techniques.readings import ForeignParameters, Readings, SavedAgain, foreign
+from fullframe.wording import first_of
 
 _SMALL_BYTES = 65_536
 _OTHERS = "name other modules with recompute_modules"
@@ -301,7 +302,7 @@ class Recomputation:
         self._unchecked = ()
         if passed_by and is_first_rank():
             warnings.warn(
-                f"strategy.recompute has no effect on {', '.join(passed_by[:3])}{', ...' if passed_by[3:] else ''}: "
+                f"strategy.recompute has no effect on {first_of(passed_by)}: "
                 "the model did not call them as modules in its first forward pass; name others with recompute_modules",
                 stacklevel=2,
             )

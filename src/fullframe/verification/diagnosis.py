@@ -18,6 +18,7 @@ from fullframe.verification.verdict import (
     middle,
     named_differences,
 )
+from fullframe.wording import some
 
 _ROUNDING = 1e-2  # relative; what is further off is no rounding
 
@@ -104,9 +105,8 @@ def _rounding_within(evidence: Evidence) -> str:
         return ""
     inside = [f"{_described(path, evidence.classes.get(path, ''))} in {kind.removeprefix('torch.')}"
               for path, kind in evidence.narrow.items()]  # fmt: skip
-    more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
     return (
-        f"; some of it is computed in less than double precision ({', '.join(inside[:3])}{more}), whose rounding may "
+        f"; some of it is computed in less than double precision ({some(inside)}), whose rounding may "
         "be all of it: compute that in the dtype of its input, or use a wider --tolerance"
     )
 
@@ -117,10 +117,9 @@ def _differences(named: Named) -> list[Difference]:
 
 def _unused(parameters: Named) -> Iterator[str]:
     if parameters.missing:
-        names = list(parameters.missing)
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        names = parameters.missing
         yield (
-            f"{len(names)} parameters get no gradient from this batch ({', '.join(names[:3])}{more}): "
+            f"{len(names)} parameters get no gradient from this batch ({some(names)}): "
             "they are trained by none, in one process and in many"
         )
 

@@ -45,6 +45,7 @@ from fullframe.verification.module_tensors import ModuleTensors, compared
 from fullframe.verification.reference import Answers, Part
 from fullframe.verification.stages import StagedCalls
 from fullframe.verification.verdict import Found, Place, Verdict
+from fullframe.wording import some
 
 DEFAULT_TOLERANCE = 1e-9
 _LEAVE_SECONDS = 10.0
@@ -122,8 +123,7 @@ def _prepared(
 ) -> tuple[nn.Module, TrainStep, Any, _KeptBatch]:
     plain, silenced = reference.double_model(recipe, mesh_device(mesh))
     if silenced:
-        more = f" and {len(silenced) - 3} more" if len(silenced) > 3 else ""
-        notes.append(f"dropout is off for the comparison, in both runs: {', '.join(silenced[:3])}{more}")
+        notes.append(f"dropout is off for the comparison, in both runs: {some(silenced)}")
     if not any(p.requires_grad for p in plain.parameters()):
         raise RecipeError("no parameter of the model requires a gradient; there is no step to compare")
     _, _, step = prepare(recipe, strategy, mesh, plain)

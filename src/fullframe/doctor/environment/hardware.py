@@ -6,8 +6,8 @@ from typing import Any
 
 from fullframe.doctor.environment import kinds
 from fullframe.doctor.finding import Finding
-from fullframe.doctor.judgement.words import some
 from fullframe.observation.gpus import Gpu
+from fullframe.wording import some
 
 _GIB = 2**30
 # NVML's bits of "clocks event reasons" that mean harm, and what they say.

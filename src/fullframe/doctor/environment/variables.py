@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from fullframe.doctor.environment import kinds
 from fullframe.doctor.finding import Finding
-from fullframe.doctor.judgement.words import some
+from fullframe.wording import some
 
 _LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HERE = ("localhost", "127.0.0.1", "::1", "0.0.0.0")

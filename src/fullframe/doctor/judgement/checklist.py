@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 from fullframe.doctor.finding import Finding
 from fullframe.doctor.judgement.samples import trained_on
-from fullframe.doctor.judgement.words import some
 from fullframe.doctor.probes import kinds
 from fullframe.doctor.probes.notes import Backward, BatchRead, Job, Loader, Memory, Notes, Update, Weights
 from fullframe.observation.units import seconds_text
-from fullframe.wording import plural
+from fullframe.wording import plural, some
 
 _GIB = 2**30
 _MEASURES = {"allocated_bytes": "allocated", "reserved_bytes": "reserved", "process_bytes": "of the process"}

@@ -5,7 +5,6 @@ from itertools import pairwise
 from math import isfinite
 
 from fullframe.doctor.finding import Finding
-from fullframe.doctor.judgement.words import some
 from fullframe.doctor.probes import kinds
 from fullframe.doctor.probes.notes import (
     Backward,
@@ -18,7 +17,7 @@ from fullframe.doctor.probes.notes import (
     Update,
     Weights,
 )
-from fullframe.wording import plural
+from fullframe.wording import plural, some
 
 _FEWEST = 4  # steps that show growth
 _ODDITIES = {

@@ -4,10 +4,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from fullframe.doctor.finding import Finding
-from fullframe.doctor.judgement.words import on_ranks, some
+from fullframe.doctor.judgement.words import on_ranks
 from fullframe.doctor.probes import kinds
 from fullframe.doctor.probes.notes import Backward, Event, Failure, Job, Notes, Sketch, Update, Weights
-from fullframe.wording import plural
+from fullframe.wording import plural, some
 
 _ROUNDING = 1e-6
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"

@@ -1,13 +1,6 @@
-"""Sentences about names and numbers."""
+"""Sentences about ranks and shares."""
 
-from collections.abc import Collection, Iterable
-
-
-def some(names: Iterable[str], most: int = 3) -> str:
-    """'a, b, c and 4 more'."""
-    listed = list(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
+from collections.abc import Collection
 
 
 def on_ranks(ranks: Collection[int]) -> str:
