@@ -1,6 +1,6 @@
-"""Counts, amounts and lists of names in sentences."""
+"""Counts, amounts, lists of names and errors in sentences."""
 
-from fullframe.wording import amount, first_of, plural, some
+from fullframe.wording import amount, first_line, first_of, plural, some
 
 
 def test_one_is_not_several() -> None:
@@ -16,3 +16,7 @@ def test_an_amount_has_its_unit() -> None:
 def test_of_many_names_the_first_are_said() -> None:
     assert some("abcde") == "a, b, c and 2 more" and some("ab") == "a, b"
     assert first_of("abcde") == "a, b, c, ..." and first_of(["a"]) == "a" and first_of("abc", most=2) == "a, b, ..."
+
+
+def test_an_error_is_said_in_a_sentence() -> None:
+    assert first_line(ValueError("it is full.\nCall others.")) == "it is full" and first_line(OSError()) == "OSError"

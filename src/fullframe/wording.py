@@ -1,4 +1,4 @@
-"""Counts, amounts and lists of names in sentences."""
+"""Counts, amounts, lists of names and errors in sentences."""
 
 from collections.abc import Collection, Iterable
 
@@ -29,3 +29,8 @@ def some(names: Iterable[str], most: int = 3) -> str:
 def first_of(names: Collection[str], most: int = 3) -> str:
     """'a, b, c, ...', for a sentence that says how many there are, or need not."""
     return ", ".join(list(names)[:most]) + (", ..." if len(names) > most else "")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, to go on with in a sentence: its first line without a full stop, or its class."""
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

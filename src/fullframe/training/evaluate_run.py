@@ -18,6 +18,7 @@ from fullframe.training.checkpoints.writer import checkpoint_of, load_weights
 from fullframe.training.evaluation import NEEDS_LESS, NO_SAMPLES, evaluate
 from fullframe.training.loading.delivery import mesh_device
 from fullframe.training.session import prepare
+from fullframe.wording import first_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ def evaluate_run(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        problem = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        problem = first_line(error)
         raise RunError(f"out of memory in the evaluation ({problem}). {NEEDS_LESS}") from error
     return Evaluated(step=checkpoint.manifest.step, averaged=averaged, measured=measured, problems=problems)
 

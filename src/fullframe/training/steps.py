@@ -43,7 +43,7 @@ from fullframe.training.observers import Observer
 from fullframe.training.run_directory import RunDirectory, write_strategy
 from fullframe.training.session import Session
 from fullframe.training.step import StepRecord
-from fullframe.wording import plural
+from fullframe.wording import first_line, plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ class Steps:
             if not is_out_of_memory(error):
                 raise
             self._looking.evaluation_out_of_memory(number, error)
-            problem = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+            problem = first_line(error)
         self._end_with_evaluation(number, problem)  # outside, for the traceback holds what was computed
 
     def better(self, number: int, measured: Mapping[str, float]) -> Best | None:

@@ -23,6 +23,7 @@ from fullframe.ranks.channel import is_out_of_memory
 from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.strategy import Strategy
 from fullframe.training.step import StepRecord, TrainStep
+from fullframe.wording import first_line
 
 _PATIENCE_SECONDS = 120.0  # for a device to get through what it was given: longer than a step
 
@@ -41,7 +42,7 @@ def attempt(
         if not is_out_of_memory(error):
             raise
         on_failure(error)
-        problem = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        problem = first_line(error)
     # Outside the except block, for the exception's traceback holds what the step computed.
     if step.updating:
         raise RunError(
