@@ -2,10 +2,12 @@
 
 from collections.abc import Collection, Iterable
 
+GIB, MIB = 2**30, 2**20
+
 
 def amount(bytes: float) -> str:
     """As printed: 12.3 GiB, 53 MiB."""
-    return f"{bytes / 2**30:.1f} GiB" if bytes >= 2**30 else f"{bytes / 2**20:.0f} MiB"
+    return f"{bytes / GIB:.1f} GiB" if bytes >= GIB else f"{bytes / MIB:.0f} MiB"
 
 
 def plural(number: int, noun: str) -> str:

@@ -17,9 +17,9 @@ from fullframe.cli.simulate import Simulate
 from fullframe.cli.words import words
 from fullframe.errors import RunError
 from fullframe.strategy import Strategy
+from fullframe.wording import GIB
 
 _STEPS = 2  # of which the second has the optimizer's state from the start
-_GIB = 2**30
 _TIMED = 3  # steps, where the prediction is there already
 _NOTABLE = 0.1  # of a step, without a core
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE")
@@ -125,7 +125,7 @@ class Comparison:
         for name, key in _MEASURES.items():
             if name in found and predicted.get(key):
                 share = found[name] / predicted[key] - 1
-                unit, text = (_GIB, "GiB") if name != "step_seconds" else (1.0, "s")
+                unit, text = (GIB, "GiB") if name != "step_seconds" else (1.0, "s")
                 parts.append(
                     f"{name.removesuffix('_bytes').replace('_', ' ')} {predicted[key] / unit:.3g} predicted, "
                     f"{found[name] / unit:.3g} {text} measured ({share:+.0%})"
@@ -222,8 +222,8 @@ def _beside(process: float, tensors: float, predicted: Mapping[str, Any]) -> str
     libraries = float(predicted.get("terms", {}).get("context", 0))
     rest = max(process - tensors - libraries, 0.0)
     return (
-        f"beside its tensors a rank's process held {(process - tensors) / _GIB:.3g} GiB at most: Python with what it "
-        f"has loaded, {libraries / _GIB:.3g} GiB when it was calibrated; the other {rest / _GIB:.3g} GiB are freed "
+        f"beside its tensors a rank's process held {(process - tensors) / GIB:.3g} GiB at most: Python with what it "
+        f"has loaded, {libraries / GIB:.3g} GiB when it was calibrated; the other {rest / GIB:.3g} GiB are freed "
         "memory that malloc keeps for the next tensor, and samples being read"
     )
 

@@ -16,9 +16,8 @@ from tyro.conf import Positional, arg
 
 from fullframe.errors import LaunchError
 from fullframe.launching.jobs import STATES, Files, JobRow, jobs, selected
-from fullframe.wording import plural
+from fullframe.wording import GIB, plural
 
-_GIB = 2**30
 _WIDTH = 160  # of a table that goes into a file or a pipe
 _GAP = 2  # between columns
 _COLOURS = {"running": "green", "finished": "blue", "failed": "red", "died": "red", "lost": "red", "unknown": "yellow"}
@@ -126,8 +125,8 @@ def _number(value: float | None) -> str:
 def _memory(row: JobRow) -> str:
     if row.peak_bytes is None:
         return ""
-    predicted = f" ({row.predicted_bytes / _GIB:.2f})" if row.predicted_bytes else ""
-    return f"{row.peak_bytes / _GIB:.2f}{predicted}"
+    predicted = f" ({row.predicted_bytes / GIB:.2f})" if row.predicted_bytes else ""
+    return f"{row.peak_bytes / GIB:.2f}{predicted}"
 
 
 def _warning(row: JobRow) -> str:

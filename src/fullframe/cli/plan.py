@@ -21,7 +21,7 @@ from fullframe.cli.words import figure
 from fullframe.errors import DeviceError, RecipeError
 from fullframe.strategy import describe
 from fullframe.technique import Precision
-from fullframe.wording import plural
+from fullframe.wording import GIB, plural
 
 if TYPE_CHECKING:
     from fullframe.planning.plan import Planned
@@ -31,7 +31,6 @@ _ROWS = 12
 _WIDTH = 160  # of a table that goes into a file or a pipe
 _WIDE = 120  # columns of a terminal that has room for the kinds of memory
 _OTHER = "other: temporary values, workspaces, the device's context, what the allocator cannot use; --json lists each"
-_GIB = 2**30
 _NOTHING_FITS, _REFUSED, _OUT_OF_TIME = 1, 2, 3
 
 
@@ -96,7 +95,7 @@ class Plan:
                 precisions=self.precision,
                 allow_optimizer=self.allow_optimizer,
                 allow_compile=self.allow_compile,
-                memory_limit_bytes=None if self.memory_limit_gib is None else int(self.memory_limit_gib * _GIB),
+                memory_limit_bytes=None if self.memory_limit_gib is None else int(self.memory_limit_gib * GIB),
                 seconds=self.seconds,
                 benchmark=self.benchmark or None,
                 workers=min(2, len(os.sched_getaffinity(0))),
@@ -160,7 +159,7 @@ class Plan:
         from fullframe.simulation.devices.table import parse_cluster
 
         device = parse_cluster(self.gpus).device
-        limit, has = planned.cluster.device.memory_bytes / _GIB, device.memory_bytes / _GIB
+        limit, has = planned.cluster.device.memory_bytes / GIB, device.memory_bytes / GIB
         if not device.is_cuda or limit <= has:
             return []
         return [f"warning: --memory-limit-gib {limit:g} is more than the {has:.2f} GiB of a {device.name}"]
@@ -187,7 +186,7 @@ def _show_progress(started: float | None = None, limit: float = 0.0, simulated: 
 def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]", is_wide: bool) -> Table:
     from fullframe.planning.ranking import by_category
 
-    limit, of = planned.limit_bytes / _GIB, planned.cluster.device.memory_bytes / _GIB
+    limit, of = planned.limit_bytes / GIB, planned.cluster.device.memory_bytes / GIB
     table = Table(title=f"{planned.cluster.name}: {limit:.2f} GiB of {of:.2f} to be used", title_justify="left")
     kinds = ("weights", "gradients", "optimizer", "activations", "other") if is_wide else ()
     names = ("GiB", *kinds, "free", "ms/step", "samples/s")
@@ -202,7 +201,7 @@ def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]", is_
         known = [bytes.get(kind, 0) for kind in ("parameter", "gradient", "optimizer", "activation")]
         total = plan.prediction.device_bytes
         sizes = (total, *((*known, total - sum(known)) if is_wide else ()), plan.headroom_bytes)
-        row += [f"{size / _GIB:.2f}" for size in sizes]
+        row += [f"{size / GIB:.2f}" for size in sizes]
         row += [figure(1e3 * plan.prediction.step_seconds), figure(plan.samples_per_second or 0.0)]
         table.add_row(*map(Text, [*row, plan.reason]))
     return table

@@ -35,6 +35,7 @@ from fullframe.observation.out_of_memory.account import (
 from fullframe.observation.out_of_memory.words import ten_lines
 from fullframe.processes.whole_files import replace_text
 from fullframe.strategy import TECHNIQUES, Strategy, describe
+from fullframe.wording import GIB
 
 _SEARCH_SECONDS = 40.0
 _ALL_SECONDS = 75.0  # for the search, what the recipe's own functions take, and three simulations at most
@@ -46,7 +47,6 @@ _EVALUATION_HELP = (
     "nothing; smaller frames in recipe.evaluation_data, measures that need no whole map (.full()), a frame split over "
     "more ranks (--height, --width, --depth) or 16 bits (--precision) do"
 )
-_GIB = 2**30
 
 
 def explain_out_of_memory(command: Any, run_dir: Path, is_asked_to_stop: Callable[[], bool] = lambda: False) -> None:
@@ -208,7 +208,7 @@ class _Asking:
             **self._common,
             precision=(failed.precision,),
             allow_optimizer=failed.optimizer != "recipe",
-            memory_limit_gib=None if limit_bytes is None else limit_bytes / _GIB,
+            memory_limit_gib=None if limit_bytes is None else limit_bytes / GIB,
             seconds=_SEARCH_SECONDS,
         )
         out, problem = self._answer("plan", command)

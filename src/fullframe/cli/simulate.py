@@ -12,12 +12,12 @@ from fullframe.cli.strategy_file import first_plan, strategy_of, with_batch_size
 from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed, figure
 from fullframe.errors import RecipeError, StrategyError
 from fullframe.strategy import Strategy
+from fullframe.wording import GIB
 
 if TYPE_CHECKING:
     from fullframe.simulation.memory.trace import Trace
     from fullframe.simulation.prediction import Prediction
 
-_GIB = 2**30
 _MODULES = 10
 
 
@@ -96,7 +96,7 @@ def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None
     from fullframe.simulation.prediction import said_of_host
 
     def gib(bytes: int) -> str:
-        return f"{bytes / _GIB:.3f}"
+        return f"{bytes / GIB:.3f}"
 
     moment, usable = prediction.moment, int(memory_bytes * (1 - KEPT_FREE))
     fits = f"fits, with less than the {KEPT_FREE:.0%} free that a plan keeps, as predictions are off by up to as much"

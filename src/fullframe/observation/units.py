@@ -2,8 +2,7 @@
 
 import math
 
-GIB = 2**30
-MIB = 2**20
+from fullframe.wording import GIB, MIB
 
 
 def size_text(size: float) -> str:

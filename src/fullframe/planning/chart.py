@@ -5,9 +5,9 @@ from pathlib import Path
 
 from fullframe.errors import FullframeError
 from fullframe.planning.ranking import Plan, by_category
-from fullframe.simulation.devices.table import GIB
 from fullframe.strategy import describe, multiplied
 from fullframe.techniques.stages.pipelines import bubble, gpipe, timeline
+from fullframe.wording import GIB
 
 _SHOWN = 25
 _COLOURS = {

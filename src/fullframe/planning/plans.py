@@ -5,9 +5,9 @@ from html import escape
 
 from fullframe.planning.ranking import Plan, by_category
 from fullframe.strategy import describe
+from fullframe.wording import GIB
 
 _SHOWN = 12  # rows of plans that were simulated
-_GIB = 2**30
 _KINDS = {"parameter": "#4c78a8", "gradient": "#72b7b2", "optimizer": "#54a24b", "activation": "#f58518"}
 _OTHER = "#bab0ac"
 _STYLE = (
@@ -33,7 +33,7 @@ class Plans(list[Plan]):
         if not self:
             yield "<p>no plans</p>"
             return
-        limit, batch = self[0].memory_bytes / _GIB, self[0].batch_size
+        limit, batch = self[0].memory_bytes / GIB, self[0].batch_size
         best = describe(self[0].strategy) if self[0].fits else "none of these fits"
         yield (
             f"<p><b>{escape(self[0].devices)}</b>, batch size {batch}, {limit:.2f} GiB of each to be used. "
@@ -61,16 +61,16 @@ def _row(number: int, plan: Plan) -> str:
     parts["other"] = max(prediction.device_bytes - sum(parts.values()), 0)
     whole = max(plan.memory_bytes, prediction.device_bytes)
     bar = "".join(
-        f'<span title="{kind} {bytes / _GIB:.2f} GiB" '
+        f'<span title="{kind} {bytes / GIB:.2f} GiB" '
         f'style="width:{100 * bytes / whole:.2f}%;background:{_KINDS.get(kind, _OTHER)}"></span>'
         for kind, bytes in parts.items()
     )
     cells = [
         ("", str(number) if plan.fits else ""),
         ("", escape(describe(plan.strategy))),
-        ("n", f"{prediction.device_bytes / _GIB:.2f}"),
+        ("n", f"{prediction.device_bytes / GIB:.2f}"),
         ("", f'<div class="bar">{bar}</div>'),
-        ("n", f"{(plan.headroom_bytes or 0) / _GIB:.2f}"),
+        ("n", f"{(plan.headroom_bytes or 0) / GIB:.2f}"),
         ("n", _number(1e3 * prediction.step_seconds)),
         ("n", _number(plan.samples_per_second or 0.0)),
         ("", escape(plan.reason)),

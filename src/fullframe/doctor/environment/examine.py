@@ -23,6 +23,7 @@ from fullframe.doctor.environment.versions import NAMES, judged_versions
 from fullframe.doctor.finding import Finding
 from fullframe.errors import DeviceError
 from fullframe.observation.gpus import Gpu, Owner, gpus, has_lost_parent, is_orphan, owner_of
+from fullframe.wording import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +149,11 @@ def _seen(
 ) -> Iterator[str]:
     yield ", ".join(f"{name} {version}" for name, version in installed.items())
     yield f"torch for CUDA {cuda}, driver {driver or 'none'}" if cuda else "torch without CUDA: ranks talk by gloo"
-    yield from (f"GPU {card.index}: {card.name}, {card.total_bytes / 2**30:.3g} GiB" for card in cards)
+    yield from (f"GPU {card.index}: {card.name}, {card.total_bytes / GIB:.3g} GiB" for card in cards)
     memory = limits.memory_limit_bytes
     yield (
         f"{limits.processors_given or limits.processors_seen:g} processors, "
-        f"{(memory or psutil.virtual_memory().total) / 2**30:.3g} GiB memory{' (container)' if memory else ''}, "
-        f"/dev/shm {(limits.shared_memory_bytes or 0) / 2**30:.3g} GiB, {limits.open_files} open files"
+        f"{(memory or psutil.virtual_memory().total) / GIB:.3g} GiB memory{' (container)' if memory else ''}, "
+        f"/dev/shm {(limits.shared_memory_bytes or 0) / GIB:.3g} GiB, {limits.open_files} open files"
     )
     yield f"host {socket.gethostname()}, {time.strftime('%Y-%m-%d %H:%M:%S %Z')}"

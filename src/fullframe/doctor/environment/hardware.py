@@ -7,9 +7,8 @@ from typing import Any
 from fullframe.doctor.environment import kinds
 from fullframe.doctor.finding import Finding
 from fullframe.observation.gpus import Gpu
-from fullframe.wording import some
+from fullframe.wording import GIB, some
 
-_GIB = 2**30
 # NVML's bits of "clocks event reasons" that mean harm, and what they say.
 _THROTTLES = {
     0x08: "a hardware slowdown",
@@ -78,7 +77,7 @@ def judged_gpus(gpus: Sequence[Gpu], found: Sequence[State]) -> Iterator[Finding
         yield kinds.MIXED_GPUS.found(f"this machine has {some(names)}")
     for gpu in gpus:
         for process in gpu.processes:
-            held = "" if process.bytes is None else f" and holds {process.bytes / _GIB:.3g} GiB"
+            held = "" if process.bytes is None else f" and holds {process.bytes / GIB:.3g} GiB"
             text = f"process {process.pid} of {process.user} ({process.command[:60]}) uses GPU {gpu.index}{held}"
             if process.trouble == "orphan":
                 yield kinds.ORPHANS.found(f"{text}; nothing waits for it", fix=process.remedy or kinds.ORPHANS.fix)

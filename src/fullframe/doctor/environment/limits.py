@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fullframe.doctor.environment import kinds
 from fullframe.doctor.finding import Finding
+from fullframe.wording import GIB
 
-_GIB = 2**30
 _NO_LIMIT = 2**60  # cgroup v1 says a huge number
 
 
@@ -43,13 +43,13 @@ def cgroup_limits(root: Path) -> tuple[int | None, int | None, float | None]:
 def judged_limits(limits: Limits, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Findings about what is too little."""
     shared = limits.shared_memory_bytes
-    if shared is not None and shared < _GIB:
+    if shared is not None and shared < GIB:
         yield kinds.SMALL_SHARED_MEMORY.found(f"/dev/shm has {shared / 2**20:.0f} MiB")
     if limits.open_files is not None and limits.open_files < 4096:
         yield kinds.FEW_FILES.found(f"{limits.open_files} files may be open")
     most, used = limits.memory_limit_bytes, limits.memory_used_bytes
-    if most is not None and used is not None and most - used < max(0.1 * most, _GIB):
-        yield kinds.LITTLE_MEMORY.found(f"{(most - used) / _GIB:.2g} of {most / _GIB:.3g} GiB are left")
+    if most is not None and used is not None and most - used < max(0.1 * most, GIB):
+        yield kinds.LITTLE_MEMORY.found(f"{(most - used) / GIB:.2g} of {most / GIB:.3g} GiB are left")
     given = limits.processors_given
     if given is not None and given < limits.processors_seen and "OMP_NUM_THREADS" not in environment:
         yield kinds.CPU_QUOTA.found(

@@ -9,9 +9,8 @@ from fullframe.doctor.judgement.samples import trained_on
 from fullframe.doctor.probes import kinds
 from fullframe.doctor.probes.notes import Backward, BatchRead, Job, Loader, Memory, Notes, Update, Weights
 from fullframe.observation.units import seconds_text
-from fullframe.wording import plural, some
+from fullframe.wording import GIB, plural, some
 
-_GIB = 2**30
 _MEASURES = {"allocated_bytes": "allocated", "reserved_bytes": "reserved", "process_bytes": "of the process"}
 
 
@@ -120,4 +119,4 @@ def _memory(notes: Sequence[Notes]) -> str:
         for event in rank.of(Memory):
             for name, size in event.measured.items():
                 held[name] = max(held.get(name, 0.0), size)
-    return ", ".join(f"{size / _GIB:.3g} GiB {_MEASURES.get(name, name)} measured" for name, size in held.items())
+    return ", ".join(f"{size / GIB:.3g} GiB {_MEASURES.get(name, name)} measured" for name, size in held.items())

@@ -8,7 +8,8 @@ from fullframe.observation.kinds import CATEGORIES, KINDS, OF_STEP, in_order, na
 from fullframe.observation.report.charts import Bar, Line, Mark, Part, area_chart, bars, legend_of, line_chart
 from fullframe.observation.run_files import ObservedStep, RunFiles
 from fullframe.observation.summary import RankNow, Summary, compared, smoothed
-from fullframe.observation.units import GIB, MIB, seconds_text, share_text, size_text
+from fullframe.observation.units import seconds_text, share_text, size_text
+from fullframe.wording import GIB, MIB
 
 _NAMES = {"parameter": "parameters", "gradient": "gradients", "activation": "activations"}
 _NAMES |= {"cached": "cached by the allocator"}

@@ -18,8 +18,7 @@ from fullframe.errors import DeviceError
 from fullframe.ranks import device as gpu
 from fullframe.simulation.devices.calibration import Rates, calibrated, measured_now
 from fullframe.simulation.devices.host_costs import USUAL_HOST, HostCosts
-
-GIB = 2**30
+from fullframe.wording import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
