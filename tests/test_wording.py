@@ -1,6 +1,6 @@
 """Counts, amounts, lists of names and errors in sentences."""
 
-from fullframe.wording import amount, first_line, first_of, plural, some
+from fullframe.wording import amount, figure, first_line, first_of, plural, some
 
 
 def test_one_is_not_several() -> None:
@@ -11,6 +11,10 @@ def test_one_is_not_several() -> None:
 
 def test_an_amount_has_its_unit() -> None:
     assert [amount(size) for size in (53 * 2**20, 12.34 * 2**30)] == ["53 MiB", "12.3 GiB"]
+
+
+def test_a_figure_has_three_digits_and_all_before_the_point() -> None:
+    assert [figure(x) for x in (0.01234, 12.345, 14023.4)] == ["0.0123", "12.3", "14,023"]
 
 
 def test_of_many_names_the_first_are_said() -> None:

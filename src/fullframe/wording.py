@@ -10,6 +10,11 @@ def amount(bytes: float) -> str:
     return f"{bytes / GIB:.1f} GiB" if bytes >= GIB else f"{bytes / MIB:.0f} MiB"
 
 
+def figure(value: float) -> str:
+    """Three digits, and all of those before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def plural(number: int, noun: str) -> str:
     """'1 rank', '2 ranks', '3 batches', '1,024 strategies'."""
     return f"{number:,} {noun if number == 1 else _many(noun)}"

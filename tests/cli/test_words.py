@@ -14,7 +14,7 @@ from fullframe.cli.plan import Plan
 from fullframe.cli.simulate import Simulate
 from fullframe.cli.train import Train
 from fullframe.cli.verify import Verify
-from fullframe.cli.words import TechniqueOptions, changed, figure, words
+from fullframe.cli.words import TechniqueOptions, changed, words
 from fullframe.strategy import TECHNIQUES, Strategy
 
 RECIPE = Path("job.py")
@@ -36,10 +36,6 @@ SPOKEN = [
     Simulate(recipe=RECIPE, gpus="2xcpu", strategy=Path("/dev/stdin"), benchmark=True, json=True),
     Plan(recipe=RECIPE, gpus="4xT4", precision=("bf16", "fp32"), seconds=3.5),
 ]
-
-
-def test_a_figure_has_three_digits_and_all_before_the_point() -> None:
-    assert [figure(x) for x in (0.01234, 12.345, 14023.4)] == ["0.0123", "12.3", "14,023"]
 
 
 def test_every_technique_is_an_option_with_its_default() -> None:

@@ -17,11 +17,10 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
-from fullframe.cli.words import figure
 from fullframe.errors import DeviceError, RecipeError
 from fullframe.strategy import describe
 from fullframe.technique import Precision
-from fullframe.wording import GIB, plural
+from fullframe.wording import GIB, figure, plural
 
 if TYPE_CHECKING:
     from fullframe.planning.plan import Planned

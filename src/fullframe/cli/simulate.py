@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from tyro.conf import Positional, arg
 
 from fullframe.cli.strategy_file import first_plan, strategy_of, with_batch_size
-from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed, figure
+from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed
 from fullframe.errors import RecipeError, StrategyError
 from fullframe.strategy import Strategy
-from fullframe.wording import GIB
+from fullframe.wording import GIB, figure
 
 if TYPE_CHECKING:
     from fullframe.simulation.memory.trace import Trace

@@ -64,11 +64,6 @@ def without_empty_defaults(options: Any) -> None:
             options.__annotations__[field.name] = Annotated[types[field.name], _SAID_NOTHING]
 
 
-def figure(value: float) -> str:
-    """Three digits, and all of those before the point."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
 def changed(options: Any) -> dict[str, Any]:
     """The fields of a dataclass that differ from their defaults."""
     fields = dataclasses.fields(options)

@@ -5,7 +5,7 @@ from html import escape
 
 from fullframe.planning.ranking import Plan, by_category
 from fullframe.strategy import describe
-from fullframe.wording import GIB
+from fullframe.wording import GIB, figure
 
 _SHOWN = 12  # rows of plans that were simulated
 _KINDS = {"parameter": "#4c78a8", "gradient": "#72b7b2", "optimizer": "#54a24b", "activation": "#f58518"}
@@ -71,14 +71,9 @@ def _row(number: int, plan: Plan) -> str:
         ("n", f"{prediction.device_bytes / GIB:.2f}"),
         ("", f'<div class="bar">{bar}</div>'),
         ("n", f"{(plan.headroom_bytes or 0) / GIB:.2f}"),
-        ("n", _number(1e3 * prediction.step_seconds)),
-        ("n", _number(plan.samples_per_second or 0.0)),
+        ("n", figure(1e3 * prediction.step_seconds)),
+        ("n", figure(plan.samples_per_second or 0.0)),
         ("", escape(plan.reason)),
     ]
     row = "".join(f'<td class="{kind}">{text}</td>' for kind, text in cells)
     return f'<tr class="{"yes" if plan.fits else "no"}">{row}</tr>'
-
-
-def _number(value: float) -> str:
-    """Three digits, and all of those before the point."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
