@@ -123,6 +123,11 @@ class RunFiles:
         return self.facts.steps if self.facts is not None else None
 
     @property
+    def prediction(self) -> Prediction | None:
+        """What the plan expected of it, where there was one."""
+        return self.facts.prediction if self.facts is not None else None
+
+    @property
     def goes_on(self) -> str:
         """How the run went on after a step that ran out of memory; "" where it did not, or did not run out."""
         lost, now = self.out_of_memory, whole_number((self.strategy or {}).get("microbatches"))

@@ -326,7 +326,7 @@ def _of_prediction(run: RunFiles, summary: Summary) -> Iterator[Finding]:
 
 def compared(run: RunFiles, summary: Summary) -> Iterator[tuple[str, float, float, float]]:
     """What was predicted and measured: name, predicted, measured, and how far off is worth saying."""
-    prediction = run.facts.prediction if run.facts is not None else None
+    prediction = run.prediction
     if prediction is None:
         return
     if prediction.peak_bytes and summary.peak is not None and summary.peak[1].peak_bytes:

@@ -95,7 +95,7 @@ def _timeline(one: Shown, title: str) -> str:
     rank = one.summary.peak[0] if one.summary.peak is not None else next(iter(one.run.observed))
     rows = [row for row in one.run.observed[rank] if row.bytes]
     limit, marks = _limit(one), list[Mark]()
-    prediction = one.run.facts.prediction if one.run.facts is not None else None
+    prediction = one.run.prediction
     note = f"rank {rank}, the fullest" if len(one.run.observed) > 1 else ""
     if not rows:
         return _heights(one, rank, title, note)
@@ -176,7 +176,7 @@ def _peak_sentence(one: Shown, row: ObservedStep, traced: ObservedStep) -> str:
 def _ranks_card(one: Shown, title: str) -> str:
     """Every rank's peak on one scale, the prediction above them."""
     rows: list[Bar] = []
-    prediction = one.run.facts.prediction if one.run.facts is not None else None
+    prediction = one.run.prediction
     if prediction is not None and prediction.peak_bytes:
         parts = [_size_part(kind, size) for kind, size in _by_category(prediction.bytes, prediction.peak_bytes)]
         rows.append(("predicted", parts, size_text(prediction.peak_bytes)))
@@ -216,7 +216,7 @@ def times(shown: Sequence[Shown]) -> str:
     for one in shown:
         title = f"{one.name}, " if len(shown) > 1 else ""
         slowest = one.summary.slowest[0] if one.summary.slowest is not None else None
-        prediction = one.run.facts.prediction if one.run.facts is not None else None
+        prediction = one.run.prediction
         if prediction is not None and prediction.step_seconds and one.summary.ranks:
             part = Part(name="predicted", value=prediction.step_seconds, text=seconds_text(prediction.step_seconds),
                         colour="var(--c6)")  # fmt: skip
@@ -281,7 +281,7 @@ def _predicted(one: Shown) -> Iterator[list[str]]:
     for what, predicted, found, _ in compared(one.run, one.summary):
         say = size_text if what == "peak memory" else seconds_text
         yield [what, say(predicted), say(found), share_text(found / predicted - 1)]
-    prediction = one.run.facts.prediction if one.run.facts is not None else None
+    prediction = one.run.prediction
     if prediction is None or one.summary.peak is None:
         return
     rank, row = one.summary.peak

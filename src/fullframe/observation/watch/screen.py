@@ -160,7 +160,7 @@ def _times(summary: Summary) -> _Section:
 
 def _memory(run: RunFiles, summary: Summary) -> _Section:
     """Each rank's peak against the device's limit and the prediction; the fullest matters most."""
-    prediction = run.facts.prediction if run.facts is not None else None
+    prediction = run.prediction
     predicted = prediction.peak_bytes if prediction is not None else None
     ranks = sorted((r for r in summary.ranks if _held(r)), key=lambda rank: -_held(rank))
     limit = max((rank.limit_bytes for rank in ranks if rank.limit_bytes), default=None)

@@ -11,7 +11,7 @@ from fullframe.observation.units import duration_text, number_text, seconds_text
 def as_data(run: RunFiles, summary: Summary) -> dict[str, Any]:
     """What `fullframe watch --json` prints; None where something is not known."""
     peak = summary.peak
-    facts, prediction = run.facts, run.facts.prediction if run.facts is not None else None
+    facts, prediction = run.facts, run.prediction
     return {
         "run": str(run.path),
         "state": run.state,
