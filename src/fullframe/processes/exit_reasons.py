@@ -5,6 +5,8 @@ import os
 import sys
 import time
 
+from fullframe.processes.place import restarts
+
 AGAIN = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the job; start it again from its last checkpoint
 STOPPED = 85  # of a rank, to its launcher: asked to stop, it has written a checkpoint and can go on
 
@@ -80,7 +82,7 @@ def is_programs_fault(last_words: str) -> bool:
 
 def restart_reason() -> str:
     """Why the launcher (ours or torchrun) has started this rank again; "" where it has not."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+    if not restarts():
         return ""
     return os.environ.get(RESTART_REASON) or "a rank had failed"
 

@@ -6,6 +6,11 @@ from typing import NamedTuple
 from fullframe.errors import MeshError
 
 
+def restarts() -> int:
+    """How many times the launcher (ours or torchrun) has started the ranks of this job again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 class Place(NamedTuple):
     """Rank `rank` of `world` ranks."""
 

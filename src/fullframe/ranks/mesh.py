@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import MeshError
-from fullframe.processes.place import launched_place
+from fullframe.processes.place import launched_place, restarts
 from fullframe.ranks import device
 from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_channel
 from fullframe.ranks.groups import groups_of
@@ -265,10 +265,9 @@ def start_process_group(timeout_seconds: float) -> None:
 
 def _of_attempt(store: dist.Store) -> dist.Store:
     """A fresh store when torchrun starts ranks again: its own still has the dead ranks' addresses."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":  # nodes count their attempts apart
+    if not restarts() or os.environ.get("GROUP_WORLD_SIZE") != "1":  # nodes count their attempts apart
         return store
-    return dist.PrefixStore(f"attempt-{attempt}", store)
+    return dist.PrefixStore(f"attempt-{restarts()}", store)
 
 
 def spatial_of(

@@ -19,6 +19,7 @@ from fullframe import __version__
 from fullframe.errors import FullframeError
 from fullframe.processes.exit_reasons import StartAgain, is_machines_fault, users_words
 from fullframe.processes.lock import is_held
+from fullframe.processes.place import restarts
 from fullframe.processes.stop_signals import Stopped
 from fullframe.processes.whole_files import replace_text
 
@@ -44,10 +45,9 @@ class RunFile:
 
     def begin(self, facts: Mapping[str, Any]) -> None:
         """The run goes on from here. A launcher's new start keeps when it began."""
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        before = read_run_file(self._path) if restarts else {}
+        before = read_run_file(self._path) if restarts() else {}
         standing = {"state": "running", "reason": "", "pid": os.getpid(), "host": socket.gethostname()}
-        began = {"started": before.get("started", _now()), "ended": None, "restarts": restarts}
+        began = {"started": before.get("started", _now()), "ended": None, "restarts": restarts()}
         environment = {name: os.environ[name] for name in _SCHEDULERS if os.environ.get(name)}
         known = {"prediction": before.get("prediction"), "environment": environment}
         self._write({**standing, **began, **facts, "step": 0, **known})

@@ -1,7 +1,6 @@
 """The rank that runs out of memory notes what it knows, while what the step computed is still there."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ from fullframe.observation.leaks.walk import is_users
 from fullframe.observation.out_of_memory.account import EVALUATION, NOTES, SUMMARY
 from fullframe.observation.out_of_memory.said import sizes_said
 from fullframe.processes.exit_reasons import restart_reason
+from fullframe.processes.place import restarts
 from fullframe.processes.whole_files import replace_text
 from fullframe.ranks import device
 from fullframe.simulation.devices.table import cluster_here
@@ -69,7 +69,7 @@ class OutOfMemoryNotes(Observer):
             sizes["reserved_bytes"] = said["allocated_bytes"] + said["unused_bytes"]
         note = {
             "step": number,
-            "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "attempt": restarts(),
             "rank": run.rank,
             "time": time.time(),
             "error": (str(error) or type(error).__name__)[:_ERROR],
