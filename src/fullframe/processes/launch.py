@@ -4,7 +4,6 @@ Not by torchrun's agent, which starts a job again whatever ended it, an error in
 middle of its own work when it is told to stop. Ranks that torchrun starts again resume all the same.
 """
 
-import os
 import signal
 import tempfile
 import time
@@ -23,8 +22,8 @@ from fullframe.processes.deaths import (
     stopped,
 )
 from fullframe.processes.exit_reasons import STOPPED
-from fullframe.processes.rank_processes import Death, Ranks, environment_of
-from fullframe.processes.stop_signals import STOP_SIGNALS, StopSignals
+from fullframe.processes.rank_processes import Death, Ranks, environment_of, set_defaults
+from fullframe.processes.stop_signals import StopSignals, for_ranks
 
 _POLL_SECONDS = 0.1
 
@@ -49,15 +48,9 @@ def launch(
     `on_failure` is told why, where a rank may not have been able to say it. `before_restart` may take its time, until
     the function it is given says that the job is asked to stop.
     """
-    # Without this every rank would start a thread for every core of the machine.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // ranks, 1)))
-    # The ranks must walk through a set of names in one order.
-    os.environ.setdefault("PYTHONHASHSEED", "0")
+    set_defaults(ranks)
     reason, furthest, attempt, in_vain = "", progress(), 0, 0
-    # What this process ignores, as nohup has it ignore SIGHUP, the ranks need not hear of.
-    numbers = [n for n in (*STOP_SIGNALS, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    stop = StopSignals(numbers, interrupts=False)
-    with tempfile.TemporaryDirectory(prefix="fullframe-") as folder, stop:
+    with tempfile.TemporaryDirectory(prefix="fullframe-") as folder, for_ranks() as stop:
         while True:
             environment = environment_of(Path(folder).name, attempt, reason)
             with Ranks(ranks, arguments, Path(folder) / str(attempt), environment) as processes:

@@ -25,9 +25,9 @@ from fullframe.processes.deaths import (
     stopped,
 )
 from fullframe.processes.exit_reasons import AGAIN, STOPPED
-from fullframe.processes.rank_processes import Death, Ranks, environment_of
+from fullframe.processes.rank_processes import Death, Ranks, environment_of, set_defaults
 from fullframe.processes.rendezvous import News, Nodes, Rendezvous, Round
-from fullframe.processes.stop_signals import STOP_SIGNALS, StopSignals
+from fullframe.processes.stop_signals import StopSignals, for_ranks
 
 _POLL_SECONDS = 0.1
 
@@ -50,12 +50,12 @@ def launch_on_nodes(
     where a rank may not have been able to say it.
     """
     reason, furthest, attempt, in_vain, leader = "", progress(), 0, 0, 0
-    numbers = [n for n in (*STOP_SIGNALS, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    asked = StopSignals(numbers, interrupts=False)
-    # Without these every rank would start a thread for every core, and walk through sets of names in its own order.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // nodes.processes, 1)))
-    os.environ.setdefault("PYTHONHASHSEED", "0")
-    with tempfile.TemporaryDirectory(prefix="fullframe-") as folder, asked, Rendezvous(nodes) as rendezvous:
+    set_defaults(nodes.processes)
+    with (
+        tempfile.TemporaryDirectory(prefix="fullframe-") as folder,
+        for_ranks() as asked,
+        Rendezvous(nodes) as rendezvous,
+    ):
         while True:
             try:
                 met = rendezvous.join(lambda: asked.number)

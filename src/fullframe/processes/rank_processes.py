@@ -67,6 +67,14 @@ def environment_of(job: str, attempt: int, reason: str) -> dict[str, str]:
     }
 
 
+def set_defaults(ranks: int) -> None:
+    """What the ranks of a machine inherit, unless the user has set it."""
+    # Without this every rank would start a thread for every core of the machine.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // ranks, 1)))
+    # The ranks must walk through a set of names in one order.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+
+
 class Ranks:
     """`count` processes `python *arguments`, with the environment that torchrun would give them.
 

@@ -22,6 +22,12 @@ class Stopped(SystemExit):
         self.signal = signal.Signals(number)
 
 
+def for_ranks() -> "StopSignals":
+    """Those that a launcher hands on; what it ignores, as nohup has it ignore SIGHUP, the ranks need not hear of."""
+    heard = [number for number in (*STOP_SIGNALS, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    return StopSignals(heard, interrupts=False)
+
+
 class StopSignals:
     """While inside `with`, signals that ask for an end are kept, and the first of them is `number`.
 
