@@ -36,6 +36,17 @@ def set_random_state(state: RandomState) -> None:
     device.set_random_state(state["device"])
 
 
+def python_states() -> tuple[Any, Any]:
+    """The states of Python's and numpy's generators, which torch's own checkpoint does not know."""
+    return random.getstate(), np.random.get_state()
+
+
+def set_python_states(states: tuple[Any, Any]) -> None:
+    """Put back what `python_states` returned."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
 def seed_everything(seed: int) -> None:
     """Set every random state of this process."""
     random.seed(seed)
@@ -60,7 +71,7 @@ def kept_random_state() -> Iterator[None]:
 def sample_randomness(*numbers: int) -> Iterator[None]:
     """Inside, the CPU's random states follow from `numbers` alone; outside they are as before."""
     # Not random_state(): this runs once a sample, and a sample must not touch the GPU's generator.
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before, of_torch = python_states(), torch.get_rng_state()
     seed = mixed_seed(*numbers)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -68,9 +79,8 @@ def sample_randomness(*numbers: int) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        set_python_states(before)
+        torch.set_rng_state(of_torch)
 
 
 def mixed_seed(*numbers: int) -> int:

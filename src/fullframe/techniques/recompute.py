@@ -7,13 +7,11 @@ What else the first pass has read must be as it was, by its version, which is no
 of the results tell: those of the 1st, 2nd, 4th, 8th, ... pass are compared, so that the second pass runs to its end.
 """
 
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,6 +27,7 @@ from fullframe.model.compiled.blocks import CompiledBlock
 from fullframe.model.forward_patch import PatchedForward
 from fullframe.model.runs import part
 from fullframe.ranks.agreement import is_first_rank
+from fullframe.ranks.randomness import python_states, set_python_states
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 from fullframe.strategy import Strategy
 from fullframe.techniques.budget import Costs, choose
@@ -152,7 +151,7 @@ class _Before:
     def __init__(self, module: nn.Module, name: str, leave_out: str, looks: Looks, inputs: Sequence[Any]):
         self.module, self.name, self._leave_out, self._looks = module, name, leave_out, looks
         self.attributes = Attributes(module)
-        self.random_states = random.getstate(), np.random.get_state()
+        self.random_states = python_states()
         self.math = Fp32Math.now()
         self.buffers: dict[tuple[nn.Module, str], Tensor] = {}  # as they were
         self.is_compared = looks.are_due and not any(map(_has_no_values, (*inputs, *module.parameters())))
@@ -239,8 +238,8 @@ class _Before:
     def __enter__(self) -> None:
         """Around the second pass, which can come more than once: it starts as the first did and leaves no trace."""
         self._require_unwritten()
-        self._now = random.getstate(), np.random.get_state()
-        _set_random_states(self.random_states)
+        self._now = python_states()
+        set_python_states(self.random_states)
         self._now_set = Attributes(self.module)
         self.attributes.put_back()
         self._there = borrow_buffers(self.module, self.buffers)
@@ -255,7 +254,7 @@ class _Before:
         return_buffers(self._there)
         self._now_set.put_back()
         del self._now_set
-        _set_random_states(self._now)
+        set_python_states(self._now)
 
 
 def _has_no_values(leaf: Any) -> bool:
@@ -272,11 +271,6 @@ def _is_compiled(block: nn.Module) -> bool:
         if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
             return True
     return False
-
-
-def _set_random_states(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
 
 
 class Recomputation:

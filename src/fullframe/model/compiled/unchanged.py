@@ -3,14 +3,12 @@
 Change attributes of modules, or globals and what else is read outside of them; fill a cache; draw numbers in Python.
 """
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from fullframe.model.compiled.guard import Guard
+from fullframe.ranks.randomness import python_states, set_python_states
 from fullframe.ranks.recording import NotCapturable, NotYet
 
 
@@ -25,7 +23,7 @@ def unchanged(guard: Guard) -> Iterator[None]:
     arrays = [(array, array.copy(), then) for array, then in guard.arrays]
     classes = [(kind, set(vars(kind))) for kind in guard.outside.kinds]
     caches = [(cache, cache.cache_info().misses) for cache in guard.outside.caches]
-    states = random.getstate(), np.random.get_state()
+    states = python_states()
     changed: str | None = None
     try:
         yield
@@ -55,9 +53,8 @@ def unchanged(guard: Guard) -> Iterator[None]:
             if cache.cache_info().misses != misses:
                 changed = f"cache of {cache.__name__}"
                 cache.cache_clear()
-        drew = repr((random.getstate(), np.random.get_state())) != repr(states)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        drew = repr(python_states()) != repr(states)
+        set_python_states(states)
     if changed is not None:
         raise NotYet(f"it changes its {changed}")
     if drew:
