@@ -3,7 +3,7 @@
 DDP looks for plain tensors and their graphs, which shells do not have.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ def _within(leaves: list[Any]) -> Iterator[Tensor]:
                 waiting.append(leaf)
 
 
-def wrapped(leaves: list[Any], shells: Shells) -> Any:
+def wrapped(leaves: Sequence[Any], shells: Shells) -> Any:
     """What `unwrapped` took apart."""
     dressed = [wrap(leaf, spec) if spec is not None else leaf for leaf, spec in zip(leaves, shells.specs, strict=True)]
     return tree_unflatten(dressed, shells.tree)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from fullframe.errors import StrategyError
@@ -24,11 +23,11 @@ from fullframe.model.attributes import Attributes
 from fullframe.model.blocks import blocks_that_repeat, examples, matching
 from fullframe.model.buffers import borrow_buffers, buffers_of, copies, return_buffers
 from fullframe.model.compiled.blocks import CompiledBlock
+from fullframe.model.door import unwrapped, wrapped
 from fullframe.model.forward_patch import PatchedForward
 from fullframe.model.runs import part
 from fullframe.ranks.agreement import is_first_rank
 from fullframe.ranks.randomness import python_states, set_python_states
-from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 from fullframe.strategy import Strategy
 from fullframe.techniques.budget import Costs, choose
 from fullframe.techniques.likeness import Sample, differ, note, sample
@@ -117,20 +116,17 @@ class Recomputed(PatchedForward):
             self._looks.begin()
         # All tensors go in as plain positional arguments: only those does checkpoint save through the hooks around it,
         # which may offload them.
-        leaves, spec = tree_flatten((args, kwargs))
-        specs = [leaf.spec if isinstance(leaf, SpatialTensor) else None for leaf in leaves]
-        locals_ = [local_or_whole(leaf) for leaf in leaves]
+        locals_, shells = unwrapped((args, kwargs))
         given = [(args, kwargs)]  # the first pass gets the very objects, which it may change; and lets go of them
         versions = [(tensor, tensor._version) for tensor in locals_ if isinstance(tensor, Tensor)]
         before = _Before(self._module, self._name, self._leave_out, self._looks, locals_)
-        del leaves, args, kwargs
+        del args, kwargs
 
         def run(*again: Any) -> Any:
             if given:
                 args, kwargs = given.pop()
                 return before.noted(self.original(*args, **kwargs))
-            dressed = [leaf if lay is None else wrap(leaf, lay) for leaf, lay in zip(again, specs, strict=True)]
-            args, kwargs = tree_unflatten(dressed, spec)
+            args, kwargs = wrapped(again, shells)
             return before.compared(self.original(*args, **kwargs))
 
         result = checkpoint(
