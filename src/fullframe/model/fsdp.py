@@ -8,7 +8,6 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeGuard
 from zlib import crc32
 
@@ -22,7 +21,7 @@ from fullframe.errors import DivergenceError, GradientError, MeshError, Strategy
 from fullframe.model.blocks import repeated_blocks
 from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.model.unused import say_unused
-from fullframe.ranks.agreement import from_all_ranks, on_any_rank_each
+from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_rank_each
 from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.raw_bytes import checksums
 from fullframe.spatial.gradients import is_managed, manage
@@ -160,12 +159,10 @@ class ShardedParameters:
         ran = list(self._ran)
         self._ran.clear()
         if any(map(all, zip(found[-64:-32], found[-32:], strict=True))):
-            everyone = from_all_ranks(ran)
-            first = next(names for names in zip_longest(*everyone, fillvalue="nothing") if len(set(names)) > 1)
-            rank = next(rank for rank, name in enumerate(first) if name != first[0])
+            mine, rank, other = first_difference(from_all_ranks(ran))
             raise DivergenceError(
                 f"the replicas ran different blocks, and took one's parameters for another's: where rank 0 ran "
-                f"{first[0]}, rank {rank} ran {first[rank]}; skip blocks alike on all replicas, or do without "
+                f"{mine}, rank {rank} ran {other}; skip blocks alike on all replicas, or do without "
                 "shard_parameters"
             )
         return found[: len(flags)]

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,7 @@ from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
 from fullframe.model.same_program import Agreement
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.model.world_collectives import watch_collectives
-from fullframe.ranks.agreement import from_all_ranks
+from fullframe.ranks.agreement import first_difference, from_all_ranks
 from fullframe.ranks.mesh import Axis, Spatial, has_stages, spatial_of, stage_axis
 from fullframe.ranks.random_states import share_random_states
 from fullframe.ranks.raw_bytes import share_values
@@ -387,11 +386,8 @@ def _require_same_tensors(model: nn.Module) -> None:
     ]
     if len(set(from_all_ranks(hashlib.sha256("\n".join(mine).encode()).digest()))) == 1:
         return
-    everyone = from_all_ranks(mine)
-    places = zip_longest(*everyone, fillvalue="nothing")
-    first = next(different for different in places if len(set(different)) > 1)
-    rank = next(rank for rank, one in enumerate(first) if one != first[0])
+    first, rank, other = first_difference(from_all_ranks(mine))
     raise ShapeError(
-        f"the ranks have different models: where rank 0 has {first[0]}, rank {rank} has {first[rank]}; build the same "
+        f"the ranks have different models: where rank 0 has {first}, rank {rank} has {other}; build the same "
         "model on all ranks"
     )

@@ -4,6 +4,7 @@ Without a process group this process is the only rank.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +58,14 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def first_difference(everyone: Sequence[Sequence[str]]) -> tuple[str, int, str]:
+    """Where the lists of all ranks first differ: what rank 0 has there, another rank, and what that one has."""
+    places = zip_longest(*everyone, fillvalue="nothing")
+    first = next(place for place in places if len(set(place)) > 1)
+    rank = next(rank for rank, one in enumerate(first) if one != first[0])
+    return first[0], rank, first[rank]
 
 
 def on_any_rank(flag: bool) -> bool:
