@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +30,8 @@ def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
     if not isinstance(x, SpatialTensor):
         return looked_up(x, points)
     x.spec.require_in_order([dim for dim, index in enumerate(points) if index is not None])
-    indices = iter(torch.broadcast_tensors(*(_whole(i, x) for i in given)))
-    points = [None if i is None else next(indices) for i in points]
-    spec, at, shape = x.spec, landing(points), next(i.shape for i in points if i is not None)
-    rest = [dim for dim, index in enumerate(points) if index is None]
-    sizes = [spec.shape[dim] for dim in rest]
-    goal = [*rest[:at], *(None for _ in shape), *rest[at:]]
-    kept = tuple(p.at(goal.index(p.dim)) for p in spec.placements if p.dim in rest)
-    result = spec.with_((*sizes[:at], *shape, *sizes[at:]), kept)
+    spec = x.spec
+    points, at, shape, rest, result = landed(spec, [None if i is None else _whole(i, x) for i in points])
     many = len(given) == len(shape) == 1 and _is_much(result, spec) and has_many_rows(spec, at)
     if not many:
         _require_few(result, spec)
@@ -51,6 +45,28 @@ def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
         return wrap(found, result)
     held = held.view(*held.shape, *(1 for _ in rest[at:]))
     return wrap(_put_together(found, held, spec, rest), result)
+
+
+class Landed(NamedTuple):
+    """Where index tensors, one or None a dim, lead to."""
+
+    points: list[Tensor | None]  # of one shape
+    at: int  # the dim of the result at which their dims begin
+    shape: torch.Size  # of each
+    rest: list[int]  # dims without one
+    result: Spec  # whole along their dims
+
+
+def landed(spec: Spec, points: Sequence[Tensor | None]) -> Landed:
+    """What whole index tensors, at least one, take from a map of this spec."""
+    indices = iter(torch.broadcast_tensors(*(i for i in points if i is not None)))
+    alike = [None if i is None else next(indices) for i in points]
+    at, shape = landing(alike), next(i.shape for i in alike if i is not None)
+    rest = [dim for dim, index in enumerate(alike) if index is None]
+    sizes = [spec.shape[dim] for dim in rest]
+    goal = [*rest[:at], *(None for _ in shape), *rest[at:]]
+    kept = tuple(p.at(goal.index(p.dim)) for p in spec.placements if p.dim in rest)
+    return Landed(alike, at, shape, rest, spec.with_((*sizes[:at], *shape, *sizes[at:]), kept))
 
 
 def has_many_rows(spec: Spec, dim: int) -> bool:

@@ -16,6 +16,7 @@ from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.points import (
     at_own,
     has_many_rows,
+    landed,
     most_besides,
     require_all_inside,
     require_inside,
@@ -263,19 +264,13 @@ def put_at(func: Any, x: Tensor, points: Sequence[Tensor | None], values: Tensor
         return _put_into_whole(func, x, points, values, accumulate)
     x.spec.require_in_order([d for d, i in enumerate(points) if i is not None])
     spec, own = x.spec, local_of(x)
-    indices = iter(torch.broadcast_tensors(*(_whole(i, x) for i in given)))
-    points = [None if i is None else next(indices) for i in points]
-    at, shape = landing(points), next(i.shape for i in points if i is not None)
-    rest = [d for d, i in enumerate(points) if i is None]
-    goal = [*rest[:at], *(None for _ in shape), *rest[at:]]
-    sizes = [spec.shape[d] for d in rest]
-    kept = tuple(p.at(goal.index(p.dim)) for p in spec.placements if p.dim in rest)
-    values = _as_target(values, spec.with_((*sizes[:at], *shape, *sizes[at:]), kept), x, range(at, at + len(shape)))
+    points, at, shape, _, target = landed(spec, [None if i is None else _whole(i, x) for i in points])
+    values = _as_target(values, target, x, range(at, at + len(shape)))
     require_inside(_index_error, spec, {d: i for d, i in enumerate(points) if i is not None}, True)
     _, places, held = at_own(own, spec, points)
     if held is not None:
         mine = those_of(held)
-        values = _selected(values, mine, len(goal), at, shape)
+        values = _selected(values, mine, len(target.shape), at, shape)
         places = [None if i is None else i.flatten()[mine] for i in places]
     if writes(func, {}):
         torch.ops.aten.index_put_(own, places, values, accumulate)
