@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from fullframe.errors import RecipeError
-from fullframe.ranks.agreement import from_all_ranks, on_all_ranks, on_any_rank, on_first_rank
+from fullframe.ranks.agreement import first_difference, from_all_ranks, on_all_ranks, on_any_rank, on_first_rank
 from tests.rank_group import rank_group
 
 
@@ -20,6 +20,11 @@ def test_one_process_is_its_own_first_rank() -> None:
     for agreed in (on_first_rank, on_all_ranks):
         with pytest.raises(RecipeError, match="no"):
             agreed(_refused)
+
+
+def test_the_first_difference_of_lists_is_found_with_both_sides() -> None:
+    assert first_difference([["a", "b"], ["a", "b"], ["a", "c"]]) == ("b", 2, "c")
+    assert first_difference([["a"], ["a", "b"]]) == ("nothing", 1, "b"), "one may be shorter"
 
 
 def _agreed() -> tuple[object, ...]:
