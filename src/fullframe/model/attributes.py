@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 _PLAIN = frozenset((type(None), bool, int, float, str, list, tuple, set, dict, OrderedDict))  # most by far
 _NOT_THERE: Any = object()
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # what `nn.Module` itself keeps: hooks, tables, whether it trains
 
 
 class Attributes:

@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fullframe.data.nested import leaves, tensors_replaced
+from fullframe.model.attributes import OF_EVERY_MODULE
 from fullframe.ranks.randomness import sample_randomness
 from fullframe.recipe import Recipe
 from fullframe.simulation.fake.blame import blamed
@@ -25,7 +26,6 @@ LIKE_THE_FIRST = (
 )
 
 _LARGE = 2**20  # elements
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def abstract_model(recipe: Recipe, fake: FakeTensorMode) -> nn.Module:
@@ -58,7 +58,7 @@ def plain_tensors(model: nn.Module) -> list[Tensor]:
 
 def _attributes(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
     for module in model.modules():
-        for name in [name for name in vars(module) if name not in _OF_EVERY_MODULE]:
+        for name in [name for name in vars(module) if name not in OF_EVERY_MODULE]:
             yield vars(module), name, vars(module)[name]
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fullframe.errors import StrategyError
-from fullframe.model.attributes import state_of_generator
+from fullframe.model.attributes import OF_EVERY_MODULE, state_of_generator
 from fullframe.spatial.tensor import SpatialTensor
 
-_NN_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_UNSEEN = OF_EVERY_MODULE - {"training"}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, range)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _GONE: Any = object()
@@ -92,7 +92,7 @@ def unpack(module: nn.Module, name: str, path: str, found: Packed) -> None:
 
 def _seen(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Each attribute with a copy, or what else tells that it has changed inside."""
-    return {name: (value, _inside(value)) for name, value in vars(module).items() if name not in _NN_MODULES}
+    return {name: (value, _inside(value)) for name, value in vars(module).items() if name not in _UNSEEN}
 
 
 def _inside(value: Any) -> Any:
