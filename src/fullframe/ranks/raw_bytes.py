@@ -12,7 +12,7 @@ KNOWN = {  # to NCCL, through torch 2.13
 }  # fmt: skip
 BUCKET_BYTES = 25 << 20  # of a message in which tensors travel together, as in DDP
 _LARGE_BYTES = 1 << 20  # of a tensor that makes a message by itself
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 def _words(tensor: Tensor) -> Tensor:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.view(_WORDS[real.element_size()])
+    return real.view(INTEGERS[real.element_size()])
 
 
 @torch.no_grad()

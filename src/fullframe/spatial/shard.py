@@ -12,6 +12,7 @@ from fullframe.geometry.placement import Placement
 from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
 from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import Spatial, spatial_of
+from fullframe.ranks.raw_bytes import INTEGERS
 from fullframe.spatial.gradients import enter
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
@@ -20,7 +21,6 @@ from fullframe.spatial.tensor import SpatialTensor, without_class, wrap
 
 MOST_DIMS = 8
 _LOOKED_AT = 12  # rows, or a little more, of each dim
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 
 
 def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTensor:
@@ -105,9 +105,9 @@ def fingerprint(full: Tensor) -> Tensor:
     full = full.resolve_conj().resolve_neg()
     if full.is_complex():
         full = torch.view_as_real(full)
-    if full.is_quantized or full.is_sparse or full.element_size() not in _INTEGERS or not full.numel():
+    if full.is_quantized or full.is_sparse or full.element_size() not in INTEGERS or not full.numel():
         return torch.zeros(1, dtype=torch.int64, device=full.device)
     for dim, size in enumerate(full.shape):  # an odd step does not keep to one colour of a pattern
         full = full[(slice(None),) * dim + (slice(None, None, size // _LOOKED_AT | 1),)]
-    bits = full.contiguous().view(_INTEGERS[full.element_size()]).flatten().to(torch.int64)
+    bits = full.contiguous().view(INTEGERS[full.element_size()]).flatten().to(torch.int64)
     return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum(0, keepdim=True)
