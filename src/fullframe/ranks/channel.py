@@ -18,6 +18,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from fullframe.errors import DivergenceError, FullframeError
 from fullframe.ranks import shared_memory as mailbox
+from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.device import accelerator, is_short_of_memory, place_of_numbers, sends_between_devices
 from fullframe.ranks.recording import recorder
 from fullframe.ranks.shared_memory import APART_RULE, Mailboxes, mailboxes_between
@@ -63,8 +64,7 @@ def compare_records(channels: Sequence["Channel"], group: dist.ProcessGroup) -> 
     for number, (ranks, record) in enumerate(noted):
         alike = {tuple(of_rank[number]) for of_rank in found}
         if len(alike) > len({first for first, *_ in alike}):
-            written: list[Any] = [None] * len(everyone)
-            dist.all_gather_object(written, (ranks, record.count, list(record.last)), group=group)
+            written = from_all_ranks((ranks, record.count, list(record.last)), group)
             said = difference(dict(zip(dist.get_process_group_ranks(group), written, strict=True)))
             raise DivergenceError(f"{said}. {APART_RULE}")
     for _, record in noted:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullframe.errors import MeshError
 from fullframe.processes.place import launched_place, restarts
 from fullframe.ranks import device
+from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_channel
 from fullframe.ranks.groups import groups_of
 
@@ -211,8 +212,7 @@ def init_mesh(
 
 def _compare_hashing(ranks: torch.Tensor) -> None:
     """Warn where the ranks of a replica hash strings differently, and so walk through sets of them in another order."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, hash("fullframe"))
+    everyone = from_all_ranks(hash("fullframe"))
     if dist.get_rank() == 0 and any(
         len({everyone[rank] for rank in replica}) > 1 for replica in ranks.flatten(1).tolist()
     ):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fullframe.doctor.environment import kinds
 from fullframe.doctor.finding import Finding
 from fullframe.ranks import device
+from fullframe.ranks.agreement import from_all_ranks
 
 _BYTES = 8 << 20
 _ROUNDS = 5
@@ -29,8 +30,7 @@ def measure_links(file: Path) -> None:
             dist.barrier()
             if rank in (first, second):
                 found[f"{first}-{second}"] = _of_pair(data, rank == first, second if rank == first else first)
-    everyone: list[dict[str, float]] = [{} for _ in range(ranks)]
-    dist.all_gather_object(everyone, found)
+    everyone = from_all_ranks(found)
     if rank == 0:
         file.write_text(json.dumps({pair: rate for mine in everyone for pair, rate in mine.items()}))
 
