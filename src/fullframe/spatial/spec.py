@@ -59,6 +59,12 @@ class Spec:
         axis = self._axis
         return self.spatial.replica if axis is None else axis.group
 
+    @property
+    def coordinate(self) -> int:
+        """This rank's number among those of `group`; 0 where it is not split."""
+        axis = self._axis
+        return 0 if axis is None else axis.coordinate
+
     @cached_property
     def _axis(self) -> Axis | None:
         """The axes over which it is split, as one."""

@@ -98,7 +98,7 @@ def _unique(
         inverse = sliced(inverse, spec)
     else:
         values, place = torch.unique(values, return_inverse=True)
-        first = sum(lengths[: spec.spatial.coordinate_along([p.axis for p in spec.placements])])
+        first = sum(lengths[: spec.coordinate])
         inverse = place[first : first + len(mine)][inverse]
         counts = values.new_zeros(len(values), dtype=torch.int64).index_add_(0, place, _all_of(counts, spec.group)[0])
     values = _without_gradient(torch.unique, values, x)
@@ -117,7 +117,7 @@ def _unique_slices(func: Any, x: SpatialTensor, dim: int, return_inverse: bool, 
     if values.isnan().any():  # as in `_unique`
         return func(x.full(), return_inverse=return_inverse, return_counts=return_counts, dim=dim)
     values, place, _ = _different(values)
-    first = sum(lengths[: spec.spatial.coordinate_along([p.axis for p in spec.placements])])
+    first = sum(lengths[: spec.coordinate])
     found = [values.unflatten(1, x.movedim(dim, 0).shape[1:]).movedim(0, dim) if x.dim() > 1 else values[:, 0]]
     found[0] = _without_gradient(torch.unique, found[0], x)
     if return_inverse:

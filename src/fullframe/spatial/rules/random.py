@@ -31,18 +31,14 @@ def shard_generator(x: SpatialTensor, generator: torch.Generator | None = None) 
 
 def _generator_of(spec: Spec, device: torch.device, generator: torch.Generator | None = None) -> torch.Generator:
     require_sending("it draws random numbers for split tensors, but for dropout")
-    return torch.Generator(device).manual_seed(spec.spatial.draw_seed(generator) + _part(spec))
-
-
-def _part(spec: Spec) -> int:
-    return spec.spatial.coordinate_along([p.axis for p in spec.placements])
+    return torch.Generator(device).manual_seed(spec.spatial.draw_seed(generator) + spec.coordinate)
 
 
 def _kept(x: SpatialTensor, p: float) -> Tensor:
     """True where an element is kept, with probability 1 - p."""
     by = recorder()
     if by is not None:
-        return by.kept(local_of(x).shape, 1 - p, local_of(x).device, _part(x.spec))
+        return by.kept(local_of(x).shape, 1 - p, local_of(x).device, x.spec.coordinate)
     return torch.empty(local_of(x).shape, dtype=torch.bool, device=x.device).bernoulli_(
         1 - p, generator=shard_generator(x)
     )
