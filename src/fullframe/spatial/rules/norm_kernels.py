@@ -15,6 +15,7 @@ from fullframe.ranks.collectives import all_gather_no_grad, all_sum_no_grad
 from fullframe.ranks.constants import constant
 from fullframe.ranks.memory_format import memory_format_of
 from fullframe.spatial.rules.channel_statistics import Holders, differentiable_norm
+from fullframe.spatial.rules.reduction import wide
 from fullframe.spatial.second_derivative import gradients_of
 
 
@@ -39,7 +40,7 @@ def normalized_by_kernels(
     eps: float,
 ) -> Tensor:
     """Of x (N, C, ...) normalized over all dims but 1 and the ranks `over`; `running` (mean, var) are updated."""
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    kind = wide(x.dtype)
     # The kernels take weights of the dtype of x, or of the one that they compute in.
     weight, bias = (t if t is None or t.dtype == x.dtype else t.to(kind) for t in (weight, bias))
     # Without gaps from here on: what is saved must be an input, for the second derivative.
@@ -58,7 +59,7 @@ class _Normalize(torch.autograd.Function):
         if x.numel():
             found = list(torch.batch_norm_stats(x, eps))
         else:  # a mask has picked nothing here
-            kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+            kind = wide(x.dtype)
             found = [x.new_zeros(x.shape[1], dtype=kind)] * 2
         if over.elements is None:
             found.append(found[0].new_full((1,), x.numel() / x.shape[1]))
@@ -76,9 +77,9 @@ class _Normalize(torch.autograd.Function):
         mean, inverse = torch.batch_norm_gather_stats_with_counts(
             means, means, inverses, wide_mean, wide_var, momentum, eps, counts
         )
-        for t, wide in ((running_mean, wide_mean), (running_var, wide_var)):
-            if t is not None and wide is not None and t is not wide:
-                t.copy_(wide)
+        for t, new in ((running_mean, wide_mean), (running_var, wide_var)):
+            if t is not None and new is not None and t is not new:
+                t.copy_(new)
         ctx.save_for_backward(x, weight, mean, inverse, whole)
         ctx.over, ctx.eps = over, eps
         return torch.batch_norm_elemt(x, weight, bias, mean, inverse, eps) if x.numel() else torch.empty_like(x)

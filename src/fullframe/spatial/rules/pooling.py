@@ -19,7 +19,7 @@ from fullframe.spatial.halo import borrow
 from fullframe.spatial.redistribute import gather_axes, refetched
 from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.rules.resampling import in_format, resampled
-from fullframe.spatial.rules.taps import taps_of
+from fullframe.spatial.rules.taps import taps_of, weights_dtype
 from fullframe.spatial.rules.window_plan import (
     WindowPlan,
     ints,
@@ -241,7 +241,7 @@ def _adaptive_average_pool(func: Any, input: SpatialTensor, output_size: Any) ->
     if 0 in input.shape:
         return func(input.full(), sizes)  # type: ignore[no-any-return]
     single = [first + n for n, size in enumerate(sizes) if size == 1]
-    kind = torch.float64 if input.dtype == torch.float64 else torch.float32
+    kind = weights_dtype(input)
     result = input.mean(single, keepdim=True) if single else input
     for dim, size in zip(range(first, input.dim()), sizes, strict=True):
         if size != 1 and isinstance(result, SpatialTensor) and result.spec.is_split(dim) and size != input.shape[dim]:

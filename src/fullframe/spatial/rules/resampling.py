@@ -20,7 +20,7 @@ from fullframe.spatial.halo import Cut
 from fullframe.spatial.operands import say_gathered
 from fullframe.spatial.redistribute import refetched, sliced
 from fullframe.spatial.rules.registry import rule
-from fullframe.spatial.rules.taps import Taps, repeats, taps_of, weighted
+from fullframe.spatial.rules.taps import Taps, repeats, taps_of, weighted, weights_dtype
 from fullframe.spatial.rules.upsampling import Upsampling, upsampled
 from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.spec import Spec
@@ -134,7 +134,7 @@ def _gathered(x: SpatialTensor, request: _Request) -> Tensor:
 def _by_taps(x: SpatialTensor, request: _Request) -> Tensor:
     """Dim by dim, whole dims too: torch's kernel would touch the other dims, where infinity times zero is NaN."""
     options = request.options
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    kind = weights_dtype(x)
     result: Tensor = x
     growth = [m / n for n, m in zip(request.before, request.after, strict=True)]
     for n in sorted(range(x.dim() - 2), key=lambda n: (growth[n], -n)):  # gathers are slowest along the last dim
@@ -159,7 +159,7 @@ def _in_place(x: SpatialTensor, request: _Request) -> dict[int, int] | None:
         if m % n or scale not in (None, factor) or request.options["antialias"]:
             return None
         if mode in _NEAREST:
-            kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+            kind = weights_dtype(x)
             if not repeats(n, m, mode, scale, kind, x.dim() - 2):
                 return None
         elif factor > 1 and (factor % 2 or corners):

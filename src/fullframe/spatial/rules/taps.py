@@ -54,7 +54,7 @@ class Taps:
 
     def share(self, local: Tensor, dim: int, own: range) -> Tensor:
         """What the input rows `own` add to each output row; for few output rows."""
-        local = local.to(_wide(local))
+        local = local.to(weights_dtype(local))
         parts = []
         for rows, weights in _within(self, own, local.dtype, local.device):
             column = weights.view(-1, *(1,) * (local.dim() - dim - 1))
@@ -88,13 +88,14 @@ def weighted(local: Tensor, dim: int, taps: Taps, out: range, start: int) -> Ten
     """Output rows `out` of a tensor that holds the input from row `start` on; in float32 or wider unless copied."""
     if dim > 1 and memory_format_of(local) != torch.contiguous_format:  # which a gather of rows would lose
         return weighted(local.movedim(1, -1), dim - 1, taps, out, start).movedim(-1, 1)
-    rows, weights = _of_rows(taps, out, start, _wide(local), local.device)
+    rows, weights = _of_rows(taps, out, start, weights_dtype(local), local.device)
     if taps.copies:
         return local.index_select(dim, rows[:, 0])
     return _Weighted.apply(local, dim, rows, weights)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def weights_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which rows of `x` are weighted and added up."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
