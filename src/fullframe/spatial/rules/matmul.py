@@ -159,7 +159,11 @@ def _matmul(func: Any, a: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
 @rule(torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm)
 def _add_matmul(func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """`beta * input + alpha * (a @ b)`."""
-    product = torch.matmul(a, b)
+    return added(input, torch.matmul(a, b), beta, alpha)
+
+
+def added(input: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+    """`beta * input + alpha * product`, where torch does not read what it multiplies by 0."""
     if not product.is_floating_point() and not product.is_complex():
         beta, alpha = int(beta), int(alpha)  # as torch reads them
     product = product if alpha == 1 else product * alpha

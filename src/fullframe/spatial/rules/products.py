@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.spatial.rules.matmul import contract
+from fullframe.spatial.rules.matmul import added, contract
 from fullframe.spatial.rules.registry import rule
 
 
@@ -60,12 +60,7 @@ def _added(func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alp
     """`beta * input + alpha * product`: of vectors, of a matrix and a vector, or of matrices and summed over them."""
     name = func.__name__
     product = torch.outer(a, b) if name == "addr" else torch.mv(a, b) if name == "addmv" else _summed(a, b)
-    if not product.is_floating_point() and not product.is_complex():
-        beta, alpha = int(beta), int(alpha)  # as torch reads them
-    product = product if alpha == 1 else product * alpha
-    if beta == 0:
-        return product
-    return product + (input if beta == 1 else input * beta)
+    return added(input, product, beta, alpha)
 
 
 def _summed(a: Tensor, b: Tensor) -> Tensor:
