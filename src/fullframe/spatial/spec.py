@@ -60,6 +60,12 @@ class Spec:
         return self.spatial.replica if axis is None else axis.group
 
     @property
+    def parts(self) -> int:
+        """Over how many ranks it is split."""
+        axis = self._axis
+        return 1 if axis is None else axis.size
+
+    @property
     def coordinate(self) -> int:
         """This rank's number among those of `group`; 0 where it is not split."""
         axis = self._axis

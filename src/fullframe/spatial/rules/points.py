@@ -124,12 +124,12 @@ def _whole(index: Tensor, x: SpatialTensor) -> Tensor:
 
 def most_besides(spec: Spec) -> int:
     """How many numbers a rank may hold besides its part of a map: as many again, or few."""
-    return max(prod(spec.shape) // prod(spec.spatial.axis(p.axis).size for p in spec.placements), FEW)
+    return max(prod(spec.shape) // spec.parts, FEW)
 
 
 def _is_much(result: Spec, spec: Spec) -> bool:
     """Whether a rank would hold more of the result than it holds of the map `spec`."""
-    held = prod(result.shape) // prod(result.spatial.axis(p.axis).size for p in result.placements)
+    held = prod(result.shape) // result.parts
     return len(result.placements) < len(spec.placements) and held > most_besides(spec)
 
 
