@@ -1,7 +1,7 @@
 """Several operands of one op brought to one spec, so that the op can run on their local parts."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -73,7 +73,17 @@ def united(cuts: Sequence[Sequence[Placement]]) -> Placements:
         taken = {p.dim for p in placements}  # two operands do not share out the factors of one dim
         axes = {name for p in placements for name in axes_in(p.axis)}
         placements += [p for p in own if axes.isdisjoint(axes_in(p.axis)) and p.dim not in taken]
+    return in_order(placements)
+
+
+def in_order(placements: Iterable[Placement]) -> Placements:
+    """The placements in the order of the mesh's axes."""
     return tuple(sorted(placements, key=lambda p: AXES.index(axes_in(p.axis)[0])))
+
+
+def placements_of(value: Any) -> Placements:
+    """Where a split tensor is cut; nowhere where it is whole."""
+    return value.spec.placements if isinstance(value, SpatialTensor) else ()
 
 
 def alike(p: Placement, q: Placement) -> bool:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fullframe.geometry.placement import Placement, Placements
-from fullframe.ranks.mesh import AXES, axes_in
-from fullframe.spatial.operands import aligned, alike, has_values, merged, united
+from fullframe.spatial.operands import aligned, alike, has_values, in_order, merged, placements_of, united
 from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.pointwise import pointwise
 from fullframe.spatial.rules.registry import Merged, Unsupported, rule
@@ -82,11 +81,9 @@ def masked(x: Tensor, items: Sequence[Any]) -> Tensor:
         return _beside_tensors(x, items)
     x, place = _placed(x, items)
     spec = (x if isinstance(x, SpatialTensor) else _shell(place.mask)).spec
-    own = x.spec.placements if isinstance(x, SpatialTensor) else ()
-    of_mask = place.mask.spec.placements if isinstance(place.mask, SpatialTensor) else ()
-    of_mask = tuple(p.at(p.dim + place.dim) for p in of_mask)
+    of_mask = tuple(p.at(p.dim + place.dim) for p in placements_of(place.mask))
     # At the mask's boundaries, so that what else the mask picks is cut alike, and meets this without a message.
-    spec = spec.with_(_shape(x), united([tuple(map(partial(_as_the_mask, of_mask), own)), of_mask]))
+    spec = spec.with_(_shape(x), united([tuple(map(partial(_as_the_mask, of_mask), placements_of(x))), of_mask]))
     return _picked_from(aligned(x, spec), spec, place)
 
 
@@ -206,8 +203,8 @@ def _write_beside_tensors(x: SpatialTensor, items: Sequence[Any], value: Any) ->
             own, count = (), 1
         others = [p.at(rest.index(p.dim) + (rest.index(p.dim) >= first)) for p in spec.placements if p.dim in rest]
         sizes = [spec.shape[dim] for dim in rest]
-        placements = sorted([*others, *(p.at(first) for p in own)], key=lambda p: AXES.index(axes_in(p.axis)[0]))
-        value = _broadcast(value, spec.with_((*sizes[:first], count, *sizes[first:]), tuple(placements)))
+        placements = in_order([*others, *(p.at(first) for p in own)])
+        value = _broadcast(value, spec.with_((*sizes[:first], count, *sizes[first:]), placements))
     local[tuple(at)] = value
 
 
@@ -260,8 +257,7 @@ def _spec_of_rows(spec: Spec, place: _Place, rows: int, *own: Placement) -> Spec
     """That of a tensor with `rows` rows, placed by `own`, where one with `spec` has the dims of the mask."""
     fewer = len(place.dims) - 1
     others = [p if p.dim < place.dim else p.at(p.dim - fewer) for p in spec.placements if p.dim not in place.dims]
-    placements = sorted([*others, *own], key=lambda p: AXES.index(axes_in(p.axis)[0]))
-    return spec.with_((*spec.shape[: place.dim], rows, *spec.shape[place.dims.stop :]), tuple(placements))
+    return spec.with_((*spec.shape[: place.dim], rows, *spec.shape[place.dims.stop :]), in_order([*others, *own]))
 
 
 def _spec_of(spec: Spec, place: _Place, picks: Selection) -> Spec:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fullframe.geometry.placement import Placement
 from fullframe.ranks.collectives import all_sum
 from fullframe.ranks.mesh import axes_in
-from fullframe.spatial.operands import aligned, alike
+from fullframe.spatial.operands import aligned, alike, placements_of
 from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.refetch import Loan, borrow, fetching_again
 from fullframe.spatial.rules.registry import Unsupported, rule
@@ -46,7 +46,7 @@ def shared(operands: list[Tensor], terms: list[str]) -> Shared:
         taken = {letter for letter, _ in cuts.values()}  # two operands do not share out the factors of one dim
         axes = {name for axis in cuts for name in axes_in(axis)}
         clashing = [
-            p.axis for p in _placements(operand)
+            p.axis for p in placements_of(operand)
             if (not _same(*cuts[p.axis], term[p.dim], p) if p.axis in cuts
                 else term[p.dim] in taken or not axes.isdisjoint(axes_in(p.axis)))
         ]  # fmt: skip
@@ -55,7 +55,7 @@ def shared(operands: list[Tensor], terms: list[str]) -> Shared:
             loan, whole = borrow(local_of(operand), operand.spec, clashing)
             loans.append(loan)
             operand = wrap(loan.whole, whole)
-        for p in _placements(operand):
+        for p in placements_of(operand):
             cuts.setdefault(p.axis, (term[p.dim], p))
         ready.append(operand)
     spec = next(o.spec for o in operands if isinstance(o, SpatialTensor))
@@ -92,10 +92,6 @@ def contract(operands: list[Tensor], terms: list[str], result: str, call: Any) -
     if summed:
         out = all_sum(out, spec.spatial.group(summed))
     return wrap(out, result_spec(spec, result, sizes, cuts))
-
-
-def _placements(operand: Tensor) -> tuple[Placement, ...]:
-    return operand.spec.placements if isinstance(operand, SpatialTensor) else ()
 
 
 def _same(chosen: str, placement: Placement, letter: str, p: Placement) -> bool:

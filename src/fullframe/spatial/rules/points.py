@@ -10,7 +10,7 @@ from torch import Tensor
 from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import proportional_extents
 from fullframe.ranks.collectives import all_owned, all_sum_no_grad
-from fullframe.spatial.operands import aligned, has_values, united
+from fullframe.spatial.operands import aligned, has_values, placements_of, united
 from fullframe.spatial.redistribute import gather_axes, sliced
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.tables import FEW, landing, looked_up
@@ -209,7 +209,7 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
             x = x.narrow(d, 0, index.shape[d])
     if not isinstance(x, SpatialTensor):
         return _gathered(x, dim, index) if isinstance(index, SpatialTensor) else x.gather(dim, index)
-    spec, cuts = x.spec, index.spec.placements if isinstance(index, SpatialTensor) else ()
+    spec, cuts = x.spec, placements_of(index)
     if not cuts:
         require_inside(lambda like: like.gather(dim, index), spec, {dim: index}, False)
     others, over = [p for p in spec.placements if p.dim != dim], {p.axis for p in spec.placements if p.dim == dim}
