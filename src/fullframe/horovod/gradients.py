@@ -4,13 +4,13 @@ An allgather's gradient is the ranks' mean of its rows; a broadcast's goes to th
 is gathered, times the number of ranks where it was a sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fullframe.horovod.handles import complete
+from fullframe.horovod.handles import complete, first
 from fullframe.horovod.process_sets import ProcessSet
 from fullframe.horovod.request import ReduceOp, Request
 from fullframe.horovod.requests_of import request_of
@@ -72,7 +72,7 @@ class Broadcast(torch.autograd.Function):
     def forward(ctx: Any, request: Request, process_set: ProcessSet, tensor: Tensor) -> Tensor:
         """A new tensor on every rank."""
         ctx.process_set, ctx.name, ctx.root = process_set, request.name, request.root
-        result = complete(request, [tensor], process_set, _only)
+        result = complete(request, [tensor], process_set, first)
         assert isinstance(result, Tensor)
         return result
 
@@ -125,12 +125,10 @@ class Reducescatter(torch.autograd.Function):
         return None, None, *Allgather.apply(request, ctx.process_set, *scaled)  # type: ignore[no-untyped-call]
 
 
-def with_gradient(function: Any, request: Request, process_set: ProcessSet, tensors: Sequence[Tensor]) -> Any:
-    """`function` of these tensors, without autograd's own work where no gradient will be asked for."""
+def with_gradient(
+    function: Any, request: Request, process_set: ProcessSet, tensors: Sequence[Tensor], finish: Callable[[Any], Any]
+) -> Any:
+    """`function` of these tensors; `complete` alone, without autograd's work, where no gradient will be asked for."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return function.apply(request, process_set, *tensors)
-    return None
-
-
-def _only(found: list[Tensor]) -> Tensor:
-    return found[0]
+    return complete(request, tensors, process_set, finish)

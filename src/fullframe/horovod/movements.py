@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fullframe.horovod.context import world
 from fullframe.horovod.gradients import Allgather, Alltoall, Broadcast, with_gradient
-from fullframe.horovod.handles import Handle, begin, complete
+from fullframe.horovod.handles import Handle, begin, complete, first
 from fullframe.horovod.process_sets import ProcessSet, global_process_set
 from fullframe.horovod.request import Request
 from fullframe.horovod.requests_of import request_of, splits_of
@@ -20,16 +20,14 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """Begin an `allgather`."""
-    return begin(_gather_request([tensor], name), [tensor], process_set, _first)
+    return begin(_gather_request([tensor], name), [tensor], process_set, first)
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """`allgather` of several tensors as one."""
-    request = _gather_request(tensors, name)
-    found = with_gradient(Allgather, request, process_set, tensors)
-    return list(found) if found is not None else complete(request, tensors, process_set, list)
+    return list(with_gradient(Allgather, _gather_request(tensors, name), process_set, tensors, list))
 
 
 def grouped_allgather_async(
@@ -44,8 +42,7 @@ def broadcast(
 ) -> Tensor:
     """A new tensor with the numbers of rank `root_rank` of the job; has a gradient."""
     request = _broadcast_request(tensor, root_rank, name, process_set)
-    found = with_gradient(Broadcast, request, process_set, [tensor])
-    result = found if found is not None else complete(request, [tensor], process_set, _first)
+    result = with_gradient(Broadcast, request, process_set, [tensor], first)
     assert isinstance(result, Tensor)
     return result
 
@@ -55,7 +52,7 @@ def broadcast_(
 ) -> Tensor:
     """`broadcast` in place."""
     tensors = [tensor]
-    complete(_broadcast_request(tensor, root_rank, name, process_set), tensors, process_set, _first, targets=tensors)
+    complete(_broadcast_request(tensor, root_rank, name, process_set), tensors, process_set, first, targets=tensors)
     return tensor
 
 
@@ -63,7 +60,7 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Begin a `broadcast`."""
-    return begin(_broadcast_request(tensor, root_rank, name, process_set), [tensor], process_set, _first)
+    return begin(_broadcast_request(tensor, root_rank, name, process_set), [tensor], process_set, first)
 
 
 def broadcast_async_(
@@ -85,8 +82,7 @@ def alltoall(
     Without `splits` each rank gets as many. Has a gradient.
     """
     request = _alltoall_request(tensor, splits, name, process_set)
-    found = with_gradient(Alltoall, request, process_set, [tensor])
-    out, received = found if found is not None else complete(request, [tensor], process_set, tuple)
+    out, received = with_gradient(Alltoall, request, process_set, [tensor], tuple)
     return out if splits is None else (out, received)
 
 
@@ -98,7 +94,7 @@ def alltoall_async(
 ) -> Handle:
     """Begin an `alltoall`."""
     request = _alltoall_request(tensor, splits, name, process_set)
-    return begin(request, [tensor], process_set, _first if splits is None else tuple)
+    return begin(request, [tensor], process_set, first if splits is None else tuple)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -140,7 +136,3 @@ def _alltoall_request(
 ) -> Request:
     world()
     return request_of("alltoall", [tensor], name, splits=splits_of(tensor, splits, process_set.size() or 1))
-
-
-def _first(found: Sequence[Tensor]) -> Tensor:
-    return found[0]

@@ -5,14 +5,13 @@ optional and must be the same on all ranks; ranks may ask for named tensors in d
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fullframe.horovod.compression import Compression, Compressor
 from fullframe.horovod.gradients import Allreduce, Reducescatter, with_gradient
-from fullframe.horovod.handles import Handle, begin, complete, synchronize
+from fullframe.horovod.handles import Handle, begin, complete, first, synchronize
 from fullframe.horovod.movements import allgather_async
 from fullframe.horovod.process_sets import ProcessSet, global_process_set
 from fullframe.horovod.request import ReduceOp, Request
@@ -32,7 +31,7 @@ def allreduce(
     """The reduction of every rank's `tensor`, a new one of its shape and dtype; has a gradient."""
     small, ctx = compression.compress(tensor)
     request = allreduce_request([small], name, reduction(op, average), prescale_factor, postscale_factor, process_set)
-    (whole,) = _reduced(Allreduce, request, [small], process_set)
+    (whole,) = with_gradient(Allreduce, request, process_set, [small], list)
     return compression.decompress(whole, ctx)
 
 
@@ -63,7 +62,7 @@ def allreduce_async(
 ) -> Handle:
     """Begin an `allreduce`; `synchronize` of the handle gives the result. Leave the tensor alone until then."""
     request = allreduce_request([tensor], name, reduction(op, average), prescale_factor, postscale_factor, process_set)
-    return begin(request, [tensor], process_set, _first)
+    return begin(request, [tensor], process_set, first)
 
 
 def allreduce_async_(
@@ -95,7 +94,7 @@ def grouped_allreduce(
     small = [compression.compress(tensor) for tensor in tensors]
     sent = [tensor for tensor, _ in small]
     request = allreduce_request(sent, name, reduction(op, average), prescale_factor, postscale_factor, process_set)
-    wholes = _reduced(Allreduce, request, sent, process_set)
+    wholes = with_gradient(Allreduce, request, process_set, sent, list)
     return [compression.decompress(whole, ctx) for whole, (_, ctx) in zip(wholes, small, strict=True)]
 
 
@@ -171,10 +170,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """This rank's rows of the reduction; the first ranks get one row more where they do not divide. Has a gradient."""
-    small, ctx = compression.compress(tensor)
-    request = _scatter_request([small], name, op, prescale_factor, postscale_factor)
-    (own,) = _reduced(Reducescatter, request, [small], process_set)
-    return compression.decompress(own, ctx)
+    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 
 def reducescatter_async(
@@ -187,7 +183,7 @@ def reducescatter_async(
 ) -> Handle:
     """Begin a `reducescatter`."""
     request = _scatter_request([tensor], name, op, prescale_factor, postscale_factor)
-    return begin(request, [tensor], process_set, _first)
+    return begin(request, [tensor], process_set, first)
 
 
 def grouped_reducescatter(
@@ -203,7 +199,7 @@ def grouped_reducescatter(
     small = [compression.compress(tensor) for tensor in tensors]
     sent = [tensor for tensor, _ in small]
     request = _scatter_request(sent, name, op, prescale_factor, postscale_factor)
-    owns = _reduced(Reducescatter, request, sent, process_set)
+    owns = with_gradient(Reducescatter, request, process_set, sent, list)
     return [compression.decompress(own, ctx) for own, (_, ctx) in zip(owns, small, strict=True)]
 
 
@@ -229,15 +225,6 @@ def _scatter_request(
         raise ValueError("reducescatter needs tensors of at least one dim")
     kind, factors = "reducescatter", {"prescale": float(prescale), "postscale": float(postscale)}
     return request_of(kind, tensors, name, op=ReduceOp(op), **factors)
-
-
-def _reduced(function: Any, request: Request, tensors: Sequence[Tensor], process_set: ProcessSet) -> list[Tensor]:
-    found = with_gradient(function, request, process_set, tensors)
-    return list(found) if found is not None else complete(request, tensors, process_set, list)
-
-
-def _first(found: list[Tensor]) -> Tensor:
-    return found[0]
 
 
 def _nothing(found: object) -> None:
