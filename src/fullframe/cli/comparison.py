@@ -22,7 +22,7 @@ from fullframe.wording import GIB
 _STEPS = 2  # of which the second has the optimizer's state from the start
 _TIMED = 3  # steps, where the prediction is there already
 _NOTABLE = 0.1  # of a step, without a core
-OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE")
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE")
 
 
 class Comparison:
@@ -169,16 +169,25 @@ def predicting(
     timed, given = cluster.endswith("cpu"), Path("/dev/stdin")
     command = Simulate(recipe=recipe, gpus=cluster, strategy=given, benchmark=timed, json=True)
     command = replace(command, batch_size=batch_size, set=tuple(values))
-    environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # a context would take memory from the run
     read, write = os.pipe()
     with os.fdopen(write, "w") as out:
         out.write(strategy.to_json())  # a few hundred bytes: they fit into the pipe
     with os.fdopen(read) as stdin:
         started = [*quietly, sys.executable, "-m", "fullframe.cli", "simulate", *words(command)]
         return subprocess.Popen(
-            started, env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            started, env=environment_beside(), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
+
+
+def environment_beside() -> dict[str, str]:
+    """That of a process beside a run's ranks, which is none of them and leaves the GPUs to them."""
+    own = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    return own | {"CUDA_VISIBLE_DEVICES": ""}  # a context would take memory from the run
+
+
+def last_line(said: str, code: int | None) -> str:
+    """Why a process that ended with this code failed, as the end of what it said has it."""
+    return (said.strip().splitlines() or [f"exit code {code}"])[-1]
 
 
 def prediction_of(child: "subprocess.Popen[str]") -> dict[str, Any]:
@@ -187,8 +196,7 @@ def prediction_of(child: "subprocess.Popen[str]") -> dict[str, Any]:
     with contextlib.suppress(json.JSONDecodeError):
         if child.returncode == 0:
             return dict(json.loads(out))
-    reason = problem.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
-    return {"problem": reason[0]}
+    return {"problem": last_line(problem, child.returncode)}
 
 
 # What is measured, and the field of a prediction that it is held against.

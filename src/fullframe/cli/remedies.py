@@ -5,7 +5,6 @@ The plan is made in processes of its own, when the ranks have ended: what is sho
 
 import dataclasses
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fullframe.cli.comparison import OF_RANKS
+from fullframe.cli.comparison import environment_beside, last_line
 from fullframe.cli.plan import Plan
 from fullframe.cli.simulate import Simulate
 from fullframe.cli.words import TechniqueOptions, words
@@ -231,11 +230,11 @@ class _Asking:
 
     def _answer(self, name: str, command: Any) -> tuple[Any, str]:
         """What the command prints, read as JSON; else None and why."""
-        environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # a context would take memory from the run
         words_of = [sys.executable, "-m", "fullframe.cli", name, *words(command)]
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            child = subprocess.Popen(words_of, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+            child = subprocess.Popen(
+                words_of, env=environment_beside(), stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            )
             try:
                 while child.poll() is None:
                     if time.monotonic() > self._end or self._is_asked_to_stop():
@@ -249,5 +248,4 @@ class _Asking:
             try:
                 return json.loads(out.read()), ""
             except ValueError:
-                said = err.read().strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
-                return None, f"fullframe {name}: {said[0]}"
+                return None, f"fullframe {name}: {last_line(err.read(), child.returncode)}"
