@@ -5,7 +5,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import OmitArgPrefixes, arg
 
-from fullframe.cli.train import Train
+from fullframe.cli.train import Train, name_of, new_run_dir
 from fullframe.cli.words import words
 from fullframe.errors import LaunchError
 from fullframe.launching.docker import command_of
@@ -166,10 +165,9 @@ class Launch:
             raise LaunchError("--plan and --plan-for are both given; leave one out")
 
     def _job(self) -> Job:
-        train, recipe = self.train, self.train.recipe
-        name = slug(self.name or (recipe.resolve().parent.name if recipe.stem == "recipe" else recipe.stem))
-        folder = train.run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = folder.absolute()
+        train = self.train
+        name = slug(self.name or name_of(train.recipe))
+        folder = (train.run_dir or new_run_dir(name)).absolute()
         odd = self.on == "slurm" and next((character for character in "%\\\n\r" if character in str(folder)), None)
         if odd:
             raise LaunchError(f"Slurm reads {odd!r} in {str(folder)!r} in a way of its own; name another --run-dir")

@@ -18,6 +18,7 @@ from typing import Any
 from fullframe.cli.comparison import environment_beside, last_line
 from fullframe.cli.plan import Plan
 from fullframe.cli.simulate import Simulate
+from fullframe.cli.strategy_file import strategy_of
 from fullframe.cli.words import TechniqueOptions, words
 from fullframe.errors import FullframeError
 from fullframe.observation.out_of_memory.account import (
@@ -145,7 +146,7 @@ def _ways(command: Any, failed: Strategy, run_dir: Path, plans: list[Any], askin
     """The fastest that fit; what the plan does not choose among (clipping, a moving average) stays as it was."""
     count, carried = 0, _carried(failed)
     for plan in plans:
-        planned = Strategy.from_json(json.dumps(plan["strategy"]))
+        planned = strategy_of(plan)
         if planned.optimizer != failed.optimizer or not plan["fits"] or not asking.can_start(planned):
             continue
         try:

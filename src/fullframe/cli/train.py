@@ -218,9 +218,7 @@ class Train:
             raise RunError(f"{option} needs --run-dir, the directory of the run to go on with")
         if joins:
             raise RunError("ranks that were started by torchrun need --run-dir, so that all of them name the same one")
-        recipe = self.recipe.resolve()
-        name = recipe.parent.name if recipe.stem == "recipe" else recipe.stem
-        return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return new_run_dir(name_of(self.recipe.resolve()))
 
     def _launch(self, strategy: Strategy, run_dir: Path) -> int:
         from fullframe.processes.launch import launch
@@ -359,3 +357,13 @@ class Train:
         if self.json and rank == 0:
             print_json({"run_dir": str(run_dir), "ranks": strategy.ranks, **last})
         return code
+
+
+def name_of(recipe: Path) -> str:
+    """What the runs of a recipe's file are called: as the file, or its folder where that is but recipe.py."""
+    return recipe.resolve().parent.name if recipe.stem == "recipe" else recipe.stem
+
+
+def new_run_dir(name: str) -> Path:
+    """A folder for what is started now."""
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
