@@ -34,7 +34,7 @@ from fullframe.cli.tracebacks import of_users
 from fullframe.cli.train import Train
 from fullframe.cli.verify import Verify
 from fullframe.cli.watch import Watch
-from fullframe.cli.words import TechniqueOptions, without_empty_defaults
+from fullframe.cli.words import TechniqueOptions, option, without_empty_defaults
 from fullframe.errors import DivergenceError, FullframeError
 from fullframe.processes.exit_reasons import AGAIN, is_machines_fault, report
 
@@ -158,7 +158,7 @@ def _many_valued(command: Any) -> Iterator[str]:
     for field in dataclasses.fields(command) if dataclasses.is_dataclass(command) else ():
         value = getattr(command, field.name)
         if isinstance(value, tuple):
-            yield f"--{field.name.replace('_', '-')}"
+            yield option(field.name)
         elif dataclasses.is_dataclass(value):
             yield from _many_valued(value)
 

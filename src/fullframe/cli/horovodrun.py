@@ -10,7 +10,7 @@ from typing import Annotated, get_type_hints
 
 from tyro.conf import Positional, arg
 
-from fullframe.cli.words import Count
+from fullframe.cli.words import Count, option, require_counts
 from fullframe.errors import MeshError
 
 _SHORT = {"-np": "--np", "-H": "--hosts", "-hostfile": "--hostfile", "-p": "--ssh-port", "-cb": "--check-build"}
@@ -74,10 +74,7 @@ class Horovodrun:
             return 0
         if not self.command:
             raise MeshError("which command? fullframe horovodrun -np 4 python train.py")
-        for name in ("np", "min_np", "max_np", "slots"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise MeshError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        require_counts(self, ("np", "min_np", "max_np", "slots"))
         code, resets = self._run()
         if self.json:
             print(json.dumps({"exit_code": code, "np": self.np, "resets": resets, "command": list(self.command)}))
@@ -137,9 +134,7 @@ class Horovodrun:
 def separated(arguments: Sequence[str]) -> list[str]:
     """The words of a command line with Horovod's short options in ours, and `--` before the command to run."""
     kinds = get_type_hints(Horovodrun)
-    flags = {
-        f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Horovodrun) if kinds[field.name] is bool
-    }
+    flags = {option(field.name) for field in dataclasses.fields(Horovodrun) if kinds[field.name] is bool}
     found: list[str] = []
     words = iter(arguments)
     for word in words:

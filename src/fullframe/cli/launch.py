@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from fullframe.cli.train import Train, name_of, new_run_dir
-from fullframe.cli.words import words
+from fullframe.cli.words import option, require_counts, words
 from fullframe.errors import LaunchError
 from fullframe.launching.docker import command_of
 from fullframe.launching.job import Job, make_folders, read_launch, runs_of, slug, write_launch
@@ -149,16 +149,11 @@ class Launch:
             raise LaunchError(f"there is no recipe file {train.recipe}; check the path")
         given = [name for name in _OURS if getattr(train.over, name) is not None]
         if given:
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            options = ", ".join(map(option, given))
             raise LaunchError(f"leave out {options}: the machines are known when the job starts")
-        for name in ("nodes", "processes"):
-            value = train.over.nodes if name == "nodes" else train.processes
-            if value is not None and value < 1:
-                raise LaunchError(f"--{name} must be at least 1, got {value}")
-        for name in ("gpus_per_node", "cpus_per_node", "parallel", "signal_seconds"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise LaunchError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        require_counts(train.over, ["nodes"], LaunchError)
+        require_counts(train, ["processes"], LaunchError)
+        require_counts(self, ("gpus_per_node", "cpus_per_node", "parallel", "signal_seconds"), LaunchError)
         if self.plan_for is not None and self.on != "slurm":
             raise LaunchError(f"--plan-for is for Slurm; on {self.on} give a file of fullframe plan that is there")
         if self.plan_for is not None and train.plan is not None:

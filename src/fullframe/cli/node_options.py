@@ -7,6 +7,7 @@ from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, arg
 
+from fullframe.cli.words import option
 from fullframe.errors import MeshError
 from fullframe.launching.allocation import rendezvous_of
 from fullframe.processes.rendezvous import Nodes
@@ -56,7 +57,7 @@ def nodes_of(options: NodeOptions, processes: int, environment: Mapping[str, str
         raise MeshError(f"--min-nodes must be 1 to {options.nodes}, the --nodes, got {least}")
     for name in ("node_timeout", "rendezvous_timeout"):
         if not getattr(options, name) > 0:
-            raise MeshError(f"--{name.replace('_', '-')} must be greater than 0, got {getattr(options, name)}")
+            raise MeshError(f"{option(name)} must be greater than 0, got {getattr(options, name)}")
     if address is None and environment.get("PET_MASTER_ADDR"):
         address = f"{environment['PET_MASTER_ADDR']}:{environment.get('PET_MASTER_PORT', _PORT)}"
     if address is None and "SLURM_JOB_ID" in environment:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
+from fullframe.cli.words import require_counts
 from fullframe.errors import DeviceError, RecipeError
 from fullframe.strategy import describe
 from fullframe.technique import Precision
@@ -82,8 +83,7 @@ class Plan:
             raise DeviceError(f"--seconds must be greater than 0, got {self.seconds:g}")
         if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < math.inf:
             raise DeviceError(f"--memory-limit-gib must be greater than 0, and a number, got {self.memory_limit_gib}")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise RecipeError(f"--batch-size must be at least 1, got {self.batch_size}")
+        require_counts(self, ["batch_size"], RecipeError)
         started = time.monotonic()
         _show_progress(started, self.seconds)
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is no plan

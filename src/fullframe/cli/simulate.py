@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from tyro.conf import Positional, arg
 
 from fullframe.cli.strategy_file import first_plan, strategy_of, with_batch_size
-from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed
+from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed, require_counts
 from fullframe.errors import RecipeError, StrategyError
 from fullframe.strategy import Strategy
 from fullframe.wording import GIB, figure
@@ -72,8 +72,7 @@ class Simulate:
 
     def _asked(self) -> tuple[Strategy, int | None]:
         """The strategy, and the batch size where one is given."""
-        if self.batch_size is not None and self.batch_size < 1:
-            raise RecipeError(f"--batch-size must be at least 1, got {self.batch_size}")
+        require_counts(self, ["batch_size"], RecipeError)
         mesh: dict[str, Any] = {name: getattr(self, name) for name in ("data", "depth", "height", "width")}
         if self.strategy is None:
             return Strategy(**mesh, **changed(self.techniques)), self.batch_size

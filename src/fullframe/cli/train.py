@@ -19,7 +19,7 @@ from fullframe.cli.node_options import NodeOptions, NodeWords, nodes_of, require
 from fullframe.cli.remedies import explain_out_of_memory
 from fullframe.cli.report import write_at_end, written
 from fullframe.cli.strategy_file import first_plan, require_devices, strategy_of, with_batch_size
-from fullframe.cli.words import Count, TechniqueOptions, TechniqueWords, changed, words
+from fullframe.cli.words import Count, TechniqueOptions, TechniqueWords, changed, option, require_counts, words
 from fullframe.errors import MeshError, RecipeError, RunError, StrategyError
 from fullframe.processes.exit_reasons import RESTART_REASON, STOPPED
 from fullframe.processes.place import launched_place
@@ -112,7 +112,7 @@ class Train:
                 raise MeshError("this is a rank already (RANK is set), and torchrun says of which nodes; omit --nodes")
             return self._launch_on_nodes(self.over.nodes)
         if changed(self.over):
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in changed(self.over))
+            names = ", ".join(map(option, changed(self.over)))
             raise MeshError(f"{names} is for a job over several machines; say of how many by --nodes")
         ranks = place.world if place else self._ranks_to_start()
         strategy = self._strategy(ranks) if self.plan is None else self._planned(ranks)
@@ -144,11 +144,8 @@ class Train:
         if self.strict_memory is not None and not self.strict_memory > 0:
             raise StrategyError(f"--strict-memory must be greater than 0, got {self.strict_memory}")
         names = ("batch_size", "steps", "checkpoint_every", "keep_checkpoints", "max_skipped", "patience", "trace_step")
-        least = dict.fromkeys(("processes", "data", "depth", "height", "width", *names), 1)
-        least |= dict.fromkeys(("check_every", "hang_timeout", "max_restarts"), 0)
-        for name, value in ((name, getattr(self, name)) for name in least):
-            if value is not None and value < least[name]:
-                raise MeshError(f"--{name.replace('_', '-')} must be at least {least[name]}, got {value}")
+        require_counts(self, ("processes", "data", "depth", "height", "width", *names))
+        require_counts(self, ("check_every", "hang_timeout", "max_restarts"), least=0)
         if not self.recipe.is_file():
             raise RecipeError(f"there is no recipe file {self.recipe}; check the path")
 

@@ -1,12 +1,14 @@
 """Words of the command line: options for `TECHNIQUES`, a command as the words that say it again, and counts."""
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_type_hints
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
+from fullframe.errors import FullframeError, MeshError
 from fullframe.strategy import TECHNIQUES, Strategy
 from fullframe.technique import Compile
 
@@ -81,8 +83,21 @@ def words(command: Any) -> list[str]:
         elif get_args(kinds[name])[1:2] == _POSITIONAL:
             found.insert(0, str(value))
         else:
-            found += [f"--{name.replace('_', '-')}", *_given(value)]
+            found += [option(name), *_given(value)]
     return found + behind
+
+
+def option(name: str) -> str:
+    """The word for a field: --batch-size."""
+    return f"--{name.replace('_', '-')}"
+
+
+def require_counts(options: Any, names: Iterable[str], error: type[FullframeError] = MeshError, least: int = 1) -> None:
+    """Raise `error` where one of these options is given, and is less than it may be."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise error(f"{option(name)} must be at least {least}, got {value}")
 
 
 def _given(value: Any) -> list[str]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from tyro.conf import arg
 
 from fullframe.cli.doctor.report import exit_code, print_findings, summary
-from fullframe.errors import MeshError
+from fullframe.cli.words import require_counts
 
 if TYPE_CHECKING:
     from fullframe.doctor.environment.examine import Examined
@@ -39,8 +39,7 @@ class DoctorEnv:
 
     def findings(self) -> "list[Finding]":
         """What was found, the worst first; printed unless it is to be JSON."""
-        if self.processes is not None and self.processes < 1:
-            raise MeshError(f"--processes must be at least 1, got {self.processes}")
+        require_counts(self, ["processes"])
         examined, rates, problem = self._examined()
         from fullframe.doctor.environment.links import judged_links, said_of_links
         from fullframe.doctor.judgement.judge import by_severity
