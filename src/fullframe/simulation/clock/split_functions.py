@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fullframe.simulation.clock.roofline import StepClock
+from fullframe.simulation.fake.replaced import replaced
 from fullframe.spatial.tensor import SpatialTensor
 
 
@@ -15,7 +16,6 @@ def functions_told_to(clock: StepClock, listener: Callable[[Any], None] = lambda
     Of functions within functions the outermost counts, and one that only looks at a tensor does not. `listener` gets
     the results of those that count.
     """
-    ours = vars(SpatialTensor)["__torch_function__"]
     original = SpatialTensor.__torch_function__
 
     def counted(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -33,8 +33,5 @@ def functions_told_to(clock: StepClock, listener: Callable[[Any], None] = lambda
             listener(result)
         return result
 
-    SpatialTensor.__torch_function__ = classmethod(counted)  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(SpatialTensor, "__torch_function__", classmethod(counted)):
         yield
-    finally:
-        SpatialTensor.__torch_function__ = ours  # type: ignore[method-assign]
