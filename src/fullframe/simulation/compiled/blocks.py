@@ -19,6 +19,7 @@ from fullframe.model.compiled.guard import SIMPLE, Guard, facts
 from fullframe.ranks.recording import NotYet
 from fullframe.simulation.clock.roofline import StepClock
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole
+from fullframe.wording import some
 
 EXPERIMENTAL = (
     "compiled blocks are experimental; their bytes are those of inductor's own buffers, the seconds of their fused "
@@ -58,7 +59,10 @@ class SimulatedPrograms:
         for block, why in self._why_not.items():
             found[why].append(block)
         experimental = [EXPERIMENTAL] * any(not isinstance(program, str) for program in self._made.values())
-        return [*experimental, *(f"simulated without compile: {_listed(names)}: {why}" for why, names in found.items())]
+        return [
+            *experimental,
+            *(f"simulated without compile: {some(names, most=1)}: {why}" for why, names in found.items()),
+        ]
 
     def _captured(self, block: CompiledBlock, guard: Guard, leaves: list[Any], tree: Any) -> Any:
         """Its program, or the reason why there is none."""
@@ -76,10 +80,6 @@ class SimulatedPrograms:
         except Exception as error:  # torch raises many kinds of what it cannot capture or lower
             why = reason_in(error)
             return _Later(why) if isinstance(error, NotYet) else why
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 class _Later(str):
