@@ -6,7 +6,7 @@ images the stages are so many replicas, which happen to get the same samples.
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, lru_cache, wraps
@@ -119,6 +119,13 @@ class Spatial:
     def coordinate_along(self, names: Collection[str]) -> int:
         """This rank's number among the ranks of `group(names)`."""
         return self.axis(self.joint(names)).coordinate if names else 0
+
+    def coordinate_at(self, name: str, place: Mapping[str, int]) -> int:
+        """The coordinate along an axis, or several as one, of the rank with these coordinates along each axis."""
+        number = 0
+        for own in axes_in(name):
+            number = number * self.axis(own).size + place[own]
+        return number
 
     @cached_property
     def coordinates(self) -> dict[str, int]:

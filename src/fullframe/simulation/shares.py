@@ -4,12 +4,11 @@ Even parts of a frame need not stay even: a frame padded below to a square has a
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 from fullframe.geometry.placement import local_shape
-from fullframe.ranks.mesh import Spatial, axes_in
+from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor
 
@@ -34,23 +33,17 @@ class Shares:
         own, here = 0, self._spatial.coordinate
         more = [0] * self._spatial.size
         for spec, bytes in self._bytes_an_element.items():
-            held = [bytes * elements for elements in _elements(spec, self._spatial.places)]
+            held = [bytes * elements for elements in _elements(spec)]
             own += held[here]
             more = [total + max(other - held[here], 0) for total, other in zip(more, held, strict=True)]
         fullest = max(range(len(more)), key=lambda rank: more[rank])
         return fullest if more[fullest] > _UNEVEN * own else None
 
 
-def _elements(spec: Spec, places: Sequence[Mapping[str, int]]) -> list[int]:
-    """Of the tensor's elements those that each rank holds."""
-    sizes = [{axis: max(place[axis] for place in places) + 1 for axis in axes_in(p.axis)} for p in spec.placements]
+def _elements(spec: Spec) -> list[int]:
+    """Of the tensor's elements those that each rank of the replica holds."""
     found = []
-    for place in places:
-        parts = []
-        for along in sizes:
-            part = 0
-            for axis, size in along.items():
-                part = part * size + place[axis]
-            parts.append(part)
+    for place in spec.spatial.places:
+        parts = [spec.spatial.coordinate_at(p.axis, place) for p in spec.placements]
         found.append(prod(local_shape(spec.shape, spec.placements, parts)))
     return found

@@ -69,17 +69,9 @@ def sizes_on_ranks(spec: Spec) -> tuple[int, ...]:
     sizes = []
     for numbers in product(*(range(axis.size) for axis in axes)):
         part = {axis.name: number for axis, number in zip(axes, numbers, strict=True)}
-        held = [p.extents.sizes[_number(p.axis, part, spec)] for p in spec.placements]
+        held = [p.extents.sizes[spec.spatial.coordinate_at(p.axis, part)] for p in spec.placements]
         sizes.append(rest * math.prod(held))
     return tuple(sizes)
-
-
-def _number(name: str, part: dict[str, int], spec: Spec) -> int:
-    """The number along an axis, or several as one, of the rank whose number along each single axis is in `part`."""
-    number = 0
-    for own in axes_in(name):
-        number = number * spec.spatial.axis(own).size + part[own]
-    return number
 
 
 def statistics(x: Tensor, m: int, over: Holders) -> Statistics:
