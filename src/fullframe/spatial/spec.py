@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fullframe.geometry.extents import Extents
-from fullframe.geometry.placement import Placement, Placements
+from fullframe.geometry.placement import Placement, Placements, local_shape
 from fullframe.ranks.mesh import Axis, Spatial, axes_in, kept_with_mesh
 from fullframe.spatial.rules.registry import Merged, Unsupported
 
@@ -48,6 +48,11 @@ class Spec:
         """The global rows of a dim that this rank holds; raises Merged for a dim that is merged."""
         placement = self.of(dim)
         return range(self.shape[dim]) if placement is None else self.rows(placement)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank holds."""
+        return local_shape(self.shape, self.placements, [self.coordinates[p.axis] for p in self.placements])
 
     def rows(self, placement: Placement) -> range:
         """The global rows that this rank holds of what the placement cuts."""

@@ -54,7 +54,7 @@ def sent_home(rows: Tensor, spec: Spec, dim: int) -> Tensor:
         outer, _, inner = turn.factors
         parts = rows.unflatten(1, (outer, turn.columns.size, inner))
         rows = transposed(parts, 0, turn.rows, 2, turn.columns, turn.axis).flatten(1)
-    shape = [size for d, size in enumerate(_local_shape(spec)) if d != dim % len(spec.shape)]
+    shape = [size for d, size in enumerate(spec.local_shape) if d != dim % len(spec.shape)]
     return rows.unflatten(0, shape).movedim(-1, dim) if shape else rows[0]
 
 
@@ -65,7 +65,7 @@ def everywhere(found: Tensor, spec: Spec, dim: int) -> Tensor:
     """
     for turn in reversed(list(_turns(spec, dim))):
         found = fetch(found, 0, turn.rows, (range(turn.rows.size),) * turn.rows.parts, turn.axis)
-    shape = [size for d, size in enumerate(_local_shape(spec)) if d != dim % len(spec.shape)]
+    shape = [size for d, size in enumerate(spec.local_shape) if d != dim % len(spec.shape)]
     return found.unflatten(0, shape) if shape else found[0]
 
 
@@ -111,19 +111,12 @@ def sizes_held(spec: Spec, dim: int) -> list[int]:
     return sizes
 
 
-def _local_shape(spec: Spec) -> list[int]:
-    shape = list(spec.shape)
-    for p in spec.placements:
-        shape[p.dim] = shape[p.dim] // p.extents.size * len(spec.rows(p))
-    return shape
-
-
 def _turns(spec: Spec, dim: int) -> Iterator[_Turn]:
     """The exchanges that make `dim` whole, one a mesh axis over which it is split."""
     dim %= len(spec.shape)
     left: tuple[Placement, ...] = tuple(p for p in spec.placements if p.dim == dim)
     count = 1
-    for d, size in enumerate(_local_shape(spec)):
+    for d, size in enumerate(spec.local_shape):
         count *= 1 if d == dim else size
     for p in left:
         axis, rows = spec.spatial.axis(p.axis), Extents.even(count, p.extents.parts)

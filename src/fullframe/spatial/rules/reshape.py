@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.extents import Extents
-from fullframe.geometry.placement import coarsened, grain, local_shape, permuted, reshaped
+from fullframe.geometry.placement import coarsened, grain, permuted, reshaped
 from fullframe.ranks.mesh import kept_with_mesh
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.redistribute import gather_axes, in_runs, resplit
@@ -89,9 +89,8 @@ def _regrouped(local: Tensor, spec: Spec, shape: Sequence[int]) -> tuple[Tensor,
     if placements is None:
         raise _CutInPieces
     result = spec.with_(shape, placements)
-    coordinates = [spec.spatial.axis(p.axis).coordinate for p in placements]
     # A part cut from a larger tensor may need a copy where the whole would not.
-    return local.reshape(local_shape(shape, placements, coordinates)), result
+    return local.reshape(result.local_shape), result
 
 
 @rule(Tensor.view, Tensor.reshape, torch.reshape)
@@ -244,9 +243,8 @@ def _expand(func: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
     old = x.spec.shape
     extra = len(shape) - len(old)
     sizes = [s if s != -1 else old[d - extra] for d, s in enumerate(shape)]
-    placements = tuple(p.at(p.dim + extra) for p in x.spec.placements)
-    coordinates = [x.spec.spatial.axis(p.axis).coordinate for p in placements]
-    return wrap(local_of(x).expand(local_shape(sizes, placements, coordinates)), x.spec.with_(sizes, placements))
+    goal = x.spec.with_(sizes, tuple(p.at(p.dim + extra) for p in x.spec.placements))
+    return wrap(local_of(x).expand(goal.local_shape), goal)
 
 
 @rule(Tensor.repeat, torch.tile, Tensor.tile)

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.geometry.extents import Extents
-from fullframe.geometry.placement import local_shape
 from fullframe.geometry.window import Window
 from fullframe.ranks.adjoint import linear
 from fullframe.spatial.operands import aligned
@@ -77,7 +76,7 @@ def _fold(
     kernel, stride, dilation, padding = given
     inner = [0 if goal.is_split(dim) else p for dim, p in zip((2, 3), padding, strict=True)]
     local = aligned(cells, plan.spec)
-    held = local_shape(goal.shape, goal.placements, [goal.spatial.axis(p.axis).coordinate for p in goal.placements])
+    held = goal.local_shape
     options = kernel, dilation, inner, stride
     fold = partial(_folded, plan=plan, held=tuple(held), options=options)
     unfold = partial(_unfolded, plan=plan, shape=tuple(local.shape), options=options)

@@ -150,8 +150,7 @@ class _Layers:
         spec = state.spec
         cuts = tuple(p.recut(Extents.even(shape[p.dim], p.extents.parts)) for p in spec.placements)
         spec = spec.with_(shape, cuts)
-        local = [len(spec.held(dim)) for dim in range(len(shape))]
-        return wrap(state.local.new_empty(local, dtype=dtype), spec)
+        return wrap(state.local.new_empty(spec.local_shape, dtype=dtype), spec)
 
 
 def balanced(costs: Sequence[float], parts: int) -> tuple[int, ...]:
