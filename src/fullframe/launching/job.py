@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fullframe.errors import LaunchError
+from fullframe.observation.json_files import read_object
 from fullframe.processes.whole_files import replace_text
 
 NAME = "launch.json"
@@ -111,11 +112,7 @@ def write_launch(job: Job, facts: Mapping[str, Any]) -> None:
 
 def read_launch(folder: Path) -> dict[str, Any]:
     """What launch.json in `folder` says; {} where there is none that can be read."""
-    try:
-        found = json.loads((folder / NAME).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_object(folder / NAME) or {}
 
 
 def make_folders(job: Job) -> None:

@@ -13,10 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from fullframe.errors import FullframeError
+from fullframe.observation.json_files import read_object
 from fullframe.processes.stop_signals import Stopped
 from fullframe.training.observers import Observed, Observer
 
@@ -164,7 +164,7 @@ class Loggers(Observer):
             return
         self._say = run.say
         kept = run.run_dir / _KNOWN_RUNS
-        known = _read(kept)
+        known = {name: str(value) for name, value in (read_object(kept) or {}).items()}
         for name in self._names:
             self._guarded(name, partial(self._add, name, run, known))
         if known:
@@ -197,11 +197,3 @@ class Loggers(Observer):
         except Exception as error:
             self._open.pop(name, None)
             self._say(f"warning: {name} is left out from here: {type(error).__name__}: {error}")
-
-
-def _read(path: Path) -> dict[str, str]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return {name: str(value) for name, value in found.items()} if isinstance(found, dict) else {}

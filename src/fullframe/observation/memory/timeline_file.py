@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fullframe.observation.json_files import parsed
 from fullframe.processes.whole_files import replace_text
 
 _LINES = 1200  # then every second one goes, but those with a trace
@@ -50,9 +51,6 @@ class TimelineFile:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    rows = []
     with suppress(OSError):
-        for line in path.read_text().splitlines():
-            with suppress(ValueError):
-                rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
+        return [row for row in map(parsed, path.read_text().splitlines()) if row is not None]
+    return []
