@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from fullframe.observation.gpus import as_text
 from fullframe.ranks import device
 
 _SECONDS = 1.0  # between two times that the driver is asked
@@ -62,8 +63,6 @@ def _handle_of(nvml: Any, uuid: str) -> Any:
     wanted = uuid.removeprefix("GPU-")
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        name = nvml.nvmlDeviceGetUUID(handle)
-        name = name.decode() if isinstance(name, bytes) else str(name)
-        if name.removeprefix("GPU-") == wanted:
+        if as_text(nvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-") == wanted:
             return handle
     return None

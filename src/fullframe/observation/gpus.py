@@ -128,8 +128,8 @@ def _gpu(nvml: Any, index: int, owner: Callable[[int], Owner | None]) -> Gpu:
             holders |= {process.pid: process.usedGpuMemory for process in ask(handle)}
     return Gpu(
         index=index,
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        name=_text(nvml.nvmlDeviceGetName(handle)),
+        uuid=as_text(nvml.nvmlDeviceGetUUID(handle)),
+        name=as_text(nvml.nvmlDeviceGetName(handle)),
         total_bytes=memory.total,
         used_bytes=memory.used,
         percent=percent,
@@ -208,6 +208,6 @@ def own_gpu(environment: Mapping[str, str], all_gpus: Sequence[Gpu]) -> int | No
     return next((gpu.index for gpu in all_gpus if name and gpu.uuid.startswith(name)), None)
 
 
-def _text(value: Any) -> str:
-    """Older bindings give bytes."""
+def as_text(value: Any) -> str:
+    """What NVML says in words; older bindings give bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)

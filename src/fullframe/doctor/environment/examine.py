@@ -22,7 +22,7 @@ from fullframe.doctor.environment.variables import judged_variables
 from fullframe.doctor.environment.versions import NAMES, judged_versions
 from fullframe.doctor.finding import Finding
 from fullframe.errors import DeviceError
-from fullframe.observation.gpus import Gpu, Owner, gpus, has_lost_parent, is_orphan, owner_of
+from fullframe.observation.gpus import Gpu, Owner, as_text, gpus, has_lost_parent, is_orphan, owner_of
 from fullframe.wording import GIB
 
 
@@ -104,8 +104,7 @@ def _gpus(nvml: Any, unchecked: list[str]) -> tuple[list[Gpu], list[State], str 
     nvml = import_module("pynvml") if nvml is None else nvml
     nvml.nvmlInit()
     try:
-        version = nvml.nvmlSystemGetDriverVersion()
-        return cards, states(nvml), version.decode() if isinstance(version, bytes) else str(version)
+        return cards, states(nvml), as_text(nvml.nvmlSystemGetDriverVersion())
     finally:
         nvml.nvmlShutdown()
 
