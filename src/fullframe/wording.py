@@ -40,4 +40,4 @@ def first_of(names: Collection[str], most: int = 3) -> str:
 
 def first_line(error: BaseException) -> str:
     """What an error says, to go on with in a sentence: its first line without a full stop, or its class."""
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -21,7 +21,7 @@ from fullframe.processes.background import AskedToStop, in_background
 from fullframe.processes.exit_reasons import StartAgain
 from fullframe.processes.lease import NOBODY, Leader, Lease
 from fullframe.processes.rank_processes import Place
-from fullframe.wording import plural
+from fullframe.wording import first_line, plural
 
 _POLL_SECONDS = 0.1
 _BEATS = 5  # signs of life in the time after which a node is taken for lost
@@ -160,7 +160,7 @@ class Round:
                         self._news = News(**json.loads(self._store.get(key)))
                 self._contact = time.monotonic()
         except Exception as error:
-            self._broken = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            self._broken = first_line(error)
 
 
 class Rendezvous:
@@ -217,7 +217,7 @@ class Rendezvous:
                     f"node {nodes.rank}: the other nodes have ended this run; see what node {self._leader.node} says"
                 ) from None
             except Exception as error:
-                reason = (str(error).strip().splitlines() or [""])[0]
+                reason = first_line(error)
                 self._forget()
                 time.sleep(min(1.0, max(left, 0)))
         wanted = f"{nodes.count}" if nodes.least == nodes.count else f"at least {nodes.least} of {nodes.count}"
@@ -307,8 +307,8 @@ class Rendezvous:
             if self._nodes.rank or self._met:
                 return TCPStore(host, 0, is_master=True, wait_for_workers=False)
             raise MeshError(
-                f"node 0 cannot listen on port {port} ({(str(error).strip().splitlines() or [''])[0]}); end what uses "
-                "it, or give another port to --rendezvous on all nodes"
+                f"node 0 cannot listen on port {port} ({first_line(error)}); end what uses it, or give another port to "
+                "--rendezvous on all nodes"
             ) from None
 
     def _connected(self, seconds: float) -> Any:

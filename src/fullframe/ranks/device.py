@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullframe.errors import DeviceError, FullframeError, MeshError
+from fullframe.wording import first_line
 
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
 _ON_THE_CPU = "CUDA_VISIBLE_DEVICES='' trains on the CPU"
@@ -130,7 +131,7 @@ def require_usable() -> None:
         torch.cuda.init()
         reason = "torch finds none"
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        reason = first_line(error)
     raise DeviceError(
         f"this machine has a GPU that torch {torch.__version__} cannot use: {reason}. Install a newer driver, or a "
         f"torch for the driver that is there; {_ON_THE_CPU}"
