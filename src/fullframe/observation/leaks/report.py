@@ -1,6 +1,6 @@
 """A leak in words: what grows, by how much, which line made it, which one keeps it, and what to do."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fullframe.observation.leaks.origin import Line, shortened
@@ -49,16 +49,8 @@ class Leak:
 
     def record(self) -> dict[str, Any]:
         """The line of metrics.jsonl."""
-        return {
-            "leak": self.kind,
-            "path": self.path,
-            "line": self.line,
-            "kept_at": self.kept_at,
-            "bytes_per_step": self.bytes_per_step,
-            "nodes_per_step": self.nodes_per_step,
-            "after_step": self.after_step,
-            "text": self.text,
-        }
+        record = asdict(self)
+        return {"leak": record.pop("kind"), **record}
 
 
 def leak(

@@ -7,7 +7,6 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -126,13 +125,10 @@ class LeakWatch:
         bounded = self._samples is not None and (place.kind == "dict" or place.spot.root == "data")
         if bounded and place.size <= 1.25 * (self._samples or 0) + self._per_step:
             return False
-        name, file = place.spot.name, self._file_of(place)
+        name, file = place.spot.name, class_file(place.owner)
         if place.kind == "list" and file is not None and seems_emptied(file, name):
             return steps >= _EMPTIED_STEPS
         return place.kind != "dict" or self._samples is not None or steps >= 2 * _EMPTIED_STEPS or _has_graph(place)
-
-    def _file_of(self, place: Place) -> str | None:
-        return class_file(place.owner)
 
     def _conclude(self, investigation: Investigation) -> None:
         started = time.thread_time()
@@ -168,7 +164,7 @@ class LeakWatch:
         self._say(found)
 
     def _by_its_source(self, place: Place) -> Line | None:
-        file = self._file_of(place)
+        file = class_file(place.owner)
         return None if file is None else next(iter(keeping_lines(file, place.spot.name)), None)
 
 
@@ -184,7 +180,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _has_graph(place: Place) -> bool:
-    values = chain(place.value.values()) if isinstance(place.value, dict) else ()
+    values = place.value.values() if isinstance(place.value, dict) else ()
     return any(isinstance(value, Tensor) and plain(value).requires_grad for value in values)
 
 
