@@ -3,7 +3,6 @@
 The plan is made in processes of its own, when the ranks have ended: what is short of memory gets no neighbour.
 """
 
-import dataclasses
 import json
 import shlex
 import subprocess
@@ -11,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from fullframe.observation.out_of_memory.account import (
     Live,
     OutOfMemory,
     Way,
-    as_record,
     read_out_of_memory,
 )
 from fullframe.observation.out_of_memory.words import ten_lines
@@ -85,7 +83,7 @@ def _written(found: OutOfMemory, run_dir: Path) -> list[str]:
     from fullframe.observation.run_files import read_run
     from fullframe.training.run_directory import RunDirectory
 
-    replace_text(run_dir / SUMMARY, json.dumps(as_record(found), indent=1) + "\n")
+    replace_text(run_dir / SUMMARY, json.dumps(asdict(found), indent=1) + "\n")
     run = read_run(run_dir)
     page = write_out_of_memory(run, run_dir / PAGE)
     lines = ten_lines(found, str(page), run.goes_on)
@@ -173,7 +171,7 @@ def _carried(failed: Strategy) -> dict[str, Any]:
 
 def command_for(command: Any, strategy: Strategy, run_dir: Path) -> str:
     """The run's command with this strategy, going on from where it stands."""
-    options = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(TechniqueOptions)}
+    options = {field.name: getattr(strategy, field.name) for field in fields(TechniqueOptions)}
     mesh = {name: getattr(strategy, name) for name in ("data", "depth", "height", "width")}
     batch_size = command.batch_size
     if command.plan is not None:

@@ -1,10 +1,11 @@
 """Notes of the ranks, read again: the first rank of the newest step counts, and what is wrong is as if not there."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fullframe.observation.out_of_memory.account import OutOfMemory, as_record, of_record, read_out_of_memory
+from fullframe.observation.out_of_memory.account import OutOfMemory, of_record, read_out_of_memory
 from tests.observation.run_writer import out_of_memory
 
 GIB = 2**30
@@ -43,7 +44,7 @@ def test_what_was_told_is_read_until_a_later_step_runs_out(tmp_path: Path) -> No
 
 def test_a_record_comes_back_as_it_was() -> None:
     found = of_record(out_of_memory())
-    assert found is not None and of_record(json.loads(json.dumps(as_record(found)))) == found
+    assert found is not None and of_record(json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_fragmentation_is_what_is_reserved_in_no_tensor() -> None:

@@ -101,7 +101,7 @@ def read_out_of_memory(run_dir: Path) -> OutOfMemory | None:
     if newest is None or (told is not None and told.key >= newest):
         return told
     first, *others = (note for note in notes if note.key == newest)
-    return of_record(as_record(first) | {"others": sorted(note.rank for note in others)})
+    return of_record(asdict(first) | {"others": sorted(note.rank for note in others)})
 
 
 def _read(path: Path) -> OutOfMemory | None:
@@ -143,8 +143,3 @@ def _way(found: Mapping[str, Any]) -> Way:
         device_bytes=whole_number(found.get("device_bytes")),
         step_seconds=number(found.get("step_seconds")),
     )
-
-
-def as_record(found: OutOfMemory) -> dict[str, Any]:
-    """For JSON."""
-    return asdict(found)

@@ -23,7 +23,6 @@ from fullframe.simulation.devices.table import cluster_here
 from fullframe.spatial.module_path import module_path
 from fullframe.training.observers import Observed, Observer
 
-_MODULES = 20
 _ERROR = 2000  # characters
 
 
