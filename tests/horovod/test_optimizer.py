@@ -161,6 +161,44 @@ def test_adasum_reduces_the_updates() -> None:
             torch.testing.assert_close(change, expected, rtol=1e-9, atol=1e-12)
 
 
+CLOSURES: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "LBFGS": {"lr": 0.5, "max_iter": 4, "line_search_fn": "strong_wolfe"},
+}
+
+
+def by_closures(alone: bool) -> list[list[Tensor]]:
+    """The weights after steps whose losses and gradients a closure computes; of a closure without backward too."""
+    with contextlib.nullcontext() if alone else initialized():
+        found = []
+        for kind, options in CLOSURES.items():
+            model = Model()
+            optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
+            if not alone:
+                optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+            for step in range(STEPS):
+                x, target = (part if alone else part.tensor_split(hvd.size())[hvd.rank()] for part in batch(step))
+
+                def closure(model=model, optimizer=optimizer, x=x, target=target) -> Tensor:
+                    optimizer.zero_grad()
+                    loss = (model(x, True) - target).square().mean()
+                    loss.backward()
+                    return loss
+
+                if kind == "SGD" and step == 1:
+                    loss = closure()
+                    optimizer.step(lambda loss=loss: loss)
+                else:
+                    optimizer.step(closure)
+            found.append([parameter.detach() for parameter in model.parameters()])
+        return found
+
+
+def test_what_a_closure_computes_is_reduced() -> None:
+    for found in rank_group(2).run(by_closures, False):
+        torch.testing.assert_close(found, by_closures(True), rtol=1e-9, atol=1e-12)
+
+
 def uneven() -> tuple[int, list[Tensor]]:
     """Rank 1 has two batches, rank 0 one; zeros stand in."""
     with initialized():

@@ -12,7 +12,7 @@ from fullframe.horovod.context import World, world
 from fullframe.horovod.gradient_groups import grouped
 from fullframe.horovod.handles import Handle, synchronize
 from fullframe.horovod.process_sets import ProcessSet
-from fullframe.horovod.reductions import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
+from fullframe.horovod.reductions import allreduce, allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
 from fullframe.horovod.request import ReduceOp
 from fullframe.spatial.gradients import is_managed
 
@@ -103,6 +103,11 @@ class GradientReducer:
             assert group.finish is not None
             group.finish()
         self._clear()
+
+    def of_all(self, loss: Any) -> Tensor:
+        """One number, reduced as the gradients are."""
+        number = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+        return allreduce(number, op=self._op, process_set=self._process_set, name="DistributedOptimizer.loss")
 
     def _take_up(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Reduce the gradients of these too."""

@@ -1,6 +1,7 @@
 """`DistributedOptimizer`: an optimizer that reduces gradients over the ranks before it applies them."""
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -115,8 +116,13 @@ class _ByGradient:
             self._skips = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce, unless inside `skip_synchronize()`, then step."""
-        if not self._skips:
+        """Reduce, unless inside `skip_synchronize()`, then step; with a `closure` reduce what each call of it computes.
+
+        An optimizer that cannot do without a closure (LBFGS) gets the reduced loss too: the ranks must search alike.
+        """
+        if closure is not None and not self._skips:
+            closure = self._reducing(closure)
+        elif not self._skips:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -127,6 +133,17 @@ class _ByGradient:
             self.synchronize()
         self._synchronized = False
         return super().step(closure)  # type: ignore[misc]
+
+    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        searches = inspect.signature(super().step).parameters["closure"].default is inspect.Parameter.empty  # type: ignore[misc]
+
+        def reducing() -> Any:
+            loss = closure()
+            self.synchronize()
+            self._synchronized = False
+            return self.reducer.of_all(loss) if searches and self.reducer is not None else loss
+
+        return reducing
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Forget the gradients; AssertionError while they are being reduced."""
