@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullframe.errors import RecipeError, require_count
+from fullframe.errors import RecipeError, RunError, require_count
 from fullframe.model.fsdp import is_sharded, whole_value
 from fullframe.processes.exit_reasons import restart_reason
 from fullframe.ranks import device
@@ -136,7 +136,7 @@ def _train(
         record = todo.take(number)
         line = {**_line(number, record), "learning_rate": todo.learning_rate}
         best = None
-        if recipe.evaluate and (due(number, recipe.evaluate_every) or last):
+        if recipe.evaluate and (due(number, recipe.evaluate_every) or last) and not todo.stuck:
             try:
                 measured = todo.evaluate(number, last)
                 line = _joined(line, measured)
@@ -150,6 +150,8 @@ def _train(
         run.directory.file.step(number, now=last)
         looking.after_step(number, line)
         on_record(line)
+        if todo.stuck:
+            raise RunError(todo.stuck)
         if compiled is not None and todo.done <= first + 1 and compiled.summary != told:
             told = compiled.summary  # a block that changes itself at its first call is compiled at the second
             run.say(told)

@@ -97,8 +97,8 @@ def watched(
 class Steps:
     """`take(number)` reads the next batch, takes the step and leaves `state` after it.
 
-    Raises RunError on all ranks after `max_skipped` skipped steps in a row, and on the rank that runs out of memory
-    where nothing can be cut finer; StartAgain where the launcher is to start the ranks again.
+    It is `stuck` on all ranks after `max_skipped` skipped steps in a row. Raises RunError on the rank that runs out of
+    memory where nothing can be cut finer; StartAgain where the launcher is to start the ranks again.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Steps:
         self._patience, self._looking = patience, looking
         self._batches = _endless(session.state.loader)
         self._skipped_in_a_row = 0
+        self.stuck = ""  # why the run ends after the step that was taken, which is recorded first
         self._moves_frozen: bool | None = None  # whether a step does; known after the first
         self._best: Best | None = None  # of this process's evaluations; before them, what the folder says
         self._in_vain = 0 if patience is None else self._in_vain_so_far()
@@ -297,7 +298,7 @@ class Steps:
         raise RunError(f"out of memory in the evaluation after step {number} ({problem}){saved}. {NEEDS_LESS}")
 
     def _count(self, number: int, record: StepRecord, batch: Any) -> None:
-        """Stop when nothing but skipped steps is left; an fp16 scale that is still falling is not that."""
+        """Be stuck when nothing but skipped steps is left; an fp16 scale that is still falling is not that."""
         if not record.skipped:
             self._skipped_in_a_row = 0
             return
@@ -311,7 +312,7 @@ class Steps:
         if self._skipped_in_a_row >= self._max_skipped:
             self._seed(number)
             origin = origin_of_nonfinite(self._session.state.model, batch, lambda: step.forward(batch))
-            raise RunError(
+            self.stuck = (
                 f"{self._skipped_in_a_row} steps in a row were skipped up to step {number}; {origin}. Lower the "
                 "learning rate, clip gradients (clip_norm) or mend the data, and go on with --resume, or allow more "
                 "by --max-skipped"

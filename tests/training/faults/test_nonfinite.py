@@ -1,5 +1,7 @@
 """A loss that is not finite: nothing changes, it is counted, and the first module it came from is named."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -42,6 +44,9 @@ def test_the_first_module_is_named(tmp_path):
         "layer (Identity) on rank 0. Lower the learning rate"
     )
     assert [message[:14] for message in messages] == ["step 4 skipped", "step 5 skipped"]
+    lines = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["skipped"]) for line in lines[2:]] == [(3, False), (4, True), (5, True)]
+    assert json.loads((tmp_path / "alone" / "run.json").read_text())["step"] == 5
     for text, _ in rank_group(2).run(failed, ff.Strategy(width=2), tmp_path / "split"):
         assert "the output of module layer (Identity) on rank 0, 1." in text
 
