@@ -26,6 +26,8 @@ def running():
     entropies = torchmetrics.CatMetric()
     square = torchmetrics.MeanSquaredError()
 
+    ratio = square / (square + 1.0)  # one metric in two places
+
     def measure(model, batch):
         logits = model(batch["image"])
         total, count = tiny.loss(model, batch)
@@ -38,6 +40,7 @@ def running():
         return {"entropy": (total, count), "accuracy": accuracy, "recall": per_class, "brightness": brightness} | {
             "entropies": entropies,
             "square": square,
+            "ratio": ratio,
         }
 
     return measure
@@ -122,14 +125,11 @@ def test_replicas_and_parts_measure_what_one_process_does(samples):
         for width in (1, 2):
             for evaluations in rank_group(2).run(twice, make, width, samples):
                 for found, wanted in zip(evaluations, alone, strict=True):
-                    # The order of samples is that of the replicas: as a list they are compared sorted.
-                    require_close(sorted_list(found), sorted_list(wanted))
+                    require_close(numbers(found), numbers(wanted))  # a list in the order of the samples
 
 
-def sorted_list(found):
-    listed = sorted(value for name, value in found.items() if name.startswith("entropies"))
-    rest = {name: value for name, value in found.items() if not name.startswith("entropies") and value == value}
-    return rest | {f"entropies.{number}": value for number, value in enumerate(listed)}
+def numbers(found):
+    return {name: value for name, value in found.items() if value == value}
 
 
 def twice(make, width, samples):
@@ -161,7 +161,7 @@ def test_parts_are_added_up_and_must_be_marked():
 
 
 def wrong(kind):
-    state = {"batches": 0}
+    state, last = {"batches": 0}, torchmetrics.wrappers.Running(torchmetrics.SumMetric(), window=3)
 
     def measure(model, batch):
         state["batches"] += 1
@@ -172,6 +172,13 @@ def wrong(kind):
             metric.mean_value = torch.zeros(2, 3)  # a state that cannot be computed
             metric.weight = torch.zeros(4, 5)
             return {"mean": metric}
+        if kind == "window":
+            last.update(batch["image"].mean())
+            return {"last": last}
+        if kind == "local":
+            local = torchmetrics.MeanMetric()
+            local.add_state("product", torch.tensor(1.0), dist_reduce_fx=lambda states: states.prod(0))
+            return {"local": local}
         return {"half": OfPart((1.0, 1)) if state["batches"] > 1 else (1.0, 1)}
 
     return measure
@@ -183,6 +190,8 @@ def wrong(kind):
         ("mean", "must give (sum, count) or a torchmetrics Metric for 'loss', got Tensor"),
         ("marked", "marks 'half' as OfPart for some batches only"),
         ("never", "the metric 'mean' cannot be computed: RuntimeError"),
+        ("window", "Running keeps _num_vals_seen beside its states, which cannot be reduced over replicas"),
+        ("local", "the metric 'local' cannot be sent to rank 0"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_on_all_ranks(kind, message):

@@ -6,10 +6,12 @@ coordinates, FSDP2's gathered parameters) cannot be used in training afterwards.
 
 import copy
 import math
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import RecipeError
 from fullframe.model.buffers import share_buffers
-from fullframe.ranks.agreement import on_first_rank
+from fullframe.ranks.agreement import on_all_ranks, on_first_rank
 from fullframe.ranks.mesh import has_stages, spatial_of, stage_axis
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.recipe import Recipe
@@ -161,12 +163,13 @@ class _Tally:
 
 
 def _over_ranks(found: dict[str, _Found], mesh: DeviceMesh) -> dict[str, float]:
-    ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(found, ranks)
+    packed: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(on_all_ranks(lambda: _packed(found)), packed)
     replicas = mesh.mesh.flatten(1).tolist()
 
     def total() -> dict[str, float]:
-        assert ranks is not None
+        assert packed is not None
+        ranks = [{name: pickle.loads(one) for name, one in of_rank.items()} for of_rank in packed]
         names = {name: None for rank in ranks for name in rank}  # in order
         result: dict[str, float] = {}
         for name in names:
@@ -177,6 +180,19 @@ def _over_ranks(found: dict[str, _Found], mesh: DeviceMesh) -> dict[str, float]:
         return result
 
     return on_first_rank(total)
+
+
+def _packed(found: Mapping[str, _Found]) -> dict[str, bytes]:
+    packed = {}
+    for name, one in found.items():
+        try:
+            packed[name] = pickle.dumps(one)
+        except Exception as error:
+            raise RecipeError(
+                f"the metric {name!r} cannot be sent to rank 0: {error}; define its class and what reduces its states "
+                "at the top level of a file, not within a function"
+            ) from error
+    return packed
 
 
 def _require_same(name: str, found: Mapping[int, _Found | None]) -> None:
@@ -207,7 +223,7 @@ def _computed(name: str, contents: list[Any]) -> dict[str, float]:
         count = sum(count for _, count in contents)
         return {name: sum(value for value, _ in contents) / count if count else math.nan}
     try:
-        return _named(name, _merged([metric for metrics in contents for metric in metrics]).compute())
+        return _named(name, _merged(_in_turn(contents)).compute())
     except Exception as error:  # the other ranks wait for an answer
         raise RecipeError(f"the metric {name!r} cannot be computed: {type(error).__name__}: {error}") from error
 
@@ -217,7 +233,7 @@ def _merged(metrics: list[Any]) -> Any:
 
     `Metric.merge_state` refuses metrics of `full_state_update` True or None, the default, and averages means wrongly.
     """
-    for same in zip(*map(_parts, metrics), strict=True):
+    for same in zip(*map(list, map(_parts, metrics)), strict=True):  # first, for a metric's hash is its states'
         target = same[0]
         target.distributed_available_fn = lambda: False  # or computing would wait for the other ranks
         used = [metric for metric in same if metric._update_count] or [target]
@@ -228,6 +244,8 @@ def _merged(metrics: list[Any]) -> Any:
             setattr(target, name, _reduced([getattr(metric, name) for metric in used], reduction, counts))
         target._update_count = sum(metric._update_count for metric in same)
         target._computed = None
+    for metric in metrics[1:]:
+        _require_states_only(metric)
     return metrics[0]
 
 
@@ -237,11 +255,54 @@ def _reduced(values: list[Any], reduction: Any, counts: list[int]) -> Any:
     if len(values) == 1:
         return values[0]
     if any(isinstance(value, list) for value in values):
-        items = [item for value in values for item in (value if isinstance(value, list) else [value])]
+        items = _items([value if isinstance(value, list) else [value] for value in values], counts)
         return items if reduction in (None, dim_zero_cat) else reduction(items)
     if reduction is dim_zero_mean:  # of unequally many updates
         return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
     return torch.stack(values) if reduction is None else reduction(torch.stack(values))
+
+
+def _items(lists: list[list[Any]], counts: list[int]) -> list[Any]:
+    """What one process would have listed, where each update has added as many items; else in the order of the ranks."""
+    if any(len(items) % count for items, count in zip(lists, counts, strict=True)):
+        return [item for items in lists for item in items]
+    sizes = [len(items) // count for items, count in zip(lists, counts, strict=True)]
+    updates = (
+        [items[n * size : (n + 1) * size] for n in range(count)]
+        for items, size, count in zip(lists, sizes, counts, strict=True)
+    )
+    return [item for update in _in_turn(updates) for item in update]
+
+
+def _in_turn(lists: Iterable[list[Any]]) -> list[Any]:
+    """The first of each list, then the second of each: as replicas have taken the samples."""
+    nothing = object()
+    return [item for turn in zip_longest(*lists, fillvalue=nothing) for item in turn if item is not nothing]
+
+
+def _require_states_only(metric: Any) -> None:
+    """Raises RecipeError where a metric kept more than states, which nobody reduces: `Running` does. It is reset."""
+    parts = list(_parts(metric))
+    before = [_beside_states(part) for part in parts]
+    for part in parts:
+        part.reset()
+    for part, kept in zip(parts, before, strict=True):
+        if changed := [name for name, value in _beside_states(part).items() if kept.get(name) != value]:
+            raise RecipeError(
+                f"{type(part).__name__} keeps {', '.join(changed)} beside its states, which cannot be reduced over "
+                "replicas or batches; keep it by add_state, or evaluate on one replica by one metric"
+            )
+
+
+def _beside_states(part: Any) -> dict[str, str]:
+    from torchmetrics import SumMetric
+
+    own = vars(part).keys() - vars(SumMetric()).keys() - part._defaults.keys()
+    found = {name: vars(part)[name] for name in sorted(own)}
+    numbers = {name: _digest(value) for name, value in found.items() if isinstance(value, Tensor)}
+    numbers |= {name: value for name, value in found.items() if isinstance(value, (bool, int, float))}
+    numbers |= {name: len(value) for name, value in found.items() if isinstance(value, (list, dict, set))}
+    return {name: repr(value) for name, value in numbers.items()}
 
 
 def _is_metric(value: Any) -> bool:
