@@ -254,7 +254,28 @@ def test_single_precision_within_a_module_is_named_as_a_likely_reason(tmp_path: 
     assert "less than double precision ('middle' (Single) in float32), whose rounding may" in first.message
 
 
+_BLUR = """
+import numpy as np
+KERNEL = {kernel}
+class Blur(nn.Module):
+    def forward(self, x):
+        bits = torch.ones(6, 1, 3, 3, dtype=torch.uint8)
+        return F.conv2d(F.conv2d(x, KERNEL, groups=6, padding=1), bits / 9, groups=6, padding=1)
+"""
+
+
+def test_constants_of_no_named_dtype_follow_into_double_precision(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, "Blur()", _BLUR.format(kernel="torch.full((6, 1, 3, 3), 0.1)")))
+    assert verdict.exact and largest(verdict) < 1e-12, verdict
+    assert torch.get_default_dtype() is torch.float32
+
+
 BAD = {
+    "a constant in single precision": (
+        "Blur()",
+        _BLUR.format(kernel="torch.from_numpy(np.ones((6, 1, 3, 3), dtype=np.float32))"),
+        ["job.py, line", "in forward, module middle (Blur)", "weights.to(prediction)"],
+    ),
     "fails in one process": (
         "Needy()",
         "class Needy(nn.Module):\n    def __init__(self):\n        super().__init__()\n        dist.get_world_size()\n",

@@ -8,11 +8,12 @@ replica's samples at a time, as it does in data-parallel training.
 
 import math
 import os
+import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from fullframe.data.nested import tensors_replaced
 from fullframe.errors import FullframeError, RecipeError
 from fullframe.ranks.randomness import seed_everything
 from fullframe.recipe import Recipe, load_recipe, values_of
+from fullframe.training.faults.whereabouts import where
 from fullframe.training.step import sum_and_count
 from fullframe.verification.module_tensors import ModuleTensors
 from fullframe.verification.verdict import NARROW, Place, Value
@@ -103,6 +105,18 @@ def read(folder: Path, replica: int) -> tuple[Answers, Part]:
     return answers, part
 
 
+@contextmanager
+def double_by_default() -> Iterator[None]:
+    """What a recipe makes without naming a dtype (class weights, an 8-bit image over 255) is in double precision."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@double_by_default()
 def main(recipe_path: Path, folder: Path, values: Sequence[str] = ()) -> None:
     """Compute the reference in this process."""
     recipe = load_recipe(recipe_path, values_of(values))  # first: the batch may be of classes that it defines
@@ -160,11 +174,29 @@ def _recorded(recipe: Recipe, model: nn.Module, batch: Any, folder: Path) -> tup
     """Forward and backward of one replica's samples, every module's tensors written; the loss sum and its count."""
     folder.mkdir()
     record = _Record(folder)
-    with ModuleTensors(model, record.seen):
+    with ModuleTensors(model, record.seen), _narrow_explained():
         value, count = sum_and_count(recipe.loss(model, batch))
         value.backward()
     torch.save(record.part, folder / "index.pt")
     return value.item(), count.item()
+
+
+@contextmanager
+def _narrow_explained() -> Iterator[None]:
+    """Raises RecipeError in place of torch's error where float32 and float64 meet, which only happens here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not {"float", "double"} <= set(re.findall("[a-z]+", str(error).lower().replace("float64", "double"))):
+            raise
+        last = error.__traceback__
+        while last is not None and last.tb_next is not None:
+            last = last.tb_next
+        raise RecipeError(
+            f"{error} ({where(last and last.tb_frame)}). In training all is float32; verify computes in float64, and a "
+            "tensor that is float32 whatever it meets does not follow: write weights.to(prediction) for constants of a "
+            "loss, image.to(torch.get_default_dtype()) for image.float()"
+        ) from error
 
 
 class _Record:

@@ -53,6 +53,7 @@ K = TypeVar("K")
 _Key = tuple[str, str, int, int]  # of a place: kind, path, call, leaf
 
 
+@reference.double_by_default()
 def verify(
     path: Path,
     strategy: Strategy,

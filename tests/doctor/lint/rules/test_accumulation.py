@@ -41,10 +41,17 @@ TABLE = {
         bad=[
             loop("F.cross_entropy(model(x), y, ignore_index=255) / 4", "loss.backward()  # here"),
             loop("c(model(x), y) / 4", "loss.backward()  # here", before="c = nn.NLLLoss(weight=w)"),
+            loop("F.l1_loss(model(x)[y > 0], y[y > 0]) / 4", "loss.backward()  # here"),
+            loop("F.cross_entropy(model(x)[:, valid], y) / 4", "loss.backward()  # here"),
+            loop("c(model(x['image'])[x['mask']].log(), y) / 4", "loss.backward()  # here", before="c = nn.MSELoss()"),
+            loop("(model(x) - y)[~y.isnan() & (y < 9)].abs().mean() / 4", "loss.backward()  # here"),
         ],
         good=[
             loop("F.cross_entropy(model(x), y, ignore_index=255, reduction='sum') / n"),
             loop(f"{MEAN} / 4"),
+            loop("F.l1_loss(model(x)[y > 0], y[y > 0], reduction='sum') / n"),
+            loop("F.l1_loss(model(x)[:, 1:, 0], y[order]) / 4"),
+            loop("F.l1_loss(model(x[x > 0]), y) / 4"),
             "for x, y in loader:\n    F.cross_entropy(model(x), y, ignore_index=1).backward()\n    optimizer.step()\n",
         ],
     ),

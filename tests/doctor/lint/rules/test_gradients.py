@@ -1,4 +1,4 @@
-"""FF131 to FF134 on texts that have the fault and texts that only look like it."""
+"""FF130 to FF134 on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import gradients
 from tests.doctor.lint.samples import Samples, cases, check, covers
@@ -16,7 +16,33 @@ def train(net, data, opt):
 
 STEP = "for x in d:\n    model(x).mean().backward()\n    optimizer.step()\n"
 
+REDUCED = """
+import torch.distributed as dist
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y){loss}
+    loss.backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            {reduce}
+    optimizer.step()
+"""
+
 TABLE = {
+    "FF130": Samples(
+        bad=[
+            REDUCED.format(loss="", reduce="dist.all_reduce(p.grad)  # here"),
+            REDUCED.format(loss="", reduce="dist.all_reduce(p.grad.data, op=dist.ReduceOp.SUM)  # here"),
+        ],
+        good=[
+            REDUCED.format(loss="", reduce="dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)"),
+            REDUCED.format(loss="", reduce="dist.all_reduce(p.grad.data); p.grad.data /= size"),
+            REDUCED.format(loss="", reduce="dist.all_reduce(p.grad); p.grad.div_(size)"),
+            REDUCED.format(loss=" / size", reduce="dist.all_reduce(p.grad)"),
+            REDUCED.format(loss="", reduce="dist.all_reduce(p.grad, group=tensor_parallel)"),
+            REDUCED.format(loss="", reduce="dist.all_reduce(p.count)"),
+        ],
+    ),
     "FF131": Samples(
         bad=[
             """

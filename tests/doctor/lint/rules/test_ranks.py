@@ -30,8 +30,18 @@ TABLE = {
             "    barrier()  # here\n",
             DIST + "def send(x):\n    dist.all_gather(out, x)  # here\ndef f(self, x):\n"
             "    if not self.rank:\n        send(x)\n",
+            DIST + "def f(x):\n    rank = dist.get_rank()\n    if rank != 0:\n        return\n    torch.save(x, 'x')\n"
+            "    dist.barrier()  # here\n",
+            DIST + "def f(self, x):\n    if self.rank == 0:\n        print(x)\n        return x\n"
+            "    for y in x:\n        dist.all_reduce(y)  # here\n",
         ],
         good=[
+            DIST + "def f(rank, x):\n    if rank != 0:\n        dist.barrier()\n        return load()\n"
+            "    fetch()\n    dist.barrier()\n",
+            DIST + "def f(rank, x):\n    if rank != 0:\n        return wait_for_first()\n    dist.barrier()\n",
+            DIST + "def f(rank, x):\n    if x is None:\n        return\n    dist.barrier()\n",
+            DIST + "def f(rank, x):\n    if rank != 0:\n        return\n    save(x)\ndef g(rank, x):\n"
+            "    f(rank, x)\n    dist.barrier()\n",
             DIST + "def f(rank, x):\n    if rank == 0:\n        prepare()\n    dist.barrier()\n",
             DIST + "def f(rank):\n    load()\n    if world > 1:\n        dist.barrier()\n",
             DIST + "def f(rank, x):\n    if rank == 0:\n        dist.broadcast(x, 0)\n    else:\n"

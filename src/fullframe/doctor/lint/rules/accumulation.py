@@ -10,6 +10,9 @@ from fullframe.doctor.lint.training import Backward, Training, Update
 from fullframe.doctor.lint.values import Origin, Value, cone
 
 _SCALES = ("Div", "FloorDiv", "Mult")
+_MASKS = ("Eq", "NotEq", "Lt", "LtE", "Gt", "GtE", "Invert", "BitAnd", "BitOr")
+_MASKING = ("bool", "isfinite", "logical_and", "logical_not", "eq", "ne", "gt", "ge", "lt", "le")
+_ENTRY_BY_ENTRY = ("abs", "square", "pow", "log", "float", "flatten", "reshape", "view", "squeeze", "clamp", "detach")
 
 
 @rule(
@@ -106,11 +109,11 @@ def _sums(backward: Backward) -> bool:
 
 @rule(
     "FF136",
-    "microbatches count alike though the loss ignores items",
+    "microbatches count alike though the loss leaves items out",
     WARNING,
     reason=(
-        "A mean over the items that are not ignored has another count in each microbatch, so the mean of the means is "
-        "not the loss of the batch: items of sparse microbatches weigh more."
+        "A mean over the items that are not ignored, or that a mask picks, has another count in each microbatch, so "
+        "the mean of the means is not the loss of the batch: items of sparse microbatches weigh more."
     ),
     fix="Use reduction='sum' and divide by the number of counted items of the whole batch.",
     example="""
@@ -133,20 +136,52 @@ def _sums(backward: Backward) -> bool:
     """,
 )
 def uneven_means(training: Training) -> Iterator[Found]:
-    """Accumulation over a criterion that was given ignore_index or weight and takes the mean."""
+    """Accumulation over a mean of what a mask picks, or over a criterion that was given ignore_index or weight."""
     for _, _, backward in accumulation(training):
         for value in cone(backward.losses, 100):
             criterion = (
                 value if value.path.startswith("torch.nn.functional.") else value.inputs[0] if value.inputs else value
             )
-            if value.origin is not Origin.CALL or not criterion.path.startswith("torch.nn."):
+            if value.origin is not Origin.CALL or not _is_mean(value, criterion):
                 continue
-            given = criterion.keywords or {}
-            last = criterion.path.rpartition(".")[2].lower().replace("_", "")
-            if not last.startswith(("crossentropy", "nllloss")) or not {"ignore_index", "weight"} & set(given):
-                continue
-            if "reduction" not in given or given["reduction"].constant == "mean":
-                yield Found(backward.call.node, f"{said(criterion.node)} takes a mean over another count each time")
+            of_classes = _last(criterion).startswith(("crossentropy", "nllloss"))
+            ignores = of_classes and {"ignore_index", "weight"} & set(criterion.keywords or {})
+            if ignores or any(map(_is_picked, (value.receiver, *value.arguments))):
+                yield Found(backward.call.node, f"{said(value.node)} takes a mean over another count each time")
+                break
+
+
+def _is_mean(call: Value, criterion: Value) -> bool:
+    """Whether a call is that of a criterion of torch's with reduction="mean", or of `mean` itself."""
+    if call.method == "mean" or call.path == "torch.mean":
+        return True
+    given = (criterion.keywords or {}).get("reduction")
+    is_loss = criterion.path.startswith("torch.nn.") and _last(criterion).endswith(("loss", "entropy", "logits"))
+    return is_loss and (given is None or given.constant == "mean")
+
+
+def _last(criterion: Value) -> str:
+    return criterion.path.rpartition(".")[2].lower().replace("_", "")
+
+
+def _is_picked(value: Value | None) -> bool:
+    """Whether a value is what a mask picks, or made of that entry by entry."""
+    if value is None:
+        return False
+    if value.origin is Origin.ITEM:
+        keys = value.inputs[1].inputs if value.inputs[1].origin is Origin.CONTAINER else value.inputs[1:]
+        return any(map(_is_mask, keys))
+    if value.origin is Origin.OPERATION:
+        return any(map(_is_picked, value.inputs))
+    return value.method == "masked_select" or (value.method in _ENTRY_BY_ENTRY and _is_picked(value.receiver))
+
+
+def _is_mask(key: Value) -> bool:
+    if key.origin is Origin.OPERATION:
+        return key.text in _MASKS
+    name = key.inputs[1].constant if key.origin is Origin.ITEM else key.text
+    is_named = isinstance(name, str) and name.lower().endswith(("mask", "valid"))
+    return is_named or key.method in _MASKING or key.path in {f"torch.{name}" for name in _MASKING}
 
 
 @rule(

@@ -1,11 +1,11 @@
-"""FF131 to FF134: gradients that are not emptied, or emptied or clipped in the wrong place."""
+"""FF130 to FF134: gradients that are summed for a mean, not emptied, or emptied or clipped in the wrong place."""
 
 import ast
 from collections.abc import Iterator
 
-from fullframe.doctor.lint.program import Call, Frame, FrameKind
+from fullframe.doctor.lint.program import Call, Frame, FrameKind, Program
 from fullframe.doctor.lint.roles import Role
-from fullframe.doctor.lint.rule import ERROR, Found, rule, said
+from fullframe.doctor.lint.rule import ERROR, WARNING, Found, rule, said
 from fullframe.doctor.lint.training import Backward, Training, Update
 from fullframe.doctor.lint.values import Origin, Value, cone
 
@@ -47,6 +47,61 @@ def owns(training: Training, receiver: Value, update: Update) -> bool:
         return True
     made_of = list(cone([update.optimizer], 60))
     return training.is_a(receiver, Role.MODEL) and any(training.same_model(receiver, v) for v in made_of)
+
+
+@rule(
+    "FF130",
+    "gradients summed over ranks where their mean is meant",
+    WARNING,
+    reason=(
+        "all_reduce adds up: on n ranks the gradient is n times that of one process on the whole batch, and the "
+        "learning rate silently n times as large."
+    ),
+    fix="Pass `op=dist.ReduceOp.AVG`, or divide by `dist.get_world_size()`, as DistributedDataParallel does.",
+    example="""
+    import torch.distributed as dist
+
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+    """,
+    instead="""
+    import torch.distributed as dist
+
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        optimizer.step()
+    """,
+)
+def summed_over_ranks(training: Training) -> Iterator[Found]:
+    """`all_reduce` of a gradient over the whole world, where nothing divides gradients or the loss."""
+    for call in training.program.calls("all_reduce"):
+        given, op = call.value.argument(0, "tensor"), call.value.argument(1, "op")
+        while given is not None and given.origin is Origin.ATTRIBUTE and given.text == "data":
+            given = given.inputs[0]
+        if given is None or given.origin is not Origin.ATTRIBUTE or given.text != "grad":
+            continue
+        is_sum = op is None or op.path.endswith(".SUM")
+        of_world = call.value.argument(2, "group") is None and call.value.path.startswith("torch.distributed.")
+        if is_sum and of_world and not _divides_gradients(training.program) and not _divides_losses(training):
+            yield Found(call.node, f"{said(call.node)} is a sum, and nothing divides it")
+
+
+def _divides_gradients(program: Program) -> bool:
+    names = ("div_", "mul_", "div", "mul", "copy_", "_foreach_div_", "_foreach_mul_", "register_hook")
+    return any(program.calls(*names)) or any(store.name in ("grad", "data") for store in program.stores())
+
+
+def _divides_losses(training: Training) -> bool:
+    made_of = (value for backward in training.backwards for value in cone(backward.losses, 60))
+    return any(value.origin is Origin.OPERATION and value.text in ("Div", "Mult") for value in made_of)
 
 
 @rule(
@@ -228,4 +283,4 @@ def clipped_too_late(training: Training) -> Iterator[Found]:
             yield Found(call.node, f"{said(call.node.func)} stands {when}")
 
 
-RULES = (never_emptied, emptied_too_early, emptied_every_time, clipped_too_late)
+RULES = (summed_over_ranks, never_emptied, emptied_too_early, emptied_every_time, clipped_too_late)

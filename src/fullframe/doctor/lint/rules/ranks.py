@@ -98,10 +98,14 @@ def on_one_rank(program: Program, call: Call) -> bool:
     """,
 )
 def not_reached(training: Training) -> Iterator[Found]:
-    """A collective of the whole world in one arm of a branch that compares the rank, and none in the other arm."""
+    """A collective of the whole world in one arm of a branch that compares the rank, or behind one that returns."""
     calls = [c for c in training.program.calls(*_COLLECTIVES) if c.value.path.startswith("torch.distributed.")]
     for call in calls:
         if "group" in "".join(map(ast.unparse, call.node.args)) or "group" in (call.value.keywords or {}):
+            continue
+        if (left := _left_before(training.program, call)) is not None:
+            test = said(getattr(left.node, "test", None))
+            yield Found(call.node, f"{said(call.node.func)} is not reached where {test}, which returns before")
             continue
         for frame in call.frame.enclosing():
             if frame.kind is not FrameKind.IF or not _compares_rank(frame):
@@ -112,6 +116,25 @@ def not_reached(training: Training) -> Iterator[Found]:
                     call.node, f"{said(call.node.func)} is reached only where {said(getattr(frame.node, 'test', None))}"
                 )
             break
+
+
+def _left_before(program: Program, call: Call) -> Frame | None:
+    """The branch before a call in one of its functions that compares the rank and returns, having sent nothing."""
+    for branch in program.frames:
+        body = getattr(branch.node, "body", []) if branch.kind is FrameKind.IF and branch.arm else []
+        if not body or not isinstance(body[-1], ast.Return) or branch.stop > call.index or branch.parent is None:
+            continue
+        is_before = call.frame.inside(branch.parent) and branch.parent.innermost(FrameKind.FUNCTION) is not None
+        sends = any(c for c in program.events_in(branch) if isinstance(c, Call) and not c.followed and _may_send(c))
+        if is_before and not sends and _compares_rank(branch):
+            return branch
+    return None
+
+
+def _may_send(call: Call) -> bool:
+    """Whether what is called is a collective, or unknown."""
+    path = call.value.path
+    return not path.startswith(("builtins.", "logging.", "time.", "os.")) and path != "torch.save"
 
 
 def _compares_rank(frame: Frame) -> bool:
