@@ -54,6 +54,7 @@ def hollow(gpus: int, bytes: int, values: str) -> Iterator[dict[str, str]]:
             "HOLLOW_BYTES": str(bytes),
             "HOLLOW_VALUES": values,
             "HOLLOW_MESSAGES": messages,
+            "TORCH_DISABLE_NATIVE_JIT": "1",  # torch's kernels in Triton, which wants a real driver: there are others
         }
 
 

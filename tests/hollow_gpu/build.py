@@ -10,7 +10,8 @@ HERE = Path(__file__).parent
 LIBRARY = HERE.parents[1] / "build" / "hollow_gpu" / "libcuda.so.1"
 _LIBRARIES = ("torch_cuda", "c10_cuda", "torch_python", "torch_cuda_linalg", "caffe2_nvrtc")
 _OF_CUDA = re.compile(r"(__cuda|cuda|cu[A-Z]|cublas|cudnn|cufft|curand|cusolver|cusparse|nccl|nvrtc)\w*$")
-_C = ("cc", "-O1", "-Wall", "-fPIC", "-shared", *(f"-D__CUDA_{name}_H__" for name in ("FP16", "BF16", "FP8")))
+_SONAME = "-Wl,-soname,libnvrtc.so.13"  # by which torch looks for the compiler of its complex kernels
+_C = ("cc", "-O1", "-Wall", "-fPIC", "-shared", _SONAME, *(f"-D__CUDA_{n}_H__" for n in ("FP16", "BF16", "FP8")))
 
 
 def build() -> Path:
