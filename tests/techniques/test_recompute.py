@@ -4,6 +4,7 @@ import copy
 import io
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import fullframe as ff
 from fullframe.errors import StrategyError
 from fullframe.model.parallelize import parallelize_for
 from fullframe.ranks.randomness import random_state, seed_everything
-from fullframe.techniques.recompute import blocks_to_recompute
+from fullframe.techniques.recompute import blocks_to_recompute, recompute
 from tests.collector import tensors_for_the_collector
 from tests.models.zoo import ZOO
 from tests.rank_group import rank_group
@@ -347,6 +348,28 @@ def drawing(recompute: Any) -> list[Any]:
 
 def test_counters_and_generators_of_blocks_go_on_by_one_pass() -> None:
     assert_same(drawing("blocks"), drawing("none"))
+
+
+class OfAnObject(Count):
+    def forward(self, given: SimpleNamespace) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(given.x)
+
+
+@pytest.mark.parametrize("block", [Count(), OfAnObject()])
+def test_checkpoint_is_shown_the_device_of_a_block(block: Count, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the random states of those GPUs alone on which an argument lies, and tensors may come in an object."""
+    shown = list[list[str]]()
+
+    def seen(run: Any, *args: Any, **kwargs: Any) -> Any:
+        shown.append([one.device.type for one in args if isinstance(one, torch.Tensor)])
+        return checkpoint(run, *args, **kwargs)
+
+    monkeypatch.setattr("fullframe.techniques.recompute.checkpoint", seen)
+    model = nn.Sequential(block).to("meta")
+    recompute(model, ["0"])
+    x = torch.zeros(1, 3, 4, 4, device="meta")
+    model(x if type(block) is Count else SimpleNamespace(x=x)).sum().backward()
+    assert shown == [["meta"]]
 
 
 class Clipping(Count):

@@ -126,12 +126,13 @@ class Recomputed(PatchedForward):
             if given:
                 args, kwargs = given.pop()
                 return before.noted(self.original(*args, **kwargs))
-            args, kwargs = wrapped(again, shells)
+            args, kwargs = wrapped(again[: len(locals_)], shells)
             return before.compared(self.original(*args, **kwargs))
 
         result = checkpoint(
             run,
             *locals_,
+            *_elsewhere(self._module, locals_),
             use_reentrant=False,
             context_fn=lambda: (before.noting(), before),
             early_stop=not before.is_compared,
@@ -251,6 +252,16 @@ class _Before:
         self._now_set.put_back()
         del self._now_set
         set_python_states(self._now)
+
+
+def _elsewhere(module: nn.Module, inputs: Sequence[Any]) -> list[Tensor]:
+    """One empty tensor on each device that `module` has and the inputs, which may be objects of tensors, do not show.
+
+    `checkpoint` keeps the random states of those GPUs alone on which an argument lies.
+    """
+    known = {leaf.device for leaf in inputs if isinstance(leaf, Tensor)}
+    own = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    return [torch.empty(0, device=device) for device in own - known]
 
 
 def _has_no_values(leaf: Any) -> bool:
