@@ -4,7 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -249,3 +249,32 @@ def test_on_a_cpu_it_does_nothing_and_says_so() -> None:
     with pytest.warns(UserWarning, match="offload does nothing on a CPU"):
         found = steps(ff.Strategy(offload=True))
     assert_same(found, expected)
+
+
+def test_copies_wait_for_the_device_whose_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another GPU may be the current one, as where a model was sent to `cuda:1` and nobody said `set_device`."""
+    second, noted = torch.device("cuda", 1), list[Any]()
+
+    class Copying:
+        def wait_stream(self, other: Any) -> None:
+            noted.append(("copies wait", other))
+
+        def record_event(self) -> str:
+            return "copied"
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None: ...
+
+    class Computing(NamedTuple):
+        device: torch.device | None = None
+
+        def wait_event(self, event: Any) -> None:
+            noted.append(("computing waits", self))
+
+    road = DeviceRoad(CPU)
+    road._device, road._stream = second, Copying()  # type: ignore[assignment]
+    monkeypatch.setattr(torch.accelerator, "current_stream", Computing)
+    assert road._copy(torch.ones(3), torch.zeros(3)) == "copied"
+    road.wait("copied")  # type: ignore[arg-type]
+    assert noted == [("copies wait", Computing(second)), ("computing waits", Computing(second))]

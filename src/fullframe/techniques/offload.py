@@ -183,7 +183,7 @@ class DeviceRoad:
     def wait(self, arrival: torch.Event | None) -> None:
         """The device waits, not the host."""
         if arrival is not None:
-            torch.accelerator.current_stream().wait_event(arrival)
+            torch.accelerator.current_stream(self._device).wait_event(arrival)
 
     def begin(self) -> None:
         """What left has arrived, in an ordinary step long ago."""
@@ -195,7 +195,8 @@ class DeviceRoad:
         if self._stream is None:
             target.copy_(source)
             return None
-        self._stream.wait_stream(torch.accelerator.current_stream())  # `source` and `target` may be in use there
+        # `source` and `target` may be in use there. Another GPU may be the current one.
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             target.copy_(source, non_blocking=True)
         return self._stream.record_event()
