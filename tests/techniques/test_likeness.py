@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullframe as ff
 from fullframe.errors import StrategyError
@@ -44,6 +45,24 @@ def test_a_sample_is_small_and_from_all_over() -> None:
     picked = elements(torch.arange(3 * 5 * 400 * 700).view(3, 5, 400, 700))
     assert ELEMENTS / 8 < picked.numel() <= ELEMENTS
     assert picked.max() > 0.9 * 3 * 5 * 400 * 700
+
+
+def test_a_sample_takes_no_product_of_matrices() -> None:
+    """For which cuBLAS would keep 32 MiB of a GPU for each thread, from the first look on."""
+    with OpNames() as ops:
+        sample(BASE)
+    assert {"cos", "sum"} <= ops.names
+    assert not ops.names & {"mv", "mm", "addmv", "addmm", "bmm", "dot", "vdot"}
+
+
+class OpNames(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
 
 
 def test_outside_of_a_step_it_is_raised_at_once() -> None:
