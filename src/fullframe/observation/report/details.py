@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from fullframe.observation.report.sections import Shown, table
+from fullframe.observation.report.sections import Shown, section, table
 from fullframe.observation.run_files import RunFiles
 from fullframe.strategy import Strategy
 from fullframe.wording import plural
@@ -23,7 +23,7 @@ def details(shown: Sequence[Shown]) -> str:
         body = table(head, rows, classes) if rows else '<p class="muted">Its file is not there.</p>'
         wide = " wide" if len(shown) > 1 else ""
         cards.append(f'<div class="card scroll{wide}"><h3>{title}</h3>{body}</div>')
-    return f'<section><h2>Strategy and versions</h2><div class="grid">{"".join(cards)}</div></section>'
+    return section("Strategy and versions", f'<div class="grid">{"".join(cards)}</div>')
 
 
 def messages(shown: Sequence[Shown]) -> str:
@@ -35,7 +35,7 @@ def messages(shown: Sequence[Shown]) -> str:
             count = plural(len(one.run.log), "line")
             text = escape("\n".join(one.run.log))
             parts.append(f'<details class="card"><summary>log.txt{of}: {count}</summary><pre>{text}</pre></details>')
-    return f"<section><h2>What it said</h2>{''.join(parts)}</section>" if parts else ""
+    return section("What it said", "".join(parts)) if parts else ""
 
 
 def _strategy(run: RunFiles) -> Iterator[tuple[str, str]]:

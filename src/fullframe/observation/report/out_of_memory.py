@@ -7,7 +7,7 @@ from fullframe.observation.kinds import CATEGORIES, in_order
 from fullframe.observation.out_of_memory.account import EVALUATION, OutOfMemory
 from fullframe.observation.out_of_memory.words import device, happened, place, remedy, way_text
 from fullframe.observation.report.charts import Bar, Part, bars, legend_of
-from fullframe.observation.report.sections import Shown, colour_of, plain
+from fullframe.observation.report.sections import Shown, colour_of, plain, section
 from fullframe.observation.units import size_text
 
 _MODULES = 12
@@ -20,7 +20,7 @@ def out_of_memory(shown: Sequence[Shown]) -> str:
         if one.run.out_of_memory is not None:
             of = f" of {one.name}" if len(shown) > 1 else ""
             cards = account_of(one.run.out_of_memory, one.run.goes_on)
-            parts.append(f'<section><h2>Out of memory{escape(of)}</h2><div class="grid">{cards}</div></section>')
+            parts.append(section(f"Out of memory{of}", f'<div class="grid">{cards}</div>'))
     return "".join(parts)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from fullframe.observation.report.sections import Shown
+from fullframe.observation.report.sections import Shown, section
 
 _ALL_BYTES = 3_200_000  # of all pictures on the page, as files; base64 makes 4.3 MB of it
 _WIDEST = 1600
@@ -28,7 +28,7 @@ def pictures(shown: Sequence[Shown]) -> str:
             source = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
             shown_as = f'<img src="{source}" alt="{escape(path.stem)}">'
         parts.append(f"<figure><figcaption><h3>{escape(of + path.name)}</h3></figcaption>{shown_as}</figure>")
-    return f'<section><h2>Pictures</h2><div class="pictures">{"".join(parts)}</div></section>'
+    return section("Pictures", f'<div class="pictures">{"".join(parts)}</div>')
 
 
 def small_enough(path: Path, most: int) -> tuple[str, bytes, str]:

@@ -53,7 +53,7 @@ def training(shown: Sequence[Shown]) -> str:
             charts.append(line_chart(title, lines, may_be_logarithmic=name == "grad_norm"))
     if len(charts) % 2 == 0:  # the first is wide: the last one would stand alone
         charts[-1] = charts[-1].replace('class="chart"', 'class="chart wide"', 1)
-    return _section("Training", f'<div class="grid">{"".join(charts)}</div>')
+    return section("Training", f'<div class="grid">{"".join(charts)}</div>')
 
 
 def _loss_chart(shown: Sequence[Shown]) -> str:
@@ -81,9 +81,7 @@ def memory(shown: Sequence[Shown]) -> str:
                 cards.append(_missing(f"Memory of {one.name}", "This run wrote nothing of its memory (observed/)."))
     if len(shown) > 1:
         cards = [card.replace(' wide"', '"', 1) for card in cards]
-    return _section(
-        "Memory", f'<div class="grid" style="--columns:{max(2, min(len(shown), 4))}">{"".join(cards)}</div>'
-    )
+    return section("Memory", f'<div class="grid" style="--columns:{max(2, min(len(shown), 4))}">{"".join(cards)}</div>')
 
 
 def _has_memory(one: Shown) -> bool:
@@ -241,7 +239,7 @@ def times(shown: Sequence[Shown]) -> str:
             lines.append(Line(name=one.name, steps=steps, values=values, colour=one.colour))
     if lines:
         cards.append(line_chart("seconds of each step", lines, from_zero=True, wide=True))
-    return _section("Time", f'<div class="grid">{"".join(cards)}</div>')
+    return section("Time", f'<div class="grid">{"".join(cards)}</div>')
 
 
 def _seconds_parts(rank: RankNow) -> list[Part]:
@@ -274,7 +272,7 @@ def predictions(shown: Sequence[Shown]) -> str:
         return ""
     columns = max(2, min(len(shown), 3))
     body = f'<div class="grid" style="--columns:{columns}">{"".join(cards)}</div>'
-    return _section("Predicted against measured", body)
+    return section("Predicted against measured", body)
 
 
 def _predicted(one: Shown) -> Iterator[list[str]]:
@@ -327,5 +325,6 @@ def _missing(title: str, text: str) -> str:
     return f'<div class="card wide"><h3>{escape(title)}</h3><p class="muted">{escape(text)}</p></div>'
 
 
-def _section(title: str, body: str) -> str:
+def section(title: str, body: str) -> str:
+    """A part of the page; `title` is text, `body` HTML."""
     return f"<section><h2>{escape(title)}</h2>{body}</section>"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from urllib.parse import quote
 
-from fullframe.observation.report.sections import Shown, table
+from fullframe.observation.report.sections import Shown, section, table
 from fullframe.observation.units import size_text
 
 _OPENED_BY = {
@@ -32,4 +32,4 @@ def traces(shown: Sequence[Shown]) -> str:
     if not rows:
         return ""
     body = table(["file", "size", "open it in, or what it is"], rows)
-    return f'<section><h2>One step in full</h2><div class="card scroll">{body}</div></section>'
+    return section("One step in full", f'<div class="card scroll">{body}</div>')
