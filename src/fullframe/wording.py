@@ -1,4 +1,4 @@
-"""Counts, amounts, lists of names and errors in sentences."""
+"""Counts, amounts, lists of names and errors in sentences, and their beginning."""
 
 from collections.abc import Collection, Iterable
 
@@ -36,6 +36,11 @@ def some(names: Iterable[str], most: int = 3) -> str:
 def first_of(names: Collection[str], most: int = 3) -> str:
     """'a, b, c, ...', for a sentence that says how many there are, or need not."""
     return ", ".join(list(names)[:most]) + (", ..." if len(names) > most else "")
+
+
+def capital(sentence: str) -> str:
+    """With a capital at its beginning; the rest as it is."""
+    return sentence[:1].upper() + sentence[1:]
 
 
 def first_line(error: BaseException) -> str:

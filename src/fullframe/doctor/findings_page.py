@@ -9,6 +9,7 @@ from fullframe.doctor.finding import Kind
 from fullframe.doctor.lint.catalog import RULES
 from fullframe.doctor.lint.check import UNREADABLE
 from fullframe.doctor.probes import kinds as run
+from fullframe.wording import capital
 
 # One row a check: its heading, what it looks at, and its kinds in order of their codes.
 SECTIONS: tuple[tuple[str, str, tuple[Kind, ...]], ...] = (
@@ -49,7 +50,7 @@ def _yes(value: bool) -> str:
 
 
 def _described(kind: Kind) -> str:
-    lines = [f"### {kind.code}", "", f"**{kind.title[:1].upper()}{kind.title[1:]}.** {kind.reason} *{kind.fix}*", ""]
+    lines = [f"### {kind.code}", "", f"**{capital(kind.title)}.** {kind.reason} *{kind.fix}*", ""]
     if kind.example:
         lines += ["```python", kind.example, "```", ""]
     if kind.instead:

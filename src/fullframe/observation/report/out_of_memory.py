@@ -9,6 +9,7 @@ from fullframe.observation.out_of_memory.words import device, happened, place, r
 from fullframe.observation.report.charts import Bar, Part, bars, legend_of
 from fullframe.observation.report.sections import Shown, colour_of, plain, section
 from fullframe.observation.units import size_text
+from fullframe.wording import capital
 
 _MODULES = 12
 
@@ -37,7 +38,7 @@ def account_of(found: OutOfMemory, goes_on: str) -> str:
 
 def _what_happened(found: OutOfMemory, goes_on: str) -> str:
     sentences = [happened(found), device(found), remedy(found), goes_on]
-    text = "".join(f"<p>{escape(sentence[:1].upper() + sentence[1:])}.</p>" for sentence in sentences if sentence)
+    text = "".join(f"<p>{escape(capital(sentence))}.</p>" for sentence in sentences if sentence)
     where = f"<p><code>{escape(place(found))}</code></p>" if place(found) else ""
     return f'<div class="card wide"><h3>What happened</h3>{text}{where}</div>'
 

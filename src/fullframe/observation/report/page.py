@@ -20,6 +20,7 @@ from fullframe.observation.report.traces import traces
 from fullframe.observation.run_files import RunFiles
 from fullframe.observation.summary import summarize
 from fullframe.processes.whole_files import replace_text
+from fullframe.wording import capital
 
 _COLOURS = [f"var(--c{number})" for number in range(8)]
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -63,7 +64,7 @@ def out_of_memory_page(run: RunFiles, now: float | None = None) -> str:
     level, lead = "warn" if run.goes_on else "bad", happened(found)
     head = (
         f'<header class="verdict {level}"><span class="badge">Out of memory</span><h1>{escape(name)}</h1>'
-        f'<p class="lead">{escape(lead[:1].upper() + lead[1:])}.</p><small>{escape(found.devices)}</small></header>'
+        f'<p class="lead">{escape(capital(lead))}.</p><small>{escape(found.devices)}</small></header>'
     )
     cards = f'<div class="grid">{account_of(found, run.goes_on)}</div>'
     return _html(f"Out of memory: {name}", [head, cards], time.time() if now is None else now)

@@ -9,7 +9,7 @@ from fullframe.observation.report.charts import Bar, Line, Mark, Part, area_char
 from fullframe.observation.run_files import ObservedStep, RunFiles
 from fullframe.observation.summary import RankNow, Summary, compared, smoothed
 from fullframe.observation.units import seconds_text, share_text, size_text
-from fullframe.wording import GIB, MIB
+from fullframe.wording import GIB, MIB, capital
 
 _NAMES = {"parameter": "parameters", "gradient": "gradients", "activation": "activations"}
 _NAMES |= {"cached": "cached by the allocator"}
@@ -168,7 +168,7 @@ def _peak_sentence(one: Shown, row: ObservedStep, traced: ObservedStep) -> str:
         free = max(1 - (max(row.reserved_bytes or 0, whole) + (row.others_bytes or 0)) / limit, 0)
         parts.append(f"the device has {size_text(limit)}, of which {free:.0%} was free")
     text = "; ".join(parts)
-    return text[:1].upper() + text[1:] + "." if text else "What it was made of was not measured."
+    return capital(text) + "." if text else "What it was made of was not measured."
 
 
 def _ranks_card(one: Shown, title: str) -> str:
