@@ -70,6 +70,11 @@ class Summary:
     findings: tuple[Finding, ...]
 
     @property
+    def limit_bytes(self) -> int | None:
+        """What a rank may hold, of the one that may hold most."""
+        return max((rank.limit_bytes for rank in self.ranks if rank.limit_bytes), default=None)
+
+    @property
     def level(self) -> Literal["good", "bad", "warn", "info"]:
         """The worst of the findings."""
         levels = {finding.level for finding in self.findings}

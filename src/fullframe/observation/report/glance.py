@@ -103,7 +103,7 @@ def _memory_tile(summary: Summary) -> list[tuple[str, str, str, str]]:
     if summary.peak is None:
         return []
     held = summary.peak[1].peak_bytes or 0
-    limit = max((rank.limit_bytes for rank in summary.ranks if rank.limit_bytes), default=None)
+    limit = summary.limit_bytes
     if not limit:
         return [("peak memory", size_text(held), "the fullest rank", "")]
     share = held / limit

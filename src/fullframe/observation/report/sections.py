@@ -92,7 +92,7 @@ def _timeline(one: Shown, title: str) -> str:
     """The fullest rank's memory over the steps."""
     rank = one.summary.peak[0] if one.summary.peak is not None else next(iter(one.run.observed))
     rows = [row for row in one.run.observed[rank] if row.bytes]
-    limit, marks = _limit(one), list[Mark]()
+    limit, marks = one.summary.limit_bytes, list[Mark]()
     prediction = one.run.prediction
     note = f"rank {rank}, the fullest" if len(one.run.observed) > 1 else ""
     if not rows:
@@ -163,7 +163,7 @@ def _peak_sentence(one: Shown, row: ObservedStep, traced: ObservedStep) -> str:
         parts.append(f"the allocator held {size_text(row.reserved_bytes)}, {row.reserved_bytes / whole - 1:.0%} more")
     if row.others_bytes:
         parts.append(f"other processes held {size_text(row.others_bytes)} of the device")
-    limit = _limit(one)
+    limit = one.summary.limit_bytes
     if limit and whole:
         free = max(1 - (max(row.reserved_bytes or 0, whole) + (row.others_bytes or 0)) / limit, 0)
         parts.append(f"the device has {size_text(limit)}, of which {free:.0%} was free")
@@ -183,7 +183,7 @@ def _ranks_card(one: Shown, title: str) -> str:
         whole = rank.peak_bytes or 0
         parts = [_size_part(kind, size) for kind, size in _by_category(rank.bytes, whole)]
         rows.append((f"rank {rank.rank}", parts, size_text(whole) if whole else "not measured"))
-    limit = _limit(one)
+    limit = one.summary.limit_bytes
     largest = max((sum(part.value for part in parts) for _, parts, _ in rows), default=0.0)
     mark = Mark(name="limit", value=limit) if limit and limit < 3 * largest else None
     colours = {part.name: part.colour for _, parts, _ in rows for part in parts}
@@ -300,10 +300,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], classes: Sequence[
     )
     top = "".join(f"<th>{cell}</th>" for cell in head)
     return f"<table>{f'<tr>{top}</tr>' if any(head) else ''}{body}</table>"
-
-
-def _limit(one: Shown) -> int | None:
-    return max((rank.limit_bytes for rank in one.summary.ranks if rank.limit_bytes), default=None)
 
 
 def _by_category(sizes: Mapping[str, int], whole: int) -> list[tuple[str, int]]:
