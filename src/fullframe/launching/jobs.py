@@ -137,7 +137,7 @@ def _row(
     job = launch.get("job_id")
     entry = queued.get((str(job), task)) if job else None
     state, reason = _state(facts, launch, entry, problem)
-    known = facts or facts_of({}, 0.0)
+    known = facts or Facts()
     (peak, pace), batch = _observed(path, files), known.batch_size
     seconds = pace or number(last.get("step_seconds"))
     step = whole_number(last.get("step"))

@@ -112,20 +112,25 @@ class RunFiles:
     written: float | None  # when the newest of its files changed, seconds since 1970
 
     @property
+    def known(self) -> Facts:
+        """What run.json says; where it is not there, nothing."""
+        return self.facts or Facts()
+
+    @property
     def step(self) -> int:
         """The last step that is known to be done."""
         done = self.table.steps[-1] if len(self.table) else 0
-        return max(done, (self.facts and self.facts.step) or 0)
+        return max(done, self.known.step or 0)
 
     @property
     def steps(self) -> int | None:
         """How many steps the run is to take."""
-        return self.facts.steps if self.facts is not None else None
+        return self.known.steps
 
     @property
     def prediction(self) -> Prediction | None:
         """What the plan expected of it, where there was one."""
-        return self.facts.prediction if self.facts is not None else None
+        return self.known.prediction
 
     @property
     def goes_on(self) -> str:

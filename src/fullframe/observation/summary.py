@@ -87,7 +87,6 @@ def summarize(run: RunFiles, now: float | None = None) -> Summary:
     ranks = tuple(_rank_now(rank, rows) for rank, rows in run.observed.items())
     _, losses = run.table.known("loss")
     seconds = _step_seconds(run, ranks)
-    batch_size = run.facts.batch_size if run.facts is not None else None
     left = run.steps - run.step if run.steps is not None and run.state == "running" else None
     pace = _pace(run) or seconds
     summary = Summary(
@@ -97,7 +96,7 @@ def summarize(run: RunFiles, now: float | None = None) -> Summary:
         first_loss=losses[0] if losses else None,
         best_loss=min(losses, default=None),
         step_seconds=seconds,
-        images_per_second=batch_size / seconds if batch_size and seconds else None,
+        images_per_second=run.known.batch_size / seconds if run.known.batch_size and seconds else None,
         seconds_left=left * pace if left is not None and pace else None,
         lasted_seconds=_lasted(run, now),
         skipped=int(sum(run.table.known("skipped")[1])),
@@ -181,7 +180,8 @@ def _step_seconds(run: RunFiles, ranks: Sequence[RankNow]) -> float | None:
 
 def _pace(run: RunFiles) -> float | None:
     """Seconds a step by the clock, evaluations included, over the steps observed last since the run was started."""
-    begun_at = run.facts.started.timestamp() if run.facts is not None and run.facts.started is not None else 0.0
+    started = run.known.started
+    begun_at = started.timestamp() if started is not None else 0.0
     for rows in run.observed.values():
         timed = [(row.step, row.time) for row in rows[-_RECENT:] if row.time is not None and row.time >= begun_at]
         if len(timed) > 1:
@@ -191,8 +191,8 @@ def _pace(run: RunFiles) -> float | None:
 
 
 def _lasted(run: RunFiles, now: float) -> float | None:
-    facts = run.facts
-    if facts is None or facts.started is None:
+    facts = run.known
+    if facts.started is None:
         return None
     end = now if run.state == "running" else run.written
     if facts.ended is not None:
@@ -215,8 +215,8 @@ def _findings(run: RunFiles, summary: Summary, now: float) -> Iterator[Finding]:
     yield from _of_others(summary)
     yield from _of_time(run, summary)
     yield from _of_prediction(run, summary)
-    if run.facts is not None and run.facts.restarts:
-        times = "once" if run.facts.restarts == 1 else f"{run.facts.restarts} times"
+    if run.known.restarts:
+        times = "once" if run.known.restarts == 1 else f"{run.known.restarts} times"
         yield Finding("warn", f"the ranks were started again {times}", "the messages say why")
     known = [str(leak.get("text")) for leak in run.leaks]
     said = [line for line in run.log if any(sign in line for sign in _SAID_IN_LOG) and not line.endswith(tuple(known))]
@@ -227,13 +227,12 @@ def _findings(run: RunFiles, summary: Summary, now: float) -> Iterator[Finding]:
 
 
 def _of_state(run: RunFiles, now: float) -> Iterator[Finding]:
-    reason = f": {run.facts.reason}" if run.facts is not None and run.facts.reason else ""
-    recipe = (run.facts.recipe if run.facts is not None else "") or "RECIPE"
-    command = shlex.join(["fullframe", "train", recipe, "--run-dir", str(run.path), "--resume"])
+    facts = run.known
+    reason = f": {facts.reason}" if facts.reason else ""
+    command = shlex.join(["fullframe", "train", facts.recipe or "RECIPE", "--run-dir", str(run.path), "--resume"])
     go_on = f"go on with: {command}, and the options it was started with"
     if run.state == "died":
-        pid = run.facts.pid if run.facts is not None else None
-        yield Finding("bad", f"the run died after step {run.step}: process {pid} is gone and said nothing", go_on)
+        yield Finding("bad", f"the run died after step {run.step}: process {facts.pid} is gone and said nothing", go_on)
     elif run.state == "failed":
         yield Finding("bad", f"the run failed after step {run.step}{reason}", go_on)
     elif run.state == "stopped":

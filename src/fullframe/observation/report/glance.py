@@ -115,7 +115,7 @@ def _memory_tile(summary: Summary) -> list[tuple[str, str, str, str]]:
 
 def _trouble_tile(one: Shown) -> tuple[str, str, str, str]:
     leaks, skipped = len(one.run.leaks), one.summary.skipped
-    restarts = one.run.facts.restarts if one.run.facts is not None else 0
+    restarts = one.run.known.restarts
     counts = [(leaks, "leak"), (skipped, "skipped step"), (restarts, "restart")]
     there = [plural(count, name) for count, name in counts if count]
     total = leaks + skipped + restarts

@@ -47,10 +47,9 @@ def screen(run: RunFiles, summary: Summary, width: int, height: int, glyphs: Gly
 
 def _head(run: RunFiles, summary: Summary, width: int, glyphs: Glyphs) -> Iterator[Text]:
     title = Text(f"{glyphs.dot} {run.state}", _STATES.get(run.state, "bold red"))
-    facts, known = run.facts, ""
-    if facts is not None:
-        words = [f"{facts.world_size} ranks" if (facts.world_size or 0) > 1 else "", facts.device]
-        known = ", ".join(word for word in [*words, _tail(facts.recipe, 32)] if word)
+    facts = run.known
+    words = [f"{facts.world_size} ranks" if (facts.world_size or 0) > 1 else "", facts.device, _tail(facts.recipe, 32)]
+    known = ", ".join(filter(None, words))
     title.append(f"  {_tail(str(run.path), max(width - len(title) - len(known) - 4, width // 3))}", "bold")
     title.append(f"  {known}", "grey62")
     yield title

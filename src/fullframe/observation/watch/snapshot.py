@@ -11,11 +11,11 @@ from fullframe.observation.units import duration_text, number_text, seconds_text
 def as_data(run: RunFiles, summary: Summary) -> dict[str, Any]:
     """What `fullframe watch --json` prints; None where something is not known."""
     peak = summary.peak
-    facts, prediction = run.facts, run.prediction
+    facts, prediction = run.known, run.prediction
     return {
         "run": str(run.path),
         "state": run.state,
-        "reason": facts.reason if facts is not None else "",
+        "reason": facts.reason,
         "level": summary.level,
         "step": summary.step,
         "steps": summary.steps,
@@ -27,7 +27,7 @@ def as_data(run: RunFiles, summary: Summary) -> dict[str, Any]:
         "seconds_left": summary.seconds_left,
         "lasted_seconds": summary.lasted_seconds,
         "skipped": summary.skipped,
-        "restarts": facts.restarts if facts is not None else 0,
+        "restarts": facts.restarts,
         "peak_bytes": peak[1].peak_bytes if peak is not None else None,
         "slowest_rank": summary.slowest[0] if summary.slowest is not None else None,
         "ranks": [asdict(rank) for rank in summary.ranks],
