@@ -3,7 +3,7 @@
 import shlex
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -317,27 +317,44 @@ def _of_time(run: RunFiles, summary: Summary) -> Iterator[Finding]:
 
 
 def _of_prediction(run: RunFiles, summary: Summary) -> Iterator[Finding]:
-    for name, predicted, found, most in compared(run, summary):
-        share = found / predicted - 1
-        if abs(share) > most:
-            shown = (
-                (size_text(predicted), size_text(found))
-                if name == "peak memory"
-                else (seconds_text(predicted), seconds_text(found))
-            )
-            yield Finding("info", f"{name}: {shown[0]} predicted, {shown[1]} measured ({share:+.0%})")
+    for one in compared(run, summary):
+        if not one.holds:
+            predicted, measured = one.text(one.predicted), one.text(one.measured)
+            yield Finding("info", f"{one.name}: {predicted} predicted, {measured} measured ({one.share:+.0%})")
 
 
-def compared(run: RunFiles, summary: Summary) -> Iterator[tuple[str, float, float, float]]:
-    """What was predicted and measured: name, predicted, measured, and how far off is worth saying."""
+class Compared(NamedTuple):
+    """Something that was predicted and measured; `text` writes either for people."""
+
+    name: str
+    predicted: float
+    measured: float
+    most: float  # of `share` either way: what is further off is worth saying
+    text: Callable[[float], str]
+
+    @property
+    def share(self) -> float:
+        """How far off the measured number is, of the predicted one."""
+        return self.measured / self.predicted - 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether the prediction was good enough."""
+        return abs(self.share) <= self.most
+
+
+def compared(run: RunFiles, summary: Summary) -> Iterator[Compared]:
+    """What was both predicted and measured."""
     prediction = run.prediction
     if prediction is None:
         return
     if prediction.peak_bytes and summary.peak is not None and summary.peak[1].peak_bytes:
-        yield "peak memory", prediction.peak_bytes, summary.peak[1].peak_bytes, _BYTES_OFF
+        yield Compared("peak memory", prediction.peak_bytes, summary.peak[1].peak_bytes, _BYTES_OFF, size_text)
     _, known = run.table.known("step_seconds")
     if prediction.step_seconds and known:
-        yield "step time", prediction.step_seconds, statistics.median(known[-_RECENT:]), _SECONDS_OFF
+        yield Compared(
+            "step time", prediction.step_seconds, statistics.median(known[-_RECENT:]), _SECONDS_OFF, seconds_text
+        )
 
 
 def leak_sentence(leak: Mapping[str, Any]) -> str:

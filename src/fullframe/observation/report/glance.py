@@ -82,21 +82,15 @@ def _tiles(one: Shown) -> str:
     if summary.images_per_second is not None:
         tiles.append(("speed", f"{number_text(summary.images_per_second)}/s", "images a second", ""))
     tiles += _memory_tile(summary)
-    for what, predicted, found, most in compared(one.run, summary):
-        share = found / predicted - 1
-        tone = "good" if abs(share) <= most else "warn"
-        below = f"{_say(what)(predicted)} predicted"
-        tiles.append((f"{what.removeprefix('peak ')} over prediction", share_text(share), below, tone))
+    for each in compared(one.run, summary):
+        title, below = f"{each.name.removeprefix('peak ')} over prediction", f"{each.text(each.predicted)} predicted"
+        tiles.append((title, share_text(each.share), below, "good" if each.holds else "warn"))
     tiles.append(_trouble_tile(one))
     drawn = []
     for label, number, below, tone in tiles:
         meter = below if below.startswith("<") else f"<span>{escape(below)}</span>"
         drawn.append(f'<div class="card tile {tone}"><span>{escape(label)}</span><b>{escape(number)}</b>{meter}</div>')
     return f'<div class="tiles">{"".join(drawn)}</div>'
-
-
-def _say(what: str) -> Say:
-    return seconds_text if what == "step time" else size_text
 
 
 def _memory_tile(summary: Summary) -> list[tuple[str, str, str, str]]:

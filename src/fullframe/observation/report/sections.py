@@ -276,9 +276,8 @@ def predictions(shown: Sequence[Shown]) -> str:
 
 
 def _predicted(one: Shown) -> Iterator[list[str]]:
-    for what, predicted, found, _ in compared(one.run, one.summary):
-        say = size_text if what == "peak memory" else seconds_text
-        yield [what, say(predicted), say(found), share_text(found / predicted - 1)]
+    for each in compared(one.run, one.summary):
+        yield [each.name, each.text(each.predicted), each.text(each.measured), share_text(each.share)]
     prediction = one.run.prediction
     if prediction is None or one.summary.peak is None:
         return
