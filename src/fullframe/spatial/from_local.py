@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def from_local(
     dims = {} if problem else _dims(local, spatial, like, placements)
     everyone = _parts(local, spatial, problem, like, dims)
     _require_parts(everyone, spatial, problem, dims)
-    sizes = [part[1 : 1 + part[0]] for part in everyone]
+    sizes = [part.size for part in everyone]
     if isinstance(like, SpatialTensor):
         shape, cuts = _as_like(sizes, spatial, like.spec)
     elif like is not None:
@@ -55,9 +56,9 @@ def from_local(
     else:
         shape, cuts = _in_order(sizes, spatial, dims)
     # Of a part of a single row or column both formats may have the strides.
-    strides = _strides(shape, max(part[-5] for part in everyone))
+    strides = _strides(shape, max(part.layout for part in everyone))
     spec = spec_of(spatial, tuple(shape), cuts, False, strides)
-    if any(part[-1] for part in everyone) and not local.requires_grad:
+    if any(part.requires_gradient for part in everyone) and not local.requires_grad:
         local = local.detach().requires_grad_()  # for backward's messages, in which all ranks take part
     elif local.is_leaf and local.requires_grad:
         local = local.view_as(local)
@@ -100,8 +101,19 @@ def _dims(local: Tensor, spatial: Spatial, like: Tensor | None, placements: Mapp
     return several or (dict(list(dims.items())[-1:]) if spatial.size == 1 else {})  # one rank alone: all is one part
 
 
-def _parts(local: Tensor, spatial: Spatial, problem: str, like: Tensor | None, dims: dict[str, int]) -> list[list[int]]:
-    """Each rank's dims, shape, what its part and its arguments are, values, and whether it requires a gradient."""
+class _Part(NamedTuple):
+    """What a rank tells of its part, in numbers; dtype, arguments and values as checksums."""
+
+    dims: int  # -1: it is no part
+    size: list[int]
+    layout: int
+    dtype: int
+    arguments: int
+    values: int  # 0 where no other rank is to hold the same
+    requires_gradient: int
+
+
+def _parts(local: Tensor, spatial: Spatial, problem: str, like: Tensor | None, dims: dict[str, int]) -> list[_Part]:
     if problem:
         facts = [-1] + [0] * (MOST_DIMS + 5)
     else:
@@ -109,36 +121,35 @@ def _parts(local: Tensor, spatial: Spatial, problem: str, like: Tensor | None, d
         facts = [local.dim(), *local.shape] + [0] * (MOST_DIMS - local.dim())
         facts += [_FORMATS.index(memory_format_of(local))]
         facts += [zlib.crc32(str(local.dtype).encode()), zlib.crc32(repr(asked).encode())]
-        facts += [0, int(local.requires_grad)]
-        if len(dims) < sum(axis.size > 1 for axis in spatial.axes):
-            facts[-2] = int(fingerprint(local.detach()))
+        is_shared = len(dims) < sum(axis.size > 1 for axis in spatial.axes)
+        facts += [int(fingerprint(local.detach())) if is_shared else 0, int(local.requires_grad)]
     if spatial.size > 1 and not spatial.channel.tagged:
         raise ShapeError("a simulation does not know the other ranks' parts; use ff.shard there")
     mine = torch.tensor(facts, device=device_of_facts(spatial.replica, spatial.mesh.device_type))
-    return all_gather_no_grad(mine, spatial.replica, "parts").tolist()
+    told = all_gather_no_grad(mine, spatial.replica, "parts").tolist()
+    return [_Part(dims, numbers[: max(dims, 0)], *numbers[MOST_DIMS:]) for dims, *numbers in told]
 
 
-def _require_parts(everyone: list[list[int]], spatial: Spatial, problem: str, dims: dict[str, int]) -> None:
+def _require_parts(everyone: list[_Part], spatial: Spatial, problem: str, dims: dict[str, int]) -> None:
     """Raises ShapeError, on all ranks alike, where they are no parts of one tensor."""
-    wrong = [spatial.replica_ranks[number] for number, part in enumerate(everyone) if part[0] < 0]
+    wrong = [spatial.replica_ranks[number] for number, part in enumerate(everyone) if part.dims < 0]
     if wrong:
         raise ShapeError(problem or f"ranks {wrong} pass what is no part; see their messages")
     first = everyone[0]
     shapes = ", ".join(
-        f"rank {rank}: {tuple(part[1 : 1 + part[0]])}"
-        for rank, part in zip(spatial.replica_ranks, everyone, strict=True)
+        f"rank {rank}: {tuple(part.size)}" for rank, part in zip(spatial.replica_ranks, everyone, strict=True)
     )
     for part in everyone:
-        if part[0] != first[0] or part[-4] != first[-4]:
+        if part.dims != first.dims or part.dtype != first.dtype:
             raise ShapeError(f"the parts differ in dims or dtype ({shapes})")
-        if part[-3] != first[-3]:
+        if part.arguments != first.arguments:
             raise ShapeError("the ranks pass different placements, or a different like")
-        for dim in set(range(first[0])) - set(dims.values()):
-            if part[1 + dim] != first[1 + dim]:
+        for dim in set(range(first.dims)) - set(dims.values()):
+            if part.size[dim] != first.size[dim]:
                 raise ShapeError(f"the parts differ in dim {dim}, which is not cut ({shapes})")
     held: dict[tuple[int, ...], set[int]] = {}
     for coordinates, part in zip(spatial.places, everyone, strict=True):
-        held.setdefault(tuple(coordinates[axis] for axis in dims), set()).add(part[-2])
+        held.setdefault(tuple(coordinates[axis] for axis in dims), set()).add(part.values)
     if any(len(values) > 1 for values in held.values()):
         raise ShapeError(f"only {list(dims)} cut the tensor, but ranks along another axis hold other values ({shapes})")
 
