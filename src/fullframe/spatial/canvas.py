@@ -172,7 +172,7 @@ def _cuts(shell: SpatialTensor, behind: Sequence[int | None], shape: Sequence[in
     """Where the cuts of an operand lie in a tensor of `shape`, whose dim each of its dims lies along."""
     spec = shell.spec
     for dim, along in enumerate(behind):
-        here = [p for p in spec.placements if p.dim == dim]
+        here = spec.cuts(dim)
         if along is None or not here:
             continue
         axis = spec.spatial.axis(spec.spatial.joint([p.axis for p in here]))

@@ -133,7 +133,7 @@ def _in_runs(
 
 
 def _plain_in(spec: Spec, dim: int) -> bool:
-    here = [p for p in spec.placements if p.dim == dim]
+    here = spec.cuts(dim)
     return len(here) == 1 and here[0].is_plain
 
 

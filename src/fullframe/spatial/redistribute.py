@@ -60,7 +60,7 @@ def in_runs(local: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Spec]:
 
     The tensor is made whole along the axes in question for a moment: an exchange of all with all.
     """
-    here = [p for p in spec.placements if p.dim == dim]
+    here = spec.cuts(dim)
     local, spec = gather_axes(local, spec, [p.axis for p in here])
     axis = max((spec.spatial.axis(name) for p in here for name in axes_in(p.axis)), key=lambda a: a.size)
     if spec.shape[dim] < max(2, axis.size):
@@ -76,7 +76,7 @@ def resplit(local: Tensor, spec: Spec, axis: str, extents: Extents) -> tuple[Ten
     if placement.extents == extents:
         return local, spec
     local = refetched(local, spec, placement, extents.ranges)
-    return local, spec.with_(spec.shape, tuple(p.recut(extents) if p is placement else p for p in spec.placements))
+    return local, spec.recut(placement, placement.recut(extents))
 
 
 def moved(local: Tensor, spec: Spec, placement: Placement, dim: int, extents: Extents) -> tuple[Tensor, Spec]:
@@ -86,8 +86,7 @@ def moved(local: Tensor, spec: Spec, placement: Placement, dim: int, extents: Ex
     """
     axis = spec.spatial.axis(placement.axis)
     local = transposed(local, placement.dim, placement.extents, dim, extents, axis)
-    there = placement.recut(extents).at(dim)
-    return local, spec.with_(spec.shape, tuple(there if p is placement else p for p in spec.placements))
+    return local, spec.recut(placement, placement.recut(extents).at(dim))
 
 
 def sliced(whole: Tensor, spec: Spec, cut: Placements = ()) -> Tensor:

@@ -44,6 +44,11 @@ class Spec:
             raise Merged(self, dim % len(self.shape))
         return here[0]
 
+    def cuts(self, dim: int) -> Placements:
+        """The placements that cut a dim: none of one that is whole, several of one that is merged from several."""
+        dim %= len(self.shape)
+        return tuple(p for p in self.placements if p.dim == dim)
+
     def held(self, dim: int) -> range:
         """The global rows of a dim that this rank holds; raises Merged for a dim that is merged."""
         placement = self.of(dim)
@@ -121,6 +126,10 @@ class Spec:
     def with_(self, shape: Sequence[int], placements: Placements) -> "Spec":
         """The spec of a result with this shape and these placements."""
         return spec_of(self.spatial, tuple(shape), placements, self.gather, None)
+
+    def recut(self, placement: Placement, other: Placement) -> "Spec":
+        """The spec with `other` in the place of one of its placements."""
+        return self.with_(self.shape, tuple(other if p is placement else p for p in self.placements))
 
     def resized(self, dim: int, size: int, extents: Extents | None = None) -> "Spec":
         """The spec of a result with `size` rows in one dim, cut at `extents` where they are given.

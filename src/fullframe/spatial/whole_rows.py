@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fullframe.geometry.extents import Extents
-from fullframe.geometry.placement import Placement, local_factors
+from fullframe.geometry.placement import local_factors
 from fullframe.ranks.adjoint import linear
 from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.ranks.exchange import fetch
@@ -81,21 +81,20 @@ def picked(local: Tensor, spec: Spec, dim: int, numbers: Tensor, values: Tensor)
         held, local = held.new_full((1,), -1), local.sum(dim, keepdim=True)
     place = torch.searchsorted(held, numbers).clamp_max(len(held) - 1)
     mine = local.gather(dim, place).where(held[place] == numbers, 0)
-    group = spec.spatial.group([p.axis for p in spec.placements if p.dim == dim % len(spec.shape)])
+    group = spec.spatial.group([p.axis for p in spec.cuts(dim)])
     add = partial(all_sum_no_grad, group=group)
     return linear(mine, lambda _: values.clone(), add, add)
 
 
 def held_numbers(spec: Spec, dim: int, device: torch.device) -> Tensor:
     """The numbers along `dim` that this rank holds, in its order, which rises."""
-    dim %= len(spec.shape)
     every = torch.arange(spec.shape[dim], device=device)
-    return sliced(every, spec.with_(every.shape, tuple(p.at(0) for p in spec.placements if p.dim == dim)))
+    return sliced(every, spec.with_(every.shape, tuple(p.at(0) for p in spec.cuts(dim))))
 
 
 def numbered(indices: Tensor, spec: Spec, dim: int) -> Tensor:
     """The global numbers of what stands at `indices` of this rank's part of `dim`."""
-    here = [p for p in spec.placements if p.dim == dim % len(spec.shape)]
+    here = spec.cuts(dim)
     if len(here) == 1 and here[0].is_plain:
         return indices + spec.rows(here[0]).start
     return held_numbers(spec, dim, indices.device).take(indices)
@@ -103,7 +102,7 @@ def numbered(indices: Tensor, spec: Spec, dim: int) -> Tensor:
 
 def sizes_held(spec: Spec, dim: int) -> list[int]:
     """How many elements of a row along `dim` each rank holds, of those over which it is split."""
-    here = {p.axis: p.extents for p in spec.placements if p.dim == dim % len(spec.shape)}
+    here = {p.axis: p.extents for p in spec.cuts(dim)}
     sizes = [spec.shape[dim] // prod(extents.size for extents in here.values())]
     for axis in spec.spatial.axes:
         if axis.name in here:
@@ -114,7 +113,7 @@ def sizes_held(spec: Spec, dim: int) -> list[int]:
 def _turns(spec: Spec, dim: int) -> Iterator[_Turn]:
     """The exchanges that make `dim` whole, one a mesh axis over which it is split."""
     dim %= len(spec.shape)
-    left: tuple[Placement, ...] = tuple(p for p in spec.placements if p.dim == dim)
+    left = spec.cuts(dim)
     count = 1
     for d, size in enumerate(spec.local_shape):
         count *= 1 if d == dim else size

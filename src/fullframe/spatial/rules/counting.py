@@ -122,7 +122,7 @@ def _unique_slices(func: Any, x: SpatialTensor, dim: int, return_inverse: bool, 
     found[0] = _without_gradient(torch.unique, found[0], x)
     if return_inverse:
         numbers = everywhere(place[first : first + len(mine)][inverse], spec, 1)
-        found.append(wrap(numbers, spec.with_(spec.shape[:1], tuple(p for p in spec.placements if p.dim == 0))))
+        found.append(wrap(numbers, spec.with_(spec.shape[:1], spec.cuts(0))))
     if return_counts:
         every = _all_of(counts, group)[0]
         found.append(every.new_zeros(len(values)).index_add_(0, place, every))

@@ -52,14 +52,14 @@ def _grid_sample(
         input = input.full()  # little beside what is made of it, whole on each rank
     if isinstance(input, SpatialTensor) and not isinstance(grid, SpatialTensor):
         spec = input.spec.with_((*input.shape[:2], *grid.shape[1:-1]), input.spec.placements)
-        batch = tuple(p for p in spec.placements if p.dim == 0)
+        batch = spec.cuts(0)
         grid = sliced(grid, spec.with_(tuple(grid.shape), batch))
         return wrap(func(local_of(input), grid, mode, padding_mode, align_corners), spec)
     if not isinstance(grid, SpatialTensor):
         return func(input, grid, mode, padding_mode, align_corners)  # type: ignore[no-any-return]
     spec = grid.spec
     spec.require_whole("the coordinates of the grid are split", -1)
-    batch = tuple(p for p in spec.placements if p.dim == 0)
+    batch = spec.cuts(0)
     image = aligned(input, spec.with_(tuple(input.shape), batch))
     return wrap(func(image, local_of(grid), mode, padding_mode, align_corners), _of_result(grid, input.shape[1]))
 

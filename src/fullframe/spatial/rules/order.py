@@ -84,7 +84,7 @@ class _Plan(NamedTuple):
 def _plan(spec: Spec, k: int, dim: int) -> _Plan:
     dim %= len(spec.shape)
     result = spec.with_(spec.shape, tuple(p for p in spec.placements if p.dim != dim)).resized(dim, k)
-    axes = [p.axis for p in spec.placements if p.dim == dim]
+    axes = [p.axis for p in spec.cuts(dim)]
     counts = tuple(min(k + 1, size) for size in sizes_held(spec, dim))
     return _Plan(result, spec.spatial.joint(axes) if axes else None, dim, dim == len(spec.shape) - 1, counts)
 

@@ -90,7 +90,7 @@ def at_own(
     for dim, index in enumerate(points):
         if index is None:
             continue
-        size, placements = spec.shape[dim], sorted((p for p in spec.placements if p.dim == dim), key=lambda p: p.outer)
+        size, placements = spec.shape[dim], sorted(spec.cuts(dim), key=lambda p: p.outer)
         index = torch.where(index < 0, index + size, index)
         for p in placements:  # from the outermost on, so that `inner` is a whole factor still
             rows = spec.rows(p)
@@ -212,7 +212,7 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
     spec, cuts = x.spec, placements_of(index)
     if not cuts:
         require_inside(lambda like: like.gather(dim, index), spec, {dim: index}, False)
-    others, over = [p for p in spec.placements if p.dim != dim], {p.axis for p in spec.placements if p.dim == dim}
+    others, over = [p for p in spec.placements if p.dim != dim], {p.axis for p in spec.cuts(dim)}
     read = spec.with_(index.shape, united([others, [q for q in cuts if q.axis not in over]]))
     result = spec.with_(index.shape, united([read.placements, cuts]))
     if over and _is_much(read, spec) and has_many_rows(read, dim):
@@ -235,11 +235,11 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
 
 def _gathered_rows(x: SpatialTensor, dim: int, index: Tensor, others: list[Placement]) -> Tensor:
     """`gather` at many positions: each rank gets some rows, all of each, and what it finds in them goes home."""
-    spec, own = x.spec, [p for p in x.spec.placements if p.dim == dim]
+    spec, own = x.spec, x.spec.cuts(dim)
     if index.shape[dim] != x.shape[dim]:
         (placement,) = [spec.of(dim)]
         assert placement is not None
-        own = [placement.recut(proportional_extents(placement.extents, index.shape[dim]))]
+        own = (placement.recut(proportional_extents(placement.extents, index.shape[dim])),)
     result = spec.with_(index.shape, united([[*others, *own]]))
     numbers = whole_rows(aligned(index, result), result, dim)
     require_all_inside(numbers, spec, dim)

@@ -46,7 +46,7 @@ def _scatter(
     if not isinstance(x, SpatialTensor):
         return _scattered_into_whole(func, x, dim, index, src, *args, **kwargs)
     spec = x.spec
-    over = [p.axis for p in spec.placements if p.dim == dim]
+    over = [p.axis for p in spec.cuts(dim)]
     others = tuple(_clipped(p, index.shape) for p in spec.placements if p.dim != dim)
     if not isinstance(index, SpatialTensor):
         require_inside(lambda like: like.gather(dim, index), spec, {dim: index}, False)
@@ -197,7 +197,7 @@ def _at_rows(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
     call = _out_of_place(func, dim, index, source, *args, **kwargs)
     if isinstance(source, Tensor) and source.dim():
         if isinstance(source, SpatialTensor):
-            source = _without_cuts(source, x, [p.axis for p in source.spec.placements if p.dim == dim])
+            source = _without_cuts(source, x, [p.axis for p in source.spec.cuts(dim)])
         source = aligned(source, spec.with_(source.shape, others))
     if len(others) < len(spec.placements):
         index = index.reshape(-1)

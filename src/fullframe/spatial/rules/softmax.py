@@ -51,7 +51,7 @@ def _softmax(func: Any, x: SpatialTensor, dim: int | None = None, _stacklevel: i
     if not spec.is_split(dim):
         return wrap(func(local, dim, dtype=dtype), spec)
     spec.require_filled()
-    axes = [p.axis for p in spec.placements if p.dim == dim % len(spec.shape)]
+    axes = [p.axis for p in spec.cuts(dim)]
     local = local if dtype is None else local.to(dtype)
     return wrap(_Softmax.apply(local, dim, spec.spatial.group(axes), func in _LOG_SOFTMAX), spec)  # type: ignore[no-untyped-call]
 
