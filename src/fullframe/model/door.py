@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fullframe.spatial.spec import Spec, spec_of
-from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
+from fullframe.spatial.tensor import local_or_whole, spec_in, wrap
 
 
 class Shells:
@@ -49,7 +49,7 @@ class Undressed(nn.Module):
 def unwrapped(tree: Any) -> tuple[list[Any], Shells]:
     """The leaves of nested values, of split ones the local tensors, and where the shells were."""
     leaves, shells = tree_flatten(tree)
-    specs = [leaf.spec if isinstance(leaf, SpatialTensor) else None for leaf in leaves]
+    specs = list(map(spec_in, leaves))
     return [local_or_whole(leaf) for leaf in leaves], Shells(shells, specs)
 
 

@@ -14,7 +14,7 @@ from fullframe.errors import UnsupportedOp
 from fullframe.spatial.fallback import plain, unsupported
 from fullframe.spatial.module_hooks import BackwardHookFunction
 from fullframe.spatial.operands import shells_in
-from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, spec_in, wrap
 from fullframe.spatial.users_function import OWN_KERNEL, composed, obstacle_in
 
 # FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.
@@ -80,7 +80,7 @@ def _apply_to_locals(identity: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]
 
 def _kept_locals(keeper: Any, args: tuple[Any, ...]) -> Tensor:
     """The first argument is the keeper's own, its node gives back the others."""
-    specs = [arg.spec if type(arg) is SpatialTensor else None for arg in args[1:]]
+    specs = list(map(spec_in, args[1:]))
     result: Tensor = apply_function(keeper, *(local_of(arg) if type(arg) is SpatialTensor else arg for arg in args))
     node: Any = result.grad_fn
     if node is not None:
@@ -95,7 +95,7 @@ def _hooked(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """What enters or leaves a module with full backward hooks, as torch's own function hands it on."""
     results = _apply_to_locals(BackwardHookFunction, args)
     node: Any = next(local_or_whole(result).grad_fn for result in results if result.requires_grad)
-    node.specs = tuple(result.spec if type(result) is SpatialTensor else None for result in results)
+    node.specs = tuple(map(spec_in, results))
     return results
 
 

@@ -230,6 +230,11 @@ def local_or_whole(value: Any) -> Any:
     return local_of(value) if isinstance(value, SpatialTensor) else value
 
 
+def spec_in(value: Any) -> Spec | None:
+    """The spec of a split tensor; None of anything else."""
+    return value.spec if isinstance(value, SpatialTensor) else None
+
+
 def whole(value: Any) -> Any:
     """All of a split tensor, on every rank; anything else, as there is on a mesh without a split, as it is."""
     return value.full() if isinstance(value, SpatialTensor) else value

@@ -19,7 +19,7 @@ from fullframe.spatial.fallback import plain
 from fullframe.spatial.gradients import mean_over_ranks, seen, unseen
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_or_whole, whole, wrap
+from fullframe.spatial.tensor import local_or_whole, spec_in, whole, wrap
 
 Specs = tuple[Spec | None, ...]  # of tensors in their order, None for what is not split
 
@@ -115,7 +115,7 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _specs(values: Sequence[Any]) -> Specs:
-    return tuple(value.spec if type(value) is SpatialTensor else None for value in values)
+    return tuple(map(spec_in, values))
 
 
 def _shells(values: Sequence[Any], specs: Specs) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ from fullframe.ranks.randomness import mixed_seed, seed_everything
 from fullframe.recipe import Recipe, load_recipe, values_of
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
+from fullframe.spatial.tensor import local_or_whole, spec_in, wrap
 from fullframe.strategy import Strategy
 from fullframe.training.loading.delivery import mesh_device
 from fullframe.training.loading.loader import ShardedLoader
@@ -198,7 +198,7 @@ class _Comparison:
         if number is None:
             self.found.unexpected.append(place)
             return
-        spec = tensor.spec if isinstance(tensor, SpatialTensor) else None
+        spec = spec_in(tensor)
         local = local_or_whole(tensor)
         found = self.found.forward[place[:4]] = self._compared(number, local, spec)
         is_another_s = self._calls.leaving(place, self.tensors.calls) or self._calls.begins_part(place)

@@ -20,7 +20,7 @@ from fullframe.model.forward_patch import PatchedForward
 from fullframe.model.runs import part
 from fullframe.ranks.agreement import is_first_rank
 from fullframe.ranks.recording import NotCapturable, NotYet, reason_not_to_compile, recorder
-from fullframe.spatial.tensor import SpatialTensor, local_or_whole
+from fullframe.spatial.tensor import local_or_whole, spec_in
 
 _GLOBAL_HOOKS = (
     torch_module._global_forward_hooks,
@@ -157,7 +157,7 @@ class CompiledBlock(PatchedForward):
             if isinstance(leaf, Tensor):
                 local = local_or_whole(leaf)
                 tensors.append(local)
-                key.append((leaf.spec if type(leaf) is SpatialTensor else None, type(leaf), facts(local)))
+                key.append((spec_in(leaf), type(leaf), facts(local)))
             elif isinstance(leaf, SIMPLE):
                 key.append(simple(leaf))
             else:

@@ -18,7 +18,7 @@ from fullframe.model.compiled.blocks import GIVES_OUTPUTS, CompiledBlock, ambien
 from fullframe.model.compiled.guard import SIMPLE, Guard, facts
 from fullframe.ranks.recording import NotYet
 from fullframe.simulation.clock.roofline import StepClock
-from fullframe.spatial.tensor import SpatialTensor, local_or_whole
+from fullframe.spatial.tensor import local_or_whole, spec_in
 from fullframe.wording import some
 
 EXPERIMENTAL = (
@@ -89,7 +89,7 @@ class _Later(str):
 def _told(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return type(leaf), leaf if isinstance(leaf, SIMPLE) else id(leaf)
-    return leaf.spec if type(leaf) is SpatialTensor else None, facts(local_or_whole(leaf)), leaf.is_leaf
+    return spec_in(leaf), facts(local_or_whole(leaf)), leaf.is_leaf
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from fullframe.errors import ShapeError, StrategyError
 from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.stage_messages import Form
 from fullframe.spatial.spec import spec_of
-from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_or_whole, spec_in, wrap
 from fullframe.techniques.stages.buffers import Said
 
 
@@ -23,7 +23,7 @@ class Leaf(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> "Leaf":
-        spec = value.spec if isinstance(value, SpatialTensor) else None
+        spec = spec_in(value)
         if spec is not None and spec.fleeting:
             raise ShapeError("what a mask has picked of a split tensor cannot go to another stage; take it in one part")
         facts = None if spec is None else (spec.shape, spec.placements, spec.gather, spec.strides)
@@ -197,7 +197,7 @@ class Arguments:
         """Its part of all tensors."""
         parts = []
         for whole, local in zip(self.tensors, self.locals, strict=True):
-            spec = whole.spec if isinstance(whole, SpatialTensor) else None
+            spec = spec_in(whole)
             if self.microbatches > 1 and local.dim():
                 size = whole.shape[0] // self.microbatches
                 local = local.narrow(0, number * size, size)
