@@ -373,7 +373,7 @@ def _with_whole_views(
         return t.full() if t.spec.placements and t.numel() <= room else plain(t)
 
     locals_, options = tree_map_only(SpatialTensor, met, (args, kwargs))
-    before = version_of(args[0]._local) if args and type(args[0]) is SpatialTensor else -1
+    before = version_of(first._local) if type(first) is SpatialTensor else -1
     result = func(*locals_, **options)
     memories = {id(view._local): view for view in views}
     written = writes(func, kwargs) or kwargs.get("out") is not None
@@ -387,7 +387,7 @@ def _with_whole_views(
         base = memories.get(id(leaf))
         if base is not None and (as_torch is None or as_torch.alias is not None):
             leaves[n] = base
-            written = written or (base is args[0] and _changed(base, before))
+            written = written or (base is first and _changed(base, before))
         elif as_torch is not None:
             leaves[n] = _conformed(leaf, as_torch, operands, Call(func, args, kwargs), number)
         else:
@@ -395,6 +395,6 @@ def _with_whole_views(
             leaves[n] = leaf if base is None else derived(base, leaf, func, args, kwargs, n)
     if written:
         for view in views:
-            if view is args[0] or view is kwargs.get("out"):
+            if view is first or view is kwargs.get("out"):
                 settle(view)
     return tree_unflatten(leaves, tree)
