@@ -126,7 +126,7 @@ class Recomputed(PatchedForward):
             if given:
                 args, kwargs = given.pop()
                 return before.noted(self.original(*args, **kwargs))
-            args, kwargs = wrapped(again[: len(locals_)], shells)
+            args, kwargs = wrapped(again[: len(shells.specs)], shells)
             return before.compared(self.original(*args, **kwargs))
 
         result = checkpoint(
