@@ -164,6 +164,14 @@ def test_frozen_parameters_and_parameters_without_a_gradient(tmp_path):
     assert_equal(values_of(train(fresh, 2)), values_of(train(state, 2)))
 
 
+EXTRA = (  # and of a new module
+    ({"images": [1, 2.5, None], "name": "x"}, {}),
+    (torch.arange(5), torch.arange(0)),
+    (torch.ones(2, 3), None),
+    ([1], torch.zeros(2)),
+)
+
+
 def test_extra_state_of_a_module(tmp_path):
     class Counter(nn.Linear):
         def get_extra_state(self):
@@ -173,12 +181,12 @@ def test_extra_state_of_a_module(tmp_path):
             self.seen = state
 
     model = Counter(2, 2)
-    model.seen = {"images": [1, 2.5, None], "name": "x"}
-    write(state_at(model=model), tmp_path)
     other = Counter(2, 2)
-    other.seen = {}
-    restored(tmp_path, state_at(model=other))
-    assert other.seen == model.seen
+    for number, (seen, at_first) in enumerate(EXTRA):
+        model.seen, other.seen = seen, at_first
+        write(state_at(model=model), tmp_path / str(number))
+        restored(tmp_path / str(number), state_at(model=other))
+        assert type(other.seen) is type(seen) and repr(other.seen) == repr(seen)
     model.seen = object()
     with pytest.raises(CheckpointError, match=r"the model's extra state _extra_state \(object\) cannot be stored, as"):
         write(state_at(model=model), tmp_path)

@@ -20,6 +20,8 @@ from fullframe.training.checkpoints.manifest import Manifest, StoredTensor
 from fullframe.training.checkpoints.optimizer_state import REMEDY, OptimizerState, as_tensor, is_plain, some
 from fullframe.training.loading.loader import ShardedLoader
 
+_EXTRA = "_extra_state"  # how torch's name of a module's own state ends
+
 
 @dataclass(kw_only=True)
 class RunState:
@@ -157,10 +159,20 @@ def weight_targets(model: nn.Module, manifest: Manifest, averaged: bool = False)
     parts += [f"its {some(gone)} not in the model"] if gone else []
     if parts:
         raise CheckpointError(f"the checkpoint is of another model: {', '.join(parts)}; {REMEDY}")
-    targets = {sources[name]: value.detach() for name, value in own.items() if isinstance(value, Tensor)}
+    targets = {
+        sources[name]: _extra(value, manifest.tensors[sources[name]]) if name.endswith(_EXTRA) else value.detach()
+        for name, value in own.items()
+        if name in sources
+    }
     for name, target in targets.items():
         _check_shape(name, target, manifest.tensors[name])
     return targets
+
+
+def _extra(value: Any, stored: StoredTensor) -> Tensor:
+    """For a module's own state, which a new module may have of another size, or as no tensor."""
+    device = value.device if isinstance(value, Tensor) else None
+    return torch.empty(stored.sizes, dtype=stored.dtype, device=device)
 
 
 def take_weights(model: nn.Module, manifest: Manifest, filled: Mapping[str, Tensor], averaged: bool = False) -> None:
