@@ -8,7 +8,8 @@ import ctypes
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class Kernel:
         self._by_name = [a.kwarg_only for a in arguments]
         self._of_tensors = [str(a.type) == "Tensor" for a in arguments]
         self._written = [n for n, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-        self._by_values = name.startswith(_BY_VALUES)
+        self._by_values, self._draws = name.startswith(_BY_VALUES), torch.Tag.nondeterministic_seeded in op.tags
         self._called = not name.startswith(_NOT_CALLED) or (
             bool(self._written) and not name.startswith(_NOT_CALLED_IN_PLACE)
         )
@@ -91,7 +92,7 @@ class Kernel:
             return self._on_cuda(keys, args, kwargs)
         _thread.inside = True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _drawing(given) if self._draws else nullcontext():
                 return self._with_values(keys, args, kwargs, given, large)
         finally:
             _thread.inside = inside
@@ -152,6 +153,24 @@ class Kernel:
             return torch.tensor(number, dtype=torch.float64 if exact else torch.result_type(other, number))
 
         return [tensor(a) if is_number else a for is_number, a in zip(numbers, args, strict=False)]
+
+
+@contextmanager
+def _drawing(given: list[Any]) -> Iterator[None]:
+    """The CPU's kernel draws by where the GPU's generator stands, which goes on; the CPU's is left alone."""
+    leaves = tree_leaves(given)
+    own = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
+    if own is None:
+        devices = (leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda)
+        own = torch.cuda.default_generators[next(devices, torch.device("cuda", torch.cuda.current_device())).index]
+    before, offset = torch.get_rng_state(), own.get_offset()
+    torch.default_generator.manual_seed(hash((own.initial_seed(), offset)) % (1 << 63))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+        if own.get_offset() == offset:  # where CUDA's kernel was not called
+            own.set_offset(offset + 4)
 
 
 def wide(t: Tensor) -> Tensor:
