@@ -3,7 +3,7 @@
 import random
 from collections import UserDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import fullframe as ff
 from fullframe.errors import FullframeError, RecipeError, ShapeError
-from fullframe.training.loading.delivery import Collation, Cut, Grid, Sample
+from fullframe.training.loading.delivery import Collation, Cut, Delivery, Grid, Sample
 from fullframe.training.loading.loader import evaluation_batches
 from tests.rank_group import RankGroup, rank_group
 from tests.training.tiny import SIZE, Frames
@@ -61,6 +61,33 @@ def test_containers_that_torch_does_not_know_are_cut_too():
         found, _ = Collation(lambda _, batch=batch: batch, LAST, "auto")([sample])
         part = found["image"] if isinstance(batch, UserDict) else found["image"][0]
         assert type(part) is Cut and torch.equal(part.local, image[..., 2:, 4:])
+
+
+def test_what_expand_has_made_is_in_memory_of_its_own_before_it_is_page_locked():
+    batch = {"image": torch.rand(1, 3, 4, 6), "eye": torch.eye(3).expand(6, 3, 3), "one": torch.ones(1, 1).expand(1, 1)}
+    found, _ = Collation(lambda _: batch, LAST, "auto")([Sample(None, (), None)])
+    assert found["eye"].is_contiguous() and torch.equal(found["eye"], batch["eye"])
+    assert found["one"] is batch["one"], "a single element shares nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("clone", 1), ("to_sparse_coo", 2), ("to_sparse_csr", 3), ("to_sparse_csc", 3)],
+)
+def test_all_that_a_sparse_tensor_holds_is_noted_on_the_computing_stream(name, parts, monkeypatch):
+    """Of which torch notes nothing by itself: its memory would be the next batch's while it is still read."""
+    noted = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: noted.append((tensor.layout, stream)))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Computing())
+    delivery = Delivery(ff.init_mesh())
+    delivery._received({"matrix": getattr(torch.eye(4), name)()}, "copied")
+    assert noted == [(torch.strided, Computing())] * parts
+
+
+class Computing(NamedTuple):
+    name: str = "computing"
+
+    def wait_event(self, event) -> None: ...
 
 
 def cameras():

@@ -116,7 +116,7 @@ class Collation:
                 f"frames of sizes {sizes} cannot be one batch of parts; "
                 "make them one size in the data set, or use as many replicas as samples in a batch"
             )
-        batch = self._collated([sample.value for sample in samples], samples[0].facts[:2])
+        batch = replaced(self._collated([sample.value for sample in samples], samples[0].facts[:2]), _in_own_memory)
         facts = zlib.crc32(repr([sample.facts for sample in samples]).encode())
         if self.grid.ranks == 1:  # without stages there is nobody to compare with
             return batch, facts if self.grid.stages == 1 else _checksum(batch, facts)
@@ -233,7 +233,8 @@ class Delivery:
             stream = torch.accelerator.current_stream(self._device)
             stream.wait_event(arrival)
             for tensor in _leaves(batch):
-                tensor.record_stream(stream)
+                for held in _held(tensor):
+                    held.record_stream(stream)
         return batch
 
     def place(self, batch: Any) -> Any:
@@ -318,6 +319,25 @@ def _told(value: Any) -> bytes:
             "give dicts, lists or tuples of them"
         )
     return repr(value).encode() if isinstance(value, (bool, int, float, complex, str, bytes)) else b""
+
+
+def _in_own_memory(value: Any, path: tuple[Any, ...]) -> Any:
+    """`value`, a copy where elements of a tensor share memory, as `expand` leaves them: that cannot be page-locked."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return value
+    is_shared = any(not stride and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
+    return value.contiguous() if is_shared else value
+
+
+def _held(tensor: Tensor) -> Iterable[Tensor]:
+    """The tensors that hold its elements, which are several where it is sparse."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def _leaves(value: Any) -> list[Any]:
