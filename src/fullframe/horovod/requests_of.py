@@ -44,29 +44,20 @@ def allreduce_request(
     process_set: ProcessSet,
 ) -> Request:
     """A request for an allreduce; that of one tensor like another is the very same object, which is found faster."""
-    if len(tensors) != 1 or type(tensors[0]) is not Tensor:
-        return _new_request(tensors, name, op, prescale, postscale, process_set)
-    tensor = tensors[0]
-    key = (name, op, prescale, postscale, tensor.shape, tensor.dtype, tensor.device, tensor.layout, process_set.size())
-    found = _known.get(key)
-    if found is None:
-        if len(_known) >= _KEPT:
-            _known.clear()
-        found = _known[key] = _new_request(tensors, name, op, prescale, postscale, process_set)
-    return found
-
-
-def _new_request(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-) -> Request:
+    key: tuple[object, ...] | None = None
+    if len(tensors) == 1 and type(tensors[0]) is Tensor:
+        t = tensors[0]
+        key = name, op, prescale, postscale, t.shape, t.dtype, t.device, t.layout, process_set.size()
+        found = _known.get(key)
+        if found is not None:
+            return found
     factors = {"prescale": float(prescale), "postscale": float(postscale)}
     request = request_of("allreduce", tensors, name, op=op, **factors)
     check_allreduce(tensors, op, process_set)
+    if key is not None:
+        if len(_known) >= _KEPT:
+            _known.clear()
+        _known[key] = request
     return request
 
 
