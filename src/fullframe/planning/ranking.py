@@ -55,9 +55,6 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        prediction = None
-        if self.prediction is not None:
-            prediction = self.prediction.as_dict()
         return {
             "strategy": dataclasses.asdict(self.strategy),
             "fits": self.fits,
@@ -67,7 +64,7 @@ class Plan:
             "headroom_bytes": self.headroom_bytes,
             "batch_size": self.batch_size,
             "samples_per_second": self.samples_per_second,
-            "prediction": prediction,
+            "prediction": None if self.prediction is None else self.prediction.as_dict(),
         }
 
 
