@@ -37,13 +37,13 @@ class Finding(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value not in (None, "")}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kind:
     """What findings of one code have in common; `docs/findings.md` lists all kinds."""
 
     code: str
-    title: str  # a few words
     severity: Severity
+    title: str  # a few words
     reason: str  # why it matters
     fix: str
     example: str = ""  # source text that has the fault; "" where it is not in source text
