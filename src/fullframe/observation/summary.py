@@ -211,7 +211,7 @@ def _findings(run: RunFiles, summary: Summary, now: float) -> Iterator[Finding]:
     yield from _of_loss(run, summary)
     for leak in run.leaks:
         yield Finding("bad", f"leak: {leak_sentence(leak)}")
-    yield from _of_memory(run, summary)
+    yield from _of_memory(summary)
     yield from _of_others(summary)
     yield from _of_time(run, summary)
     yield from _of_prediction(run, summary)
@@ -277,7 +277,7 @@ def _of_loss(run: RunFiles, summary: Summary) -> Iterator[Finding]:
             )
 
 
-def _of_memory(run: RunFiles, summary: Summary) -> Iterator[Finding]:
+def _of_memory(summary: Summary) -> Iterator[Finding]:
     full = []
     for rank in summary.ranks:
         held = max(rank.peak_bytes or 0, rank.reserved_bytes or 0)

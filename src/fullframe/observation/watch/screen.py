@@ -53,7 +53,7 @@ def _head(run: RunFiles, summary: Summary, width: int, glyphs: Glyphs) -> Iterat
     title.append(f"  {_tail(str(run.path), max(width - len(title) - len(known) - 4, width // 3))}", "bold")
     title.append(f"  {known}", "grey62")
     yield title
-    yield _progress(run, summary, width, glyphs)
+    yield _progress(summary, width, glyphs)
     numbers = Text()
     for name, value in (("loss", summary.loss), ("best", summary.best_loss), *_measures(run)):
         if value is not None:
@@ -81,7 +81,7 @@ def _measures(run: RunFiles) -> Iterator[tuple[str, float | None]]:
             yield name.replace("_", " "), run.table.last(name)
 
 
-def _progress(run: RunFiles, summary: Summary, width: int, glyphs: Glyphs) -> Text:
+def _progress(summary: Summary, width: int, glyphs: Glyphs) -> Text:
     steps = f"step {summary.step}" + (f"/{summary.steps}" if summary.steps else "") + "  "
     if not summary.steps:
         return Text(steps)
