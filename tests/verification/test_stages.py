@@ -135,15 +135,15 @@ def test_calls_go_on_where_one_process_would() -> None:
     places += [Place("output", "", 0, 0, "M", None, "")]
     staged = StagedCalls(places, lambda: {"": range(2, 4)})
     calls = Counter({"": 1})
-    staged.entering("block", "", calls)
+    staged.entering("", calls)
     assert calls == {"": 1, "block": 2, "block.layer": 2}
     assert staged.begins_part(places[1]) and not staged.begins_part(places[2])
     calls["block"] = calls["block.layer"] = 3
-    staged.entering("block", "", calls)
+    staged.entering("", calls)
     assert calls["block"] == 3 and not staged.leaving(places[4], calls)
     first = StagedCalls(places, lambda: {"": range(2)})
     calls = Counter({"": 1})
-    first.entering("block", "", calls)
+    first.entering("", calls)
     assert calls["block"] == 0
     assert first.leaving(places[-1], calls) and calls["block"] == calls["block.layer"] == 4
     assert not first.begins_part(places[1])

@@ -27,9 +27,9 @@ class ModuleTensors:
         self,
         model: nn.Module,
         seen: Callable[[Place, Tensor], None],
-        entering: Callable[[str, str | None, Counter[str]], None] = lambda path, caller, calls: None,
+        entering: Callable[[str | None, Counter[str]], None] = lambda caller, calls: None,
     ):
-        """`entering(path, caller, calls)` is called before each call of a module, whose number is `calls[path]`."""
+        """`entering(caller, calls)` is called before each call of a module; `calls` has those of each path so far."""
         self._model, self._seen, self._entering = model, seen, entering
         self._paths = {module: path for path, module in model.named_modules()}
         self.calls = Counter[str]()  # begun so far, by the module's path
@@ -49,7 +49,7 @@ class ModuleTensors:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not _in_backward() and _have_numbers((args, kwargs)):
             path = self._paths[module]
-            self._entering(path, self.caller[0], self.calls)
+            self._entering(self.caller[0], self.calls)
             call = self.calls[path]
             self._report("input", module, call, (args, kwargs))
             self._running.append((module, call))

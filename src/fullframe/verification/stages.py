@@ -26,11 +26,11 @@ class StagedCalls:
                 begun.add((place.path, place.call))
                 self._before.setdefault(place.path, []).append(position)
 
-    def entering(self, path: str, caller: str | None, calls: Counter[str]) -> None:
+    def entering(self, caller: str | None, calls: Counter[str]) -> None:
         """Before a module is called: where it is the first part of a chain, go on from what went before in one process.
 
-        path, caller: of the module, and of the one whose forward calls it
-        calls:        of each module so far, by its path; changed
+        caller: the path of the module whose forward calls it
+        calls:  of each module so far, by its path; changed
         """
         share = self._shares().get(caller) if caller is not None and self._chain is None else None
         if share is None or caller is None:

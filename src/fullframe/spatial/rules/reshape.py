@@ -50,7 +50,7 @@ def _sizes(args: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else tuple(args)
 
 
-def _reshaped(func: Any, x: SpatialTensor, shape: Sequence[int]) -> Tensor:
+def _reshaped(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
     spec = x.spec
     shape = list(shape)
     if -1 in shape:
@@ -58,7 +58,7 @@ def _reshaped(func: Any, x: SpatialTensor, shape: Sequence[int]) -> Tensor:
     local, result = _reshaped_local(local_of(x), spec, shape)
 
     def put(view: SpatialTensor) -> None:
-        local_of(x).copy_(aligned(_reshaped(Tensor.reshape, view, spec.shape), spec))
+        local_of(x).copy_(aligned(_reshaped(view, spec.shape), spec))
 
     return viewed(x, local, result, lambda base: _reshaped_local(local_of(base), base.spec, shape)[0], put)
 
@@ -99,7 +99,7 @@ def _view(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
     kind = kwargs.get("dtype", args[0] if args else None)
     if isinstance(kind, torch.dtype):
         return _viewed_as(x, kind)
-    return _reshaped(func, x, _sizes(args) if args else kwargs["shape" if "shape" in kwargs else "size"])
+    return _reshaped(x, _sizes(args) if args else kwargs["shape" if "shape" in kwargs else "size"])
 
 
 def _viewed_as(x: SpatialTensor, kind: torch.dtype) -> Tensor:
@@ -124,7 +124,7 @@ def _view_as(func: Any, x: Tensor, other: Tensor) -> Tensor:
     """The shape of another tensor."""
     if not isinstance(x, SpatialTensor):  # whole, as is its view
         return (x.view if func is Tensor.view_as else x.reshape)(tuple(other.shape))
-    return _reshaped(Tensor.view if func is Tensor.view_as else Tensor.reshape, x, tuple(other.shape))
+    return _reshaped(x, tuple(other.shape))
 
 
 @rule(torch.flatten, Tensor.flatten)
@@ -132,13 +132,13 @@ def _flatten(func: Any, x: SpatialTensor, start_dim: int = 0, end_dim: int = -1)
     """Dims `start_dim` to `end_dim` as one, which then holds the split factors: (N, C, H, W) to (N, C, H * W)."""
     shape, count = x.spec.shape, len(x.spec.shape)
     start, end = start_dim % count, end_dim % count
-    return _reshaped(func, x, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]))
+    return _reshaped(x, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]))
 
 
 @rule(torch.ravel, Tensor.ravel)
 def _ravel(func: Any, x: SpatialTensor) -> Tensor:
     """All dims as one."""
-    return _reshaped(func, x, (-1,))
+    return _reshaped(x, (-1,))
 
 
 @rule(torch.unflatten, Tensor.unflatten)
@@ -149,7 +149,7 @@ def _unflatten(func: Any, x: SpatialTensor, dim: int, sizes: Sequence[int]) -> T
     sizes = list(sizes)
     if -1 in sizes:
         sizes[sizes.index(-1)] = shape[dim] // math.prod(s for s in sizes if s != -1)
-    return _reshaped(func, x, (*shape[:dim], *sizes, *shape[dim + 1 :]))
+    return _reshaped(x, (*shape[:dim], *sizes, *shape[dim + 1 :]))
 
 
 def _permuted(x: SpatialTensor, order: Sequence[int]) -> Tensor:
@@ -201,7 +201,7 @@ def _squeeze(func: Any, x: SpatialTensor, dim: Any = None) -> Tensor:
     """Dims of size 1 removed."""
     shape = x.spec.shape
     dims = range(len(shape)) if dim is None else [d % len(shape) for d in ((dim,) if isinstance(dim, int) else dim)]
-    return _reshaped(func, x, [size for d, size in enumerate(shape) if d not in dims or size != 1])
+    return _reshaped(x, [size for d, size in enumerate(shape) if d not in dims or size != 1])
 
 
 @rule(torch.unsqueeze, Tensor.unsqueeze)
@@ -209,7 +209,7 @@ def _unsqueeze(func: Any, x: SpatialTensor, dim: int) -> Tensor:
     """A dim of size 1 added."""
     shape = list(x.spec.shape)
     shape.insert(dim % (len(shape) + 1), 1)
-    return _reshaped(func, x, shape)
+    return _reshaped(x, shape)
 
 
 @rule(Tensor.squeeze_, Tensor.unsqueeze_, Tensor.transpose_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.t_)
