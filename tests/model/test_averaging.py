@@ -54,7 +54,19 @@ def _an_error(net: Any, step: int) -> None:
         net.body[2].register_full_backward_hook(fail)
 
 
-CHANGES: dict[str, Change] = {"heads": _other_heads, "dtype": _doubled, "an error": _an_error}
+def _unfrozen_inside(net: Any, step: int) -> None:
+    if step == 0:
+        net.body.requires_grad_(False)
+        calls = count()
+        net.body.register_forward_pre_hook(lambda body, given: body.requires_grad_(next(calls) >= 2) and None)
+
+
+CHANGES: dict[str, Change] = {
+    "heads": _other_heads,
+    "dtype": _doubled,
+    "an error": _an_error,
+    "unfrozen inside": _unfrozen_inside,
+}
 
 
 def _called(what: str, model: nn.Module, images: Tensor) -> Any:
@@ -96,7 +108,7 @@ def _trained(what: str, height: int | None, width: int = 1) -> list[Tensor]:
         losses.append(loss.detach() / (1 if on is None else dist.get_world_size()))
         with torch.no_grad():
             for parameter in net.parameters():
-                parameter -= 0.1 * parameter.grad
+                parameter -= 0.1 * parameter.grad if parameter.requires_grad else 0.0
     told = torch.stack(losses)
     if on is not None:
         dist.all_reduce(told)
@@ -107,5 +119,6 @@ def _trained(what: str, height: int | None, width: int = 1) -> list[Tensor]:
 def test_a_model_that_changes_trains_as_in_one_process(what: str) -> None:
     expected = _trained(what, None)
     height = 2 if what == "inner step" else 1  # on two replicas it would be a step of each one's own images
-    for found in rank_group(4).run(_trained, what, height, 2):
-        assert max(map(relative, expected, found)) < 1e-10
+    for width in (2,) if what == "inner step" else (1, 2):
+        for found in rank_group(4).run(_trained, what, height, width):
+            assert max(map(relative, expected, found)) < 1e-10

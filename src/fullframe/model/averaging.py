@@ -59,6 +59,7 @@ class Averaging:
         self._for: Trained = {}  # those that `_ddp` averages
         self._alone: set[nn.Parameter] = set()  # those whose gradients of no_sync() are not averaged yet
         self._buckets, self._placed = Buckets(), Placed()
+        self._has_frozen = False
         self._lent = False  # the model computes with tensors made of parameters (`torch.func.functional_call`)
         self._expects = False  # DDP: a backward pass to average in
         self._began = False  # that pass
@@ -74,24 +75,27 @@ class Averaging:
     def arrange(self) -> None:
         """See which parameters are trained now."""
         self._placed.note(self._for)
-        found = _trained(self._model)
+        found, self._has_frozen = _trained(self._model)
         self._lent = not all(parameter.is_leaf for parameter in found)
         if self._lent:
             return
         if self._began and self._pass() is None:  # it ended by an error, and DDP waits for the rest
             self._wrap(self._for)
         if found != self._parameters:
-            new = [parameter for parameter in found if parameter not in self._parameters]
-            self._parameters = found
-            self._unused.forget()
-            self._share([parameter for parameter in new if parameter not in self._shared])
-            for parameter in new:
-                manage(parameter, _hook(weakref.ref(self), weakref.ref(parameter), self._spatial))
+            self._take_up(found)
         elif self._unused.is_known:
             return
         wanted = self._unused.others(found)
         if wanted and wanted != self._for:
             self._wrap(wanted)
+
+    def _take_up(self, found: Trained) -> None:
+        new = [parameter for parameter in found if parameter not in self._parameters]
+        self._parameters = found
+        self._unused.forget()
+        self._share([parameter for parameter in new if parameter not in self._shared])
+        for parameter in new:
+            manage(parameter, _hook(weakref.ref(self), weakref.ref(parameter), self._spatial))
 
     def _share(self, parameters: list[nn.Parameter]) -> None:
         """A head that was put in the place of another, say, which each rank has drawn by itself."""
@@ -124,8 +128,14 @@ class Averaging:
     def called(self) -> None:
         """After a forward pass."""
         self._placed.give_back(self._for)
-        if self.syncing and torch.is_grad_enabled() and self.run is self._ddp:
+        if not torch.is_grad_enabled():
+            return
+        if self.syncing and self.run is self._ddp:
             self._expects = True
+        if self._has_frozen and not self._lent:  # which the model may unfreeze in its forward pass
+            found, self._has_frozen = _trained(self._model)
+            if found.keys() - self._parameters.keys():
+                self._take_up(found)
 
     def reached(self) -> None:
         """In backward: a result of the model is; the pass may well be one that does not go on to parameters."""
@@ -254,20 +264,25 @@ class _Pass:
         self._averaging.finish(came, self.made)
 
 
-def _trained(model: nn.Module) -> Trained:
-    """The parameters that require a gradient; quicker than `model.parameters()`, which every forward pass can do."""
+def _trained(model: nn.Module) -> tuple[Trained, bool]:
+    """The parameters that require a gradient, and whether there are others; quicker than `model.parameters()`."""
     found: Trained = {}
+    has_frozen = False
     modules, seen = [model], {model}
     while modules:
         module = modules.pop()
         for parameter in module._parameters.values():
-            if parameter is not None and parameter.requires_grad:
+            if parameter is None:
+                continue
+            if parameter.requires_grad:
                 found[parameter] = parameter.dtype, parameter.device
+            else:
+                has_frozen = True
         for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
                 modules.append(child)
-    return found
+    return found, has_frozen
 
 
 def _hook(averaging: Any, parameter: Any, spatial: Spatial) -> Hook:
