@@ -231,6 +231,7 @@ WRONG = [
     (("train", "{recipe}", "--plan", "{plan}", "--processes", "3"), "the plan is for 1 rank, not 3"),
     (("plan", "{recipe}", "--gpus", "T4", "--seconds", "0"), "--seconds must be greater than 0"),
     (("train", "{recipe}", "--strict-memory", "0"), "--strict-memory must be greater than 0"),
+    (("train", "{recipe}", "--strict-memory", "0.1", "--steps", "1"), "compares after the second step, and --steps is"),
 ]
 
 
@@ -285,12 +286,14 @@ def test_pictures_need_plotly(
     assert "pip install 'fullframe[pictures]'" in capsys.readouterr().err
 
 
-def compared(tmp_path: Path, predicted: dict[str, Any] | None, strict: float | None = None) -> list[str]:
-    """What is said of two records on the CPU, with a prediction from a plan."""
+def compared(
+    tmp_path: Path, predicted: dict[str, Any] | None, strict: float | None = None, steps: int = 2
+) -> list[str]:
+    """What is said of records on the CPU, two unless given, with a prediction from a plan."""
     said: list[str] = []
     plan = {"devices": "1xcpu", "prediction": predicted}
     with Comparison(written(tmp_path, trouble="raise ValueError"), Strategy(), said.append, plan, strict) as comparison:
-        for seconds in (9.0, 0.5):
+        for seconds in (9.0, 0.5)[:steps]:
             comparison.record({"step_seconds": seconds})
     return said
 
@@ -321,6 +324,9 @@ def test_strict_is_about_memory_alone(tmp_path: Path) -> None:
     here = measured()["process_bytes"]
     prediction = {"device_bytes": here, "step_seconds": 1e-9}
     assert len(compared(tmp_path, prediction, strict=0.05)) == 1
+    said = "--strict-memory compared nothing: it needs 2 steps, this took 1 step"
+    assert compared(tmp_path, prediction, strict=0.05, steps=1) == [said]
+    assert compared(tmp_path, prediction, steps=1) == []
     with pytest.raises(RunError, match="process memory is off by"):
         compared(tmp_path, {**prediction, "device_bytes": here * 0.9}, strict=0.05)
 

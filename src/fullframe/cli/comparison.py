@@ -17,7 +17,7 @@ from fullframe.cli.simulate import Simulate
 from fullframe.cli.words import words
 from fullframe.errors import RunError
 from fullframe.strategy import Strategy
-from fullframe.wording import GIB
+from fullframe.wording import GIB, plural
 
 _STEPS = 2  # of which the second has the optimizer's state from the start
 _TIMED = 3  # steps, where the prediction is there already
@@ -65,6 +65,10 @@ class Comparison:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._waits and error is None:
             self._conclude_known()
+        if self._strict is not None and self._records < _STEPS and error is None:
+            self._say(
+                f"--strict-memory compared nothing: it needs {_STEPS} steps, this took {plural(self._records, 'step')}"
+            )
         if self._child is not None:
             self._child.kill()
             self._child.communicate()

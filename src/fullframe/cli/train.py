@@ -143,6 +143,8 @@ class Train:
     def _check_counts(self) -> None:
         if self.strict_memory is not None and not self.strict_memory > 0:
             raise StrategyError(f"--strict-memory must be greater than 0, got {self.strict_memory}")
+        if self.strict_memory is not None and self.steps == 1:
+            raise StrategyError("--strict-memory compares after the second step, and --steps is 1; give 2")
         names = ("batch_size", "steps", "checkpoint_every", "keep_checkpoints", "max_skipped", "patience", "trace_step")
         require_counts(self, ("processes", "data", "depth", "height", "width", *names))
         require_counts(self, ("check_every", "hang_timeout", "max_restarts"), least=0)
