@@ -6,6 +6,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import fullframe as ff
 from fullframe.errors import RecipeError
@@ -306,7 +307,23 @@ def test_evaluation_computes_as_training_does():
     assert evaluate(tiny.recipe(), model, mesh) == {}
 
 
-def test_no_samples_are_not_measured_as_nothing(tmp_path):
-    job = tiny.recipe(evaluation_data=lambda: tiny.Frames(0), evaluate=tiny.evaluate, steps=1)
-    with pytest.raises(RecipeError, match=r"recipe.evaluation_data\(\) has no samples"):
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(tiny.Frames(2))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda: tiny.Frames(0), r"recipe.evaluation_data\(\) has no samples"),
+        (Stream, "Stream is an IterableDataset"),
+        (lambda: DataLoader(tiny.Frames(2)), "a DataLoader was given where its dataset is asked for"),
+    ],
+)
+def test_data_that_cannot_be_measured_is_refused_before_the_first_step(data, message, tmp_path):
+    job = tiny.recipe(evaluation_data=data, evaluate=tiny.evaluate, steps=1)
+    with pytest.raises(RecipeError, match=message):
         ff.fit(job, ff.Strategy(), tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    with pytest.raises(RecipeError, match=message):
+        evaluate(job, ff.parallelize(tiny.Plain(), ff.init_mesh()), ff.init_mesh())

@@ -128,11 +128,13 @@ def test_the_schedule_multiplies_the_learning_rate_and_is_resumed(tmp_path):
             rates.append(self.param_groups[0]["lr"])
             return super().step(closure)
 
-    changes = {"schedule": halved_every_step, "optimizer": lambda parameters: Noted(parameters, lr=2.0)}
-    train(ff.Strategy(), tmp_path, changes, steps=2)
-    train(ff.Strategy(), tmp_path, changes, steps=4, resume=True)
-    assert rates == [1.0, 0.5, 0.25, 0.125]
-    assert [line["learning_rate"] for line in lines(tmp_path)] == rates
+    for number, schedule in enumerate((halved_every_step, lambda step: torch.tensor(0.5) ** step)):
+        changes = {"schedule": schedule, "optimizer": lambda parameters: Noted(parameters, lr=2.0)}
+        rates.clear()
+        train(ff.Strategy(), tmp_path / str(number), changes, steps=2)
+        train(ff.Strategy(), tmp_path / str(number), changes, steps=4, resume=True)
+        assert rates == [1.0, 0.5, 0.25, 0.125] and all(type(rate) is float for rate in rates)
+        assert [line["learning_rate"] for line in lines(tmp_path / str(number))] == rates
 
 
 def test_a_finished_run_resumed_does_nothing(tmp_path):

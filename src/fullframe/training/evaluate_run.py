@@ -15,7 +15,7 @@ from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
 from fullframe.training.checkpoints.state import has_averages
 from fullframe.training.checkpoints.writer import checkpoint_of, load_weights
-from fullframe.training.evaluation import NEEDS_LESS, NO_SAMPLES, evaluate
+from fullframe.training.evaluation import NEEDS_LESS, evaluate, evaluation_data
 from fullframe.training.loading.delivery import mesh_device
 from fullframe.training.session import prepare
 from fullframe.wording import first_line
@@ -52,11 +52,8 @@ def evaluate_run(
     """
     recipe = _evaluating_only(recipe)
     mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, stages=strategy.stages)
-    assert recipe.evaluation_data is not None
-    data = recipe.evaluation_data()
+    data = evaluation_data(recipe)
     samples, done = len(data), 0  # type: ignore[arg-type]
-    if not samples:
-        raise RecipeError(NO_SAMPLES)
     checkpoint, problems = checkpoint_of(run_dir, step=step, best=best)
     averaged = not raw and has_averages(checkpoint.manifest)
     seed_everything(recipe.seed)

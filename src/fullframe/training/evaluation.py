@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Dataset
 
 from fullframe.errors import RecipeError
 from fullframe.model.buffers import share_buffers
@@ -30,13 +31,12 @@ from fullframe.technique import Precision
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.precision import computing
 from fullframe.training.loading.delivery import mesh_device
-from fullframe.training.loading.loader import evaluation_batches
+from fullframe.training.loading.loader import evaluation_batches, require_indexed
 
 NEEDS_LESS = (
     "An evaluation takes one sample at a time: give recipe.evaluation_data smaller frames, measure without whole maps "
     "(.full()), split the frame over more ranks (height, width, depth), or take another precision"
 )
-NO_SAMPLES = "recipe.evaluation_data() has no samples; does its folder or file list exist?"
 _TOLERANCE = 1e-3  # between ranks of a replica that measured the same; a part of the frame differs by more
 
 
@@ -67,13 +67,11 @@ def evaluate(
     on all ranks when a value is neither (sum, count) nor a torchmetrics Metric, or differs between the ranks of a
     replica.
     """
-    if recipe.evaluate is None or recipe.evaluation_data is None:
+    if recipe.evaluate is None:
         return {}
     if mesh.size(0) > 1:
         share_buffers(model)  # running statistics as the next step takes them
-    tally, data = _Tally(), recipe.evaluation_data()
-    if not len(data):  # type: ignore[arg-type]
-        raise RecipeError(NO_SAMPLES)
+    tally, data = _Tally(), evaluation_data(recipe)
     batches = evaluation_batches(data, mesh, recipe.seed, workers=recipe.workers, collate=recipe.collate)
     counted = tally
     try:
@@ -92,6 +90,16 @@ def evaluate(
     finally:
         tally.reset()  # for the next evaluation, also when this one ends early
     return _over_ranks(found, mesh)
+
+
+def evaluation_data(recipe: Recipe) -> Dataset[Any]:
+    """The data set; raises RecipeError where it has no samples, or gives none by its number."""
+    assert recipe.evaluation_data is not None
+    data = recipe.evaluation_data()
+    require_indexed(data)
+    if not len(data):  # type: ignore[arg-type]
+        raise RecipeError("recipe.evaluation_data() has no samples; does its folder or file list exist?")
+    return data
 
 
 @contextmanager

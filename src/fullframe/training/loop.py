@@ -18,7 +18,7 @@ from fullframe.ranks.mesh import init_mesh, start_process_group
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
 from fullframe.training.checkpoints.writer import load, newest_checkpoint
-from fullframe.training.evaluation import evaluating
+from fullframe.training.evaluation import evaluating, evaluation_data
 from fullframe.training.observers import Observed, Observer, Observers
 from fullframe.training.run_directory import Resume, opened, strategy_of_restart
 from fullframe.training.run_file import facts
@@ -97,6 +97,8 @@ def _met(recipe: Recipe, strategy: Strategy, options: Mapping[str, Any], about: 
     known = {**options, "resume": "auto"} if reason else options  # a machine may have come later, by other words
     require_same_options(recipe, strategy, known, about)
     _require_measure(recipe, options["patience"])
+    if recipe.evaluate is not None:
+        evaluation_data(recipe)  # now rather than at the first evaluation
     return reason
 
 
