@@ -2,6 +2,7 @@
 
 import pytest
 
+from fullframe.errors import MeshError
 from fullframe.horovod.rendezvous import Place, first_host, place_from
 
 SLURM = {
@@ -33,6 +34,8 @@ HOROVODRUN = {
 
 def test_alone() -> None:
     assert place_from({}) == Place(0, 1, 0, 1)
+    with pytest.raises(MeshError, match="WORLD_SIZE='x', which is no rank of a job"):
+        place_from({**TORCHRUN, "WORLD_SIZE": "x"})
 
 
 def test_horovodrun_comes_first() -> None:

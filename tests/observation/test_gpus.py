@@ -25,7 +25,7 @@ def owner(environment: Mapping[str, str] | None = None, **changes) -> Owner:
 
 
 def rank(number: int, **more: str) -> dict[str, str]:
-    return {"RANK": str(number), "LOCAL_RANK": str(number), **more}
+    return {"RANK": str(number), "LOCAL_RANK": str(number), "TORCHELASTIC_RUN_ID": "x", **more}
 
 
 def processes(found: list[Gpu]) -> list[tuple[int, GpuProcess]]:
@@ -139,7 +139,7 @@ def test_a_real_rank_whose_launcher_died_is_an_orphan():
     launcher_code = (
         "import os, subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1], 'fullframe'], "
         "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, "
-        "env={**os.environ, 'RANK': '0'}); print(p.pid, flush=True)"
+        "env={**os.environ, 'RANK': '0', 'TORCHELASTIC_RUN_ID': 'x'}); print(p.pid, flush=True)"
     )
     said = subprocess.run([sys.executable, "-c", launcher_code, rank_code], capture_output=True, text=True, timeout=120)
     pid = int(said.stdout)

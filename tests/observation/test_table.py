@@ -22,3 +22,19 @@ def test_a_name_that_comes_late_or_goes_has_gaps() -> None:
     assert (table.known("loss"), table.known("error")) == (([1], [1.0]), ([5, 6], [3.0, 4.5]))
     assert (table.last("loss"), table.last("error"), table.last("nothing")) == (1.0, 4.5, None)
     assert all(map(math.isnan, table.column("nothing"))) and len(table.column("nothing")) == len(table) == 3
+
+
+def test_what_is_no_number_any_more_is_not_what_it_was() -> None:
+    table = Table()
+    table.add({"step": 1, "iou": 0.5, "recall": None})
+    table.add({"step": 2})
+    assert table.newest("iou") == 0.5 and table.names == ["iou", "recall"]
+    recall = table.newest("recall")
+    assert recall is not None and math.isnan(recall) and table.newest("nothing") is None
+    table.add({"step": 3, "iou": None})
+    now = table.newest("iou")
+    assert now is not None and math.isnan(now) and table.last("iou") == 0.5
+    table.add({"step": 3, "iou": 0.75})
+    assert table.newest("iou") == 0.75
+    table.add({"step": 2, "loss": 1.0})
+    assert table.newest("iou") == 0.5

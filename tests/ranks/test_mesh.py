@@ -182,3 +182,20 @@ def test_ranks_that_we_start_hash_alike(tmp_path, monkeypatch):
     say = "import os, sys; open(os.path.join(sys.argv[1], os.environ['RANK']), 'w').write(str(hash('fullframe')))"
     assert launch(2, ["-c", say, str(tmp_path)]) == 0
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "x"}, "RANK='0' and WORLD_SIZE='x', which is no rank of a job"),
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x' is set, and RANK is not"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE='4' is set, and RANK is not"),
+    ],
+)
+def test_half_a_place_is_named(environment, said, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MeshError, match=said):
+        ff.init_mesh(width=2)

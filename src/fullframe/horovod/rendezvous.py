@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fullframe.processes.place import launched_place
+
 _NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _START_SECONDS = 600.0  # ranks may start minutes after one another
 
@@ -28,7 +30,10 @@ class Place:
 
 
 def place_from(environment: Mapping[str, str]) -> Place:
-    """The place that a launcher has put into the environment; alone without one."""
+    """The place that a launcher has put into the environment; alone without one.
+
+    Raises MeshError where RANK and WORLD_SIZE are no numbers that belong together.
+    """
     if "HOROVOD_RANK" in environment:
         rank, size, local_rank, local_size = (int(environment[f"HOROVOD_{name}"]) for name in _NUMBERS)
         return Place(
@@ -39,8 +44,9 @@ def place_from(environment: Mapping[str, str]) -> Place:
             environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
             int(environment["HOROVOD_GLOO_RENDEZVOUS_PORT"]),
         )
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    launched = launched_place(environment)
+    if launched is not None:
+        rank, size = launched
         return Place(
             rank,
             size,

@@ -172,13 +172,14 @@ def _judged(gpu: Gpu, all_gpus: Sequence[Gpu], owner: Callable[[int], Owner | No
 def is_orphan(owner: Owner) -> bool:
     """Whether a process of fullframe outlived who started it.
 
-    A rank belongs to a launcher. What is no rank was started by hand, perhaps with nohup by a shell or a script that is
-    gone; unless it is a fork, as a loader's worker is, of a process that would wait for it.
+    A rank belongs to a launcher, which gives its job a name. What has none was started by hand, RANK set or not,
+    perhaps with nohup by a shell or a script that is gone; unless it is a fork, as a loader's worker is, of a process
+    that would wait for it.
     """
     ours = (word for word in owner.command if not word.startswith("from multiprocessing"))  # which names what it loads
     if not any("fullframe" in word for word in ours) and "FULLFRAME_RESTART_REASON" not in owner.environment:
         return False
-    return has_lost_parent(owner) and ("RANK" in owner.environment or owner.is_fork)
+    return has_lost_parent(owner) and ("TORCHELASTIC_RUN_ID" in owner.environment or owner.is_fork)
 
 
 def has_lost_parent(owner: Owner) -> bool:

@@ -21,6 +21,7 @@ class Table:
     def __init__(self) -> None:
         self.steps = array("q")
         self._columns: dict[str, array[float]] = {}
+        self._nulls: dict[str, array[int]] = {}  # the steps on which something was recorded that is no number
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -44,6 +45,14 @@ class Table:
         """The newest number."""
         return next((value for value in reversed(self.column(name)) if value == value), None)
 
+    def newest(self, name: str) -> float | None:
+        """What was recorded last: NaN where that is no number, None where nothing was."""
+        nulls = self._nulls.get(name)
+        for step, value in zip(reversed(self.steps), reversed(self.column(name)), strict=True):
+            if value == value or (nulls and nulls[-1] == step):
+                return value
+        return None
+
     def add(self, record: Mapping[str, Any]) -> None:
         """One line that has a step."""
         step = int(record["step"])
@@ -52,8 +61,12 @@ class Table:
             del self.steps[start:]
             for column in self._columns.values():
                 del column[start:]
+            for nulls in self._nulls.values():
+                del nulls[bisect.bisect_left(nulls, step) :]
         for name, value in record.items():
-            if name != "step" and _is_number(value) and name not in self._columns:
+            if value is None:
+                self._nulls.setdefault(name, array("q")).append(step)
+            if name != "step" and (value is None or _is_number(value)) and name not in self._columns:
                 self._columns[name] = array("d", [math.nan]) * len(self.steps)
         self.steps.append(step)
         for name, column in self._columns.items():

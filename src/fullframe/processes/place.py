@@ -1,6 +1,7 @@
 """Which rank of how many this process is, where a launcher (torchrun, srun by a script, ours) started it as one."""
 
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from fullframe.errors import MeshError
@@ -18,12 +19,12 @@ class Place(NamedTuple):
     world: int
 
 
-def launched_place() -> Place | None:
+def launched_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """This process's place by RANK and WORLD_SIZE; None where they are not both set.
 
     Raises MeshError where they are no numbers that belong together.
     """
-    said = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    said = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
     if len(said) < 2:
         return None
     try:

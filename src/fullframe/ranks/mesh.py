@@ -185,15 +185,15 @@ def init_mesh(
     of the job calls it. The same call gives the same mesh: each new one would bring process groups, whose threads gloo
     wakes a hundred times a second for as long as the job lasts.
 
-    Raises MeshError when the product of the axes does not divide the world, or the ranks have not a GPU each or none at
-    all; DeviceError when there is a GPU that torch cannot use.
+    Raises MeshError when RANK and WORLD_SIZE are no place in a job, the product of the axes does not divide the world,
+    or the ranks have not a GPU each or none at all; DeviceError when there is a GPU that torch cannot use.
     """
     sizes = {"stages": stages} if stages != 1 else {}
     sizes |= ({"depth": depth} if depth != 1 else {}) | {"height": height, "width": width}
     asked, parts = " x ".join(f"{name} {size}" for name, size in sizes.items()), prod(sizes.values())
     if min(sizes.values()) < 1:
         raise MeshError(f"a mesh needs at least one rank along each axis, got {asked}")
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = _world()
     if world % parts:
         raise MeshError(
             f"{asked} = {parts} does not divide the {world} ranks of this job; "
@@ -215,6 +215,19 @@ def init_mesh(
         if parts > 1 and within is None:
             _compare_hashing(ranks)
     return made[shape]
+
+
+def _world() -> int:
+    """How many ranks the job has."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    place = launched_place()
+    if place is None and os.environ.get("WORLD_SIZE", "1") != "1":  # each would train alone, on all samples
+        raise MeshError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']!r} is set, and RANK is not: which rank is this? Unset it for a "
+            "process of its own, or start the ranks by torchrun, which sets both"
+        )
+    return 1 if place is None else place.world
 
 
 def _compare_hashing(ranks: torch.Tensor) -> None:

@@ -32,6 +32,7 @@ def test_ranks_that_were_left_behind_and_others_that_were_not() -> None:
         7: owner(("python", "train.py"), **torchrun),
         8: owner(("python", "train.py"), parent="torchrun", parent_pid=3, **torchrun),
         9: owner(("python", "-m", "fullframe.cli", "train"), **torchrun),
+        13: owner(("python", "-m", "fullframe.cli", "train"), RANK="0", WORLD_SIZE="1"),  # set by hand, under nohup
         10: owner(("/usr/sbin/munged", "--socket=/tmp/fullframe-slurm/x")),
         11: owner(("python", "notes.py")),
         12: owner(("python", "train.py"), parent="torchrun", **torchrun),  # process 1 of a container

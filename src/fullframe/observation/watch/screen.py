@@ -75,10 +75,10 @@ def _tail(path: str, most: int) -> str:
 
 
 def _measures(run: RunFiles) -> Iterator[tuple[str, float | None]]:
-    yield "grad norm", run.table.last("grad_norm")
+    yield "grad norm", run.table.newest("grad_norm")
     for name in run.table.names:
         if name not in OF_STEP:
-            yield name.replace("_", " "), run.table.last(name)
+            yield name.replace("_", " "), run.table.newest(name)
 
 
 def _progress(summary: Summary, width: int, glyphs: Glyphs) -> Text:

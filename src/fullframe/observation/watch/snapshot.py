@@ -1,5 +1,6 @@
 """A run at one moment, for scripts: plain data, or a line of text."""
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -21,7 +22,7 @@ def as_data(run: RunFiles, summary: Summary) -> dict[str, Any]:
         "steps": summary.steps,
         "loss": summary.loss,
         "best_loss": summary.best_loss,
-        "measures": {name: run.table.last(name) for name in run.table.names if name not in ("loss", "skipped")},
+        "measures": {name: _newest(run, name) for name in run.table.names if name not in ("loss", "skipped")},
         "step_seconds": summary.step_seconds,
         "images_per_second": summary.images_per_second,
         "seconds_left": summary.seconds_left,
@@ -35,6 +36,11 @@ def as_data(run: RunFiles, summary: Summary) -> dict[str, Any]:
         "leaks": list(run.leaks),
         "findings": [finding._asdict() for finding in summary.findings],
     }
+
+
+def _newest(run: RunFiles, name: str) -> float | None:
+    found = run.table.newest(name)
+    return None if found is None or math.isnan(found) else found
 
 
 def as_line(run: RunFiles, summary: Summary) -> str:
