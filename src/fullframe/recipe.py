@@ -49,7 +49,7 @@ class Recipe:
     loss:            (model, batch) -> scalar mean, or (sum, count): then the update is divided by the true count of
                      the whole job's batch
     optimizer:       (parameters) -> torch Optimizer; `parameters.named()` gives names too, for groups by name
-    data:            () -> Dataset of dicts of tensors
+    data:            () -> Dataset of dicts, lists or tuples of tensors, nested or not, beside numbers and words
     batch_size:      samples of one optimizer step, of the whole job
     sample:          () -> one sample as `data` gives it, of which only shapes and dtypes are used: for `simulate` and
                      `plan` where the data is not at hand
@@ -60,7 +60,7 @@ class Recipe:
     schedule:        (step) -> what the optimizer's learning rates are multiplied by at this step, counted from 1
     workers:         loader processes per rank; 0 reads in the main process
     collate:         (samples) -> batch, as a DataLoader's collate_fn; for training and evaluation
-    evaluation_data: () -> Dataset of dicts of tensors, read in order, one sample at a time
+    evaluation_data: () -> Dataset of such samples, read in order, one sample at a time
     evaluate:        (model, batch) -> {name: (sum, count) or a torchmetrics Metric}, under no_grad in eval mode; the
                      run records sum / count, or what the metric computes, over the whole of `evaluation_data`. A metric
                      is either updated in every batch, and reset by the run, or a new one for each
@@ -80,7 +80,7 @@ class Recipe:
     optimizer: Callable[[Parameters], Optimizer]
     data: Callable[[], Dataset[Any]]
     batch_size: int
-    sample: Callable[[], Mapping[str, Any]] | None = None
+    sample: Callable[[], Any] | None = None
     unsupported: Literal["error", "gather"] = "error"
     find_unused_parameters: bool = False
     seed: int = 0

@@ -1,5 +1,6 @@
 """What all commands have in common: what is said of them, and the end of whoever reads what they print."""
 
+import json
 import os
 import subprocess
 import sys
@@ -84,16 +85,31 @@ def test_values_of_an_option_that_is_given_twice_are_not_dropped(
     assert f"{option} is given twice; give all its values to one" in capsys.readouterr().err
 
 
+def test_an_unknown_option_points_to_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["train", "recipe.py", "--workers", "2"])
+    assert ended.value.code == 2 and "fullframe train --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["verify", "gone.py"], ["train", "gone.py"], ["jobs", "--every", "0"]])
+def test_what_is_asked_for_json_says_in_json_why_it_ends(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*words, "--json"]) == 2
+    said = capsys.readouterr()
+    assert said.err == f"error: {json.loads(said.out)['error']}\n"
+
+
 def test_without_a_word_the_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("usage: fullframe COMMAND ...") and "  verify " in said.err
 
 
-@pytest.mark.parametrize("command", ["train", "verify", "launch"])
+@pytest.mark.parametrize("command", ["train", "verify", "evaluate", "launch"])
 def test_help_names_no_default_that_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run([command, "--help"])
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "(default: 1e-09)" in said if command == "verify" else "--set NAME=VALUE" in said
+    assert "None" not in said and ("{error,gather}" in said if command == "verify" else "{fp32," in said)
+    assert "several machines options" in said or command not in ("train", "launch")
     assert not any(f"(default: {nothing})" in said for nothing in ("None", "False", ""))

@@ -45,7 +45,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """What would have been started, and with which words."""
     found: list[tuple[int, str]] = []
 
-    def launch(ranks: int, command: list[str]) -> int:
+    def launch(ranks: int, command: list[str], on_failure: object) -> int:
         found.append((ranks, " ".join(command[2:])))
         return 0
 
@@ -70,6 +70,7 @@ def test_what_the_run_wrote_is_measured_again(folder: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.splitlines() == [
         f"job.py: evaluating run on {place}",
         "1 of 2 samples",
+        "2 of 2 samples",
         f"after step 2: entropy {line['entropy']:.4g}  accuracy {line['accuracy']:.4g}",
     ]
     assert {path: path.read_bytes() for path in folder.rglob("*.json*")} == before, "nothing is written"

@@ -67,7 +67,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty directory with a recipe, in which commands run."""
     folder = tmp_path / "pro ject"
     folder.mkdir()
-    (folder / "recipe.py").write_text("")
+    for recipe in (folder / "recipe.py", tmp_path / "recipe.py"):
+        recipe.write_text("")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(launch.sys, "executable", "/usr/bin/python3")
     return folder
@@ -98,6 +99,9 @@ def test_what_would_be_submitted(name: str, project: Path, capsys: pytest.Captur
         (["recipe.py", "--on", "kubernetes"], "needs --volume"),
         (["recipe.py", "--on", "docker", "--nodes", "2"], "one run on this machine"),
         (["recipe.py", "--on", "docker", "--plan-for", "2xcpu"], "--plan-for is for Slurm"),
+        (["../recipe.py", "--on", "docker"], "../recipe.py is not in "),
+        (["../recipe.py", "--on", "kubernetes", "--volume", "runs"], "the container has no other files of this"),
+        (["recipe.py", "--on", "docker", "--plan", "../plan.json"], "../plan.json is not in "),
         (["recipe.py", "--run-dir", "a\nb"], "in a way of its own"),
         (["recipe.py", "--run-dir", "a%jb"], "in a way of its own"),
     ],
@@ -107,6 +111,28 @@ def test_what_cannot_be_submitted_is_said(
 ) -> None:
     assert run(["launch", "--on", "slurm", *words, "--dry-run"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_recipe_is_named_as_the_container_has_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(project / "recipe.py")
+    assert run(["launch", recipe, "--on", "docker", "--run-dir", "r", "--dry-run"]) == 0
+    assert "fullframe train recipe.py --run-dir /runs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [(["slurm"], "job.sh"), (["kubernetes", "--volume", "runs"], "manifest.json"), (["docker"], "command")],
+)
+def test_a_dry_run_is_one_json_object(
+    words: list[str], name: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched = ["launch", "recipe.py", "--run-dir", "r", "--dry-run", "--on", *words]
+    assert run(launched) == 0
+    text = capsys.readouterr().out
+    assert run([*launched, "--json"]) == 0
+    folder = str(project / "r")
+    expected = {"job_id": None, "folder": folder, "runs": [folder], name: text}
+    assert json.loads(capsys.readouterr().out) == expected
 
 
 def fake(project: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, squeue: str = "exit 0") -> None:

@@ -1,10 +1,13 @@
 """What the options say of a job's machines, and what is missing or contradicts itself."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fullframe.cli.node_options import NodeOptions, nodes_of, require_whole_replicas
+from fullframe.cli.train import Train
 from fullframe.errors import MeshError
 from fullframe.strategy import Strategy
 
@@ -59,3 +62,12 @@ def test_fewer_machines_must_hold_whole_replicas() -> None:
     require_whole_replicas(here, Strategy(data=2, width=4))
     with pytest.raises(MeshError, match=r"1 machines of 4 ranks .* of 8 ranks each; only 2 do"):
         require_whole_replicas(here, Strategy(width=8))
+
+
+def test_options_that_all_machines_share() -> None:
+    train = Train(recipe=Path("a.py"), set=("lr=1", "b=-2"), keep_checkpoints=5, run_dir=Path("r"), json=True)
+    train = replace(train, over=NodeOptions(nodes=2, node_rank=1, rendezvous="a:1", min_nodes=1), deterministic=True)
+    assert train._shared_options() == {
+        **{"--set": "lr=1 b=-2", "--nodes": "2", "--min-nodes": "1"},
+        **{"--keep-checkpoints": "5", "--deterministic": ""},
+    }

@@ -142,10 +142,12 @@ def test_an_error_of_the_recipe_is_said_once(tmp_path: Path, capsys: pytest.Capt
     assert len(printed.out.splitlines()) < 15 and "Traceback" not in printed.err
 
 
-def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fullframe.cli.plan._QUIET_SECONDS", 0.0)
     assert run(["plan", str(written(tmp_path)), "--gpus", "cpu", "--memory-limit-gib", "0.01", "--json"]) == 1
     printed = capsys.readouterr()
     assert not any(plan["fits"] for plan in json.loads(printed.out))
+    assert "1 simulated, 0 fit, " in printed.err
     assert "nothing fits: " in printed.err and "missing with" in printed.err
 
 

@@ -88,9 +88,11 @@ def ranks_find(monkeypatch: pytest.MonkeyPatch) -> Callable[[Verdict, int], list
     def prepare(verdict: Verdict, code: int = 0) -> list[list[str]]:
         started: list[list[str]] = []
 
-        def launch(ranks: int, command: list[str]) -> int:
+        def launch(ranks: int, command: list[str], on_failure: Callable[[str], None]) -> int:
             started.append([str(ranks), *command])
             (Path(os.environ["FULLFRAME_VERIFY_FOLDER"]) / "verdict.json").write_text(verdict.to_json())
+            if code:
+                on_failure("rank 1 was killed")
             return code
 
         monkeypatch.setattr("fullframe.processes.launch.launch", launch)
@@ -160,6 +162,8 @@ def test_exit_codes(tmp_path, capsys, ranks_find, verdict, code, said) -> None:
 def test_ranks_that_fail_give_no_verdict(tmp_path, capsys, ranks_find) -> None:
     ranks_find(found(), code=1)
     assert run(["verify", str(written(tmp_path)), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"error": "rank 1 was killed"}
+    assert run(["verify", str(written(tmp_path))]) == 1
     assert capsys.readouterr().out == ""
 
 

@@ -119,6 +119,14 @@ def test_machines_that_do_not_fit_each_other_are_refused(nodes: Nodes) -> None:
                 found.result(60)
 
 
+def test_machines_that_were_started_otherwise_are_refused(nodes: Nodes) -> None:
+    other = replace(nodes, rank=1, options={"--keep-checkpoints": "5"})
+    with Rendezvous(nodes) as first, Rendezvous(other) as second, ThreadPoolExecutor() as pool:
+        for found in [pool.submit(one.join, lambda: 0) for one in (first, second)]:
+            with pytest.raises(MeshError, match="with no --keep-checkpoints, node 1 with --keep-checkpoints 5; give"):
+                found.result(60)
+
+
 def test_a_request_to_stop_ends_the_waiting(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_LEAVING_SECONDS", 0.2)  # for others, who never come
     with Rendezvous(nodes) as alone, pytest.raises(AskedToStop):

@@ -16,6 +16,7 @@ import tyro
 from fullframe import __version__
 from fullframe.cli.calibrate import Calibrate
 from fullframe.cli.completion import SHELLS, script
+from fullframe.cli.display import print_error
 from fullframe.cli.doctor.all import DoctorAll
 from fullframe.cli.doctor.command import Doctor
 from fullframe.cli.doctor.env import DoctorEnv
@@ -116,13 +117,7 @@ def _run(arguments: Sequence[str]) -> int:
         return _complete(arguments[1:])
     if arguments[:1] == ["horovodrun"]:
         arguments = ["horovodrun", *separated(arguments[1:])]
-    command: Command = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS,
-        prog="fullframe",
-        description=_DESCRIPTION,
-        args=arguments,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    command = _parsed(arguments)
     if twice := next((word for word in _many_valued(command) if _given(arguments).count(word) > 1), None):
         print(f"error: {twice} is given twice; give all its values to one: {twice} VALUE VALUE ...", file=sys.stderr)
         return 2
@@ -131,13 +126,34 @@ def _run(arguments: Sequence[str]) -> int:
     except FullframeError as error:
         consequence = isinstance(error, DivergenceError) and error.consequence  # the other rank says it better
         report(f"error: {error}", f"{type(error).__name__}: {error}", consequence=consequence)
+        _say_as_json(arguments, str(error))
         return 1 if consequence else 2
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
             raise
         machine = is_machines_fault(error)
         report(of_users(error), f"{type(error).__name__}: {error}", consequence=machine)
+        _say_as_json(arguments, f"{type(error).__name__}: {error}")
         return AGAIN if machine else 1
+
+
+def _parsed(arguments: Sequence[str]) -> Command:
+    """The command; of one that is known what is wrong with its words points to its own --help."""
+    options: dict[str, Any] = {"config": (tyro.conf.FlagCreatePairsOff,)}
+    command = COMMANDS.get(arguments[0])
+    parsed: Command
+    if command is not None:
+        parsed = tyro.cli(command, prog=f"fullframe {arguments[0]}", args=arguments[1:], **options)
+    else:
+        parse = tyro.extras.subcommand_cli_from_dict
+        parsed = parse(COMMANDS, prog="fullframe", description=_DESCRIPTION, args=arguments, **options)
+    return parsed
+
+
+def _say_as_json(arguments: Sequence[str], text: str) -> None:
+    """The end of a command that was asked for JSON, on stdout too; a rank leaves it to its launcher."""
+    if "--json" in _given(arguments) and "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        print_error(text)
 
 
 def _overview() -> str:

@@ -46,7 +46,7 @@ class Display:
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, total=samples, description="evaluating")
-        elif now - self._spoke >= _QUIET_SECONDS and done < samples:
+        elif now - self._spoke >= _QUIET_SECONDS or done == samples > 1:
             self._spoke = now
             self.message(f"{done} of {plural(samples, 'sample')}")
 
@@ -88,6 +88,11 @@ def measures(record: Mapping[str, Any]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.4g}"
+
+
+def print_error(text: str) -> None:
+    """Print what ends a command that was asked for JSON."""
+    print(json.dumps({"error": text}))
 
 
 def print_json(fields: Mapping[str, Any]) -> None:

@@ -102,13 +102,18 @@ class Evaluate:
         return path, values_of(told.get("values") or ()) | values_of(self.set)
 
     def _launch(self, strategy: Strategy) -> int:
+        from fullframe.cli.display import print_error
         from fullframe.processes.launch import launch
         from fullframe.ranks import device
 
         device.require_usable()
         device.require_enough(strategy.ranks)
         mesh: dict[str, Any] = {**strategy.mesh}
-        return launch(strategy.ranks, ["-m", "fullframe.cli", "evaluate", *words(replace(self, **mesh))])
+        return launch(
+            strategy.ranks,
+            ["-m", "fullframe.cli", "evaluate", *words(replace(self, **mesh))],
+            on_failure=print_error if self.json else lambda reason: None,
+        )
 
     def _evaluate(self, strategy: Strategy, path: Path, values: Mapping[str, Any]) -> int:
         import torch.distributed as dist

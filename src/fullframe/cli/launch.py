@@ -35,7 +35,7 @@ class Launch:
     on: Literal["slurm", "kubernetes", "docker"]
     """Where to start it."""
     dry_run: bool = False
-    """Print what would be submitted, and write nothing."""
+    """Print what would be submitted, and write nothing; with --json in an object, under the name of its file."""
     name: str | None = None
     """The job's name: the recipe's unless given."""
     sweep: Annotated[tuple[str, ...], arg(metavar="NAME=A,B")] = ()
@@ -90,7 +90,7 @@ class Launch:
             return self._docker(job)
         text = self._described(job)
         if self.dry_run:
-            print(text, end="")
+            self._print_dry(job, text, SCRIPT if self.on == "slurm" else MANIFEST)
             return 0
         self._require_free(job)
         make_folders(job)
@@ -127,7 +127,7 @@ class Launch:
         """Run the container and wait for it; its exit code."""
         command = command_of(job, self.image, os.getuid(), os.getgid(), self.shared_memory.replace("i", ""))
         if self.dry_run:
-            print(shlex.join(command))
+            self._print_dry(job, f"{shlex.join(command)}\n", "command")
             return 0
         make_folders(job)
         self._remember(job, None)
@@ -135,6 +135,13 @@ class Launch:
             return subprocess.run(command).returncode
         except FileNotFoundError:
             raise LaunchError("there is no docker here; install it, or train without by fullframe train") from None
+
+    def _print_dry(self, job: Job, text: str, name: str) -> None:
+        """What would be submitted; as JSON under the name of its file."""
+        if self.train.json:
+            print(json.dumps({"job_id": None, **_places(job), name: text}))
+        else:
+            print(text, end="")
 
     def _remember(self, job: Job, identity: str | None) -> None:
         from fullframe.training.run_file import commit_of
@@ -178,6 +185,10 @@ class Launch:
             cut = replace(cut, processes=self.gpus_per_node)
         if self.plan_for is not None:
             cut = replace(cut, plan=folder / "plan.json")
+        if self.on != "slurm":
+            cut = replace(cut, recipe=self._as_in_container(recipe))
+        if self.on == "docker" and train.plan is not None:
+            cut = replace(cut, plan=self._as_in_container(train.plan))
         return Job(
             name=name,
             folder=folder,
@@ -189,6 +200,16 @@ class Launch:
             cpus_per_node=self.cpus_per_node,
             python=sys.executable,
         )
+
+    def _as_in_container(self, path: Path) -> Path:
+        """A file's path from the directory that a container has: mounted, or as it lies in the image."""
+        here = Path.cwd().resolve()
+        if not path.resolve().is_relative_to(here):
+            raise LaunchError(
+                f"{path} is not in {here}, and the container has no other files of this machine; start from a "
+                "directory that holds it"
+            )
+        return path.resolve().relative_to(here)
 
     def _slurm(self) -> SlurmOptions:
         return SlurmOptions(
@@ -227,9 +248,12 @@ class Launch:
 
     def _say(self, job: Job, identity: str) -> None:
         if self.train.json:
-            folders = [str(job.folder / run.place) for run in job.runs]
-            print(json.dumps({"job_id": identity, "folder": str(job.folder), "runs": folders}))
+            print(json.dumps({"job_id": identity, **_places(job)}))
             return
         count = f"{len(job.runs)} runs" if job.is_sweep else "1 run"
         shown = os.path.relpath(job.folder)
         print(f"submitted job {identity}, {count} in {shown}; see fullframe jobs {shown}")
+
+
+def _places(job: Job) -> dict[str, object]:
+    return {"folder": str(job.folder), "runs": [str(job.folder / run.place) for run in job.runs]}

@@ -1,7 +1,7 @@
 """Options of a job over several machines, and what Slurm or Kubernetes says where they are not given."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -36,7 +36,7 @@ class NodeOptions:
     """How long to wait for the other machines, at the start and after one was lost."""
 
 
-NodeWords = Annotated[NodeOptions, OmitArgPrefixes]
+NodeWords = Annotated[NodeOptions, OmitArgPrefixes, arg(name="several machines")]
 
 
 def nodes_of(options: NodeOptions, processes: int, environment: Mapping[str, str] = os.environ) -> Nodes:
@@ -75,6 +75,17 @@ def nodes_of(options: NodeOptions, processes: int, environment: Mapping[str, str
         silence_seconds=options.node_timeout,
         patience_seconds=options.rendezvous_timeout,
     )
+
+
+def options_of(words: Sequence[str]) -> dict[str, str]:
+    """The words behind each option of a command line; those before the first are left out."""
+    found: dict[str, str] = {}
+    name = ""
+    for word in words:
+        name, text = (word, "") if word.startswith("--") else (name, word)
+        if name:
+            found[name] = f"{found.get(name, '')} {text}".strip()
+    return found
 
 
 def require_whole_replicas(nodes: Nodes, strategy: Strategy) -> None:

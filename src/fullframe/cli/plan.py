@@ -8,7 +8,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -31,6 +30,7 @@ _ROWS = 12
 _WIDTH = 160  # of a table that goes into a file or a pipe
 _WIDE = 120  # columns of a terminal that has room for the kinds of memory
 _OTHER = "other: temporary values, workspaces, the device's context, what the allocator cannot use; --json lists each"
+_QUIET_SECONDS = 10.0
 _NOTHING_FITS, _REFUSED, _OUT_OF_TIME = 1, 2, 3
 
 
@@ -85,7 +85,8 @@ class Plan:
             raise DeviceError(f"--memory-limit-gib must be greater than 0, and a number, got {self.memory_limit_gib}")
         require_counts(self, ["batch_size"], RecipeError)
         started = time.monotonic()
-        _show_progress(started, self.seconds)
+        progress = _Progress(self.seconds)
+        progress.show()
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is no plan
             request = PlanRequest(
                 recipe=load_recipe(self.recipe, values_of(self.set)),
@@ -98,10 +99,10 @@ class Plan:
                 seconds=self.seconds,
                 benchmark=self.benchmark or None,
                 workers=min(2, len(os.sched_getaffinity(0))),
-                progress=partial(_show_progress, started, self.seconds),
+                progress=progress.show,
             )
             planned = plan_in_full(request)
-        _show_progress()
+        progress.clear()
         listed = planned.plans if self.all else [p for p in planned.plans if p.prediction is not None]
         text = json.dumps([plan.as_dict() for plan in listed], indent=1)
         if self.out is not None:
@@ -171,15 +172,30 @@ class Plan:
         )
 
 
-def _show_progress(started: float | None = None, limit: float = 0.0, simulated: int = 0, fitting: int = 0) -> None:
-    """One line on a terminal that the next one overwrites; without a start it is wiped out.
+class _Progress:
+    """On a terminal one line on stderr that the next one overwrites; anywhere else a line now and then.
 
     No thread draws it: simulations are forked.
     """
-    if sys.stderr.isatty():
-        seconds = 0.0 if started is None else time.monotonic() - started
-        text = f"{simulated} simulated, {fitting} fit, {seconds:.0f} of at most {limit:g} s"
-        print(f"\r\x1b[K{'' if started is None else text}", end="", file=sys.stderr, flush=True)
+
+    def __init__(self, limit: float):
+        self._started = self._spoke = time.monotonic()
+        self._limit = limit
+
+    def show(self, simulated: int = 0, fitting: int = 0) -> None:
+        """Say how far the search is."""
+        now = time.monotonic()
+        text = f"{simulated} simulated, {fitting} fit, {now - self._started:.0f} of at most {self._limit:g} s"
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        elif now - self._spoke >= _QUIET_SECONDS:
+            self._spoke = now
+            print(text, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Wipe out the line of a terminal."""
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _table(planned: "Planned", plans: "list[OnePlan] | tuple[OnePlan, ...]", is_wide: bool) -> Table:

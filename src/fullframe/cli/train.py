@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 
 from fullframe.cli.comparison import Comparison
 from fullframe.cli.mesh_options import place_of
-from fullframe.cli.node_options import NodeOptions, NodeWords, nodes_of, require_whole_replicas
+from fullframe.cli.node_options import NodeOptions, NodeWords, nodes_of, options_of, require_whole_replicas
 from fullframe.cli.remedies import explain_out_of_memory
 from fullframe.cli.report import write_at_end, written
 from fullframe.cli.strategy_file import first_plan, require_devices, strategy_of, with_batch_size
@@ -223,7 +223,6 @@ class Train:
         from fullframe.processes.launch import launch
         from fullframe.ranks import device
         from fullframe.training.run_directory import check_run_directory, last_step
-        from fullframe.training.run_file import note_end
 
         check_run_directory(run_dir, self._resume)
         device.require_usable()
@@ -234,10 +233,18 @@ class Train:
             restarts=self.max_restarts,
             progress=lambda: last_step(run_dir),
             patience_seconds=self.hang_timeout or 300.0,
-            on_failure=lambda reason: note_end(run_dir, reason),
+            on_failure=partial(self._failed, run_dir),
             before_restart=partial(explain_out_of_memory, self, run_dir),
         )
         return self.stopped_code if code == STOPPED else code
+
+    def _failed(self, run_dir: Path, reason: str) -> None:
+        from fullframe.cli.display import print_error
+        from fullframe.training.run_file import note_end
+
+        note_end(run_dir, reason)
+        if self.json:
+            print_error(reason)
 
     def _of_rank(self, strategy: Strategy, run_dir: Path) -> list[str]:
         """The words of Python's command line for a rank."""
@@ -252,7 +259,6 @@ class Train:
         from fullframe.processes.nodes import launch_on_nodes
         from fullframe.ranks import device
         from fullframe.training.run_directory import last_step
-        from fullframe.training.run_file import note_end
 
         run_dir = self.run_dir
         if run_dir is None:
@@ -261,7 +267,7 @@ class Train:
         ranks = math.prod(size or 1 for size in self._mesh.values())
         processes = self.processes or device.count() or -(-ranks // count)
         device.require_enough(processes)
-        nodes = replace(nodes_of(self.over, processes), lease=run_dir / "lease")
+        nodes = replace(nodes_of(self.over, processes), lease=run_dir / "lease", options=self._shared_options())
         whole = self._strategy(count * processes) if self.plan is None else self._planned(count * processes)
         require_whole_replicas(nodes, whole)
 
@@ -275,10 +281,16 @@ class Train:
             restarts=self.max_restarts,
             progress=lambda: last_step(run_dir),
             patience_seconds=self.hang_timeout or 300.0,
-            on_failure=lambda reason: note_end(run_dir, reason),
+            on_failure=partial(self._failed, run_dir),
         )
         code = self._reported(run_dir, launched)  # by each machine: none knows whether rank 0 is its own
         return self.stopped_code if code == STOPPED else code
+
+    def _shared_options(self) -> dict[str, str]:
+        """What all machines are to be given alike: not how each names the same files, nor what it prints."""
+        over = replace(self.over, node_rank=None, rendezvous=None)
+        shared = replace(self, over=over, processes=None, run_dir=None, resume=False, auto_resume=False, json=False)
+        return options_of(words(shared))
 
     @property
     def _resume(self) -> "Resume":

@@ -90,6 +90,7 @@ class Verify:
         return strategy
 
     def _launch(self, strategy: Strategy) -> int:
+        from fullframe.cli.display import print_error
         from fullframe.processes.launch import launch
         from fullframe.ranks import device
         from fullframe.verification.verdict import Verdict
@@ -101,7 +102,11 @@ class Verify:
         with tempfile.TemporaryDirectory(prefix="fullframe-verify-") as folder:
             os.environ[_FOLDER] = folder
             try:
-                code = launch(strategy.ranks, ["-m", "fullframe.cli", "verify", *words(of_rank)])
+                code = launch(
+                    strategy.ranks,
+                    ["-m", "fullframe.cli", "verify", *words(of_rank)],
+                    on_failure=print_error if self.json else lambda reason: None,
+                )
             finally:
                 del os.environ[_FOLDER]
             if code:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
@@ -59,11 +59,22 @@ TechniqueWords = Annotated[Techniques, OmitArgPrefixes, arg(constructor=Techniqu
 
 
 def without_empty_defaults(options: Any) -> None:
-    """Leave "(default: None)" and "(default: False)" out of what --help says of a dataclass's options."""
+    """Leave "(default: None)" and "(default: False)", and None as a choice, out of what --help says of options."""
     types = get_type_hints(options, include_extras=True)
     for field in dataclasses.fields(options):
         if field.default is None or field.default is False or field.default == ():
-            options.__annotations__[field.name] = Annotated[types[field.name], _SAID_NOTHING]
+            options.__annotations__[field.name] = Annotated[
+                types[field.name], _SAID_NOTHING, *_metavar(types[field.name])
+            ]
+
+
+def _metavar(kind: Any) -> list[object]:
+    """Of `Literal["a", "b"] | None` {a,b}, of `str | None` STR; nothing where the option has its own."""
+    inner = [each for each in get_args(kind) if each is not type(None)]
+    if get_origin(kind) is Annotated or len(inner) != 1 or len(get_args(kind)) != 2:
+        return []
+    choices = get_args(inner[0]) if get_origin(inner[0]) is Literal else ()
+    return [arg(metavar=f"{{{','.join(choices)}}}" if choices else inner[0].__name__.upper())]
 
 
 def changed(options: Any) -> dict[str, Any]:

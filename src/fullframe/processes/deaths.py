@@ -49,7 +49,8 @@ def stopped(
     errors = [death for death in deaths if death.report]
     if errors:
         explain(cause_of(errors), on_failure)
-    on_failure(f"stopped at once by {signal.Signals(number).name}")
+    else:
+        on_failure(f"stopped at once by {signal.Signals(number).name}")
     restore_cursor()
     say("stopped at once; what was done since the last checkpoint is lost")
     return 128 + number

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from fullframe.processes.background import AskedToStop, in_background
 from fullframe.processes.exit_reasons import StartAgain
 from fullframe.processes.lease import NOBODY, Leader, Lease
 from fullframe.processes.rank_processes import Place
+from fullframe.processes.same_options import Started, require_same_options
 from fullframe.wording import first_line, plural
 
 _POLL_SECONDS = 0.1
@@ -41,6 +42,7 @@ class Nodes:
     patience_seconds: how long to wait for the others, at the start and after one was lost
     lease:            a folder on a file system that all of them share, by which another than node 0 may lead where
                       fewer may do; None: nobody but node 0
+    options:          the words behind each option that all machines are to be started with alike
     """
 
     count: int
@@ -52,6 +54,7 @@ class Nodes:
     silence_seconds: float
     patience_seconds: float
     lease: Path | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,15 +360,16 @@ def _met(nodes: Nodes, store: Any, rank: int, world: int) -> tuple[Place, str, M
     Machines are numbered by their --node-rank, whatever the order in which they came.
     """
     own = _address_toward(nodes.host, nodes.port)
-    store.set(f"node/{rank}", json.dumps({"node": nodes.rank, "address": own, "processes": nodes.processes}))
-    found = [json.loads(store.get(f"node/{other}")) for other in range(world)]
-    found.sort(key=lambda node: int(node["node"]))
+    mine = {"node": nodes.rank, "address": own, "processes": nodes.processes, "options": dict(nodes.options)}
+    store.set(f"node/{rank}", json.dumps(mine))
+    found = sorted((json.loads(store.get(f"node/{other}")) for other in range(world)), key=lambda node: node["node"])
     numbers = [node["node"] for node in found]
     if len(set(numbers)) < world:
         raise MeshError(f"two nodes have the same --node-rank: {numbers}; number them 0 to {nodes.count - 1}")
     if len({node["processes"] for node in found}) > 1:
         counts = ", ".join(f"node {node['node']}: {node['processes']}" for node in found)
         raise MeshError(f"every node starts as many ranks, these do not ({counts}); give --processes on all of them")
+    require_same_options([Started(node["node"], node["options"]) for node in found])
     place, peer = numbers.index(nodes.rank), next((node for node in found if node["node"] != nodes.rank), None)
     address = own if peer is None else _address_toward(peer["address"], nodes.port)
     others = {node["node"]: node["address"] for node in found if node is not found[place]}

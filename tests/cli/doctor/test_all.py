@@ -1,5 +1,6 @@
 """`fullframe doctor` alone."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,5 @@ def test_what_applies_is_run(
     out = capsys.readouterr().out
     assert "env: this machine" in out and "nothing found in 1 file\n" in out and "there is no recipe.py here" in out
     assert "1. MASTER_PORT=80 (FF213)" in out
+    assert run(["doctor", "--json"]) == 1
+    assert "FF213" in [finding["code"] for finding in json.loads(capsys.readouterr().out)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from fullframe.cli.doctor.env import DoctorEnv
-from fullframe.cli.doctor.report import print_findings, summary
+from fullframe.cli.doctor.report import exit_code, print_findings, summary
 from fullframe.cli.doctor.run import DoctorRun, is_recipe
 from fullframe.wording import plural
 
@@ -26,23 +26,27 @@ class DoctorAll:
     Ends with the three sentences that are worth most. Exit code: 0 nothing found, 1 something found.
     """
 
+    json: bool = False
+    """Print one JSON list of findings on stdout; everything else goes to stderr."""
+
     def run(self) -> int:
         """Look at the machine, the source text and the recipe."""
         from fullframe.doctor.judgement.judge import by_severity
 
-        console = Console(highlight=False, markup=False)
+        console = Console(highlight=False, markup=False, stderr=self.json)
         console.print("env: this machine", style="bold")
-        findings = DoctorEnv().findings()
+        findings = DoctorEnv(json=self.json).findings()
         console.print("lint: the *.py files of this folder", style="bold")
-        findings += _linted(console)
+        findings += _linted(console, self.json)
         if _RECIPE.is_file() and is_recipe(_RECIPE):
             console.print(f"run: {_RECIPE}", style="bold")
-            findings += DoctorRun(program=_RECIPE).findings()
+            findings += DoctorRun(program=_RECIPE, json=self.json).findings()
         else:
             console.print("run: there is no recipe.py here; fullframe doctor run PROGRAM takes any", style="bold")
-        for sentence in most_useful(by_severity(findings)):
-            console.print(sentence, soft_wrap=True)
-        return 1 if findings else 0
+        if not self.json:
+            for sentence in most_useful(by_severity(findings)):
+                console.print(sentence, soft_wrap=True)
+        return exit_code(by_severity(findings), self.json)
 
 
 def most_useful(findings: "Sequence[Finding]") -> list[str]:
@@ -59,13 +63,14 @@ def _sentence(finding: "Finding") -> str:
     return f"{where}{finding.message} ({finding.code}): {remedy}."
 
 
-def _linted(console: Console) -> "list[Finding]":
+def _linted(console: Console, as_json: bool) -> "list[Finding]":
     from fullframe.doctor.lint.configuration import configured
     from fullframe.doctor.lint.files import check_files
 
     configuration = configured([Path(".")])
     files = list(configuration.files([Path(".")]))
     findings = list(check_files(files, configuration.rules()))
-    print_findings(console, findings)
-    console.print(summary(findings, plural(len(files), "file")), soft_wrap=True)
+    if not as_json:
+        print_findings(console, findings)
+        console.print(summary(findings, plural(len(files), "file")), soft_wrap=True)
     return findings
