@@ -1,6 +1,7 @@
 """Parameters updated within backward, one by one, against those updated after it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,6 +94,59 @@ def test_gradients_are_dropped_one_by_one_in_an_order_all_ranks_share():
             assert most_before >= 6 and most <= 2 and left == []
             torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(got["never.weight"], tangled().never.weight.detach(), rtol=0, atol=0)
+
+
+def bent_loss(model, batch):
+    """The mean of one replica's samples, and a penalty on the gradient of a weight."""
+    x = model(batch["image"])
+    loss = (x * x.detach().sin()).mean()
+    plain = getattr(model, "module", model)
+    (slope,) = torch.autograd.grad(loss, plain.head.weight, create_graph=True)
+    return loss + slope.square().sum()
+
+
+def bent_network():
+    """Hooks on a map, on a weight before it has its gradient and after; each does more than to scale it."""
+
+    def bend_map(module, args, x):
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / (gradient.norm() + 1e-3))
+
+    def bend_after(parameter):
+        parameter.grad.mul_(10).tanh_()
+
+    net = network()
+    net.stem.register_forward_hook(bend_map)
+    net.stem.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    net.head.bias.register_post_accumulate_grad_hook(bend_after)
+    return net
+
+
+def bent(strategy):
+    """Parameters after two steps; without a strategy by plain PyTorch."""
+    net = bent_network()
+    if strategy is None:
+        optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for number in range(2):
+            optimizer.zero_grad()
+            bent_loss(net, batch_of(number)).backward()
+            optimizer.step()
+        return [p.detach() for p in net.parameters()]
+    mesh = ff.init_mesh(height=strategy.height, width=strategy.width)
+    model = parallelize_for(strategy, net, mesh)
+    make = lambda parameters: SGD(parameters, lr=0.1, momentum=0.9)  # noqa: E731
+    step = ff.TrainStep(model, bent_loss, build_optimizer(make, model, strategy), strategy)
+    for number in range(2):
+        batch = batch_of(number)
+        step({name: ff.shard(value, mesh) for name, value in batch.items()} if strategy.ranks > 1 else batch)
+    return [p.detach() for p in model.parameters()]
+
+
+def test_hooks_see_one_process_s_gradients():
+    expected = bent(None)
+    for strategy in (replace(s, ema_decay=None, optimizer="recipe", data=1) for s in IN_BACKWARD):
+        for found in [bent(strategy)] if strategy.ranks == 1 else rank_group(strategy.ranks).run(bent, strategy):
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def unfrozen(strategy):

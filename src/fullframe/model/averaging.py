@@ -6,7 +6,7 @@ same forward pass, a part of the model called on its own, `autograd.grad` and th
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any, NamedTuple
@@ -262,6 +262,22 @@ class _Pass:
 
     def finish(self, came: _Came) -> None:
         self._averaging.finish(came, self.made)
+
+
+def leave_shares(parameters: Iterable[nn.Parameter], spatial: Spatial) -> None:
+    """Each rank keeps its share of their gradients; who looks at one, a user's hook or `autograd.grad`, sees its
+    replica's gradient, which leaves the mean over all ranks what it was.
+    """
+    for parameter in parameters:
+        manage(parameter, _hook_of_shares(weakref.ref(parameter), spatial))
+
+
+def _hook_of_shares(parameter: Any, spatial: Spatial) -> Hook:
+    def hook(gradient: Tensor) -> Tensor | None:
+        is_looked_at = has_hooks(parameter()) or not is_accumulated(parameter())
+        return mean_over_ranks(gradient, spatial.replica) if is_looked_at else None
+
+    return hook
 
 
 def _trained(model: nn.Module) -> tuple[Trained, bool]:

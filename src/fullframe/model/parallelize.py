@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_iter
 
 from fullframe.errors import CheckpointError, GradientError, MeshError, ShapeError, StrategyError
-from fullframe.model.averaging import Averaging
+from fullframe.model.averaging import Averaging, leave_shares
 from fullframe.model.buffers import require_whole_buffers, share_buffers
 from fullframe.model.compiled.blocks import CompiledBlocks, compiled_blocks
 from fullframe.model.door import Undressed, unwrapped, wrapped
@@ -31,7 +31,6 @@ from fullframe.ranks.agreement import first_difference, from_all_ranks
 from fullframe.ranks.mesh import Axis, Spatial, has_stages, spatial_of, stage_axis
 from fullframe.ranks.random_states import share_random_states
 from fullframe.ranks.raw_bytes import share_values
-from fullframe.spatial.gradients import manage
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
 from fullframe.spatial.shard import even_spec
@@ -84,8 +83,7 @@ def parallelize(
         elif average_gradients:
             averaging = Averaging(run, model, spatial, find_unused_parameters, data_parallel)
         else:
-            for parameter in model.parameters():
-                manage(parameter, None)
+            leave_shares(model.parameters(), spatial)
     compiled = compiled_blocks(model, compile) if compile else None
     again = partial(
         parallelize,
@@ -163,6 +161,7 @@ class ParallelModel(nn.Module):
         self._queued = False  # a check at the end of the backward pass that is running
         self.find_unused_parameters = find_unused_parameters
         self.average_gradients = average_gradients
+        self._leave_shares = partial(leave_shares, spatial=spatial)  # of parameters that it did not have before
         self._stages = 1 if along is None else along.size  # of the mesh
         self.compiled = compiled
         self._again = again  # parallelize, as it was called for this model

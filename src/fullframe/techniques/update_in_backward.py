@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from fullframe.errors import GradientError, StrategyError
 from fullframe.ranks.raw_bytes import share_values
 from fullframe.ranks.waiting import waiting_for_ranks
-from fullframe.spatial.gradients import manage
 
 _TORCHS = ("_opt_called", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured")  # its notes
 
@@ -39,6 +38,7 @@ class UpdateInBackward:
         self._awaited: set[int] = set()  # those whose gradient will come
         self._flying: tuple[int, Tensor, Any] | None = None  # a parameter's gradient that the ranks are adding up
         self._squares: list[Tensor] = []
+        self._count = 1.0  # by which gradients are divided
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._hook()
 
@@ -48,14 +48,13 @@ class UpdateInBackward:
             self.names.append(name)
             self._parameters.append(parameter)
 
-    def begin(self) -> None:
-        """Before a forward pass: parameters that the model did not have before take the first rank's values."""
+    def begin(self) -> list[nn.Parameter]:
+        """Before a forward pass: parameters that the model did not have before, which take the first rank's values."""
         new = {name: p for name, p in self._model.named_parameters() if p not in self._numbers}
         if new and self._ranks > 1:
             share_values(new.values())
-            for parameter in new.values():
-                manage(parameter, None)
         self._number(new)
+        return list(new.values())
 
     def _hook(self) -> None:
         """See the gradients of all parameters that are trained now, after all hooks that users have there by now."""
@@ -88,16 +87,17 @@ class UpdateInBackward:
                     waiting.append(source)
         return sorted(first_use, key=lambda number: -first_use[number])
 
-    def backward(self, loss: Tensor, turns: Sequence[int], mine: Sequence[int]) -> Tensor:
-        """Update the parameters numbered `turns`, in this order on all ranks, with the gradients summed over ranks.
+    def backward(self, loss: Tensor, count: float, turns: Sequence[int], mine: Sequence[int]) -> Tensor:
+        """Update the parameters numbered `turns`, in this order on all ranks, by the sum over ranks divided by `count`.
 
+        Not the loss is divided: hooks in the model see the gradients that they see without `update_in_backward`.
         `mine` are those of which this rank has a gradient. Returns the 2-norm of all gradients.
         """
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
         self._group_of = {p: group for group in groups for p in group["params"]}
         self._turns, self._mine, self._awaited, self._squares = deque(turns), set(mine), set(mine), []
-        self._running = True
+        self._running, self._count = True, count
         try:
             loss.backward()
             self._advance()
@@ -152,6 +152,7 @@ class UpdateInBackward:
         if work is not None:
             with waiting_for_ranks():
                 work.wait()
+        gradient.div_(self._count)
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         self._squares.append(torch.linalg.vector_norm(real, dtype=torch.float64).square())
         parameter = self._parameters[number]

@@ -186,7 +186,9 @@ class TrainStep:
     def _update_in_backward(self, batch: Any, hand: bool) -> tuple[float, float, float, bool, float]:
         """The same; whether to update, and by what to divide, is agreed before backward."""
         assert self._in_backward is not None
-        self._in_backward.begin()
+        new = self._in_backward.begin()
+        if isinstance(self._model, ParallelModel):
+            self._model._leave_shares(new)
         self._host.phase("forward")
         summed, count = self._forward(batch)
         self._host.phase("backward")
@@ -198,7 +200,7 @@ class TrainStep:
             return loss_sum, count_of_all, math.nan, True, hands
         turns = self._host.agree_order(mine, len(self._in_backward.names))
         self.updating = True
-        (grad_norm,) = self._host.read([self._in_backward.backward(summed / count_of_all, turns, mine)])
+        (grad_norm,) = self._host.read([self._in_backward.backward(summed, count_of_all, turns, mine)])
         if not math.isfinite(grad_norm):
             raise GradientError(
                 f"the gradient's norm is {grad_norm}, and update_in_backward has applied it; go on from the last "
