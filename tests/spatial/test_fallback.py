@@ -235,10 +235,6 @@ def _bypass(what: str) -> str:
                 torch.sin(x)
         elif what == "reentrant checkpoint":
             checkpoint(torch.sin, x, use_reentrant=True)
-        elif what == "checkpoint in a checkpoint":
-            inner = partial(checkpoint, _sin_twice, use_reentrant=False)
-            outer = partial(checkpoint, lambda x: inner(x * 2), use_reentrant=False)
-            outer(x * 1).sum().backward()
         elif what == "old hook of a module's backward":
             module = nn.Conv2d(3, 3, 1).double()
             module.register_backward_hook(lambda module, before, after: None)  # type: ignore[arg-type, return-value]
@@ -274,7 +270,6 @@ BYPASSES = {
     "custom_op": "fullframe_tests.triple",
     "aten op": "aten.sin",
     "C++ kernel": "aten.sin",
-    "checkpoint in a checkpoint": "keep one of the checkpoints",
     "old hook of a module's backward": "Use register_full_backward_hook",
     "traced function": "Call the function that torch.jit.trace was given",
     "scripted module": "Give parallelize the module that torch.jit was given",

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
 from fullframe.spatial.function_guard import apply_function
@@ -58,6 +59,46 @@ def _kept() -> list[Any]:
 def test_what_older_checkpoints_keep_of_a_split_input_is_its_local_part() -> None:
     for found in rank_group(2).run(_kept):
         assert found == [True, [[0, 1, 2, 3, 4, 5]], True, [1, 1], "a"]
+
+
+def _checkpointed(x: Tensor, weight: Tensor) -> tuple[Tensor, list[tuple[int, ...]]]:
+    """A checkpoint within a checkpoint, within hooks on saved tensors; the shapes that these get."""
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    def outer(x: Tensor) -> Tensor:
+        inner = checkpoint(lambda y: F.conv2d(y.sin(), weight, padding=1), x * 2, use_reentrant=False)
+        return inner.tanh()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        result: Tensor = checkpoint(outer, x * 1, use_reentrant=False)
+    return result, shapes
+
+
+def _checkpoints() -> tuple[list[Tensor], list[tuple[int, ...]], str]:
+    torch.manual_seed(0)
+    whole = torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    split = ff.shard(whole, ff.init_mesh(width=2)) if torch.distributed.is_initialized() else whole
+    result, shapes = _checkpointed(split, weight)
+    result.square().sum().backward()
+    x = split * 1
+    again = checkpoint(torch.sin, x, use_reentrant=False)
+    x.add_(1)
+    with pytest.raises(RuntimeError) as refused:
+        again.sum().backward()
+    return [whole.grad, weight.grad], shapes, str(refused.value)  # type: ignore[list-item]
+
+
+def test_checkpoints_keep_local_tensors_of_split_inputs_with_their_versions() -> None:
+    expected, _, _ = _checkpoints()
+    for found, shapes, refused in rank_group(2).run(_checkpoints):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert set(shapes) == {(1, 2, 5, 4)}
+        assert "modified by an inplace operation" in refused
 
 
 class InPlace(Triple):

@@ -1,13 +1,15 @@
-"""What torch hands to no `__torch_function__`, made to do so: `autograd.Function.apply` and TorchScript's functions.
+"""What torch hands to no `__torch_function__`, made to do so: `autograd.Function.apply`, TorchScript's, checkpoints.
 
 The first would see a shell without a graph: a plain result would backpropagate into the shell, and be lost. A user's
 own runs on split tensors instead (`users_function.py`). The second runs its ops where no rule sees them; the Python
-function that `torch.jit.script` was given runs instead. Importing this module puts the guards in place.
+function that `torch.jit.script` was given runs instead. The third keeps local tensors, which hooks on saved tensors
+know, with their versions. Importing this module puts the guards in place.
 """
 
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from fullframe.errors import UnsupportedOp
@@ -91,6 +93,17 @@ def _kept_locals(keeper: Any, args: tuple[Any, ...]) -> Tensor:
     return result
 
 
+def _save_inputs(frame: Any, *args: Any) -> None:
+    """What a checkpoint keeps, from torch 2.13 on."""
+    frame.specs = [arg.spec if type(arg) is SpatialTensor else None for arg in args]
+    _save_plain_inputs(frame, *map(local_or_whole, args))
+
+
+def _inputs_of(frame: Any) -> list[Any]:
+    kept = zip(_plain_inputs_of(frame), frame.specs, strict=True)
+    return [arg if spec is None else wrap(arg, spec) for arg, spec in kept]
+
+
 def _hooked(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """What enters or leaves a module with full backward hooks, as torch's own function hands it on."""
     results = _apply_to_locals(BackwardHookFunction, args)
@@ -109,6 +122,10 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return unsupported(function, args, kwargs, reason, "Call the function that torch.jit.trace was given.")
 
 
+_frame: Any = torch.utils.checkpoint._CheckpointFrame
+if hasattr(_frame, "save_inputs"):
+    _save_plain_inputs, _plain_inputs_of = _frame.save_inputs, _frame.get_inputs
+    _frame.save_inputs, _frame.get_inputs = _save_inputs, _inputs_of
 _call_compiled = torch.jit.ScriptFunction.__call__
 torch.jit.ScriptFunction.__call__ = _call  # type: ignore[assignment,method-assign]
 torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]

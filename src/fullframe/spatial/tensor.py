@@ -72,8 +72,7 @@ class SpatialTensor(Tensor):
         reason = "it bypasses torch functions (a C++ kernel or a custom op called directly), so no rule can see it"
         fix = "Call it on the .local tensor if it is pointwise, or on .full(); or register a rule with fullframe.rule."
         if str(func) == "aten.detach.default":
-            reason = "torch.tensor(x), and of checkpoints one within another the inner one, pass torch functions by"
-            fix = "Write x.clone() for torch.tensor(x); keep one of the checkpoints."
+            reason, fix = "torch.tensor(x) passes torch functions by", "Write x.clone() for torch.tensor(x)."
         raise UnsupportedOp(str(func), described(shells), module_path(), reason, fix)
 
     def dim(self) -> int:
