@@ -186,7 +186,7 @@ class Launch:
         if self.plan_for is not None:
             cut = replace(cut, plan=folder / "plan.json")
         if self.on != "slurm":
-            cut = replace(cut, recipe=self._as_in_container(recipe))
+            cut = replace(cut, recipe=self._as_in_container(train.recipe))
         if self.on == "docker" and train.plan is not None:
             cut = replace(cut, plan=self._as_in_container(train.plan))
         return Job(
