@@ -220,7 +220,7 @@ def test_clipping_is_torchs(most):
     record = ff.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), strategy)(whole_batch())
     assert record.grad_norm == pytest.approx(norm.item(), rel=1e-10)
     for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-5, atol=0)  # torch adds 1e-6 to the norm
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-10, atol=0)
 
 
 def test_the_average_of_the_parameters():

@@ -138,6 +138,19 @@ def test_a_batch_in_which_nothing_counts_is_skipped():
     assert all(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.parametrize("count", [math.nan, math.inf])
+@pytest.mark.parametrize("strategy", [ff.Strategy(), ff.Strategy(update_in_backward=True)])
+def test_a_count_that_is_not_finite_is_skipped(count, strategy):
+    model = network()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1.0)
+    record = ff.TrainStep(model, lambda model, batch: (loss(model, batch)[0], count), optimizer, strategy)(
+        whole_batch()
+    )
+    assert record.skipped
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 class Synced(nn.Module):
     """Notes which forward passes ran inside no_sync."""
 
@@ -184,7 +197,8 @@ def test_batches_that_cannot_be_cut():
     ("output", "message"),
     [
         (lambda model, batch: model(batch["image"]), r"got shape \(8, 4, 9, 14\)"),
-        (lambda model, batch: 3.0, "got float"),
+        (lambda model, batch: 3.0, "got float; return one"),
+        (lambda model, batch: {"mask": 1, "box": 2}, r"got dict; return one of mask, box"),
         (
             lambda model, batch: (model(batch["image"]).sum(), torch.ones(3)),
             r"count must be one number, got shape \(3,\)",

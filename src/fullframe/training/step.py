@@ -8,7 +8,7 @@ their replica's full count.
 import inspect
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +49,7 @@ class StepRecord:
 
     loss: float  # mean over the whole job's batch; NaN when nothing was counted
     grad_norm: float  # 2-norm of the gradient of `loss`, before clipping
-    skipped: bool  # loss or gradient not finite, or nothing counted: no trained parameter and no buffer has changed
+    skipped: bool  # not finite (loss, count, gradient), or nothing counted: no trained parameter or buffer has changed
     seconds: float
     hands: int = 0  # ranks that raised theirs
 
@@ -165,7 +165,7 @@ class TrainStep:
         self._host.phase("optimizer")
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         norm = whole_value(nn.utils.get_total_norm(gradients))
-        broken = ~(torch.isfinite(norm) & torch.isfinite(loss_sum))
+        broken = ~torch.isfinite(norm + loss_sum + count)
         loss_sum_of_all, count_of_all, broken_ranks, hands, scaled_norm = self._agree(
             loss_sum, count, broken, torch.full_like(count, hand), alike=norm
         )
@@ -194,7 +194,7 @@ class TrainStep:
         self._host.phase("backward")
         mine = self._in_backward.reached(summed)
         loss_sum, count_of_all, broken_ranks, hands = self._agree(
-            summed.detach().double(), count, ~torch.isfinite(summed.detach()), torch.full_like(count, hand)
+            summed.detach().double(), count, ~torch.isfinite(summed.detach() + count), torch.full_like(count, hand)
         )
         if broken_ranks > 0 or count_of_all <= 0:
             return loss_sum, count_of_all, math.nan, True, hands
@@ -311,9 +311,9 @@ class TrainStep:
         return loss_sum.float() * self.scale.value
 
     def _clipping(self, grad_norm: float) -> float:
-        """What the gradients are multiplied by, so that their norm is at most `clip_norm`."""
+        """What the gradients are multiplied by, so that their norm is at most `clip_norm`; as torch does it."""
         most = self._strategy.clip_norm
-        return 1.0 if most is None or grad_norm <= most else most / grad_norm
+        return 1.0 if most is None else min(1.0, most / (grad_norm + 1e-6))
 
 
 def _require_of_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -333,8 +333,12 @@ def sum_and_count(output: Any) -> tuple[Tensor, Tensor]:
     """A mean counts as the sum over one element, so that microbatches and replicas weigh alike."""
     value, count = output if isinstance(output, tuple) and len(output) == 2 else (output, 1)
     if not isinstance(value, Tensor) or value.dim() != 0:
-        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise RecipeError(f"the loss must be a scalar tensor or a pair (sum, count), got {got}; reduce it with .sum()")
+        got, remedy = type(value).__name__, "return one"
+        if isinstance(value, Mapping):
+            remedy = f"return one of {', '.join(map(str, value))}"
+        elif isinstance(value, Tensor):
+            got, remedy = f"shape {tuple(value.shape)}", "reduce it with .sum()"
+        raise RecipeError(f"the loss must be a scalar tensor or a pair (sum, count), got {got}; {remedy}")
     if isinstance(count, Tensor) and count.dim() != 0:
         raise RecipeError(f"the loss's count must be one number, got shape {tuple(count.shape)}; reduce it with .sum()")
     if not isinstance(count, Tensor):  # made on the device: to send it there would wait for the forward pass
