@@ -93,7 +93,7 @@ def _differing(given: torch.dtype) -> tuple[int, dict[str, tuple[Any, Any]]]:
     found, compared = {}, 0
     cases = {name: case for name, case in all_cases().items() if not name.startswith(DECIDED_BY_VALUES)}
     mine = sorted(cases)[dist.get_rank() :: dist.get_world_size()]
-    with fake_job(1, 2), cuda_autocast(), replaced(narrow_bf16, "HAS_AMX", False):
+    with fake_job(1, 2), cuda_autocast(), replaced(narrow_bf16, "HAS_AVX512", False):
         on = ff.init_mesh(width=2)
         for name in mine:
             plain = _policy(cases[name], given, lambda t: t)

@@ -27,8 +27,8 @@ def cuda_kernels(has_flash_attention: bool) -> Iterator[None]:
     """Inside, fake CPU tensors take CUDA's kernels; flash attention needs compute capability 8.0."""
     kernels = {"dropout": _dropout, "scaled_dot_product_attention": partial(_attention, has_flash_attention)}
     limits: dict[str, int] = defaultdict(lambda: JOINED_BYTES["cuda"])
-    joined, without_amx = replaced(convolution, "JOINED_BYTES", limits), replaced(narrow_bf16, "HAS_AMX", False)
-    with replaced_kernels("AutogradCPU", kernels), joined, without_amx:
+    joined, right = replaced(convolution, "JOINED_BYTES", limits), replaced(narrow_bf16, "HAS_AVX512", False)
+    with replaced_kernels("AutogradCPU", kernels), joined, right:
         yield
 
 

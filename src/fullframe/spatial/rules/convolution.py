@@ -220,7 +220,8 @@ def _convolution(
     local, window = local_of(input), plan.window
     if not window.borrows and plan.lead is not None:
         own = plan.unskipped(local) if plan.skips else local
-        out = called(func, own, weight, bias, plan.stride, plan.lead, plan.dilation, groups)
+        options = {"stride": plan.stride, "padding": plan.lead, "dilation": plan.dilation, "groups": groups}
+        out = called(func, own, weight, bias, **options)
     elif local.is_complex():  # for which aten::convolution has no kernel
         out = func(region(local, window), weight, bias, stride, plan.padding, dilation, groups)
     else:

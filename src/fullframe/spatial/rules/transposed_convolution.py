@@ -109,7 +109,8 @@ def _transposed_convolution(
     local = local_of(input)
     if plan.alone or local.is_complex():  # for which aten::convolution has no kernel
         joined = region(local, plan.forward)
-        out = plan.trimmed(called(func, joined, weight, bias, stride, plan.padding, plan.extra, groups, dilation))
+        options = {"stride": stride, "padding": plan.padding, "output_padding": plan.extra}
+        out = plan.trimmed(called(func, joined, weight, bias, **options, groups=groups, dilation=dilation))
     else:
         local, weight, bias = autocast_inputs(local, weight, bias)
         out = _HaloTransposedConvolution.apply(local, weight, bias, plan)  # type: ignore[no-untyped-call]
