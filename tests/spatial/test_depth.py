@@ -27,6 +27,11 @@ def volume(op: Callable[..., Any], *whole: tuple[int, ...], lead: tuple[int, ...
     return Case(op, (lead,), whole, SIZES)
 
 
+def slices(x: Tensor) -> Tensor:
+    """(N, C, D, H, W) to (N D, C, H, W), as networks for images take them."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
 def classes(x: Tensor) -> Tensor:
     """(N, D, H, W) of four classes and pixels without one."""
     found = (x[:, 0].detach().abs() * 7).long() % 5
@@ -77,9 +82,13 @@ CASES: dict[str, Case] = {
     "conv depthwise": volume(lambda x, w: F.conv3d(x, w, None, 1, 3, groups=4), (4, 1, 7, 7, 7)),
     "conv same": volume(lambda x, w: F.conv3d(x, w, padding="same"), (3, 4, 2, 4, 5)),
     "conv unbatched": volume(lambda x, w: F.conv3d(x[0], w, None, 1, 1), (3, 4, 3, 3, 3)),
-    "conv of slices": volume(lambda x, w: F.conv2d(x.transpose(1, 2).flatten(0, 1), w, None, 1, 1), (3, 4, 3, 3)),
+    "conv of slices": volume(lambda x, w: F.conv2d(slices(x), w, None, 1, 1), (3, 4, 3, 3)),
     "transposed conv": volume(lambda x, w: F.conv_transpose3d(x, w, None, (2, 1, 3), 1, (1, 0, 2)), (4, 3, 3, 4, 3)),
     "batch norm": volume(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (4,), (4,)),
+    "norms of slices": volume(
+        lambda x, w, b: [F.group_norm(slices(x), 2, w, b), F.instance_norm(slices(x), None, None, w, b)], (4,), (4,)
+    ),
+    "channels of slices dropped": volume(lambda x: F.dropout2d(slices(x), 0.4)),
     "instance norm": volume(lambda x, w, b: F.instance_norm(x, None, None, w, b), (4,), (4,)),
     "group norm": volume(lambda x, w, b: F.group_norm(x, 2, w, b), (4,), (4,)),
     "layer norm": volume(lambda x, w, b: F.layer_norm(x.movedim(1, -1), (4,), w, b), (4,), (4,)),
@@ -358,3 +367,14 @@ def test_images_on_a_mesh_with_depth_are_exact_or_refused_by_name() -> None:
         for text in said:
             assert "channels are split" in text
             assert "split images over a mesh without depth, init_mesh(height=..., width=...)" in text
+
+
+def _merged_voxels() -> str:
+    with pytest.raises(UnsupportedOp) as caught:
+        torch.linalg.svdvals(ff.shard(torch.ones(2, 3, 4, 5, 6), mesh(1, 1, 2)).flatten(2))
+    return str(caught.value)
+
+
+def test_of_a_volume_s_voxels_no_mesh_without_depth_is_advised() -> None:
+    for text in rank_group(2).run(_merged_voxels):
+        assert "whole matrices" in text and "Gather first with .full()" in text and "without depth" not in text

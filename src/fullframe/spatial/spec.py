@@ -103,7 +103,7 @@ class Spec:
     def require_whole(self, reason: str, *dims: int) -> None:
         """Raises Unsupported, for `reason`, where any part of one of the dims is split."""
         here = [p for p in self.placements if p.dim in [dim % len(self.shape) for dim in dims]]
-        if any("depth" in axes_in(p.axis) for p in here):
+        if any("depth" in axes_in(p.axis) and p.dim == len(self.shape) - 3 for p in here):
             raise Unsupported(reason, _DEPTH)
         if here:
             raise Unsupported(reason)

@@ -26,6 +26,14 @@ CASES: dict[str, Case] = {
     ),
     "instance_norm": Case(lambda x, w, b: F.instance_norm(x, None, None, w, b), whole=((4,), (4,))),
     "group_norm": Case(lambda x, w, b: F.group_norm(x, 2, w, b), whole=((4,), (4,))),
+    "rows and columns are samples": Case(
+        lambda x, w, b: [F.group_norm(x.transpose(1, 2).flatten(0, 1), 2, w, b),
+                         F.instance_norm(x.permute(0, 3, 1, 2).flatten(0, 1), None, None, w, b)],
+        whole=((4,), (4,)),
+    ),
+    "pixels are samples": Case(
+        lambda x, w, b: F.group_norm(x.permute(2, 3, 0, 1).flatten(0, 2), 2, w, b), whole=((4,), (4,))
+    ),
     "layer_norm channels last": Case(
         lambda x, w, b: F.layer_norm(x.permute(0, 2, 3, 1), (4,), w, b), whole=((4,), (4,))
     ),

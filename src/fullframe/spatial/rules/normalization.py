@@ -194,7 +194,10 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """(N, C, ...) normalized for each sample and channel; refuses split samples and running statistics."""
+    """(N, C, ...) normalized for each sample and channel.
+
+    Refuses split running statistics, and to update them where samples are split.
+    """
     _check_buffers(running_mean, running_var)
     weight, bias = _parameters(weight, bias)
     if not isinstance(input, SpatialTensor):
@@ -205,12 +208,16 @@ def _instance_norm(
         input = moved_from(input, 1, (0,))
         return func(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)  # type: ignore[no-any-return]
     spec, x = input.spec, local_of(input)
-    spec.require_whole("the samples are split", 0)
     if not use_input_stats:
         return wrap(_laid_as(x, func(x, running_mean, running_var, weight, bias, False, momentum, eps)), spec)
-    samples = x.shape[0]
-    over = holders(spec, samples * x.shape[1])
-    if running_mean is None and running_var is None and has_kernels(x, over):
+    has_running = running_mean is not None or running_var is not None
+    if has_running:
+        spec.require_whole("the samples are split", 0)
+    own, samples = _of_own_samples(spec, x), x.shape[0]
+    if not own.placements or not samples:
+        return wrap(func(x, None, None, weight, bias, True, momentum, eps), spec)
+    over = holders(own, samples * x.shape[1])
+    if not has_running and has_kernels(x, over):
         scale, shift = (t if t is None else t.repeat(samples) for t in (weight, bias))
         made = normalized_by_kernels(by_sample(x), scale, shift, (None, None), over, momentum, eps)
         return wrap(torch.ops.aten._unsafe_view(made, x.shape).contiguous(), spec)
@@ -221,7 +228,6 @@ def _instance_norm(
         mean, var = (t.view(samples, -1).mean(0) for t in (found.mean, found.var))
         _update(running, mean, var, elements / max(elements - 1, 1))
 
-    has_running = running_mean is not None or running_var is not None
     made = normalized(x, weight, bias, over, 1, eps, apart=True, update=update if has_running else None)
     return wrap(made.contiguous(), spec)  # as torch's
 
@@ -235,22 +241,27 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """(N, C, ...) normalized for each sample over groups of channels, made whole; refuses split samples."""
+    """(N, C, ...) normalized for each sample over groups of channels, made whole."""
     weight, bias = _parameters(weight, bias)
     if not isinstance(input, SpatialTensor):
         return func(input, num_groups, weight, bias, eps)  # type: ignore[no-any-return]
     if input.spec.is_split(1):
         return func(moved_from(input, 1, (0,)), num_groups, weight, bias, eps)  # type: ignore[no-any-return]
     spec, x = input.spec, local_of(input)
-    spec.require_whole("the samples are split", 0)
-    if 0 in spec.shape:
-        return wrap(func(x, num_groups, weight, bias, eps), spec)
     channels = x.shape[1]
     if channels % num_groups:
         raise ValueError(f"{channels} channels are not divisible by {num_groups} groups")
+    own = _of_own_samples(spec, x)
+    if not own.placements or 0 in own.shape:  # not by `func`, which refuses a single value, as one rank's part may be
+        return wrap(torch.group_norm(x, num_groups, weight, bias, eps, torch.backends.cudnn.enabled), spec)
     m = channels // num_groups
-    over = holders(spec, x.shape[0] * channels)
+    over = holders(own, x.shape[0] * channels)
     return wrap(normalized(x, weight, bias, over, m, eps, apart=True), spec)
+
+
+def _of_own_samples(spec: Spec, x: Tensor) -> Spec:
+    """Of this rank's samples alone: what is still split has to be shared to normalize each of them."""
+    return spec.with_((len(x), *spec.shape[1:]), tuple(p for p in spec.placements if p.dim != 0))
 
 
 @rule(F.layer_norm)

@@ -45,21 +45,21 @@ def _kept(x: SpatialTensor, p: float) -> Tensor:
 
 
 def _kept_channels(x: SpatialTensor, p: float, batched: bool) -> Tensor:
-    """The same for whole channels, drawn alike on all ranks: (N, C, 1, ...), or (C, 1, ...) without a batch."""
+    """The same for whole channels, drawn alike on all ranks: (N, C, 1, ...), or (C, 1, ...) without a batch.
+
+    Of split samples or channels, as of slices (N D, C, H, W), the own ones of all that are drawn.
+    """
     leading = 2 if batched else 1
-    x.spec.require_whole("the samples or channels are split", *range(leading))
     shape = (*x.shape[:leading], *(1,) * (x.dim() - leading))
-    return torch.empty(shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p)
+    drawn = torch.empty(shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p)
+    return aligned(drawn, x.spec.with_(shape, tuple(cut for cut in x.spec.placements if cut.dim < leading)))
 
 
 @rule(F.dropout, torch.dropout, torch.dropout_)
 @rule(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout, torch.feature_dropout_)
 @rule(F.alpha_dropout, F.feature_alpha_dropout)
 def _dropout(func: Any, x: SpatialTensor, p: float, training: bool, inplace: bool = False) -> Tensor:
-    """Elements dropped, drawn differently on each part, or whole channels, alike on all ranks.
-
-    Refuses split samples or channels where channels are dropped.
-    """
+    """Elements dropped, drawn differently on each part, or whole channels, alike on all ranks."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
