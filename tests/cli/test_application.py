@@ -98,6 +98,15 @@ def test_what_is_asked_for_json_says_in_json_why_it_ends(words: list[str], capsy
     assert said.err == f"error: {json.loads(said.out)['error']}\n"
 
 
+def test_wrong_words_are_said_in_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["jobs", "--match", "a", "--match", "b", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"].startswith("--match is given twice")
+    with pytest.raises(SystemExit):
+        run(["jobs", "--nothing", "--json"])
+    said = capsys.readouterr()
+    assert "--nothing" in said.err and "fullframe jobs --help" in json.loads(said.out)["error"]
+
+
 def test_without_a_word_the_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 2
     said = capsys.readouterr()

@@ -117,9 +117,18 @@ def _run(arguments: Sequence[str]) -> int:
         return _complete(arguments[1:])
     if arguments[:1] == ["horovodrun"]:
         arguments = ["horovodrun", *separated(arguments[1:])]
-    command = _parsed(arguments)
+    if arguments[:1] == ["doctor"] and arguments[1:2] == ["--json"]:  # which belongs to one of the checks
+        arguments = ["doctor", "all", *arguments[1:]]
+    try:
+        command = _parsed(arguments)
+    except SystemExit as error:
+        if error.code:
+            _say_as_json(arguments, f"wrong use, as stderr says; fullframe {arguments[0]} --help tells of all options")
+        raise
     if twice := next((word for word in _many_valued(command) if _given(arguments).count(word) > 1), None):
-        print(f"error: {twice} is given twice; give all its values to one: {twice} VALUE VALUE ...", file=sys.stderr)
+        text = f"{twice} is given twice; give all its values to one: {twice} VALUE VALUE ..."
+        print(f"error: {text}", file=sys.stderr)
+        _say_as_json(arguments, text)
         return 2
     try:
         return command.run()

@@ -29,7 +29,12 @@ def unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
         reason = "ranks of a replica hold parts of one tensor, not values of their own"
         fix = "Give it what is whole (a mean, a pooled vector), or x.full(); ranks of one replica have it alike."
         raise UnsupportedOp(name, described(shells), module_path(), reason, fix)
-    if not any(shell.spec.gather for shell in shells) or kwargs.get("out") is not None:
+    is_gathered = any(shell.spec.gather for shell in shells)
+    if is_gathered and kwargs.get("out") is not None:  # which would be a gathered copy
+        fix = (
+            "With unsupported='gather' it runs whole, but not into out=: leave that out, and copy_ the result into it."
+        )
+    if not is_gathered or kwargs.get("out") is not None:
         raise UnsupportedOp(name, described(shells), module_path(), reason, fix)
     say_gathered(name, reason, shells[0])
     if not args and "tensor" in kwargs:  # so torch.nn.init hands on its own call

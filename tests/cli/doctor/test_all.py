@@ -21,6 +21,16 @@ def test_three_sentences_about_different_kinds_the_worst_first() -> None:
     assert "fullframe verify" in only
 
 
+def test_json_is_one_list_of_all_findings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fullframe.cli.doctor.env.DoctorEnv.findings", lambda self: [kinds.UNUSED.found("u")])
+    (tmp_path / "train.py").write_text("import torch\nstate = torch.load('a.pt')\n")
+    assert run(["doctor", "--json"]) == 1
+    assert sorted(found["code"] for found in json.loads(capsys.readouterr().out)) == ["FF196", "FF311"]
+
+
 @pytest.mark.slow
 def test_what_applies_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
