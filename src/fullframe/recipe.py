@@ -63,7 +63,8 @@ class Recipe:
     evaluation_data: () -> Dataset of such samples, read in order, one sample at a time
     evaluate:        (model, batch) -> {name: (sum, count) or a torchmetrics Metric}, under no_grad in eval mode; the
                      run records sum / count, or what the metric computes, over the whole of `evaluation_data`. A metric
-                     is either updated in every batch, and reset by the run, or a new one for each
+                     is either updated in every batch, and reset by the run, or a new one for each; over replicas all
+                     that it keeps must be its states (`Running` keeps more)
     evaluate_every:  steps between two evaluations; one more is made after the last step
     best:            the name of a measure by which the best checkpoint is kept, with a "-" in front where smaller is
                      better: "miou", "-end_point_error". One is written after each evaluation that beats all before,
