@@ -104,10 +104,7 @@ def compared(name: str, axes: dict[str, int], options: dict[str, Any]) -> float:
                 summed = loss(plain, part)[0]
                 (summed / count).backward()
                 total += float(summed.detach())
-            gradients = [p.grad for p in plain.parameters() if p.grad is not None]
-            norm = nn.utils.get_total_norm(gradients)
-            for gradient in gradients:
-                gradient *= min(1.0, 0.5 / float(norm))
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             optimizer.step()
             found.append((total / float(count), float(norm)))
         return found
