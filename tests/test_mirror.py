@@ -20,7 +20,7 @@ PLANS = "tests/planning plans with it"
 CHECKPOINTS = "tests/training/checkpoints/test_writer.py writes and reads with it"
 HOROVOD = "tests/horovod/conformance.py asks every function of the API for it"
 _HOROVOD = (
-    *("collectives", "context", "engine", "execution", "functions", "gradients", "handles", "movements", "objects"),
+    *("collectives", "context", "execution", "functions", "gradients", "handles", "movements", "objects"),
     *("process_sets", "queries", "reductions", "request", "requests_of", "submission"),
 )
 HOROVOD_JOBS = "tests/horovod/launcher/test_jobs.py runs whole jobs"

@@ -57,6 +57,7 @@ class Engine:
         self._doing: list[Submission] = []  # no longer in `_mine`, as who hears that one is done may ask for it again
         self._joining: Submission | None = None
         self._said_join = False
+        self._gpu: int | None = None  # the current one of who asks; each thread has its own, at first the first
         self._error: HorovodInternalError | None = None
         self._thread = threading.Thread(target=self._serve, name="horovod", daemon=True)
         self._thread.start()
@@ -105,6 +106,7 @@ class Engine:
         """Ask for no more; ended once all ranks have joined, with the last of them. Zeros stand in until then."""
         with self._changed:
             self._raise_error()
+            self._gpu = _current_gpu()
             self._joining = submission
             self._changed.notify_all()
 
@@ -164,7 +166,7 @@ class Engine:
                     f"Requested to {kind} a tensor with the same name as another tensor that is currently being "
                     f"processed: '{name}'. If you want to request another tensor, use a different tensor name."
                 )
-            self._mine[submission.key] = submission
+            self._mine[submission.key], self._gpu = submission, _current_gpu()
             if news:
                 self._news.append(submission)
                 self._changed.notify_all()
@@ -195,6 +197,8 @@ class Engine:
                 with self._changed:
                     news, self._news = self._news, []
                 if news or self._must_take_part():  # or a caller has just taken the round
+                    if self._gpu is not None:
+                        torch.cuda.set_device(self._gpu)
                     longest = max(self._settings.cycle_seconds, _LONGEST_CYCLE_SECONDS)
                     done = self._guarded(partial(self._round, news, eager=False))
                     pause = self._settings.cycle_seconds if done else min(2 * pause, longest)
@@ -282,3 +286,7 @@ class Engine:
         missing = self._table.missing(submission.key)
         who = f"ranks {missing} have not asked for it" if missing else "the other ranks are busy or wait elsewhere"
         return f"{submission.request.kind} '{submission.label}' waits for more than {seconds:g} s: {who}"
+
+
+def _current_gpu() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
