@@ -420,12 +420,15 @@ def _refused(what: str) -> None:
     elif what == "dtypes":
         model.blocks[1].norm.float()  # type: ignore[index,union-attr]
         ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+    elif what == "channels last":
+        ff.parallelize(model.to(memory_format=torch.channels_last), mesh(1, 2), shard_parameters=True)
 
 
 REFUSED = {
     "sharded already": "parameter head.weight is sharded already",
     "other ranks": "parameter head.weight is sharded over 2 of 4 ranks",
     "dtypes": "blocks.1 has parameters of torch.float32, torch.float64",
+    "channels last": "blocks.2.spatial.weight is not contiguous (in channels_last, perhaps)",
     "hook": "parameter head.weight has a gradient hook",
     "later hook": "parameter head.weight has a gradient hook",
     "frozen later": "requires_grad of head.bias, head.weight has changed",

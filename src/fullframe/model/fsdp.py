@@ -55,7 +55,7 @@ class ShardedParameters:
 
     Modules that the user has passed to `fully_shard` stay as they are.
 
-    Raises MeshError when those are sharded over other ranks, or a block mixes dtypes.
+    Raises MeshError when those are sharded over other ranks, or a block mixes dtypes or is not contiguous.
     """
 
     def __init__(self, model: nn.Module, spatial: Spatial, find_unused_parameters: bool):
@@ -67,7 +67,7 @@ class ShardedParameters:
         for name in ("", *_blocks_to_shard(model))[::-1]:
             module = model.get_submodule(name)
             if not isinstance(module, FSDPModule):
-                _require_one_dtype(name, module)
+                _require_one_message(name, module)
                 _WrittenIn(module, name, spatial.channel.tagged)
                 module.register_forward_hook(_without_views)  # before torch's own, which hooks what it returns
                 # Also the root: torch would keep its parameters whole after a forward pass without a backward pass,
@@ -314,12 +314,20 @@ def _blocks_to_shard(model: nn.Module) -> list[str]:
     return names
 
 
-def _require_one_dtype(name: str, module: nn.Module) -> None:
-    parameters = [p for p in module.parameters() if p.requires_grad and not is_sharded(p)]
-    dtypes = {p.dtype for p in parameters}
+def _require_one_message(name: str, module: nn.Module) -> None:
+    """Raises MeshError where the parameters cannot be gathered together."""
+    whole = {own: p for own, p in module.named_parameters() if not is_sharded(p)}
+    dtypes = {p.dtype for p in whole.values() if p.requires_grad}
     if len(dtypes) > 1:
         found = ", ".join(sorted(map(str, dtypes)))
         raise MeshError(
             f"{name or 'the model'} has parameters of {found}, which cannot be gathered in one message; "
             "give them one dtype, or do without shard_parameters"
+        )
+    gaps = next((own for own, p in whole.items() if not p.is_contiguous()), None)
+    if gaps is not None:
+        raise MeshError(
+            f"{f'{name}.' if name else ''}{gaps} is not contiguous (in channels_last, perhaps), and torch's FSDP "
+            "shards what is; leave the parameters as they were made and give the model images in channels_last, by "
+            "which its convolutions go, or do without shard_parameters"
         )
