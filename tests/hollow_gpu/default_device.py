@@ -5,9 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.hollow_gpu import kernels
+
 
 def move_to_gpu() -> None:
     """Tensors are made there, random ones with the CPU's generators; the CPU's autocast is CUDA's."""
+    kernels.draws_as_cpu = True
     autocast = torch.autocast
 
     class OfCuda(autocast):  # type: ignore[misc, valid-type]

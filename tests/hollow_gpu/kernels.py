@@ -40,6 +40,7 @@ _NOT_CALLED = (
 _NOT_CALLED_IN_PLACE = ("_fused", "_assert", "bernoulli")  # of those that write; others are called all the same
 _libraries: list[Any] = []
 _thread = threading.local()
+draws_as_cpu = False  # without a generator of their own, for tests whose numbers are those of the CPU
 
 
 def install() -> None:
@@ -160,9 +161,12 @@ def _drawing(given: list[Any]) -> Iterator[None]:
     """The CPU's kernel draws by where the GPU's generator stands, which goes on; the CPU's is left alone."""
     leaves = tree_leaves(given)
     own = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
-    if own is None:
+    if own is None and not draws_as_cpu:
         devices = (leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda)
         own = torch.cuda.default_generators[next(devices, torch.device("cuda", torch.cuda.current_device())).index]
+    if own is None or own.device.type == "cpu":  # which CUDA's kernel refuses
+        yield
+        return
     before, offset = torch.get_rng_state(), own.get_offset()
     torch.default_generator.manual_seed(hash((own.initial_seed(), offset)) % (1 << 63))
     try:
