@@ -52,6 +52,13 @@ def test_what_is_no_run_directory_is_refused_with_the_runs_it_holds(tmp_path: Pa
     good_run(tmp_path / "first")
     with pytest.raises(RunError, match=r"it holds 1 run, the newest is .*first"):
         read_run(tmp_path)
+    good_run(tmp_path / "second")
+    for file in (tmp_path / "first").iterdir():
+        os.utime(file, (1.0, 1.0))
+    (tmp_path / "first" / "report.html").write_text("")  # which is written at any time
+    os.utime(tmp_path / "second", (1.0, 1.0))
+    with pytest.raises(RunError, match=r"it holds 2 runs, the newest is .*second"):
+        read_run(tmp_path)
 
 
 def test_a_live_run_is_read_on_from_where_it_was(tmp_path: Path) -> None:

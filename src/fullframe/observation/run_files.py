@@ -246,11 +246,11 @@ def require_run(path: Path) -> None:
         raise RunError(f"there is no run directory {path}; check the path")
     if any((path / name).exists() for name in _TABLE_FILES):
         return
-    inside = {found.parent for name in _TABLE_FILES for found in path.glob(f"*/{name}")}
+    inside = [found for name in _TABLE_FILES for found in path.glob(f"*/{name}")]
     hint = "check the path"
     if inside:
-        newest = max(inside, key=lambda folder: folder.stat().st_mtime)
-        hint = f"it holds {plural(len(inside), 'run')}, the newest is {newest}"
+        newest = max(inside, key=lambda file: file.stat().st_mtime).parent  # a report changes the folder alone
+        hint = f"it holds {plural(len({file.parent for file in inside}), 'run')}, the newest is {newest}"
     raise RunError(f"{path} is no run directory, it has none of {', '.join(_TABLE_FILES)}; {hint}")
 
 
