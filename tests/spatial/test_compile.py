@@ -79,3 +79,39 @@ def compiled_to_the_whole():
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_function_may_make_a_split_tensor_whole():
     assert max(rank_group(2).run(compiled_to_the_whole)) < 1e-12
+
+
+class Cropped(nn.Module):
+    """A method that is compiled, in blocks that are, on maps whose size changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.compiled = torch.compile(self.body, backend="eager")
+
+    def body(self, x):
+        return nn.functional.softplus(self.conv(x)) - 0.5
+
+    def forward(self, x):
+        crop = self.compiled(x[..., self.cut :, self.cut :])
+        return self.compiled(x) + nn.functional.interpolate(crop, size=x.shape[-2:], mode="bilinear")
+
+
+def cropped():
+    torch.manual_seed(0)
+    plain = nn.Sequential(Cropped(), Cropped()).double()
+    copied = nn.Sequential(Cropped(), Cropped()).double()
+    copied.load_state_dict(plain.state_dict())
+    mesh, x = ff.init_mesh(height=2), torch.randn(1, 2, 9, 15, dtype=torch.float64)
+    tensor._own_frames_left.clear()  # of which the other tests have made sure
+    model, differences = ff.parallelize(copied, mesh, compile=["*"]), []
+    for cut in range(3):
+        for block in (*plain, *copied):
+            block.cut = cut
+        results = zip(step(model, ff.shard(x, mesh)), step(plain, x), strict=True)
+        differences += [float((a - b).abs().max()) for a, b in results]
+    return max(differences)
+
+
+def test_our_own_functions_are_not_compiled():
+    assert max(rank_group(2).run(cropped)) < 1e-12

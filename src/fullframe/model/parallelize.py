@@ -34,7 +34,7 @@ from fullframe.ranks.raw_bytes import share_values
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
 from fullframe.spatial.shard import even_spec
-from fullframe.spatial.tensor import left_whole, warn_of_dynamo
+from fullframe.spatial.tensor import leave_own_frames, left_whole, warn_of_dynamo
 from fullframe.strategy import Strategy
 
 
@@ -232,6 +232,7 @@ class ParallelModel(nn.Module):
 
     def _called(self, method: str, args: Any, kwargs: Any) -> Any:
         """The model, or a method of it, called by way of the door and DDP."""
+        leave_own_frames()
         run = self._as_called
         if self._replicas > 1 and self.training:
             require_whole_buffers(self.module)

@@ -4,8 +4,11 @@ The data and the autograd graph live on the local tensor; the shell has neither.
 to its rule. A value that is not split is an ordinary tensor, equal on all ranks of a replica.
 """
 
+import gc
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -125,6 +128,7 @@ def warn_of_dynamo() -> None:
     """Say once, on the job's first rank, what compiles split tensors."""
     if not _warned_of_dynamo:
         _warned_of_dynamo.append(True)
+        leave_own_frames()
         if dist.get_rank() == 0:
             warnings.warn(
                 "torch.compile breaks its graph at each op on a split tensor: the numbers are right, and nothing gets "
@@ -132,6 +136,26 @@ def warn_of_dynamo() -> None:
                 "Strategy(compile=True), which compiles the model's repeated blocks",
                 stacklevel=4,
             )
+
+
+_own_frames_left: list[bool] = []
+
+
+def leave_own_frames() -> None:
+    """Once Dynamo is there, it compiles none of our functions, as it would where it has broken a graph around them.
+
+    But those that ask for it (`is_dynamo_compiling`), which then leave all below them.
+    """
+    if _own_frames_left or "torch._dynamo" not in sys.modules:
+        return
+    _own_frames_left.append(True)
+    for function in gc.get_objects():
+        if type(function) is FunctionType and str(function.__module__).startswith("fullframe."):
+            codes = [function.__code__]
+            for code in codes:  # with the functions inside
+                if is_dynamo_compiling.__name__ not in code.co_names:
+                    torch._dynamo.eval_frame.skip_code(code)
+                codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
 
 
 def _writes_into_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
