@@ -193,9 +193,20 @@ class OfImages(Network):
         return super().forward(batch)
 
 
-@pytest.mark.parametrize("device", ["cpu", "A100-80GB"])
-def test_a_batch_that_is_put_together_through_views_is_split(device: str) -> None:
-    direct, together = (simulated(ff.Strategy(width=2), device, model=model) for model in (Network, OfImages))
+class OfWindows(Network):
+    """It adds windows up, as inference by sliding windows does: views of views of views."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = torch.zeros(x.shape, device=x.device)
+        for n in range(len(x)):
+            for windows in ((slice(n, n + 1), slice(None), slice(20), slice(k, k + 32)) for k in (0, 8)):
+                batch[windows] += x[windows]
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize(("device", "model"), [("cpu", OfImages), ("A100-80GB", OfImages), ("cpu", OfWindows)])
+def test_a_batch_that_is_put_together_through_views_is_split(device: str, model: type[Network]) -> None:
+    direct, together = (simulated(ff.Strategy(width=2), device, model=each) for each in (Network, model))
     images = 4 * 3 * 24 * 20 * 4  # kept by the stem, of this rank's columns
     assert together.bytes["activation"] <= direct.bytes["activation"] + images
 

@@ -52,8 +52,10 @@ def filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return False
     spec = shells[0].spec.with_(tuple(base.shape), placements).strided(base.stride())
     split = wrap(sliced(enter(base, spec.spatial), spec).clone(memory_format=memory_format_of(base)), spec)
-    for tensor, _ in held:
-        _swap(tensor, torch.empty(0))  # which lets go of `base`
+    waiting = [tensor for tensor, _ in held]
+    while waiting:  # first what no other holds: a fake view holds the views between
+        waiting.sort(key=lambda tensor: -tensor._use_count())  # type: ignore[attr-defined]
+        _swap(waiting.pop(), torch.empty(0))  # which lets go of `base`
     _swap(base, split)
     for tensor, as_it_was in held:
         _swap(tensor, as_it_was.taken(base))
