@@ -1,6 +1,7 @@
 """Simulations side by side: forked processes, for a recipe is functions, which no pickle carries."""
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fullframe.errors import FullframeError
+from fullframe.processes.orphans import die_with
 from fullframe.simulation.memory.trace import OutOfTime
 from fullframe.simulation.prediction import Prediction
 
@@ -42,7 +44,8 @@ def runner(simulate: Callable[[T], Prediction], workers: int) -> Iterator[Runner
     if workers == 1:
         yield lambda items: [_outcome(simulate, item) for item in items]
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _begin, (simulate,)) as pool:
+    forked = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, forked, _begin, (simulate, os.getpid())) as pool:
         yield lambda items: list(pool.map(_run, items))
 
 
@@ -54,8 +57,10 @@ def in_time(run: Runner[T], items: Sequence[T], width: int, end: float) -> list[
     return done
 
 
-def _begin(simulate: Callable[[Any], Prediction]) -> None:
+def _begin(simulate: Callable[[Any], Prediction], parent: int) -> None:
     import torch
+
+    die_with(parent)  # or it would wait for ever: workers hold the pipe open by which one hears that it is gone
 
     global _work
     _work = simulate

@@ -1,4 +1,4 @@
-"""A rank that outlives its launcher holds a GPU for nothing: it dies with it."""
+"""A rank that outlives its launcher holds a GPU for nothing: it dies with it, and so does a planner's worker."""
 
 import ctypes
 import os
@@ -10,9 +10,14 @@ _PR_SET_PDEATHSIG = 1
 
 def die_with_launcher() -> None:
     """Have the kernel kill this process when the launcher (ours or torchrun) dies, of SIGKILL too."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(os.getppid())
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, which started it, dies, of SIGKILL too."""
+    if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
