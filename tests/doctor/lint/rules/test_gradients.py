@@ -41,6 +41,7 @@ TABLE = {
             REDUCED.format(loss=" / size", reduce="dist.all_reduce(p.grad)"),
             REDUCED.format(loss="", reduce="dist.all_reduce(p.grad, group=tensor_parallel)"),
             REDUCED.format(loss="", reduce="dist.all_reduce(p.count)"),
+            REDUCED.format(loss="", reduce="dist.all_reduce(p.grad)").replace("optimizer.step()", "show(p.grad / n)"),
         ],
     ),
     "FF131": Samples(

@@ -81,8 +81,8 @@ def owns(training: Training, receiver: Value, update: Update) -> bool:
     """,
 )
 def summed_over_ranks(training: Training) -> Iterator[Found]:
-    """`all_reduce` of a gradient over the whole world, where nothing divides gradients or the loss."""
-    for call in training.program.calls("all_reduce"):
+    """`all_reduce` of a gradient over the whole world before an update, where nothing divides gradients or the loss."""
+    for call in training.program.calls("all_reduce") if training.updates else ():
         given, op = call.value.argument(0, "tensor"), call.value.argument(1, "op")
         while given is not None and given.origin is Origin.ATTRIBUTE and given.text == "data":
             given = given.inputs[0]
