@@ -53,6 +53,16 @@ def test_channels_that_come_last_are_named(autocast: bool) -> None:
         assert isinstance(other, RuntimeError) and "seems" not in str(other)
 
 
+def test_the_dtype_by_default_may_change() -> None:
+    numbers = torch.zeros(2, 3, dtype=torch.int64)
+    assert asked(torch.div, numbers, 2).leaves[0].dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert asked(torch.div, numbers, 2).leaves[0].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_calls_differ_by_shape_dtype_option_and_type() -> None:
     x = torch.zeros(2, 3)
     calls: list[tuple[Any, dict[str, Any]]] = [

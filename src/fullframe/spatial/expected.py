@@ -113,11 +113,10 @@ def facts_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: l
     None where an argument cannot be described so, a number of numpy's for instance.
     """
     try:
-        facts = _facts(args, operands)
+        facts = func, torch.get_default_dtype(), _facts(args, operands)
         if kwargs:
-            names = tuple(kwargs)
-            return func, facts, names, _facts(kwargs.values(), operands), autocast_of(operands)
-        return func, facts, autocast_of(operands)
+            return *facts, tuple(kwargs), _facts(kwargs.values(), operands), autocast_of(operands)
+        return *facts, autocast_of(operands)
     except _Unknown:
         operands.clear()
         return None
