@@ -54,6 +54,12 @@ CASES: dict[str, Case] = {
         ((5, 7),)),
     "solve by one matrix": Case(lambda x, a: linalg.solve(a, x.permute(0, 2, 3, 1)[..., None]), ((2, 3),), ((3, 3),),
         ((5, 7),)),
+    "solve by one matrix, of many right sides": Case(lambda x, a: linalg.solve(a, x.flatten(2)), ((2, 3),), ((3, 3),),
+        ((5, 7),)),
+    "solve_triangular of many right sides": Case(lambda x, a: [
+        linalg.solve_triangular(a, x[0].flatten(1), upper=False),
+        linalg.solve_triangular(a, x.flatten(2).mT, upper=True, left=False, unitriangular=True)], ((2, 3),), ((3, 3),),
+        ((5, 7),)),
     "solve_triangular": pixels(lambda m: linalg.solve_triangular(m, m.sin(), upper=True)),
     "cholesky_solve": pixels(lambda m: torch.cholesky_solve(m.sin(), linalg.cholesky(m))),
     "cross": pixels(lambda m: linalg.cross(m[..., 0], m[..., 1])),

@@ -48,12 +48,21 @@ def _of_matrices(func: Any, A: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
     return _results(lambda: func(local, *args, **kwargs), batch, local.device)
 
 
+_BY_ONE = (_l.solve, _l.solve_triangular)  # of which each right side has but one result
 _SYSTEM = _named([_l], "solve solve_ex solve_triangular") + _named([torch, Tensor], "cholesky_solve triangular_solve")
 
 
 @rule(*dict.fromkeys(_SYSTEM))
 def _of_systems(func: Any, A: Tensor, B: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Linear systems (..., k, k) and (..., k, n), or (..., k) of vectors, split in their leading dims."""
+    """Linear systems (..., k, k) and (..., k, n), or (..., k) of vectors, split in their leading dims.
+
+    By one whole matrix also where the n right sides are split: each is solved by itself.
+    """
+    equations = -2 if kwargs.get("left", True) else -1
+    if func in _BY_ONE and not isinstance(A, SpatialTensor) and A.dim() == 2 <= B.dim():
+        assert isinstance(B, SpatialTensor)
+        if not B.spec.is_split(equations):
+            return wrap(func(aligned(A, B.spec.with_(A.shape, ())), local_of(B), *args, **kwargs), B.spec)
     vectors = func in (_l.solve, _l.solve_ex) and (B.dim() == 1 or tuple(B.shape) == tuple(A.shape[:-1]))
     spec, parts = _cut_alike([(A, 2), (B, 1 if vectors else 2)])
     return _results(lambda: func(*parts, *args, **kwargs), spec, parts[0].device)
