@@ -5,8 +5,10 @@ from collections.abc import Callable
 import pytest
 import transformers
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from fullframe.model.blocks import repeated_blocks
+from fullframe.errors import StrategyError
+from fullframe.model.blocks import matching, repeated_blocks
 from tests.models import zoo
 
 
@@ -89,3 +91,10 @@ def test_blocks(case: str) -> None:
 def test_blocks_of_known_models(build: Callable[[], nn.Module], kind: str, number: int) -> None:
     model = build()
     assert [type(model.get_submodule(name)).__name__ for name in repeated_blocks(model)] == [kind] * number
+
+
+def test_an_error_names_the_users_class_of_a_sharded_model() -> None:
+    model = Stage(2)
+    model.__class__ = type("FSDPStage", (FSDPModule, Stage), {})  # as fully_shard does it
+    with pytest.raises(StrategyError, match="no module of Stage matches"):
+        list(matching(model, ["nothing"], "recompute_modules"))

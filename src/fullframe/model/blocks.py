@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from fullframe.errors import StrategyError
 from fullframe.model.runs import runs_of_layers
@@ -81,7 +82,7 @@ def matching(model: nn.Module, patterns: Sequence[str], field: str) -> Iterator[
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in modules):
             raise StrategyError(
-                f"{field} names {pattern!r}, which no module of {type(model).__name__} matches; "
+                f"{field} names {pattern!r}, which no module of {class_name(model)} matches; "
                 f"there are {examples(model)}"
             )
     covered: set[str] = set()
@@ -100,3 +101,8 @@ def examples(model: nn.Module) -> str:
     """The names of some of its modules, for an error."""
     names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     return first_of(names, most=6) or "which it has none"
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class, for an error: the user's, over which FSDP2 puts one of its own."""
+    return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))

@@ -3,6 +3,7 @@
 from torch import nn
 
 from fullframe.errors import StrategyError
+from fullframe.model.blocks import class_name
 from fullframe.strategy import Strategy
 from fullframe.techniques.unrolling.unroll import Unrolled
 
@@ -21,7 +22,7 @@ def keep_states(model: nn.Module, strategy: Strategy) -> None:
     found = unrolled_in(model)
     if strategy.recompute == "nested" and not found:
         raise StrategyError(
-            f"strategy.recompute is 'nested', but {type(model).__name__} has no ff.unroll inside, whose iterations "
+            f"strategy.recompute is 'nested', but {class_name(model)} has no ff.unroll inside, whose iterations "
             "could be nested; use 'blocks'"
         )
     kinds = {"nested": "nested", "none": None}
@@ -41,7 +42,7 @@ def require_one_device(model: nn.Module) -> None:
         devices = dict.fromkeys(map(str, unrolled.devices))
         if len(devices) > 1:
             raise StrategyError(
-                f"the iterations of {name or type(model).__name__} are on {', '.join(devices)} of one process by "
+                f"the iterations of {name or class_name(model)} are on {', '.join(devices)} of one process by "
                 "ff.unroll(placement=[...]), and a simulated rank has one device; leave placement out of the recipe to "
                 "have stages planned in its place, one process for each device (Strategy(stages=...))"
             )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from fullframe.model.blocks import class_name
 from fullframe.model.fsdp import local_value
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.spatial.tensor import local_or_whole
@@ -51,7 +52,7 @@ def _first_output(model: nn.Module, forward: Callable[[], None]) -> _Found:
             finished += 1
             leaves, _ = tree_flatten_with_path(output)
             if found is None and any(_is_broken(leaf) for _, leaf in leaves):
-                found = finished, f"the output of module {name or '(the whole model)'} ({type(module).__name__})"
+                found = finished, f"the output of module {name or '(the whole model)'} ({class_name(module)})"
 
         return look
 
