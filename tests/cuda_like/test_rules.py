@@ -47,6 +47,7 @@ WAITS_AS_TORCH_DOES = {
     "spatial/rules/indexing.py _write_into_whole",
     "spatial/rules/indexing.py as_number",
     "spatial/rules/linear_algebra.py _of_matrices.<locals>.<lambda>",
+    "spatial/rules/linear_algebra.py _of_systems",
     "spatial/rules/linear_algebra.py _of_systems.<locals>.<lambda>",
     "spatial/rules/loss.py _gaussian_nll",
     "spatial/rules/masks.py _require_inside",
