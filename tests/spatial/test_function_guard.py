@@ -78,11 +78,11 @@ def _checkpointed(x: Tensor, weight: Tensor) -> tuple[Tensor, list[tuple[int, ..
     return result, shapes
 
 
-def _checkpoints() -> tuple[list[Tensor], list[tuple[int, ...]], str]:
+def _checkpoints(width: int) -> tuple[list[Tensor], list[tuple[int, ...]], str]:
     torch.manual_seed(0)
     whole = torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
-    split = ff.shard(whole, ff.init_mesh(width=2)) if torch.distributed.is_initialized() else whole
+    split = ff.shard(whole, ff.init_mesh(width=width)) if width > 1 else whole
     result, shapes = _checkpointed(split, weight)
     result.square().sum().backward()
     x = split * 1
@@ -94,8 +94,8 @@ def _checkpoints() -> tuple[list[Tensor], list[tuple[int, ...]], str]:
 
 
 def test_checkpoints_keep_local_tensors_of_split_inputs_with_their_versions() -> None:
-    expected, _, _ = _checkpoints()
-    for found, shapes, refused in rank_group(2).run(_checkpoints):
+    expected, _, _ = _checkpoints(1)
+    for found, shapes, refused in rank_group(2).run(_checkpoints, 2):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         assert set(shapes) == {(1, 2, 5, 4)}
         assert "modified by an inplace operation" in refused
