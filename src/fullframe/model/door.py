@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fullframe.spatial.spec import Spec, spec_of
-from fullframe.spatial.tensor import local_or_whole, spec_in, wrap
+from fullframe.spatial.tensor import local_or_whole, spec_in, wrapped_as
 
 
 class Shells:
@@ -72,5 +72,4 @@ def _within(leaves: list[Any]) -> Iterator[Tensor]:
 
 def wrapped(leaves: Sequence[Any], shells: Shells) -> Any:
     """What `unwrapped` took apart."""
-    dressed = [wrap(leaf, spec) if spec is not None else leaf for leaf, spec in zip(leaves, shells.specs, strict=True)]
-    return tree_unflatten(dressed, shells.tree)
+    return tree_unflatten(wrapped_as(leaves, shells.specs), shells.tree)

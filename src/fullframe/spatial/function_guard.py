@@ -16,7 +16,7 @@ from fullframe.errors import UnsupportedOp
 from fullframe.spatial.fallback import plain, unsupported
 from fullframe.spatial.module_hooks import BackwardHookFunction
 from fullframe.spatial.operands import shells_in
-from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, spec_in, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, spec_in, wrap, wrapped_as
 from fullframe.spatial.users_function import OWN_KERNEL, composed, obstacle_in
 
 # FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.
@@ -87,21 +87,18 @@ def _kept_locals(keeper: Any, args: tuple[Any, ...]) -> Tensor:
     node: Any = result.grad_fn
     if node is not None:
         kept = node.get_args
-        node.get_args = lambda saved: [
-            arg if spec is None else wrap(arg, spec) for arg, spec in zip(kept(saved), specs, strict=True)
-        ]
+        node.get_args = lambda saved: wrapped_as(kept(saved), specs)
     return result
 
 
 def _save_inputs(frame: Any, *args: Any) -> None:
     """What a checkpoint keeps, from torch 2.13 on."""
-    frame.specs = [arg.spec if type(arg) is SpatialTensor else None for arg in args]
+    frame.specs = list(map(spec_in, args))
     _save_plain_inputs(frame, *map(local_or_whole, args))
 
 
 def _inputs_of(frame: Any) -> list[Any]:
-    kept = zip(_plain_inputs_of(frame), frame.specs, strict=True)
-    return [arg if spec is None else wrap(arg, spec) for arg, spec in kept]
+    return wrapped_as(_plain_inputs_of(frame), frame.specs)
 
 
 def _hooked(args: tuple[Any, ...]) -> tuple[Tensor, ...]:

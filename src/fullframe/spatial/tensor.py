@@ -7,7 +7,7 @@ to its rule. A value that is not split is an ordinary tensor, equal on all ranks
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -256,6 +256,11 @@ def local_or_whole(value: Any) -> Any:
 def spec_in(value: Any) -> Spec | None:
     """The spec of a split tensor; None of anything else."""
     return value.spec if isinstance(value, SpatialTensor) else None
+
+
+def wrapped_as(values: Iterable[Any], specs: Sequence[Spec | None]) -> list[Any]:
+    """The split tensors of these specs, of which `values` are the local ones; what has no spec as it is."""
+    return [value if spec is None else wrap(value, spec) for value, spec in zip(values, specs, strict=True)]
 
 
 def whole(value: Any) -> Any:
