@@ -40,12 +40,12 @@ def build_optimizer(make: Callable[[Parameters], Optimizer], model: nn.Module, s
     return optimizer
 
 
-def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
-    """Set every group's learning rate to `factor` times the one it began with."""
+def set_learning_rate(optimizer: Optimizer, factor: float | Tensor) -> None:
+    """Set every group's learning rate to `factor`, which may be a tensor, times the one it began with."""
     for group in optimizer.param_groups:  # all of them first, for groups may share a tensor
         group.setdefault("initial_lr", float(group["lr"]))
     for group in optimizer.param_groups:
-        rate, value = group["lr"], group["initial_lr"] * factor
+        rate, value = group["lr"], group["initial_lr"] * float(factor)
         if isinstance(rate, Tensor):  # compiled optimizers keep the tensor they were compiled with
             rate.fill_(value)
         else:

@@ -144,7 +144,7 @@ class Steps:
         unread = state.loader.state_dict()
         batch = next(self._batches)
         beat(f"step {number}")
-        set_learning_rate(state.optimizer, float(self._recipe.schedule(number)))
+        set_learning_rate(state.optimizer, self._recipe.schedule(number))
         self._looking.batch_read(number, batch)
         record = self._attempt(number, batch, unread)
         self._looking.step_taken(number)

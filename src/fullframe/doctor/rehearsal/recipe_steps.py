@@ -115,7 +115,7 @@ def _step(
     note: Callable[[Event], None],
 ) -> tuple[StepRecord, Any]:
     batch = next(batches)
-    set_learning_rate(session.state.optimizer, float(recipe.schedule(number)))
+    set_learning_rate(session.state.optimizer, recipe.schedule(number))
     seed_everything(mixed_seed(recipe.seed, mesh.get_local_rank("data"), number))
     scale = session.step.scale
     record = session.step(batch)
