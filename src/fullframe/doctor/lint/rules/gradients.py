@@ -82,7 +82,12 @@ def owns(training: Training, receiver: Value, update: Update) -> bool:
 )
 def summed_over_ranks(training: Training) -> Iterator[Found]:
     """`all_reduce` of a gradient over the whole world before an update, where nothing divides gradients or the loss."""
-    for call in training.program.calls("all_reduce") if training.updates else ():
+    program = training.program
+    if not (training.updates and any(program.calls("all_reduce"))):
+        return
+    if _divides_gradients(program) or _divides_losses(training):
+        return
+    for call in program.calls("all_reduce"):
         given, op = call.value.argument(0, "tensor"), call.value.argument(1, "op")
         while given is not None and given.origin is Origin.ATTRIBUTE and given.text == "data":
             given = given.inputs[0]
@@ -90,7 +95,7 @@ def summed_over_ranks(training: Training) -> Iterator[Found]:
             continue
         is_sum = op is None or op.path.endswith(".SUM")
         of_world = call.value.argument(2, "group") is None and call.value.path.startswith("torch.distributed.")
-        if is_sum and of_world and not _divides_gradients(training.program) and not _divides_losses(training):
+        if is_sum and of_world:
             yield Found(call.node, f"{said(call.node)} is a sum, and nothing divides it")
 
 
