@@ -213,8 +213,8 @@ class Train:
         if self.run_dir is not None:
             return self.run_dir
         if self.resume or self.auto_resume:
-            option = "--resume" if self.resume else "--auto-resume"
-            raise RunError(f"{option} needs --run-dir, the directory of the run to go on with")
+            asked = "--resume" if self.resume else "--auto-resume"
+            raise RunError(f"{asked} needs --run-dir, the directory of the run to go on with")
         if joins:
             raise RunError("ranks that were started by torchrun need --run-dir, so that all of them name the same one")
         return new_run_dir(name_of(self.recipe.resolve()))
