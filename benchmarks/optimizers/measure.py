@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,8 @@ def _profiled(optimizer: torch.optim.Optimizer, peaks: list[int]) -> Callable[[]
             return step()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             result = step()
-        events = [e for e in profiler.events() or [] if e.name == "[memory]"]
-        now = peak = 0
-        for event in sorted(events, key=lambda e: e.time_range.start):
-            now += event.cpu_memory_usage
-            peak = max(peak, now)
-        peaks.append(peak)
+        events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        peaks.append(max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())), default=0))
         return result
 
     return run
