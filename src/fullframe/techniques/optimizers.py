@@ -14,6 +14,7 @@ from fullframe.model.parallelize import ParallelModel
 from fullframe.recipe import Parameters
 from fullframe.strategy import Strategy
 from fullframe.technique import OptimizerName
+from fullframe.techniques.evaluation_point import has_evaluation_point, to_training_point
 from fullframe.techniques.zero import shard_state, trainable
 
 _MOMENTUM = 0.9  # of "sgd" in the place of an optimizer that has none
@@ -25,7 +26,7 @@ def build_optimizer(make: Callable[[Parameters], Optimizer], model: nn.Module, s
     `make` is the recipe's; of another optimizer's parameter groups, learning rate and weight decay are kept, of one
     of the same family all options.
 
-    Raises StrategyError when the optimizer is not installed or cannot update sharded parameters.
+    Raises StrategyError when the optimizer is not installed or cannot update what is sharded.
     """
     optimizer = make(Parameters((model.module if isinstance(model, ParallelModel) else model).named_parameters()))
     if strategy.optimizer != "recipe":
@@ -35,7 +36,13 @@ def build_optimizer(make: Callable[[Parameters], Optimizer], model: nn.Module, s
             "torch's Adafactor cannot update sharded parameters (its row and column means are not taken over ranks); "
             "use optimizer 'adamw8bit', or shard_optimizer in the place of shard_parameters"
         )
+    to_training_point(optimizer)
     if strategy.shard_optimizer and strategy.ranks > 1:
+        if has_evaluation_point(optimizer):
+            raise StrategyError(
+                f"{type(optimizer).__name__} moves parameters in its train() and eval(), which a rank could do for its "
+                "own alone; use shard_parameters, or leave out shard_optimizer"
+            )
         shard_state(optimizer)
     return optimizer
 

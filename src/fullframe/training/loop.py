@@ -17,6 +17,7 @@ from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.mesh import init_mesh, start_process_group
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
+from fullframe.techniques.evaluation_point import to_evaluation_point
 from fullframe.training.checkpoints.writer import load, newest_checkpoint
 from fullframe.training.evaluation import evaluating, evaluation_data
 from fullframe.training.observers import Observed, Observer, Observers
@@ -87,6 +88,7 @@ def fit(
             todo = Steps(recipe, strategy, mesh, session, run, max_skipped, patience, looking)
             with looking.looking_on(_observed(recipe, session, strategy, mesh, run)):
                 _train(recipe, todo, steps, run, looking, checkpoint_every, check_every, on_record)
+        to_evaluation_point(session.state.optimizer)
         plain = _finished(recipe, session.state.model, strategy, directory.path)
     return plain
 

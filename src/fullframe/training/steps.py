@@ -20,6 +20,7 @@ from fullframe.ranks.channel import is_out_of_memory
 from fullframe.ranks.randomness import mixed_seed, seed_everything
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
+from fullframe.techniques.evaluation_point import at_evaluation_point
 from fullframe.techniques.optimizers import set_learning_rate
 from fullframe.training.changes import Changes
 from fullframe.training.checkpoints.best import Best, better, in_vain
@@ -165,14 +166,15 @@ class Steps:
 
         try:
             progress()
-            return evaluate(
-                self._recipe,
-                self._session.model,
-                self._mesh,
-                precision=self._strategy.precision,
-                average=self._session.state.average,
-                progress=progress,
-            )
+            with at_evaluation_point(self._session.state.optimizer):
+                return evaluate(
+                    self._recipe,
+                    self._session.model,
+                    self._mesh,
+                    precision=self._strategy.precision,
+                    average=self._session.state.average,
+                    progress=progress,
+                )
         except _LeftOut:
             self._run.say(f"the evaluation after step {number} is left out, as the run is asked to stop")
             return {}

@@ -82,7 +82,7 @@ OPTIMIZERS = {
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps a whole number, a float, a flag and nothing beside a tensor, and an option that it changes itself."""
+    """Keeps a whole number, a float, a flag, nothing, lists and dicts of tensors, and an option that it changes."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1, "seen": 0, "betas": (0.9, 0.99)})
@@ -97,7 +97,12 @@ class Counting(torch.optim.Optimizer):
                 state["decay"] = state.get("decay", 1.0) * group["betas"][0]
                 state["odd"] = not state.get("odd", False)
                 state["nothing"] = None
-                parameter.sub_(parameter.grad * state["decay"] / (state["count"] + state["odd"] + group["seen"]))
+                factors = state.setdefault("factors", [torch.zeros_like(parameter), torch.zeros(3).double()])
+                by_dim = state.setdefault("by_dim", {"none": [], "rows": [torch.zeros(2).double()]})
+                for factor in (*factors, *by_dim["rows"]):
+                    factor.add_(parameter.grad.mean())
+                scale = state["decay"] / (state["count"] + state["odd"] + group["seen"])
+                parameter.sub_(parameter.grad * scale + factors[1].sum() * by_dim["rows"][0].sum())
 
 
 @pytest.mark.parametrize("make", [*OPTIMIZERS.values(), Counting], ids=[*OPTIMIZERS, "counting"])

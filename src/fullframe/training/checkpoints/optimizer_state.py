@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fullframe.errors import CheckpointError
 from fullframe.model.fsdp import is_sharded, local_value
@@ -27,8 +28,8 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 class _Entry(NamedTuple):
     name: str
-    state: dict[str, Any]  # the parameter's
-    key: str
+    held: Any  # the parameter's state, or a dict or list inside it
+    key: Any
     value: Any
 
 
@@ -88,7 +89,7 @@ class OptimizerState:
         if stored:
             self._make_state()
         for parameter, name in self._names().items():
-            if stored.isdisjoint(_name(name, key) for key in self._optimizer.state.get(parameter, {})):
+            if stored.isdisjoint(entry.name for entry in _entries(name, self._optimizer.state.get(parameter, {}))):
                 self._optimizer.state.pop(parameter, None)
         targets: dict[str, Tensor] = {}
         for entry in self._entries():
@@ -115,7 +116,7 @@ class OptimizerState:
         """Take up the numbers, packed tensors and options of a checkpoint; returns what the user should know."""
         for entry in self._entries():
             if not isinstance(entry.value, Tensor):
-                entry.state[entry.key] = type(entry.value)(filled[entry.name].item())
+                entry.held[entry.key] = type(entry.value)(filled[entry.name].item())
             elif entry.name in filled and (packed := _packed(entry.value)) is not None:
                 packed.copy_(local_value(filled[entry.name]))
         facts = manifest.facts["optimizer"]["groups"]
@@ -164,10 +165,7 @@ class OptimizerState:
 
     def _entries(self) -> Iterator[_Entry]:
         for parameter, name in self._names().items():
-            state = self._optimizer.state.get(parameter, {})
-            for key, value in list(state.items()):
-                if value is not None:
-                    yield _Entry(_name(name, key), state, key, value)
+            yield from _entries(name, self._optimizer.state.get(parameter, {}))
 
     def _names(self) -> dict[Any, str]:
         return {parameter: name for name, parameter in self._model.named_parameters()}
@@ -219,8 +217,16 @@ def _parameters(manifest: Manifest) -> set[str]:
     return {name for group in manifest.facts["optimizer"]["groups"] for name in group["parameters"]}
 
 
-def _name(parameter: str, key: str) -> str:
-    return f"{PREFIX}{key}/{parameter}"
+def _entries(parameter: str, held: Any, inside: str = "") -> Iterator[_Entry]:
+    """What is held for a parameter, also in dicts and lists of tensors: `key.0` is the first of a list."""
+    for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+        name = f"{inside}{key}"
+        if isinstance(value, (dict, list)) and all(
+            leaf is None or isinstance(leaf, Tensor) for leaf in tree_leaves(value)
+        ):
+            yield from _entries(parameter, value, f"{name}.")
+        elif value is not None:
+            yield _Entry(f"{PREFIX}{name}/{parameter}", held, key, value)
 
 
 def _packed(value: Tensor) -> Tensor | None:

@@ -15,6 +15,7 @@ from fullframe.model.fsdp import is_sharded
 from fullframe.ranks.mesh import axes_of
 from fullframe.technique import Precision
 from fullframe.techniques.ema import ParameterAverage
+from fullframe.techniques.evaluation_point import to_training_point
 from fullframe.techniques.precision import LossScale
 from fullframe.training.checkpoints.manifest import Manifest, StoredTensor
 from fullframe.training.checkpoints.optimizer_state import REMEDY, OptimizerState, as_tensor, is_plain, some
@@ -126,6 +127,7 @@ class RunState:
         if (precision := facts.get("precision", self.precision)) != self.precision:
             said.append(f"the checkpoint is of {precision}, this run is of {self.precision}: other rounding from here")
         self.step = manifest.step
+        to_training_point(self.optimizer)
         return said
 
 

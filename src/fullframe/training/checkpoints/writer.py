@@ -23,6 +23,7 @@ from torch import nn
 from fullframe.errors import CheckpointError, RunError
 from fullframe.ranks.agreement import from_all_ranks, on_all_ranks, on_first_rank
 from fullframe.ranks.waiting import waiting_for_ranks
+from fullframe.techniques.evaluation_point import at_evaluation_point
 from fullframe.training.checkpoints.best import Best
 from fullframe.training.checkpoints.dcp_plans import Copies, copy_to_host, file_of, read_into
 from fullframe.training.checkpoints.manifest import FORMAT, MANIFEST, Manifest, read_manifest
@@ -79,8 +80,9 @@ class Checkpoints:
     def save(self, state: RunState, best: Best | None = None) -> None:
         """Begin to write `step-N`, once the checkpoint before is written; with `best` it is the best one so far."""
         self.wait()
-        tensors, facts = on_all_ranks(lambda: (state.tensors(dist.get_rank() == 0), state.facts()))
-        copies = copy_to_host(tensors)
+        with at_evaluation_point(state.optimizer):
+            tensors, facts = on_all_ranks(lambda: (state.tensors(dist.get_rank() == 0), state.facts()))
+            copies = copy_to_host(tensors)
         self._writing = _Writing(self._folder, self._keep, state.step, facts, copies, self._group, best)
 
     def save_alone(self, state: RunState) -> None:
@@ -93,8 +95,10 @@ class Checkpoints:
         if any(_step_of(path) == state.step for path in checkpoints_in(self._folder)):
             return
         alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        copies = copy_to_host(state.tensors(first_rank=True), alone)
-        writing = _Writing(self._folder, self._keep, state.step, state.facts(), copies, alone)
+        with at_evaluation_point(state.optimizer):
+            tensors, facts = state.tensors(first_rank=True), state.facts()
+            copies = copy_to_host(tensors, alone)
+        writing = _Writing(self._folder, self._keep, state.step, facts, copies, alone)
         writing.watch(self._beat)
         writing.result()
 
