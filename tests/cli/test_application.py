@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,11 +92,44 @@ def test_an_unknown_option_points_to_the_help_of_its_command(capsys: pytest.Capt
     assert ended.value.code == 2 and "fullframe train --help" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "recipe.py", "--steps", "ten"], "parsing --steps: invalid literal for int() with base 10: 'ten'"),
+        (["train", "recipe.py", "--clip-norm", "None"], "parsing --clip-norm: could not convert string to float"),
+        (["evaluate", "runs/a", "--precision", "bf17"], "one of ('fp32', 'tf32', 'bf16', 'fp16')."),
+        (["verify", "recipe.py", "--unsupported", "no"], "one of ('error', 'gather')."),
+        (["launch", "recipe.py", "--on", "slurm", "--nodes", "x"], "--nodes: invalid literal for int()"),
+    ],
+)
+def test_a_wrong_value_is_told_what_may_be_given(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(words)
+    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert ended.value.code == 2 and said in told and "None'," not in told and "NoneType" not in told
+
+
 @pytest.mark.parametrize("words", [["verify", "gone.py"], ["train", "gone.py"], ["jobs", "--every", "0"]])
 def test_what_is_asked_for_json_says_in_json_why_it_ends(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*words, "--json"]) == 2
     said = capsys.readouterr()
     assert said.err == f"error: {json.loads(said.out)['error']}\n"
+
+
+@pytest.mark.parametrize("words", [["calibrate", "--processes", "2"], ["verify", __file__], ["train", __file__]])
+def test_why_ranks_failed_is_said_in_json_too(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(ranks: int, *_: object, on_failure: Callable[[str], None], **__: object) -> int:
+        on_failure("rank 1 died")
+        return 1
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fullframe.processes.launch.launch", launch)
+    assert run([*words, *["--width", "2"] * (words[0] != "calibrate"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"error": "rank 1 died"}
 
 
 def test_wrong_words_are_said_in_json_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,6 +162,19 @@ def test_ranks_are_started_with_depth(tmp_path, capsys, monkeypatch):
         assert ranks == 4 and mesh in words, words
 
 
+@pytest.mark.parametrize(("link", "name"), [("one.py", "one"), ("there/recipe.py", "there")])
+def test_a_run_of_a_linked_recipe_is_named_as_the_link(tmp_path, capsys, monkeypatch, link, name):
+    started = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fullframe.processes.launch.launch", lambda ranks, words, **_: started.append(words) or 0)
+    Path(link).parent.mkdir(exist_ok=True)
+    Path(link).symlink_to(written(tmp_path))
+    assert run(["train", link, "--width", "2"]) == 0
+    assert started[0][started[0].index("--run-dir") + 1].startswith(f"runs/{name}-")
+    assert run(["launch", link, "--on", "slurm", "--gpus-per-node", "2", "--width", "2", "--dry-run"]) == 0
+    assert f"job-name={name}" in capsys.readouterr().out
+
+
 def test_too_few_gpus_are_told_before_any_rank_starts(tmp_path, capsys, monkeypatch):
     words = ["train", str(written(tmp_path)), "--width", "2", "--run-dir", str(tmp_path / "run")]
     started = []

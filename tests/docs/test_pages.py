@@ -14,10 +14,8 @@ OTHERS = (
     "start/install.md",
     "start/own_loop.md",
     "start/out_of_memory.md",
-    *(
-        f"how_to/{name}.md"
-        for name in ("train", "verify", "simulate", "plan", "report", "diagnose", "jobs", "evaluate", "horovodrun")
-    ),
+    *(f"how_to/{name}.md" for name in ("train", "verify", "simulate", "plan", "report", "diagnose", "jobs")),
+    *(f"how_to/{name}.md" for name in ("evaluate", "export", "horovodrun")),
     "coming_from/ddp.md",
     "troubleshooting.md",
 )

@@ -40,9 +40,11 @@ class Calibrate:
             return self._measure(place.world)
         if self.processes == 1:
             return self._measure(1)
+        from fullframe.cli.display import said_of_failure
         from fullframe.processes.launch import launch
 
-        return launch(self.processes, ["-m", "fullframe.cli", "calibrate", *words(self)])
+        words_of_rank = ["-m", "fullframe.cli", "calibrate", *words(self)]
+        return launch(self.processes, words_of_rank, on_failure=said_of_failure(self.json))
 
     def _measure(self, ranks: int) -> int:
         import torch

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -93,6 +93,11 @@ def _number(value: float) -> str:
 def print_error(text: str) -> None:
     """Print what ends a command that was asked for JSON."""
     print(json.dumps({"error": text}))
+
+
+def said_of_failure(as_json: bool) -> Callable[[str], None]:
+    """What a launcher does with the reason why its ranks failed, which stderr has: says it where JSON was asked for."""
+    return print_error if as_json else lambda reason: None
 
 
 def print_json(fields: Mapping[str, Any]) -> None:

@@ -102,7 +102,7 @@ class Evaluate:
         return path, values_of(told.get("values") or ()) | values_of(self.set)
 
     def _launch(self, strategy: Strategy) -> int:
-        from fullframe.cli.display import print_error
+        from fullframe.cli.display import said_of_failure
         from fullframe.processes.launch import launch
         from fullframe.ranks import device
 
@@ -112,7 +112,7 @@ class Evaluate:
         return launch(
             strategy.ranks,
             ["-m", "fullframe.cli", "evaluate", *words(replace(self, **mesh))],
-            on_failure=print_error if self.json else lambda reason: None,
+            on_failure=said_of_failure(self.json),
         )
 
     def _evaluate(self, strategy: Strategy, path: Path, values: Mapping[str, Any]) -> int:

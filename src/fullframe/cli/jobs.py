@@ -30,7 +30,7 @@ class Jobs:
     Read from run directories and squeue; accounting need not be on.
     """
 
-    folders: Positional[tuple[Path, ...]] = (Path("runs"),)
+    folders: Annotated[Positional[tuple[Path, ...]], arg(metavar="[FOLDER ...]")] = (Path("runs"),)
     """Where runs are looked for, and below."""
     state: Annotated[tuple[str, ...], arg(metavar="STATE")] = ()
     """Only runs in these: running, starting, pending, requeued, stopped, finished, failed, died, lost, unknown."""

@@ -18,7 +18,7 @@ class Report:
     `fullframe train` does it by itself when a run ends. With several runs the page compares them side by side.
     """
 
-    run_dirs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN ...]")]
+    run_dirs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")]
     """Run directories; a run that still goes on is shown as far as it is."""
     out: Annotated[Path | None, arg(metavar="FILE")] = None
     """Where the page goes: report.html in the run directory unless given; comparison.html for several."""

@@ -217,7 +217,7 @@ class Train:
             raise RunError(f"{asked} needs --run-dir, the directory of the run to go on with")
         if joins:
             raise RunError("ranks that were started by torchrun need --run-dir, so that all of them name the same one")
-        return new_run_dir(name_of(self.recipe.resolve()))
+        return new_run_dir(name_of(self.recipe))
 
     def _launch(self, strategy: Strategy, run_dir: Path) -> int:
         from fullframe.processes.launch import launch
@@ -239,12 +239,11 @@ class Train:
         return self.stopped_code if code == STOPPED else code
 
     def _failed(self, run_dir: Path, reason: str) -> None:
-        from fullframe.cli.display import print_error
+        from fullframe.cli.display import said_of_failure
         from fullframe.training.run_file import note_end
 
         note_end(run_dir, reason)
-        if self.json:
-            print_error(reason)
+        said_of_failure(self.json)(reason)
 
     def _of_rank(self, strategy: Strategy, run_dir: Path) -> list[str]:
         """The words of Python's command line for a rank."""
@@ -371,8 +370,11 @@ class Train:
 
 
 def name_of(recipe: Path) -> str:
-    """What the runs of a recipe's file are called: as the file, or its folder where that is but recipe.py."""
-    return recipe.resolve().parent.name if recipe.stem == "recipe" else recipe.stem
+    """What the runs of a recipe's file are called: as the file, or its folder where that is but recipe.py.
+
+    A link has the name and the folder that it has, not those of what it leads to.
+    """
+    return recipe.parent.resolve().name if recipe.stem == "recipe" else recipe.stem
 
 
 def new_run_dir(name: str) -> Path:

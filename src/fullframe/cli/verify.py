@@ -90,7 +90,7 @@ class Verify:
         return strategy
 
     def _launch(self, strategy: Strategy) -> int:
-        from fullframe.cli.display import print_error
+        from fullframe.cli.display import said_of_failure
         from fullframe.processes.launch import launch
         from fullframe.ranks import device
         from fullframe.verification.verdict import Verdict
@@ -105,7 +105,7 @@ class Verify:
                 code = launch(
                     strategy.ranks,
                     ["-m", "fullframe.cli", "verify", *words(of_rank)],
-                    on_failure=print_error if self.json else lambda reason: None,
+                    on_failure=said_of_failure(self.json),
                 )
             finally:
                 del os.environ[_FOLDER]

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
-from tyro.constructors import PrimitiveConstructorSpec
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from fullframe.errors import FullframeError, MeshError
 from fullframe.strategy import TECHNIQUES, Strategy
@@ -63,18 +63,18 @@ def without_empty_defaults(options: Any) -> None:
     types = get_type_hints(options, include_extras=True)
     for field in dataclasses.fields(options):
         if field.default is None or field.default is False or field.default == ():
-            options.__annotations__[field.name] = Annotated[
-                types[field.name], _SAID_NOTHING, *_metavar(types[field.name])
-            ]
+            options.__annotations__[field.name] = Annotated[types[field.name], _SAID_NOTHING, *_spec(types[field.name])]
 
 
-def _metavar(kind: Any) -> list[object]:
-    """Of `Literal["a", "b"] | None` {a,b}, of `str | None` STR; nothing where the option has its own."""
+def _spec(kind: Any) -> list[PrimitiveConstructorSpec[Any]]:
+    """Of `X | None` how X alone is read: None is what is not given, and has no word."""
+    kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     inner = [each for each in get_args(kind) if each is not type(None)]
-    if get_origin(kind) is Annotated or len(inner) != 1 or len(get_args(kind)) != 2:
+    if len(inner) != 1 or len(get_args(kind)) != 2:
         return []
-    choices = get_args(inner[0]) if get_origin(inner[0]) is Literal else ()
-    return [arg(metavar=f"{{{','.join(choices)}}}" if choices else inner[0].__name__.upper())]
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(inner[0], set()))
+    assert isinstance(spec, PrimitiveConstructorSpec)
+    return [dataclasses.replace(spec, is_instance=lambda value: value is None or spec.is_instance(value))]
 
 
 def changed(options: Any) -> dict[str, Any]:

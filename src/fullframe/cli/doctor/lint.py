@@ -23,7 +23,7 @@ class Lint:
     Exit code: 0 nothing found, 1 something found, 2 wrong use.
     """
 
-    paths: Positional[tuple[Path, ...]] = (Path("."),)
+    paths: Annotated[Positional[tuple[Path, ...]], arg(metavar="[PATH ...]")] = (Path("."),)
     """Files, and folders whose *.py files are read."""
     select: Annotated[tuple[str, ...], arg(metavar="CODE ...")] = ()
     """Run these rules only; a code may be shortened (FF10), ALL is every rule."""

@@ -38,10 +38,10 @@ class DoctorRun:
     docs/findings.md lists what can be found. Exit code: 0 nothing found, 1 something found, 2 wrong use.
     """
 
-    program: Positional[Path]
+    program: Annotated[Positional[Path], arg(metavar="PROGRAM")]
     """Python file: a recipe, or a training script."""
-    arguments: Positional[tuple[str, ...]] = ()
-    """After `--`: the script's own."""
+    arguments: Annotated[Positional[tuple[str, ...]], arg(metavar="[-- ARGUMENT ...]")] = ()
+    """The script's own."""
     set: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")] = ()
     """Values for the recipe: with lr=1e-3 it is called as recipe(lr=1e-3)."""
     processes: Count = None
