@@ -270,6 +270,21 @@ def test_constants_of_no_named_dtype_follow_into_double_precision(tmp_path: Path
     assert torch.get_default_dtype() is torch.float32
 
 
+def test_data_are_read_as_in_training(tmp_path: Path) -> None:
+    """Torch puts no double into floats through a mask, nor the other way round."""
+    drawn = """
+class Drawn(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        image = torch.zeros(3, 6, 8)
+        image[image == 0] = torch.arange(144).float().cos()
+        return image, torch.zeros(2, 6, 8)
+"""
+    (tmp_path / "job.py").write_text(OF_CLASSES.replace("data=lambda: data", "data=Drawn") + drawn)
+    assert verified(tmp_path / "job.py").exact
+
+
 BAD = {
     "a constant in single precision": (
         "Blur()",

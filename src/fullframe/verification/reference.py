@@ -106,17 +106,17 @@ def read(folder: Path, replica: int) -> tuple[Answers, Part]:
 
 
 @contextmanager
-def double_by_default() -> Iterator[None]:
-    """What a recipe makes without naming a dtype (class weights, an 8-bit image over 255) is in double precision."""
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What a recipe makes without naming a dtype (class weights, an 8-bit image over 255) is of `dtype`."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
         torch.set_default_dtype(before)
 
 
-@double_by_default()
+@default_dtype(torch.float64)
 def main(recipe_path: Path, folder: Path, values: Sequence[str] = ()) -> None:
     """Compute the reference in this process."""
     recipe = load_recipe(recipe_path, values_of(values))  # first: the batch may be of classes that it defines

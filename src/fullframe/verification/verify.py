@@ -53,7 +53,7 @@ K = TypeVar("K")
 _Key = tuple[str, str, int, int]  # of a place: kind, path, call, leaf
 
 
-@reference.double_by_default()
+@reference.default_dtype(torch.float64)
 def verify(
     path: Path,
     strategy: Strategy,
@@ -129,7 +129,6 @@ def _prepared(
         raise RecipeError("no parameter of the model requires a gradient; there is no step to compare")
     _, _, step = prepare(recipe, strategy, mesh, plain)
     kept = _KeptBatch(recipe.collate)
-    data = recipe.data()
 
     def first_batch(data: Dataset[Any]) -> Any:
         read = DataLoader(data, recipe.batch_size, shuffle=True, drop_last=True, collate_fn=kept)
@@ -137,9 +136,11 @@ def _prepared(
             iter(ShardedLoader(read, mesh, seed=recipe.seed, prefetch=0))
         )  # the next would be kept in its place
 
-    batch = first_batch(data)
-    if isinstance(data, SliceReader):  # then `batch` was read in parts, and what was kept is one of them
-        first_batch(Subset(data, range(len(data))))  # type: ignore[arg-type]  # which offers no read()
+    with reference.default_dtype(torch.float32):  # read as in training: a data set is no part of what is compared
+        data = recipe.data()
+        batch = first_batch(data)
+        if isinstance(data, SliceReader):  # then `batch` was read in parts, and what was kept is one of them
+            first_batch(Subset(data, range(len(data))))  # type: ignore[arg-type]  # which offers no read()
     return plain, step, batch, kept
 
 
