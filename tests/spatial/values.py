@@ -4,10 +4,11 @@ The runner of OVER_FLOATS, HALVES and INTEGERS in `tests/spatial/rules/test_*.py
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -18,7 +19,6 @@ from tests.spatial.cases import MESHES, WORLDS, Op
 
 SHAPE = (2, 3, 5, 7)
 inf, nan = math.inf, math.nan
-HALF_KINDS, INTEGER_KINDS = ("float16", "bfloat16"), ("uint8", "int16", "bool")
 
 
 def drawn() -> Tensor:
@@ -106,6 +106,14 @@ def integers(module: str, name: str, kind: str, world: int) -> list[str]:
     x = x.to(torch.int64).to(getattr(torch, kind))
     x[0, 1], x[1, 0, :, 5:], x[1, 1] = 0, 0, 1
     return found({kind: (import_module(module).INTEGERS[name], [x], [])}, 1e-6, world)
+
+
+def tables(over_floats: Iterable[str], halves_: Iterable[str] = (), integers_: Iterable[str] = ()) -> list[Any]:
+    """Parameters for a test of a module's OVER_FLOATS, HALVES and INTEGERS: a function above, and its arguments."""
+    calls: list[tuple[Callable[..., Any], tuple[str, ...]]] = [(floats, (name,)) for name in over_floats]
+    calls += [(halves, (name, kind)) for name in halves_ for kind in ("float16", "bfloat16")]
+    calls += [(integers, (name, kind)) for name in integers_ for kind in ("uint8", "int16", "bool")]
+    return [pytest.param(run, args, id=", ".join((run.__name__, *args))) for run, args in calls]
 
 
 def classes(x: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """Largest and smallest values and where they are: ties, infinities, NaN, integers."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.rank_group import rank_group
 from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
 from tests.spatial.sent import bytes_sent
-from tests.spatial.values import HALF_KINDS, INTEGER_KINDS, floats, halves, integers, on_all_meshes
+from tests.spatial.values import on_all_meshes, tables
 
 CASES: dict[str, Case] = {
     "max along a split dim": one(lambda x: [*x.max(3), *x.min(2, keepdim=True), *x.relu().max(3), x.argmin(2)]),
@@ -40,21 +42,9 @@ def test_as_in_one_process(name: str) -> None:
     require_the_numbers_of_one_process(__name__, name)
 
 
-@pytest.mark.parametrize("name", OVER_FLOATS)
-def test_infinities_nan_ties_and_zeros_go_through_as_in_torch(name: str) -> None:
-    assert not on_all_meshes(floats, __name__, name)
-
-
-@pytest.mark.parametrize("kind", HALF_KINDS)
-@pytest.mark.parametrize("name", HALVES)
-def test_short_floats_are_added_up_as_widely_as_in_torch(name: str, kind: str) -> None:
-    assert not on_all_meshes(halves, __name__, name, kind)
-
-
-@pytest.mark.parametrize("kind", INTEGER_KINDS)
-@pytest.mark.parametrize("name", INTEGERS)
-def test_integers_give_torchs_numbers_and_dtypes(name: str, kind: str) -> None:
-    assert not on_all_meshes(integers, __name__, name, kind)
+@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES, INTEGERS))
+def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
+    assert not on_all_meshes(run, __name__, *args)
 
 
 def _sent() -> list[tuple[int, int]]:

@@ -12,19 +12,7 @@ import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
 from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
-from tests.spatial.values import (
-    HALF_KINDS,
-    SHAPE,
-    classes,
-    found,
-    halves,
-    inf,
-    on_all_meshes,
-    positive,
-    rows,
-    scores,
-    signs,
-)
+from tests.spatial.values import SHAPE, classes, found, inf, on_all_meshes, positive, rows, scores, signs, tables
 
 
 def labels(x: Tensor, ignore: bool = False) -> Tensor:
@@ -174,10 +162,9 @@ def test_as_in_one_process(name: str) -> None:
     require_the_numbers_of_one_process(__name__, name)
 
 
-@pytest.mark.parametrize("kind", HALF_KINDS)
-@pytest.mark.parametrize("name", HALVES)
-def test_short_floats_are_added_up_as_widely_as_in_torch(name: str, kind: str) -> None:
-    assert not on_all_meshes(halves, __name__, name, kind)
+@pytest.mark.parametrize(("run", "args"), tables({}, HALVES))
+def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
+    assert not on_all_meshes(run, __name__, *args)
 
 
 def _losses(name: str, world: int) -> list[str]:

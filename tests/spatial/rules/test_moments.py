@@ -1,11 +1,13 @@
 """Variance, norms, logsumexp: infinities, NaN, zeros, short floats."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
-from tests.spatial.values import HALF_KINDS, floats, halves, inf, on_all_meshes
+from tests.spatial.values import inf, on_all_meshes, tables
 
 ORDERS = (2, 1, 0, inf, -inf, 3, 1.5, 0.5, -1, -2)
 
@@ -40,12 +42,6 @@ def test_as_in_one_process(name: str) -> None:
     require_the_numbers_of_one_process(__name__, name)
 
 
-@pytest.mark.parametrize("name", OVER_FLOATS)
-def test_infinities_nan_ties_and_zeros_go_through_as_in_torch(name: str) -> None:
-    assert not on_all_meshes(floats, __name__, name)
-
-
-@pytest.mark.parametrize("kind", HALF_KINDS)
-@pytest.mark.parametrize("name", HALVES)
-def test_short_floats_are_added_up_as_widely_as_in_torch(name: str, kind: str) -> None:
-    assert not on_all_meshes(halves, __name__, name, kind)
+@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES))
+def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
+    assert not on_all_meshes(run, __name__, *args)

@@ -1,5 +1,7 @@
 """Sorting and the k largest along split dims: values, global numbers, torch's choice among equals, few bytes."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from tests.exactness import mesh
 from tests.rank_group import rank_group
 from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process, small
 from tests.spatial.sent import bytes_sent
-from tests.spatial.values import HALF_KINDS, floats, found, halves, on_all_meshes
+from tests.spatial.values import found, on_all_meshes, tables
 
 CASES: dict[str, Case] = {
     "topk": one(lambda x: [*x.topk(3), *x.topk(5, 2, False), *x.topk(2, 1), *torch.topk(x.relu(), k=4, dim=-2)]),
@@ -43,15 +45,9 @@ def test_as_in_one_process(name: str) -> None:
     require_the_numbers_of_one_process(__name__, name)
 
 
-@pytest.mark.parametrize("name", OVER_FLOATS)
-def test_infinities_nan_ties_and_zeros_go_through_as_in_torch(name: str) -> None:
-    assert not on_all_meshes(floats, __name__, name)
-
-
-@pytest.mark.parametrize("kind", HALF_KINDS)
-@pytest.mark.parametrize("name", HALVES)
-def test_short_floats_are_ordered_as_in_torch(name: str, kind: str) -> None:
-    assert not on_all_meshes(halves, __name__, name, kind)
+@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES))
+def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
+    assert not on_all_meshes(run, __name__, *args)
 
 
 def _equal_numbers(world: int) -> list[str]:

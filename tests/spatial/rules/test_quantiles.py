@@ -1,5 +1,7 @@
 """Medians, quantiles, k-th and most frequent values, along split dims and over all elements."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from tests.exactness import mesh
 from tests.rank_group import rank_group
 from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process, small
 from tests.spatial.sent import bytes_sent
-from tests.spatial.values import HALF_KINDS, INTEGER_KINDS, floats, halves, integers, on_all_meshes
+from tests.spatial.values import on_all_meshes, tables
 
 SEVERAL = torch.tensor([0.0, 0.3, 0.99, 1.0], dtype=torch.float64)
 WAYS = ("linear", "lower", "higher", "midpoint", "nearest")
@@ -62,21 +64,9 @@ def test_as_in_one_process(name: str) -> None:
     require_the_numbers_of_one_process(__name__, name)
 
 
-@pytest.mark.parametrize("name", OVER_FLOATS)
-def test_infinities_nan_ties_and_zeros_go_through_as_in_torch(name: str) -> None:
-    assert not on_all_meshes(floats, __name__, name)
-
-
-@pytest.mark.parametrize("kind", HALF_KINDS)
-@pytest.mark.parametrize("name", HALVES)
-def test_short_floats_are_picked_as_in_torch(name: str, kind: str) -> None:
-    assert not on_all_meshes(halves, __name__, name, kind)
-
-
-@pytest.mark.parametrize("kind", INTEGER_KINDS)
-@pytest.mark.parametrize("name", INTEGERS)
-def test_integers_give_torchs_numbers_and_dtypes(name: str, kind: str) -> None:
-    assert not on_all_meshes(integers, __name__, name, kind)
+@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES, INTEGERS))
+def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
+    assert not on_all_meshes(run, __name__, *args)
 
 
 def _extremes() -> list[bool]:

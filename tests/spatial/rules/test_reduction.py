@@ -1,6 +1,7 @@
 """Sums, means, products, any and all: infinities, NaN, dtypes."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from tests.exactness import differences
 from tests.rank_group import rank_group
 from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
-from tests.spatial.values import HALF_KINDS, INTEGER_KINDS, floats, found, halves, integers, on_all_meshes
+from tests.spatial.values import found, on_all_meshes, tables
 
 CASES: dict[str, Case] = {
     "sum": one(lambda x: [x.sum(), x.sum((0, 2)), x.sum(-1, keepdim=True), x.sum(1)]),
@@ -55,21 +56,9 @@ def test_as_in_one_process(name: str) -> None:
     require_the_numbers_of_one_process(__name__, name)
 
 
-@pytest.mark.parametrize("name", OVER_FLOATS)
-def test_infinities_nan_ties_and_zeros_go_through_as_in_torch(name: str) -> None:
-    assert not on_all_meshes(floats, __name__, name)
-
-
-@pytest.mark.parametrize("kind", HALF_KINDS)
-@pytest.mark.parametrize("name", HALVES)
-def test_short_floats_are_added_up_as_widely_as_in_torch(name: str, kind: str) -> None:
-    assert not on_all_meshes(halves, __name__, name, kind)
-
-
-@pytest.mark.parametrize("kind", INTEGER_KINDS)
-@pytest.mark.parametrize("name", INTEGERS)
-def test_integers_give_torchs_numbers_and_dtypes(name: str, kind: str) -> None:
-    assert not on_all_meshes(integers, __name__, name, kind)
+@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES, INTEGERS))
+def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
+    assert not on_all_meshes(run, __name__, *args)
 
 
 def _large(world: int) -> list[str]:

@@ -1,11 +1,13 @@
 """Running sums, products and extremes; differences and areas."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process, small
-from tests.spatial.values import HALF_KINDS, INTEGER_KINDS, floats, found, halves, integers, on_all_meshes
+from tests.spatial.values import found, on_all_meshes, tables
 
 
 def some_zeros(x: Tensor) -> Tensor:
@@ -60,21 +62,9 @@ def test_as_in_one_process(name: str) -> None:
     require_the_numbers_of_one_process(__name__, name)
 
 
-@pytest.mark.parametrize("name", OVER_FLOATS)
-def test_infinities_nan_ties_and_zeros_go_through_as_in_torch(name: str) -> None:
-    assert not on_all_meshes(floats, __name__, name)
-
-
-@pytest.mark.parametrize("kind", HALF_KINDS)
-@pytest.mark.parametrize("name", HALVES)
-def test_short_floats_run_as_widely_as_in_torch(name: str, kind: str) -> None:
-    assert not on_all_meshes(halves, __name__, name, kind)
-
-
-@pytest.mark.parametrize("kind", INTEGER_KINDS)
-@pytest.mark.parametrize("name", INTEGERS)
-def test_integers_give_torchs_numbers_and_dtypes(name: str, kind: str) -> None:
-    assert not on_all_meshes(integers, __name__, name, kind)
+@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES, INTEGERS))
+def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
+    assert not on_all_meshes(run, __name__, *args)
 
 
 def _vanishing(world: int) -> list[str]:

@@ -1,21 +1,13 @@
 """Softmax over whole and split dims."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
-from tests.spatial.values import (
-    HALF_KINDS,
-    INTEGER_KINDS,
-    SHAPE,
-    floats,
-    found,
-    halves,
-    integers,
-    on_all_meshes,
-    scores,
-)
+from tests.spatial.values import SHAPE, found, on_all_meshes, scores, tables
 
 CASES: dict[str, Case] = {
     "softmax over channels": one(lambda x: [x.softmax(1), F.log_softmax(x, 1)]),
@@ -38,21 +30,9 @@ def test_as_in_one_process(name: str) -> None:
     require_the_numbers_of_one_process(__name__, name)
 
 
-@pytest.mark.parametrize("name", OVER_FLOATS)
-def test_infinities_nan_ties_and_zeros_go_through_as_in_torch(name: str) -> None:
-    assert not on_all_meshes(floats, __name__, name)
-
-
-@pytest.mark.parametrize("kind", HALF_KINDS)
-@pytest.mark.parametrize("name", HALVES)
-def test_short_floats_are_added_up_as_widely_as_in_torch(name: str, kind: str) -> None:
-    assert not on_all_meshes(halves, __name__, name, kind)
-
-
-@pytest.mark.parametrize("kind", INTEGER_KINDS)
-@pytest.mark.parametrize("name", INTEGERS)
-def test_integers_give_torchs_numbers_and_dtypes(name: str, kind: str) -> None:
-    assert not on_all_meshes(integers, __name__, name, kind)
+@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES, INTEGERS))
+def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
+    assert not on_all_meshes(run, __name__, *args)
 
 
 def _without_a_dim(world: int) -> list[str]:

@@ -11,22 +11,8 @@ from fullframe.doctor.lint.catalog import RULES
 from fullframe.doctor.lint.rule import Rule
 from fullframe.errors import LintError
 
-_NEVER_SOURCE = set(
-    [
-        ".git",
-        ".hg",
-        ".venv",
-        "venv",
-        "__pycache__",
-        ".tox",
-        ".nox",
-        ".mypy_cache",
-        ".ruff_cache",
-        "node_modules",
-        "build",
-        "dist",
-    ]
-)
+_NEVER_SOURCE = {".git", ".hg", ".venv", "venv", "__pycache__", ".tox", ".nox", ".mypy_cache", ".ruff_cache",
+                 "node_modules", "build", "dist"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from fullframe.errors import DeviceError
 from fullframe.simulation.devices.host_costs import HostCosts
+from fullframe.techniques.precision import Fp32Math, fp32_math
 
 Points = tuple[tuple[float, float], ...]  # (size of the work, rate reached at that size), by size
 
@@ -199,7 +200,7 @@ class _Timer:
             a, b = (torch.randn(side, side, device=self.device, dtype=DTYPES[dtype]) for _ in range(2))
             return lambda: a @ b
 
-        with _tf32(dtype == "tf32"):
+        with fp32_math(Fp32Math.of("tf32" if dtype == "tf32" else "fp32")):
             return self._rates([(2.0 * side**3, product(side)) for side in sides], tiny=product(2))
 
     def convolution(self, dtype: str, maps: Sequence[tuple[int, int]]) -> Points:
@@ -211,7 +212,7 @@ class _Timer:
             return lambda: F.conv2d(x, weight, padding=1)
 
         work = [(2.0 * 4 * side**2 * channels**2 * 9, convolve(channels, side)) for channels, side in maps]
-        with _tf32(dtype == "tf32"):
+        with fp32_math(Fp32Math.of("tf32" if dtype == "tf32" else "fp32")):
             return self._rates(work, tiny=convolve(1, 3))
 
     def depthwise(self, dtype: str) -> Points:
@@ -282,18 +283,6 @@ def on_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _tf32(wanted: bool) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if wanted else "highest")
-    torch.backends.cudnn.allow_tf32 = wanted
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def _points(value: Any) -> Points:

@@ -10,41 +10,13 @@ from fullframe.doctor.lint.rules.data import loops_over
 from fullframe.doctor.lint.training import Training
 from fullframe.doctor.lint.values import Origin, cone
 
-_COLLECTIVES = frozenset(
-    [
-        "all_reduce",
-        "barrier",
-        "broadcast",
-        "all_gather",
-        "all_gather_object",
-        "all_gather_into_tensor",
-        "reduce",
-        "reduce_scatter",
-        "gather",
-        "scatter",
-        "reduce_scatter_tensor",
-        "broadcast_object_list",
-        "gather_object",
-        "all_to_all",
-        "monitored_barrier",
-    ]
-)
-_SENDS = frozenset(
-    [
-        "all_reduce",
-        "all_gather",
-        "all_gather_object",
-        "all_gather_into_tensor",
-        "reduce",
-        "gather",
-        "gather_object",
-        "gather_for_metrics",
-        "sync",
-        "synchronize_between_processes",
-        "compute",
-        "reduce_dict",
-    ]
-)
+_COLLECTIVES = frozenset({"all_reduce", "barrier", "broadcast", "all_gather", "all_gather_object",
+                          "all_gather_into_tensor", "reduce", "reduce_scatter", "gather", "scatter",
+                          "reduce_scatter_tensor", "broadcast_object_list", "gather_object", "all_to_all",
+                          "monitored_barrier"})  # fmt: skip
+_SENDS = frozenset({"all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "reduce", "gather",
+                    "gather_object", "gather_for_metrics", "sync", "synchronize_between_processes", "compute",
+                    "reduce_dict"})  # fmt: skip
 _RANK_WORDS = ("rank", "is_main", "is_master", "main_process", "is_world", "primary", "is_zero", "master")
 
 
