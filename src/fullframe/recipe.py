@@ -137,7 +137,7 @@ def load_recipe(path: str | Path, values: Mapping[str, Any] | None = None) -> Re
     build = getattr(_run_file(path), "recipe", None)
     if not callable(build):
         raise RecipeError(f"{path} has no function recipe(); add 'def recipe() -> fullframe.Recipe: ...'")
-    _require_taken(path, build, values or {})
+    _require_taken(path, inspect.signature(build), values or {})
     try:
         recipe = build(**(values or {}))
     except RecipeError as error:
@@ -168,8 +168,36 @@ def values_of(assignments: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def _require_taken(path: Path, build: Callable[..., Any], values: Mapping[str, Any]) -> None:
-    signature = inspect.signature(build)
+def require_file(path: Path) -> None:
+    """Raises RecipeError where there is no such file."""
+    if not path.is_file():
+        remedy = "give the .py file itself" if path.is_dir() else "check the path"
+        raise RecipeError(f"there is no recipe file {path}; {remedy}")
+
+
+def function_in(path: Path) -> ast.FunctionDef | None:
+    """The function recipe() at the top level of a file, which is read and not run; raises RecipeError for no Python."""
+    try:
+        tree = ast.parse(path.read_text(), str(path))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not a Python file: {error}") from error
+    return next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "recipe"), None)
+
+
+def require_names(path: Path, values: Iterable[str]) -> None:
+    """Raises RecipeError for a name that recipe() does not take, as far as its file says so without being run."""
+    function = function_in(path)
+    if function is None or function.decorator_list or function.args.kwarg:
+        return
+    kind, names = inspect.Parameter.KEYWORD_ONLY, (*function.args.args, *function.args.kwonlyargs)
+    _require_taken(
+        path,
+        inspect.Signature([inspect.Parameter(name.arg, kind, default=None) for name in names]),
+        dict.fromkeys(values),
+    )
+
+
+def _require_taken(path: Path, signature: inspect.Signature, values: Mapping[str, Any]) -> None:
     try:
         signature.bind(**values)
     except TypeError as error:
@@ -178,9 +206,7 @@ def _require_taken(path: Path, build: Callable[..., Any], values: Mapping[str, A
 
 
 def _run_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        remedy = "give the .py file itself" if path.is_dir() else "check the path"
-        raise RecipeError(f"there is no recipe file {path}; {remedy}")
+    require_file(path)
     spec = importlib.util.spec_from_file_location(f"fullframe_recipe_{path.stem}", path)
     if spec is None or not isinstance(loader := spec.loader, SourceFileLoader):
         raise RecipeError(f"{path} is not a Python file; a recipe's name ends in .py")

@@ -69,6 +69,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for recipe in (folder / "recipe.py", tmp_path / "recipe.py"):
         recipe.write_text("")
+    (folder / "taking.py").write_text("import none\ndef recipe(lr=1e-3, *, size=None): ...\n")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(launch.sys, "executable", "/usr/bin/python3")
     return folder
@@ -82,7 +83,7 @@ def test_what_would_be_submitted(name: str, project: Path, capsys: pytest.Captur
     if os.environ.get("UPDATE_GOLDEN"):
         (GOLDEN / name).write_text(said)
     assert said == (GOLDEN / name).read_text()
-    assert [path.name for path in project.iterdir()] == ["recipe.py"], "nothing is written"
+    assert {path.name for path in project.iterdir()} == {"taking.py", "recipe.py"}, "nothing is written"
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,12 @@ def test_what_would_be_submitted(name: str, project: Path, capsys: pytest.Captur
         (["../recipe.py", "--on", "docker"], "../recipe.py is not in "),
         (["../recipe.py", "--on", "kubernetes", "--volume", "runs"], "the container has no other files of this"),
         (["recipe.py", "--on", "docker", "--plan", "../plan.json"], "../plan.json is not in "),
+        (["."], "there is no recipe file .; give the .py file itself"),
+        (
+            ["taking.py", "--sweep", "seed=1,2"],
+            "recipe() takes lr, size: got an unexpected keyword argument",
+        ),
+        (["taking.py", "--set", "lr=1", "sead=1"], "got an unexpected keyword argument 'sead'"),
         (["recipe.py", "--run-dir", "a\nb"], "in a way of its own"),
         (["recipe.py", "--run-dir", "a%jb"], "in a way of its own"),
     ],

@@ -145,6 +145,13 @@ def test_wrong_use_is_refused_before_any_rank_starts(tmp_path, capsys, monkeypat
     assert error.startswith("error: ") and message in error and len(error.splitlines()) == 1
 
 
+def test_a_step_that_never_comes_cannot_be_traced(tmp_path, capsys):
+    words = ["train", str(written(tmp_path)), "--processes", "1", "--run-dir", str(tmp_path / "run")]
+    assert run([*words, "--steps", "3", "--trace-step", "4"]) == 2
+    said = "error: --trace-step 4 comes after the last step, 3; name one before\n"
+    assert capsys.readouterr().err == said and not (tmp_path / "run").exists()
+
+
 def test_ranks_are_started_with_depth(tmp_path, capsys, monkeypatch):
     started = []
 

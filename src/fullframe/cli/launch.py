@@ -19,6 +19,7 @@ from fullframe.launching.docker import command_of
 from fullframe.launching.job import Job, make_folders, read_launch, runs_of, slug, write_launch
 from fullframe.launching.kubernetes import MANIFEST, KubernetesOptions, apply, manifest_of
 from fullframe.launching.slurm import SCRIPT, SlurmOptions, ids_of, queue, script_of, submit
+from fullframe.recipe import require_file, require_names, values_of
 
 _OURS = ("node_rank", "rendezvous")  # what the allocation says
 
@@ -152,8 +153,7 @@ class Launch:
 
     def _check(self) -> None:
         train = self.train
-        if not train.recipe.is_file():
-            raise LaunchError(f"there is no recipe file {train.recipe}; check the path")
+        require_file(train.recipe)
         given = [name for name in _OURS if getattr(train.over, name) is not None]
         if given:
             options = ", ".join(map(option, given))
@@ -176,6 +176,7 @@ class Launch:
         if set_twice := {word.partition("=")[0] for word in train.set} & {w.partition("=")[0] for w in self.sweep}:
             raise LaunchError(f"{', '.join(sorted(set_twice))} is given by --set and by --sweep; leave one out")
         runs = runs_of(self.sweep)
+        require_names(train.recipe, values_of((*train.set, *runs[0].values)))
         if self.sweep:  # one --set says it all
             runs = tuple(replace(run, values=(*train.set, *run.values)) for run in runs)
         nodes = train.over.nodes or 1

@@ -20,10 +20,11 @@ from fullframe.cli.remedies import explain_out_of_memory
 from fullframe.cli.report import write_at_end, written
 from fullframe.cli.strategy_file import first_plan, require_devices, strategy_of, with_batch_size
 from fullframe.cli.words import Count, TechniqueOptions, TechniqueWords, changed, option, require_counts, words
-from fullframe.errors import MeshError, RecipeError, RunError, StrategyError
+from fullframe.errors import MeshError, RunError, StrategyError
 from fullframe.processes.exit_reasons import RESTART_REASON, STOPPED
 from fullframe.processes.place import launched_place
 from fullframe.processes.stop_signals import Stopped
+from fullframe.recipe import load_recipe, require_file, values_of
 from fullframe.strategy import Strategy, multiplied
 from fullframe.wording import plural
 
@@ -148,8 +149,7 @@ class Train:
         names = ("batch_size", "steps", "checkpoint_every", "keep_checkpoints", "max_skipped", "patience", "trace_step")
         require_counts(self, ("processes", "data", "depth", "height", "width", *names))
         require_counts(self, ("check_every", "hang_timeout", "max_restarts"), least=0)
-        if not self.recipe.is_file():
-            raise RecipeError(f"there is no recipe file {self.recipe}; check the path")
+        require_file(self.recipe)
 
     def _ranks_to_start(self) -> int:
         if self.processes is not None:
@@ -307,13 +307,18 @@ class Train:
         commit = commit_of(self.recipe.resolve().parent)
         return {"recipe": str(self.recipe), "commit": commit, "batch_size": batch_size, "values": list(self.set)}
 
+    def _steps(self, of_recipe: int) -> int:
+        steps = self.steps or of_recipe
+        if self.trace_step is not None and self.trace_step > steps:
+            raise RunError(f"--trace-step {self.trace_step} comes after the last step, {steps}; name one before")
+        return steps
+
     def _train(self, strategy: Strategy, run_dir: Path, rank: int) -> int:
         import torch.distributed as dist
 
         from fullframe.cli.display import Display, print_json
         from fullframe.observation.observers import observers_of_run
         from fullframe.ranks import device
-        from fullframe.recipe import load_recipe, values_of
         from fullframe.training.loop import fit
         from fullframe.training.run_file import note_prediction
 
@@ -326,7 +331,7 @@ class Train:
         with aside():  # what the recipe prints is not the record
             read = load_recipe(self.recipe, values_of(self.set))
         recipe = with_batch_size(read, (plan or {}).get("batch_size") if self.batch_size is None else self.batch_size)
-        steps = self.steps or recipe.steps
+        steps = self._steps(recipe.steps)
         last: dict[str, Any] = {}
         show = Display(steps, sys.stderr if self.json else sys.stdout) if rank == 0 else None
         say = show.message if show is not None else lambda message: None

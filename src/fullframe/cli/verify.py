@@ -15,8 +15,9 @@ from tyro.conf import Positional, arg
 
 from fullframe.cli.mesh_options import split_as
 from fullframe.cli.words import Count, words
-from fullframe.errors import MeshError, RecipeError
+from fullframe.errors import MeshError
 from fullframe.processes.place import launched_place
+from fullframe.recipe import require_file
 from fullframe.strategy import Strategy, multiplied
 
 if TYPE_CHECKING:
@@ -80,8 +81,7 @@ class Verify:
         sizes: dict[str, int | None] = {name: getattr(self, name) for name in axes}
         if not self.tolerance > 0:
             raise MeshError(f"--tolerance must be greater than 0, got {self.tolerance}")
-        if not self.recipe.is_file():
-            raise RecipeError(f"there is no recipe file {self.recipe}; check the path")
+        require_file(self.recipe)
         if all(size is None for size in sizes.values()):
             sizes["width"] = ranks or 2
         strategy = split_as(sizes, ranks)

@@ -337,8 +337,11 @@ class Stream(IterableDataset):
         (lambda: DataLoader(Frames(4), 2, sampler=RandomSampler(Frames(4), num_samples=2)), "RandomSampler"),
         (lambda: DataLoader(Frames(4), 2, sampler=Backwards(Frames(4))), "Backwards"),
         (lambda: DataLoader(Frames(4), None), "make the DataLoader with batch_size="),
-        (lambda: DataLoader([], 4), "has 0 samples, fewer than one batch of 4"),
-        (lambda: DataLoader(Frames(3), 4, drop_last=True), "has 3 samples, fewer than one batch of 4"),
+        (lambda: DataLoader([], 4), "has 0 samples, fewer than one batch of 4; does its folder"),
+        (
+            lambda: DataLoader(Frames(3), 4, drop_last=True),
+            "has 3 samples, fewer than one batch of 4; use a batch_size of at most 3",
+        ),
     ],
 )
 def test_loaders_that_cannot_be_spread(read, message):

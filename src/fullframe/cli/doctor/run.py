@@ -1,6 +1,5 @@
 """`fullframe doctor run`: a few steps with probes on real ranks, and what they show."""
 
-import ast
 import os
 import shlex
 import tempfile
@@ -17,6 +16,7 @@ from fullframe.cli.train import Train
 from fullframe.cli.words import Count, TechniqueOptions, TechniqueWords, words
 from fullframe.errors import MeshError, RecipeError, RunError
 from fullframe.processes.place import launched_place
+from fullframe.recipe import function_in
 
 if TYPE_CHECKING:
     from fullframe.doctor.finding import Finding
@@ -183,8 +183,4 @@ class DoctorRun:
 
 def is_recipe(program: Path) -> bool:
     """Whether the file has a function recipe() at its top level."""
-    try:
-        tree = ast.parse(program.read_text(), str(program))
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{program} is not a Python file: {error}") from error
-    return any(isinstance(node, ast.FunctionDef) and node.name == "recipe" for node in tree.body)
+    return function_in(program) is not None

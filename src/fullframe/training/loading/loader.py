@@ -33,6 +33,7 @@ from fullframe.processes.stop_signals import STOP_SIGNALS
 from fullframe.ranks.randomness import mixed_seed, sample_randomness
 from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split
 from fullframe.training.loading.generators import generators_of, seed_generators
+from fullframe.wording import plural
 
 
 class ShardedLoader:
@@ -296,7 +297,10 @@ def _require_spreadable(loader: "DataLoader[Any]", replicas: int, weighted: bool
             f"use {max(loader.batch_size // replicas, 1) * replicas}"
         )
     if samples < loader.batch_size and (loader.drop_last or not samples):
-        raise RecipeError(f"the dataset has {samples} samples, fewer than one batch of {loader.batch_size}")
+        remedy = f"use a batch_size of at most {samples}" if samples else "does its folder or file list exist?"
+        raise RecipeError(
+            f"the dataset has {plural(samples, 'sample')}, fewer than one batch of {loader.batch_size}; {remedy}"
+        )
     left = 0 if loader.drop_last else samples % loader.batch_size
     if left % replicas and not weighted:
         raise RecipeError(
