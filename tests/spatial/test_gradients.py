@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullframe as ff
+from fullframe.spatial.gradients import graph_behind
 from tests.exactness import mesh, relative
 from tests.rank_group import RankFailure, rank_group
 
@@ -387,6 +388,13 @@ def _differences(height: int, width: int) -> dict[str, Any]:
 def test_what_is_seen_is_one_process_s(height: int, width: int) -> None:
     for found in rank_group(height * width).run(_differences, height, width):
         assert {name: error for name, error in found.items() if error not in (0.0,) and not float(error) < 1e-9} == {}
+
+
+def test_each_node_of_a_graph_is_met_once_and_none_beyond_a_target() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    assert len(list(graph_behind([(y + y).grad_fn, y.grad_fn, None]))) == 3  # add, mul, accumulate
+    assert list(graph_behind([y.grad_fn], until={y.grad_fn})) == [y.grad_fn]
 
 
 def _of_replicas() -> dict[str, float]:

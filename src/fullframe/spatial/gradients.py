@@ -6,7 +6,7 @@ What is looked at is put right here: the leaves of split tensors, whole tensors 
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -188,6 +188,17 @@ def reaches_any(leaves: Iterable[Tensor]) -> bool:
         return any(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in leaves)
     except RuntimeError:  # so torch answers in autograd.grad
         return False
+
+
+def graph_behind(nodes: Iterable[Any], until: Container[Any] = ()) -> Iterator[Any]:
+    """The nodes of autograd behind some (`grad_fn`s, of which some may be None), each once; no further than `until`."""
+    waiting, known = list(nodes), set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            yield node
+            waiting += () if node in until else (source for source, _ in node.next_functions)
 
 
 def seen(gradient: Tensor, spec: Any) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from fullframe.errors import GradientError, StrategyError
 from fullframe.ranks.raw_bytes import share_values
 from fullframe.ranks.waiting import waiting_for_ranks
+from fullframe.spatial.gradients import graph_behind
 
 _TORCHS = ("_opt_called", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured")  # its notes
 
@@ -73,18 +74,11 @@ class UpdateInBackward:
         """
         self._hook()
         first_use: dict[int, int] = {}
-        waiting: list[Any] = [loss.grad_fn]
-        seen = set(waiting)
-        while waiting:
-            node = waiting.pop()
-            for source, _ in node.next_functions if node is not None else ():
-                if type(source).__name__ == "AccumulateGrad":
-                    number = self._numbers.get(source.variable)
-                    if number is not None:
-                        first_use[number] = min(first_use.get(number, node._sequence_nr()), node._sequence_nr())
-                elif source not in seen:
-                    seen.add(source)
-                    waiting.append(source)
+        for node in graph_behind([loss.grad_fn]):
+            for source, _ in node.next_functions:
+                number = self._numbers.get(source.variable) if type(source).__name__ == "AccumulateGrad" else None
+                if number is not None:
+                    first_use[number] = min(first_use.get(number, node._sequence_nr()), node._sequence_nr())
         return sorted(first_use, key=lambda number: -first_use[number])
 
     def backward(self, loss: Tensor, count: float, turns: Sequence[int], mine: Sequence[int]) -> Tensor:

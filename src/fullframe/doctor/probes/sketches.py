@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fullframe.doctor.probes.notes import Sketch
 from fullframe.model.fsdp import is_sharded, local_value
+from fullframe.spatial.gradients import graph_behind
 
 _HERE = "/fullframe/doctor/"
 _SAMPLE = 16
@@ -84,14 +86,7 @@ def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
 
 def graph_nodes(*starts: Any) -> int:
     """How many nodes the graphs behind some `grad_fn` have together, at most 100,000."""
-    seen = {start for start in starts if start is not None}
-    waiting = list(seen)
-    while waiting and len(seen) < _MOST_NODES:
-        for source, _ in waiting.pop().next_functions:
-            if source is not None and source not in seen:
-                seen.add(source)
-                waiting.append(source)
-    return len(seen)
+    return sum(1 for _ in islice(graph_behind(starts), _MOST_NODES))
 
 
 class LiveGraphs:

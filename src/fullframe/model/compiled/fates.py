@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from fullframe.spatial.gradients import graph_behind
+
 Fates = tuple[frozenset[int], ...]  # for each tensor that goes in, the numbers of the results that depend on it
 
 
@@ -24,19 +26,8 @@ def fates(inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Fates | None:
 
 
 def _reached(result: Tensor, targets: dict[Any, int]) -> frozenset[int]:
-    waiting: list[Any] = [get_gradient_edge(result).node]
-    seen: set[Any] = set()
-    found: set[int] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node in targets:
-            found.add(targets[node])
-        else:
-            waiting += [following for following, _ in node.next_functions]
-    return frozenset(found)
+    behind = graph_behind([get_gradient_edge(result).node], until=targets)
+    return frozenset(targets[node] for node in behind if node in targets)
 
 
 def with_fates(run: Callable[..., Any], inputs: Sequence[Tensor], by: Fates) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """A chain of parts that can be cut into stages, and this rank's share of it."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import GradientError, RecipeError, StrategyError, require_count
 from fullframe.ranks.mesh import Axis, spatial_of, stage_axis
-from fullframe.spatial.gradients import manage
+from fullframe.spatial.gradients import graph_behind, manage
 
 
 class Stages:
@@ -104,8 +104,10 @@ def require_known(states: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor],
     But a leaf that a part makes and lets go of (for the gradient of an energy by it) has one that nobody can ask for.
     """
     known = {id(tensor._base if tensor._is_view() else tensor) for tensor in tensors}
-    for node in _leaves_of([tensor for state in states for tensor in state]):
-        if id(node.variable) not in known and (isinstance(node.variable, nn.Parameter) or _is_held(node)):
+    for node in graph_behind(tensor.grad_fn for state in states for tensor in state):
+        if getattr(node, "variable", None) is None or id(node.variable) in known:
+            continue
+        if isinstance(node.variable, nn.Parameter) or _is_held(node):
             raise GradientError(
                 f"a part on stage {stage} uses a tensor of shape {tuple(node.variable.shape)} that wants a gradient "
                 "and is neither a parameter of its block nor an argument of the call; give it to the call as one of "
@@ -118,17 +120,3 @@ def _is_held(node: Any) -> bool:
     with torch.enable_grad():
         result: Any = torch.ones((), requires_grad=True).neg()
     return sys.getrefcount(node.variable) > sys.getrefcount(result.grad_fn.next_functions[0][0].variable)
-
-
-def _leaves_of(tensors: Sequence[Tensor]) -> Iterator[Any]:
-    """The nodes of the leaves of a graph that get a gradient."""
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if getattr(node, "variable", None) is not None:
-            yield node
-        nodes += [following for following, _ in node.next_functions]
