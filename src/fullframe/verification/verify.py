@@ -25,8 +25,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.data.nested import tensors_replaced
 from fullframe.data.slices import SliceReader
-from fullframe.errors import FullframeError, RecipeError, UnsupportedOp
-from fullframe.ranks.agreement import from_all_ranks
+from fullframe.errors import RecipeError, UnsupportedOp
+from fullframe.ranks.agreement import from_all_ranks, on_all_ranks
 from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.ranks.mesh import has_stages, init_mesh, spatial_of, stage_axis
 from fullframe.ranks.randomness import mixed_seed, seed_everything
@@ -155,16 +155,13 @@ def _run_reference(
         dist.broadcast_object_list(carried, src=rank)
         parts.append(carried[0])
     seeds = [_seed(recipe, replica) for replica in range(len(parts))]
-    problem: FullframeError | OSError | None = None
-    if _first_of_machine():
-        try:
+
+    def compute() -> None:
+        if _first_of_machine():
             reference.hand_over(folder, parts, seeds, plain, str(mesh_device(mesh)))
             reference.compute(path, folder, values)
-        except (FullframeError, OSError) as error:
-            problem = error
-    for found in from_all_ranks(problem):
-        if found is not None:
-            raise found
+
+    on_all_ranks(compute)
 
 
 class _Hooked(NamedTuple):

@@ -70,8 +70,8 @@ def _loader(rank: Notes, number: int, epoch: int = 1) -> Loader | None:
     return next((event for event in rank.of(Loader) if (event.loader, event.epoch) == (number, epoch)), None)
 
 
-def _batches(rank: Notes, number: int, epoch: int = 1) -> list[BatchRead]:
-    return [event for event in rank.of(BatchRead) if (event.loader, event.epoch) == (number, epoch)]
+def _batches(rank: Notes, number: int) -> list[BatchRead]:
+    return [event for event in rank.of(BatchRead) if (event.loader, event.epoch) == (number, 1)]
 
 
 def _shared(replicas: Sequence[Notes], number: int) -> Iterator[Finding]:

@@ -83,7 +83,6 @@ class Loading:
                 workers=loader.num_workers,
                 batch_size=loader.batch_size,
                 sampler=_name(sampler),
-                pinned=bool(loader.pin_memory),
                 planned=_planned(loader),
                 trains=torch.is_grad_enabled(),
             )

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -109,7 +110,7 @@ class Modules:
         if self._not_used_yet:
             self._oddity("evaluation keeps a graph", self._not_used_yet, "")
             self._not_used_yet = ""
-        if not _grad_mode() and module.training and self._is_trained(module):
+        if not torch.is_grad_enabled() and module.training and self._is_trained(module):
             norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
             if norms:
                 self._oddity("statistics of evaluation", type(unwrapped(module)).__name__, self.name_of(norms[0]))
@@ -130,8 +131,8 @@ class Modules:
         counted = module.num_batches_tracked
         if self.in_backward and module.track_running_stats and counted is not None:
             self._recomputed.setdefault(module, counted.clone())
-        found = next(tensors_in(inputs), None)
-        if isinstance(found, Tensor) and found.dim() > 1 and _grad_mode() and not isinstance(module, nn.SyncBatchNorm):
+        found = None if isinstance(module, nn.SyncBatchNorm) else next(tensors_in(inputs), None)
+        if found is not None and found.dim() > 1 and torch.is_grad_enabled():
             values = found.numel() // max(found.shape[1], 1)
             if values < _FEW_VALUES:
                 self._oddity("few values in a batch norm", f"{values}", self.name_of(module))
@@ -167,9 +168,3 @@ def _depends_on_mode(module: nn.Module) -> bool:
     if isinstance(module, (_BatchNorm, _InstanceNorm)):
         return bool(module.track_running_stats)
     return isinstance(module, _DropoutNd) and module.p > 0
-
-
-def _grad_mode() -> bool:
-    import torch
-
-    return torch.is_grad_enabled()

@@ -103,7 +103,6 @@ class Loader(Event):
     workers: int
     batch_size: int | None
     sampler: str  # its class
-    pinned: bool = False
     planned: tuple[int, ...] | None = None  # the samples of the whole epoch, where the sampler can be asked
     trains: bool = True  # grad mode is on
 

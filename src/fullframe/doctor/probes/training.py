@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -199,8 +200,7 @@ class Probes:
         self._since_update = 0
         seconds = time.perf_counter() - self._clock - self._own_seconds
         alive, holder = self._graphs.count()
-        whole = {**vars(event), "alive": alive, "held_by": holder, "seconds": seconds}
-        self._note(Update(**whole))
+        self._note(replace(event, alive=alive, held_by=holder, seconds=seconds))
         if event.number == 2 and not self._said_untrained:
             self._said_untrained = True
             every = {name: p for name, p in self.modules.named_parameters() if id(p) not in self.modules.trained}

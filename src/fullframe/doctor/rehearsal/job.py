@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,13 +24,7 @@ class Outcome(NamedTuple):
     stacks: dict[int, str]
 
 
-def rehearsal(
-    request: Request,
-    arguments: Sequence[str],
-    *,
-    patience_seconds: float,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> Outcome:
+def rehearsal(request: Request, arguments: Sequence[str], *, patience_seconds: float) -> Outcome:
     """Run `python *arguments` as ranks that take `request`, until all have ended or none gets on any more.
 
     They are given up when none has noted anything for `patience_seconds`, or some are through and the others have
@@ -44,17 +38,16 @@ def rehearsal(
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # as `fullframe train` sets them
     }
     with Ranks(request.ranks, arguments, folder / "output", environment) as ranks:
-        stuck = _watch(ranks, folder, request.ranks, patience_seconds, meanwhile)
+        stuck = _watch(ranks, folder, request.ranks, patience_seconds)
         stacks = _stacks(ranks, folder, stuck) if stuck else {}
         deaths = {death.rank: death for death in ranks.deaths()}
     small, whole = (read_notes(folder / name, request.ranks) for name in (SMALL, WHOLE))
     return Outcome(small, [_with_death(notes, deaths.get(notes.rank)) for notes in whole], stacks)
 
 
-def _watch(ranks: Ranks, folder: Path, count: int, patience_seconds: float, meanwhile: Callable[[], None]) -> list[int]:
+def _watch(ranks: Ranks, folder: Path, count: int, patience_seconds: float) -> list[int]:
     """The ranks that run and do not get on."""
     while ranks.running():
-        meanwhile()
         time.sleep(_POLL_SECONDS)
         codes = ranks.codes()
         running = [rank for rank, code in enumerate(codes) if code is None]

@@ -4,12 +4,14 @@ The model's code, the loss, the optimizer and the ranks are the real ones.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from fullframe.data.nested import tensors_replaced
 from fullframe.data.slices import SliceReader
 from fullframe.doctor.probes.sketches import tensors_in
 from fullframe.recipe import Recipe
@@ -30,7 +32,7 @@ class SmallFrames(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         sample = self._dataset[index]
         frame = _frame(sample)
-        return sample if frame is None else _cropped(sample, frame)
+        return sample if frame is None else tensors_replaced(sample, partial(_crop, frame))
 
 
 def made_small(recipe: Recipe, fewer_layers: bool = True) -> Recipe:
@@ -74,18 +76,7 @@ def _frame(sample: Any) -> tuple[int, int] | None:
     return int(largest.shape[-2]), int(largest.shape[-1])
 
 
-def _cropped(value: Any, frame: tuple[int, int]) -> Any:
-    if isinstance(value, Tensor):
-        return _crop(value, frame)
-    if isinstance(value, Mapping):
-        return {name: _cropped(item, frame) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_cropped(item, frame) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
-def _crop(tensor: Tensor, frame: tuple[int, int]) -> Tensor:
+def _crop(frame: tuple[int, int], tensor: Tensor) -> Tensor:
     for scale in _SCALES:
         rows, columns = frame[0] // scale, frame[1] // scale
         if tensor.dim() >= 2 and tuple(tensor.shape[-2:]) == (rows, columns):

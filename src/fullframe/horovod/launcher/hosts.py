@@ -45,7 +45,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
     return hosts
 
 
-def discover(script: str, slots: int | None, timeout_seconds: float = 60.0) -> dict[str, int]:
+def discover(script: str, slots: int | None) -> dict[str, int]:
     """What a host discovery script prints: lines "host:slots", or "host" where `slots` says how many.
 
     Raises MeshError where it fails.
@@ -55,7 +55,7 @@ def discover(script: str, slots: int | None, timeout_seconds: float = 60.0) -> d
             [script] if Path(script).exists() else script.split(),
             capture_output=True,
             text=True,
-            timeout=timeout_seconds,
+            timeout=60.0,
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:

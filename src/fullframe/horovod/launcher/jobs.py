@@ -20,6 +20,7 @@ from fullframe.processes.deaths import CONSEQUENCE_SECONDS
 from fullframe.processes.stop_signals import STOP_SIGNALS, StopSignals
 
 _POLL_SECONDS = 0.1
+_DISCOVER_SECONDS = 1.0
 _HOST_FAILURES = 3  # of a host's workers, after which it is left out
 
 
@@ -88,11 +89,10 @@ class ElasticJob:
         most: int,
         resets: int | None = None,
         start_seconds: float = 600.0,
-        discover_seconds: float = 1.0,
     ):
         self._job, self._discover = job, discover
         self._first, self._least, self._most = first, least, most
-        self._resets, self._start_seconds, self._discover_seconds = resets, start_seconds, discover_seconds
+        self._resets, self._start_seconds = resets, start_seconds
         self._hosts = discover()  # the first failure is final
         self._failures: dict[str, int] = {}
         self._workers: list[Worker] = []  # those of the epoch, in the order of their ranks
@@ -167,7 +167,7 @@ class ElasticJob:
 
     def _hosts_changed(self) -> bool:
         """Look at the hosts now and then; whether what can be used is other than before."""
-        if time.monotonic() - self._looked < self._discover_seconds:
+        if time.monotonic() - self._looked < _DISCOVER_SECONDS:
             return False
         before = self._usable()
         try:

@@ -55,11 +55,10 @@ def line_chart(
     note: str = "",
     from_zero: bool = False,
     may_be_logarithmic: bool = False,
-    marks: Sequence[Mark] = (),
     wide: bool = False,
 ) -> str:
     """Lines over steps."""
-    values = [value for line in lines for value in line.values] + [mark.value for mark in marks]
+    values = [value for line in lines for value in line.values]
     scale = scale_for(values, from_zero=from_zero, may_be_logarithmic=may_be_logarithmic)
     steps = [step for line in lines for step in line.steps]
     across = step_scale(min(steps, default=0), max(steps, default=1))
@@ -79,7 +78,7 @@ def line_chart(
         note = f"{note + '; ' if note else ''}{above} above the frame"
     legend = [(line.name, line.colour) for line in lines if not line.faint]
     legend = legend if len(legend) > 1 else []
-    return _frame(title, note, legend, drawn, marks, scale, across, kept, wide)
+    return _frame(title, note, legend, drawn, (), scale, across, kept, wide)
 
 
 def area_chart(

@@ -57,8 +57,8 @@ def write_out_of_memory(run: RunFiles, out: Path) -> Path:
     return out
 
 
-def out_of_memory_page(run: RunFiles, now: float | None = None) -> str:
-    """Its HTML; `now` as of `page`."""
+def out_of_memory_page(run: RunFiles) -> str:
+    """Its HTML."""
     found, name = run.out_of_memory, names_of([run])[0]
     assert found is not None
     level, lead = "warn" if run.goes_on else "bad", happened(found)
@@ -67,7 +67,7 @@ def out_of_memory_page(run: RunFiles, now: float | None = None) -> str:
         f'<p class="lead">{escape(capital(lead))}.</p><small>{escape(found.devices)}</small></header>'
     )
     cards = f'<div class="grid">{account_of(found, run.goes_on)}</div>'
-    return _html(f"Out of memory: {name}", [head, cards], time.time() if now is None else now)
+    return _html(f"Out of memory: {name}", [head, cards], time.time())
 
 
 def _html(title: str, body: Sequence[str], now: float) -> str:

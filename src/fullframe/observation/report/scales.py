@@ -7,6 +7,7 @@ from dataclasses import dataclass
 _SPAN = 8.0  # positive values that differ by more than this factor are drawn on a logarithmic axis
 _OUTLIER = 3.0  # a largest value this much above the 98th in a hundred is cut off
 _LABELS = 5
+_MOST = 700  # points of a line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +71,12 @@ def step_scale(first: int, last: int) -> Scale:
     return Scale(low=float(first), high=float(last) if last > first else first + 1.0)
 
 
-def thinned(values: Sequence[float], most: int = 700) -> list[int]:
-    """The indices of at most `most` values that draw the same line: of each run of them the least and the largest."""
+def thinned(values: Sequence[float]) -> list[int]:
+    """The indices of at most `_MOST` values that draw the same line: of each run of them the least and the largest."""
     known = [index for index, value in enumerate(values) if math.isfinite(value)]
-    if len(known) <= most:
+    if len(known) <= _MOST:
         return known
-    kept, runs = {known[0], known[-1]}, most // 2 - 1
+    kept, runs = {known[0], known[-1]}, _MOST // 2 - 1
     for run in range(runs):
         part = known[run * len(known) // runs : (run + 1) * len(known) // runs]
         kept |= {min(part, key=lambda i: values[i]), max(part, key=lambda i: values[i])}

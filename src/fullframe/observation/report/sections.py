@@ -43,17 +43,17 @@ def training(shown: Sequence[Shown]) -> str:
     charts = [_loss_chart(shown)]
     names = dict.fromkeys(name for one in shown for name in one.run.table.names)
     for name in [*(n for n in names if n not in _NO_CHART), "grad_norm"]:
-        lines = []
-        for one in shown:
-            steps, values = one.run.table.known(name)
-            if steps:
-                lines.append(Line(name=one.name, steps=steps, values=values, colour=one.colour))
-        if lines:
+        if lines := _lines(shown, name):
             title = name.replace("_", " ")
             charts.append(line_chart(title, lines, may_be_logarithmic=name == "grad_norm"))
     if len(charts) % 2 == 0:  # the first is wide: the last one would stand alone
         charts[-1] = charts[-1].replace('class="chart"', 'class="chart wide"', 1)
     return section("Training", f'<div class="grid">{"".join(charts)}</div>')
+
+
+def _lines(shown: Sequence[Shown], name: str) -> list[Line]:
+    known = [(one, *one.run.table.known(name)) for one in shown]
+    return [Line(name=one.name, steps=steps, values=values, colour=one.colour) for one, steps, values in known if steps]
 
 
 def _loss_chart(shown: Sequence[Shown]) -> str:
@@ -232,12 +232,7 @@ def times(shown: Sequence[Shown]) -> str:
         cards.append(f'<div class="card wide"><h3>{title}</h3>{said}{keys}{bars(rows)}</div>')
     else:
         cards.append(_missing("A step of each rank", "How a step's seconds divide was not measured (observed/)."))
-    lines = []
-    for one in shown:
-        steps, values = one.run.table.known("step_seconds")
-        if steps:
-            lines.append(Line(name=one.name, steps=steps, values=values, colour=one.colour))
-    if lines:
+    if lines := _lines(shown, "step_seconds"):
         cards.append(line_chart("seconds of each step", lines, from_zero=True, wide=True))
     return section("Time", f'<div class="grid">{"".join(cards)}</div>')
 

@@ -64,19 +64,15 @@ def free_memory() -> None:
     device.release_memory()
 
 
-def by_one_rank(what: str, action: Callable[[], None]) -> None:
-    """Run `action` on the first rank that gets here; others that do wait for it, as often all do."""
-    _by_one_rank(what, action, may_act=True)
-
-
 def by_one_that_is_through(what: str, action: Callable[[], None]) -> None:
     """Run `action` on the first rank whose device has done all that it was given; the others wait for it."""
     with waiting_for_ranks():
         is_through = device.is_through(_PATIENCE_SECONDS)
-    _by_one_rank(what, action, is_through)
+    by_one_rank(what, action, is_through)
 
 
-def _by_one_rank(what: str, action: Callable[[], None], may_act: bool) -> None:
+def by_one_rank(what: str, action: Callable[[], None], may_act: bool = True) -> None:
+    """Run `action` on the first rank that gets here and `may_act`; others that do wait for it, as often all do."""
     store: Any = dist.distributed_c10d._get_default_store()
     if may_act and store.add(f"fullframe: {what}", 1) == 1:
         action()
