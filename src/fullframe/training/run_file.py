@@ -103,8 +103,7 @@ class RunFile:
         if not self._writes:
             return
         self._written = time.monotonic()
-        with suppress(OSError):
-            _replace(self._path, fields)
+        _replace(self._path, fields)
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
@@ -120,8 +119,7 @@ def note_end(path: Path, reason: str) -> None:
     """The ranks of the run in `path` have ended for good, and the one that writes could not say so."""
     found = read_run_file(path)
     if found.get("state") == "running" and not is_held(path / LOCK):  # else it is another run's
-        with suppress(OSError):
-            _replace(path, found | {"state": "failed", "reason": reason, "ended": _now()})
+        _replace(path, found | {"state": "failed", "reason": reason, "ended": _now()})
 
 
 def note_prediction(path: Path, prediction: Mapping[str, Any]) -> None:
@@ -129,8 +127,7 @@ def note_prediction(path: Path, prediction: Mapping[str, Any]) -> None:
     found = read_run_file(path)
     kept = {name: prediction.get(name) for name in ("peak_bytes", "bytes", "step_seconds", "seconds")}
     if found:
-        with suppress(OSError):
-            _replace(path, found | {"prediction": kept})
+        _replace(path, found | {"prediction": kept})
 
 
 def facts(*, device: str, world_size: int, steps: int) -> dict[str, Any]:
@@ -157,7 +154,8 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def _replace(path: Path, fields: Mapping[str, Any]) -> None:
-    replace_text(path / _NAME, json.dumps(fields, indent=1) + "\n")
+    with suppress(OSError):
+        replace_text(path / _NAME, json.dumps(fields, indent=1) + "\n")
 
 
 def _now() -> str:

@@ -33,7 +33,7 @@ def test_by_path(path: str, role: Role) -> None:
 
 def answered(source: str, name: str) -> tuple[Role, Program, Roles]:
     program = interpret(source, ast.parse(source))
-    roles = Roles(program)
+    roles = Roles()
     value = [s.new for s in program.stores() if s.name == name][-1]
     return roles.of(value), program, roles
 

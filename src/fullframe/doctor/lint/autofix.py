@@ -84,16 +84,12 @@ def _detached(libcst: Any, value: Any) -> Any:
 
 def _not_reentrant(libcst: Any, node: Any) -> Any:
     """`checkpoint(f, x)` -> `checkpoint(f, x, use_reentrant=False)`."""
-    return _with_keyword(libcst, node, "use_reentrant", "False")
-
-
-def _with_keyword(libcst: Any, node: Any, name: str, value: str) -> Any:
     if not isinstance(node, libcst.Call):
         return None
     plain = libcst.AssignEqual(
         whitespace_before=libcst.SimpleWhitespace(""), whitespace_after=libcst.SimpleWhitespace("")
     )
-    keyword = libcst.Arg(keyword=libcst.Name(name), value=libcst.parse_expression(value), equal=plain)
+    keyword = libcst.Arg(keyword=libcst.Name("use_reentrant"), value=libcst.Name("False"), equal=plain)
     args = list(node.args)
     if args and isinstance(args[-1].comma, libcst.MaybeSentinel):
         args[-1] = args[-1].with_changes(comma=libcst.Comma(whitespace_after=libcst.SimpleWhitespace(" ")))

@@ -55,7 +55,7 @@ class Evaluator:
     def push(self, kind: FrameKind, node: ast.AST, value: Value | None = None, **more: Any) -> Frame:
         """Enter a block."""
         events, frames = self.program.events, self.program.frames
-        self.frame = Frame(kind, node, self.frame, value, start=len(events), serial=len(frames), **more)
+        self.frame = Frame(kind, node, self.frame, value, start=len(events), **more)
         frames.append(self.frame)
         return self.frame
 

@@ -40,7 +40,6 @@ class Frame:
     start: int = 0  # its events are start <= index < stop
     stop: int = -1
     returned: list[Value] = field(default_factory=list)  # of a function
-    serial: int = 0
 
     def enclosing(self) -> "Iterator[Frame]":
         """This frame and those around it, innermost first."""
@@ -61,6 +60,11 @@ class Frame:
         """Whether this frame runs each time `outer` does: no branch, handler or further loop lies between."""
         sometimes = (FrameKind.IF, FrameKind.EXCEPT, FrameKind.LOOP, FrameKind.COMPREHENSION)
         return self.inside(outer) and not any(frame.kind in sometimes for frame in self.up_to(outer))
+
+    def is_run_before(self, other: "Frame", outer: "Frame") -> bool:
+        """Whether this frame, which stands before `other`, has run whenever that runs in a round of `outer`."""
+        around, always = set(map(id, other.up_to(outer))), (FrameKind.WITH, FrameKind.TRY, FrameKind.FUNCTION)
+        return all(id(frame) in around or frame.kind in always for frame in self.up_to(outer))
 
     def up_to(self, outer: "Frame | None") -> "Iterator[Frame]":
         """This frame and those around it, as far as `outer`, which is left out."""

@@ -7,7 +7,6 @@ import ast
 from enum import Flag, auto
 
 from fullframe.doctor.lint.expressions import SAME_OBJECT
-from fullframe.doctor.lint.program import Program
 from fullframe.doctor.lint.values import Origin, Value
 
 
@@ -76,8 +75,7 @@ def of_path(path: str) -> Role:
 class Roles:
     """Answers for the values of one program, remembered."""
 
-    def __init__(self, program: Program):
-        self._program = program
+    def __init__(self) -> None:
         self._known: dict[int, Role] = {}
 
     def of(self, value: Value) -> Role:

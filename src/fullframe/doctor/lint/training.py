@@ -55,7 +55,7 @@ class Training:
     """Questions about one program, answered once."""
 
     def __init__(self, program: Program):
-        self.program, self.roles = program, Roles(program)
+        self.program, self.roles = program, Roles()
         self.backwards = list(self._find_backwards())
         self._seed = {id(m) for b in self.backwards for loss in b.losses for m in loss.members()}
         self._graph: dict[int, bool] = {}
@@ -75,10 +75,10 @@ class Training:
             known = self._graph[id(value)] = id(value) in self._seed or self._found_graph(value)
         return known
 
-    def in_loop(self, frame: Frame, *, training: bool = True) -> Frame | None:
-        """The innermost loop around `frame` that runs a backward pass (`training`), or any innermost loop."""
+    def in_loop(self, frame: Frame) -> Frame | None:
+        """The innermost loop around `frame` that runs a backward pass."""
         for outer in frame.enclosing():
-            if outer.kind is FrameKind.LOOP and (not training or any(self.backwards_in(outer))):
+            if outer.kind is FrameKind.LOOP and any(self.backwards_in(outer)):
                 return outer
         return None
 

@@ -10,6 +10,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from fullframe.errors import ShapeError, StrategyError
 from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.stage_messages import Form
+from fullframe.spatial.operands import has_gradients
 from fullframe.spatial.spec import spec_of
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, spec_in, wrap
 from fullframe.techniques.stages.buffers import Said
@@ -124,7 +125,7 @@ class Begun:
         """`keeps`: there is a graph; `came`: the state came from another stage, so its gradient will go there."""
         tensors = [tensor.detach() for tensor in (*state, *inputs)] if keeps else [*state, *inputs]
         for number, (given, own) in enumerate(zip((*state, *inputs), tensors, strict=True)):
-            if keeps and flows(own):
+            if keeps and has_gradients(own):
                 own.requires_grad_(given.requires_grad or (came and number < len(state)))
         alias: Any = _Alias.apply
         values = [alias(tensor) if keeps and tensor.requires_grad else tensor for tensor in tensors]
@@ -156,11 +157,6 @@ class Begun:
                 f"a part on stage {stage} puts a hook on the state that it gets, which would not see the gradient of "
                 "the loss on that state; put it on what the part returns, or leave out return_all"
             )
-
-
-def flows(tensor: Tensor) -> bool:
-    """Whether gradients of such tensors go from stage to stage."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def or_zeros(gradient: Tensor | None, form: Form, device: torch.device) -> Tensor:

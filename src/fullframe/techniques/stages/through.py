@@ -34,8 +34,9 @@ from fullframe.ranks.stage_messages import (
     summed_at,
     telling_others,
 )
+from fullframe.spatial.operands import has_gradients
 from fullframe.spatial.tensor import local_or_whole
-from fullframe.techniques.stages.arguments import Arguments, Begun, Kept, StageSaid, State, flows, or_zeros
+from fullframe.techniques.stages.arguments import Arguments, Begun, Kept, StageSaid, State, or_zeros
 from fullframe.techniques.stages.buffers import StageBuffers
 from fullframe.techniques.stages.chain import Chain, Criterion, Segment, Stages, require_known
 from fullframe.techniques.stages.pipelines import one_forward_one_backward
@@ -295,7 +296,7 @@ class _Call:
         kept = self._kept.pop(number)
         outs, seeds = kept.seeded(of_states, number, self._given.microbatches)
         if not self._is_last:
-            sent = [tensor for tensor in kept.states[-1] if flows(tensor)]
+            sent = [tensor for tensor in kept.states[-1] if has_gradients(tensor)]
             forms = [Form.of(tensor) for tensor in sent]
             came = receive(self._axis, self._axis.coordinate + 1, forms, "gradient of a state", self._given.device)
             for flight in self._sending.pop(number, ()):  # the other stage has long read it
@@ -319,7 +320,7 @@ class _Call:
             back = [
                 or_zeros(by_tensor.get(id(tensor)), Form.of(tensor), self._given.device)
                 for tensor in kept.given
-                if flows(tensor)
+                if has_gradients(tensor)
             ]
             for flight in self._sending_back:  # the one before, which the other stage waits for before this one
                 flight.wait()
@@ -360,7 +361,7 @@ class _Pipelined(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         results = call.forward()
-        ctx.mark_non_differentiable(*(result for result in results if not flows(result)))
+        ctx.mark_non_differentiable(*(result for result in results if not has_gradients(result)))
         return tuple(results)
 
     @staticmethod

@@ -205,18 +205,10 @@ def emptied_too_early(training: Training) -> Iterator[Found]:
             earlier = [u for u in training.updates_in(loop) if u.optimizer is update.optimizer and u is not update]
             if any(before and before[-1].call.index < u.call.index < call.index for u in earlier):
                 continue
-            if before and not between and _same_branch(call.frame, update.call.frame, loop):
+            if before and not between and call.frame.is_run_before(update.call.frame, loop):
                 yield Found(
                     call.node, f"{said(call.node.func)} throws away what backward made before the step reads it"
                 )
-
-
-def _same_branch(first: Frame, second: Frame, loop: Frame) -> bool:
-    """Whether whenever `second` runs, `first` has run in the same round."""
-    around = {id(frame) for frame in second.up_to(loop)}
-    return all(
-        id(f) in around or f.kind in (FrameKind.WITH, FrameKind.TRY, FrameKind.FUNCTION) for f in first.up_to(loop)
-    )
 
 
 @rule(

@@ -76,12 +76,11 @@ def _kept(training: Training, store: Store) -> tuple[Frame, list[Value]] | None:
 
 def _begins_anew(training: Training, store: Store, loop: Frame) -> bool:
     """Whether what is written to was set to something else before, each time round."""
-    around = set(map(id, store.frame.up_to(loop)))
     for earlier in training.program.stores_in(loop):
         if earlier.index >= store.index:
             return False
         is_same = earlier.place == store.place and not any(v is earlier.old for v in cone([earlier.new], 50))
-        if is_same and all(id(f) in around or _always(f) for f in earlier.frame.up_to(loop)):
+        if is_same and earlier.frame.is_run_before(store.frame, loop):
             return True
     return False
 
@@ -95,10 +94,6 @@ def _is_cut_after(training: Training, store: Store, loop: Frame) -> bool:
     return any(
         cut.index > store.index and cut.value.receiver is store.new and cut.frame.is_always_run_in(loop) for cut in cuts
     )
-
-
-def _always(frame: Frame) -> bool:
-    return frame.kind in (FrameKind.WITH, FrameKind.TRY, FrameKind.FUNCTION)
 
 
 def _only_adds(way: list[Value]) -> bool:

@@ -30,7 +30,7 @@ def asks_rank(frame: Frame) -> bool:
     return frame.kind is FrameKind.IF and test is not None and any(w in ast.unparse(test).lower() for w in _RANK_WORDS)
 
 
-def on_one_rank(program: Program, call: Call) -> bool:
+def on_one_rank(call: Call) -> bool:
     """Whether a place is reached by some ranks only: by a branch around it, or a return before it."""
     if any(asks_rank(frame) for frame in call.frame.enclosing()):
         return True
@@ -165,7 +165,7 @@ def one_gpu(training: Training) -> Iterator[Found]:
         return
     for call in training.program.calls("to", "cuda", "set_device", "device"):
         given = call.value.argument(0, "device")
-        if given is None or on_one_rank(training.program, call):
+        if given is None or on_one_rank(call):
             continue
         is_number = isinstance(given.constant, int) and not isinstance(given.constant, bool)
         is_name = isinstance(given.constant, str) and given.constant.startswith("cuda:")
@@ -300,7 +300,7 @@ def saved_by_all(training: Training) -> Iterator[Found]:
         return
     for call in training.program.calls("save"):
         target = call.value.argument(1, "f")
-        if call.value.path != "torch.save" or target is None or on_one_rank(training.program, call):
+        if call.value.path != "torch.save" or target is None or on_one_rank(call):
             continue
         plain = (Origin.CONSTANT, Origin.OPERATION, Origin.PATH)
         is_fixed = all(v.origin in plain or v.path.startswith(("os.path", "pathlib")) for v in cone([target], 40))
