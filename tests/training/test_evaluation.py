@@ -161,7 +161,49 @@ def test_parts_are_added_up_and_must_be_marked():
             assert f"another '{what}' on rank 1 than on rank 0 of its replica" in said and "OfPart" in said
 
 
+class Counting(torchmetrics.Metric):
+    """Keeps its sums in attributes that are no states."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.updates = 0.0, 0
+
+    def update(self, value):
+        self.total += float(value)
+        self.updates += 1
+
+    def compute(self):
+        return torch.tensor(self.total / self.updates)
+
+
+class Watched(torchmetrics.MeanMetric):
+    """Its attribute says nothing about its value."""
+
+    def update(self, value):
+        super().update(value)
+        self.last = float(value)
+
+
+def watched():
+    metric = Watched()
+
+    def measure(model, batch):
+        metric.update(batch["image"].mean())
+        return {"brightness": metric}
+
+    return measure
+
+
+def test_attributes_that_the_value_does_not_depend_on_are_left_alone():
+    (alone,) = measured(watched, 1, 5)
+    for (found,) in rank_group(2).run(measured, watched, 1, 5):
+        require_close(found, alone)
+
+
 def wrong(kind):
+    counting = Counting()
     state, last = {"batches": 0}, torchmetrics.wrappers.Running(torchmetrics.SumMetric(), window=3)
 
     def measure(model, batch):
@@ -176,6 +218,10 @@ def wrong(kind):
         if kind == "window":
             last.update(batch["image"].mean())
             return {"last": last}
+        if kind in ("counter", "counters"):
+            counter = counting if kind == "counter" else Counting()
+            counter.update(batch["image"].mean())
+            return {"counted": counter}
         if kind == "local":
             local = torchmetrics.MeanMetric()
             local.add_state("product", torch.tensor(1.0), dist_reduce_fx=lambda states: states.prod(0))
@@ -192,6 +238,8 @@ def wrong(kind):
         ("marked", "marks 'half' as OfPart for some batches only"),
         ("never", "the metric 'mean' cannot be computed: RuntimeError"),
         ("window", "Running keeps _num_vals_seen beside its states, which cannot be reduced over replicas"),
+        ("counter", "Counting keeps total beside its states, which cannot be reduced over replicas"),
+        ("counters", "Counting keeps total beside its states, which cannot be reduced over replicas"),
         ("local", "the metric 'local' cannot be sent to rank 0"),
     ],
 )

@@ -231,7 +231,15 @@ def _computed(name: str, contents: list[Any]) -> dict[str, float]:
         count = sum(count for _, count in contents)
         return {name: sum(value for value, _ in contents) / count if count else math.nan}
     try:
-        return _named(name, _merged(_in_turn(contents)).compute())
+        metrics = _in_turn(contents)
+        merged = _merged(metrics)
+        other, kept = _with_what_others_keep(merged, metrics[1:])
+        for metric in metrics[1:]:
+            _require_states_only(metric)
+        found = _named(name, merged.compute())
+        if kept and repr(_named(name, other.compute())) != repr(found):
+            raise _refusal(merged, kept)
+        return found
     except Exception as error:  # the other ranks wait for an answer
         raise RecipeError(f"the metric {name!r} cannot be computed: {type(error).__name__}: {error}") from error
 
@@ -252,8 +260,6 @@ def _merged(metrics: list[Any]) -> Any:
             setattr(target, name, _reduced([getattr(metric, name) for metric in used], reduction, counts))
         target._update_count = sum(metric._update_count for metric in same)
         target._computed = None
-    for metric in metrics[1:]:
-        _require_states_only(metric)
     return metrics[0]
 
 
@@ -288,6 +294,17 @@ def _in_turn(lists: Iterable[list[Any]]) -> list[Any]:
     return [item for turn in zip_longest(*lists, fillvalue=nothing) for item in turn if item is not nothing]
 
 
+def _with_what_others_keep(merged: Any, others: list[Any]) -> tuple[Any, list[str]]:
+    """A copy with what updated metrics hold otherwise that is no state, a counter, say; and the names of it."""
+    copied, names = copy.deepcopy(merged), []
+    for part, *of_others in zip(_parts(copied), *map(_parts, others), strict=True):
+        for other in of_others:
+            changed = _changed(_beside_states(part), _beside_states(other)) if other._update_count else []
+            vars(part).update({name: vars(other)[name] for name in changed})
+            names += changed
+    return copied, names
+
+
 def _require_states_only(metric: Any) -> None:
     """Raises RecipeError where a metric kept more than states, which nobody reduces: `Running` does. It is reset."""
     parts = list(_parts(metric))
@@ -295,11 +312,19 @@ def _require_states_only(metric: Any) -> None:
     for part in parts:
         part.reset()
     for part, kept in zip(parts, before, strict=True):
-        if changed := [name for name, value in _beside_states(part).items() if kept.get(name) != value]:
-            raise RecipeError(
-                f"{type(part).__name__} keeps {', '.join(changed)} beside its states, which cannot be reduced over "
-                "replicas or batches; keep it by add_state, or evaluate on one replica by one metric"
-            )
+        if changed := _changed(kept, _beside_states(part)):
+            raise _refusal(part, changed)
+
+
+def _changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    return [name for name, value in after.items() if before.get(name) != value]
+
+
+def _refusal(metric: Any, kept: list[str]) -> RecipeError:
+    return RecipeError(
+        f"{type(metric).__name__} keeps {', '.join(dict.fromkeys(kept))} beside its states, which cannot be reduced "
+        "over replicas or batches; keep it by add_state, or evaluate on one replica by one metric"
+    )
 
 
 def _beside_states(part: Any) -> dict[str, str]:
