@@ -71,6 +71,10 @@ def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, spec: Spec) 
         if target is not None:
             leaves[n] = _written(func, out, target)
             continue
+        same = next((shell for shell, whole in wholes.values() if out is whole._local), None)
+        if same is not None:  # a function in place had nothing to write: resize_as_ of the same size
+            leaves[n] = same
+            continue
         base = next((whole for _, whole in wholes.values() if share_memory(out, whole._local)), None)
         if base is not None:
             swapped = tuple(base if t is base._local else t for t in args_)

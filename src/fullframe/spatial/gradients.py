@@ -28,14 +28,24 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 def mean_over_ranks(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The mean of a gradient over the ranks of `group`; differentiable. A sparse one becomes dense."""
+    """The mean of a gradient over the ranks of `group`; differentiable."""
     size = dist.get_world_size(group)
     if size == 1 or gradient is None:  # torch calls hooks with None where a function has no gradient
         return gradient
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    if gradient.is_sparse:
+        return _sparse_mean(gradient.coalesce(), group)
     if gradient.dtype is torch.complex32:  # for which torch has no division
         return mean_over_ranks(gradient.to(torch.complex64), group).to(torch.complex32)
     return all_sum(gradient / size, group)  # first divided: a sum could overflow in fp16
+
+
+def _sparse_mean(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sparse again, as hooks must leave it, with the rows that any rank has: of which optimizers take those alone."""
+    kept = gradient.values().new_ones(gradient._nnz())
+    rows = torch.sparse_coo_tensor(gradient.indices(), kept, gradient.shape[: gradient.sparse_dim()]).to_dense()
+    indices = all_sum(rows, group).nonzero().T
+    dense = mean_over_ranks(gradient.to_dense(), group)
+    return torch.sparse_coo_tensor(indices, dense[tuple(indices)], gradient.shape, is_coalesced=True)
 
 
 class _Known:

@@ -44,3 +44,23 @@ def _refused() -> int:
 
 def test_a_split_table_is_refused_by_name() -> None:
     assert rank_group(2).run(_refused) == [1, 1]
+
+
+def _sparse() -> list[tuple[Tensor, Tensor]]:
+    """Rows and gradients of a criterion's table, by `backward` and by `autograd.grad`, whole and split."""
+    x, found = scores(*SHAPE), []
+    for split in (False, True):
+        table = torch.nn.Parameter(scores(5, 4))
+        rows = F.embedding(_indices(ff.shard(x, mesh(1, 2)) if split else x), table, padding_idx=1, sparse=True)
+        (asked,) = torch.autograd.grad(rows.sin().sum(), table, retain_graph=True)
+        rows.sin().sum().backward()
+        assert table.grad is not None and table.grad.is_sparse
+        found += [(g.coalesce().indices(), g.to_dense()) for g in (asked, table.grad)]
+    return found
+
+
+def test_sparse_gradients_are_sparse_and_have_the_rows_that_any_rank_looked_up() -> None:
+    for asked, added, *there in rank_group(2).run(_sparse):
+        for (rows, gradient), (rows_there, gradient_there) in zip((asked, added), there, strict=True):
+            assert torch.equal(rows, rows_there)
+            torch.testing.assert_close(gradient, gradient_there, rtol=1e-12, atol=1e-12)

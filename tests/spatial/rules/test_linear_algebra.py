@@ -42,6 +42,7 @@ CASES: dict[str, Case] = {
     "svd": pixels(lambda m: linalg.svd(m).S),
     "svdvals": pixels(lambda m: linalg.svdvals(m[..., :2])),
     "qr": pixels(linalg.qr),
+    "qr without q": pixels(lambda m: linalg.qr(m.detach(), mode="r").R * m.mean()),
     "lu": pixels(linalg.lu),
     "lu_factor": pixels(linalg.lu_factor),
     "matrix_exp": pixels(lambda m: linalg.matrix_exp(m * 0.1)),

@@ -45,7 +45,8 @@ def _of_matrices(func: Any, A: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
     spec.require_whole(_WHOLE, -1, -2)
     local = local_of(A)
     batch = spec.with_(spec.shape[:-2], spec.placements)
-    return _results(lambda: func(local, *args, **kwargs), batch, local.device)
+    has_no_q = "r" in (*args, *kwargs.values())  # of qr
+    return _results(lambda: func(local, *args, **kwargs), batch, local.device, optional=has_no_q)
 
 
 _BY_ONE = (_l.solve, _l.solve_triangular)  # of which each right side has but one result
@@ -119,13 +120,13 @@ def _results(call: Callable[[], Any], batch: Spec, device: torch.device, optiona
 
     if isinstance(found, Tensor):
         return shelled(found)
+    gone: list[Any] = [False] * len(found)
     if optional:
         none_here = [int(t.shape == (0,)) for t in found]
         missing = torch.tensor(none_here, device=device_of_facts(batch.group, device))
         missing = all_sum_no_grad(missing, batch.group)
         gone = missing.tolist() if has_values(missing) else none_here
-        return tuple(t.new_empty(0) if none else shelled(t) for t, none in zip(found, gone, strict=True))
-    parts = [shelled(t) for t in found]
+    parts = [t.new_empty(0) if none else shelled(t) for t, none in zip(found, gone, strict=True)]
     return tuple(parts) if type(found) is tuple else type(found)(parts)
 
 
