@@ -216,6 +216,18 @@ def test_what_a_limit_and_little_free_memory_mean_is_said(tmp_path: Path, capsys
         assert said in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["plan", "--out", "full"], ["simulate", "--trace", "full"]])
+def test_what_cannot_be_written_is_a_sentence(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("full", "full.jsonl"):
+        (tmp_path / name).symlink_to("/dev/full")
+    assert run([words[0], str(written(tmp_path)), "--gpus", "T4", *words[1:]]) == 2
+    error = f"error: cannot write full: No space left on device; name another file with {words[1]}"
+    assert error in capsys.readouterr().err
+
+
 WRONG = [
     (("plan", "{recipe}", "--gpus", "3xA1"), "no device 'A1'"),
     (("plan", "{recipe}", "--gpus", "T4", "--precision", "bf16"), "T4 has no bf16"),
@@ -225,6 +237,9 @@ WRONG = [
     (("simulate", "{recipe}", "--gpus", "T4", "--batch-size", "0"), "batch-size must be at least 1, got 0"),
     (("simulate", "{recipe}", "--gpus", "2xT4", "--strategy", "{plan}", "--width", "2"), "leave out the options of"),
     (("simulate", "{recipe}", "--gpus", "T4", "--strategy", "{plan}", "--batch-size", "0"), "must be at least 1"),
+    (("plan", "{recipe}", "--gpus", "T4", "--out", "none/plan.json"), "cannot write none/plan.json: the folder none"),
+    (("plan", "{recipe}", "--gpus", "T4", "--html", "none/plan.html"), "name another with --html"),
+    (("simulate", "{recipe}", "--gpus", "T4", "--trace", "none/trace"), "name another with --trace"),
     (("plan", "nowhere.py", "--gpus", "T4"), "there is no recipe file nowhere.py"),
     (("calibrate", "--processes", "3"), "--processes must be 1, or 2"),
     (("simulate", "{recipe}", "--gpus", "T4", "--width", "2"), "the strategy needs 2 ranks, 1xT4 has 1"),

@@ -244,7 +244,7 @@ def test_ctrl_c_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         signalled(tmp_path / "twice", on_signal("SIGINT", DEAF), signal.SIGINT, signal.SIGINT, patience_seconds=1000.0)
         == 130
     )
-    assert capsys.readouterr().err == "stopped at once; what was done since the last checkpoint is lost\n"
+    assert capsys.readouterr().err == "stopped at once, without writing a checkpoint\n"
 
 
 def test_patience_ends(tmp_path: Path) -> None:

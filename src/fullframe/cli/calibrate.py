@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
+from fullframe.cli.display import said_of_failure, writing
 from fullframe.cli.words import words
 from fullframe.errors import DeviceError
 from fullframe.processes.place import launched_place
@@ -40,7 +41,6 @@ class Calibrate:
             return self._measure(place.world)
         if self.processes == 1:
             return self._measure(1)
-        from fullframe.cli.display import said_of_failure
         from fullframe.processes.launch import launch
 
         words_of_rank = ["-m", "fullframe.cli", "calibrate", *words(self)]
@@ -52,7 +52,7 @@ class Calibrate:
 
         from fullframe.ranks.mesh import init_mesh
         from fullframe.simulation.clock.measured_host import measured_host
-        from fullframe.simulation.devices.calibration import measure, store_rates
+        from fullframe.simulation.devices.calibration import calibration_path, measure, store_rates
         from fullframe.simulation.devices.link import with_link
         from fullframe.simulation.devices.table import name_of_gpu
 
@@ -69,7 +69,8 @@ class Calibrate:
         first = dist.get_rank() == 0
         dist.destroy_process_group()
         if first:
-            path = store_rates(rates, self.out)
+            with writing(self.out or calibration_path(name), "--out"):
+                path = store_rates(rates, self.out)
             if self.json:
                 print(rates.to_json())
             print("\n".join([*_lines(rates), f"wrote {path}"]), file=sys.stderr if self.json else sys.stdout)

@@ -2,14 +2,18 @@
 
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from fullframe.errors import RunError
 from fullframe.observation.kinds import OF_STEP
 from fullframe.wording import plural
 
@@ -98,6 +102,22 @@ def print_error(text: str) -> None:
 def said_of_failure(as_json: bool) -> Callable[[str], None]:
     """What a launcher does with the reason why its ranks failed, which stderr has: says it where JSON was asked for."""
     return print_error if as_json else lambda reason: None
+
+
+@contextmanager
+def writing(path: Path, option: str) -> Iterator[None]:
+    """Raises RunError in place of an OSError that a file which `option` names meets."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}; name another file with {option}") from error
+
+
+def require_writable(path: Path | None, option: str) -> None:
+    """Raises RunError where `path`, which is written when all is done, cannot be."""
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        where = "it" if path.exists() else f"the folder {path.parent}"
+        raise RunError(f"cannot write {path}: {where} cannot be written, or is not there; name another with {option}")
 
 
 def print_json(fields: Mapping[str, Any]) -> None:

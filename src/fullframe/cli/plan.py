@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
+from fullframe.cli.display import require_writable, writing
 from fullframe.cli.words import require_counts
 from fullframe.errors import DeviceError, RecipeError
 from fullframe.strategy import describe
@@ -84,6 +85,8 @@ class Plan:
         if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < math.inf:
             raise DeviceError(f"--memory-limit-gib must be greater than 0, and a number, got {self.memory_limit_gib}")
         require_counts(self, ["batch_size"], RecipeError)
+        require_writable(self.out, "--out")
+        require_writable(self.html, "--html")
         started = time.monotonic()
         progress = _Progress(self.seconds)
         progress.show()
@@ -106,11 +109,13 @@ class Plan:
         listed = planned.plans if self.all else [p for p in planned.plans if p.prediction is not None]
         text = json.dumps([plan.as_dict() for plan in listed], indent=1)
         if self.out is not None:
-            self.out.write_text(text + "\n")
+            with writing(self.out, "--out"):
+                self.out.write_text(text + "\n")
         if self.html is not None:
             from fullframe.planning.chart import draw
 
-            draw(planned.plans, f"{self.recipe} on {planned.cluster.name}", self.html)
+            with writing(self.html, "--html"):
+                draw(planned.plans, f"{self.recipe} on {planned.cluster.name}", self.html)
         if self.json:
             print(text)
         self._report(planned, time.monotonic() - started, sys.stderr if self.json else sys.stdout)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from fullframe.cli.display import writing
 from fullframe.errors import RunError
 
 
@@ -35,10 +36,8 @@ class Report:
             raise RunError("name a run directory: fullframe report runs/first")
         runs = [read_run(folder) for folder in self.run_dirs]
         out = self.out or self.run_dirs[0] / ("report.html" if len(runs) == 1 else "comparison.html")
-        try:
+        with writing(out, "--out"):
             write_report(runs, out)
-        except OSError as error:
-            raise RunError(f"cannot write {out}: {error.strerror}; name another file with --out") from error
         if self.json:
             found = [
                 {"run": str(run.path), "state": run.state, "findings": [f._asdict() for f in summarize(run).findings]}

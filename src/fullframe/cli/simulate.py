@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from tyro.conf import Positional, arg
 
+from fullframe.cli.display import require_writable, writing
 from fullframe.cli.strategy_file import first_plan, strategy_of, with_batch_size
 from fullframe.cli.words import TechniqueOptions, TechniqueWords, changed, require_counts
 from fullframe.errors import RecipeError, StrategyError
@@ -58,6 +59,7 @@ class Simulate:
         from fullframe.simulation.simulate import simulate
 
         strategy, batch_size = self._asked()
+        require_writable(self.trace, "--trace")
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is no prediction
             cluster = parse_cluster(self.gpus)
             recipe = with_batch_size(load_recipe(self.recipe, values_of(self.set)), batch_size)
@@ -86,7 +88,8 @@ class Simulate:
         from fullframe.observation.memory.export import write_trace
 
         if self.trace is not None:
-            files = ", ".join(str(path) for path in write_trace(trace, self.trace))
+            with writing(self.trace, "--trace"):
+                files = ", ".join(str(path) for path in write_trace(trace, self.trace))
             print(f"wrote {files}", file=sys.stderr)
 
 

@@ -52,7 +52,7 @@ def stopped(
     else:
         on_failure(f"stopped at once by {signal.Signals(number).name}")
     restore_cursor()
-    say("stopped at once; what was done since the last checkpoint is lost")
+    say("stopped at once, without writing a checkpoint")
     return 128 + number
 
 
