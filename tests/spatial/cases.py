@@ -1,6 +1,6 @@
 """Ops on drawn tensors, each against one process: the runner of the CASES in `tests/spatial/rules/test_*.py`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from itertools import islice
 from math import prod
@@ -76,6 +76,18 @@ def _differences(module: str, name: str, world: int) -> list[tuple[str, float]]:
     if any(len(lead) == 3 for lead in case.split):
         found += differences_of(case, [mesh for mesh in VOLUME_MESHES if prod(mesh) == world], case.sizes[-1:])
     return found
+
+
+def raised(calls: Iterable[Callable[[], Any]]) -> list[str]:
+    """The kind of error of each call; "nothing" where there is none."""
+    kinds = []
+    for call in calls:
+        try:
+            call()
+            kinds.append("nothing")
+        except Exception as error:
+            kinds.append(type(error).__name__)
+    return kinds
 
 
 def differences_of(

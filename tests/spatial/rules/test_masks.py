@@ -21,7 +21,7 @@ from fullframe.strategy import Strategy
 from tests.collector import tensors_for_the_collector
 from tests.exactness import differences_from, mesh, one_process
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, WORLDS, Case, Op, require_the_numbers_of_one_process
+from tests.spatial.cases import MESHES, WORLDS, Case, Op, raised, require_the_numbers_of_one_process
 from tests.spatial.corners import Corners, noise, require_no_faults
 from tests.verification.forked import verified_by_a_fork
 
@@ -354,20 +354,12 @@ REFUSED_BY_TORCH: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def _raised(op: Callable[..., Any], *tensors: Tensor) -> str:
-    try:
-        op(*tensors)
-    except Exception as error:
-        return type(error).__name__
-    return "nothing"
-
-
 def _errors(height: int, width: int) -> list[tuple[str, str, str]]:
     on = mesh(height, width)
     mask = torch.zeros(X.shape, dtype=torch.bool)
     mask[..., 0, :4] = True
     return [
-        (name, _raised(op, X.clone(), mask), _raised(op, ff.shard(X, on), ff.shard(mask, on)))
+        (name, *raised((partial(op, X.clone(), mask), partial(op, ff.shard(X, on), ff.shard(mask, on)))))
         for name, op in REFUSED_BY_TORCH.items()
     ]
 
@@ -386,7 +378,7 @@ def _refusals() -> list[str]:
     calls: dict[str, Op] = {
         "beside": lambda: x[index.view(1, 1), :, mask[0, 0]], "whole": lambda: whole.__setitem__(mask, x[mask]),
     }  # fmt: skip
-    return [_raised(call) for call in calls.values()]
+    return raised(calls.values())
 
 
 def test_what_is_not_exact_is_refused_on_all_ranks() -> None:
