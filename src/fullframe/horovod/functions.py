@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fullframe.horovod.context import world
 from fullframe.horovod.handles import synchronize
@@ -66,7 +67,7 @@ def broadcast_optimizer_state(
     named = [(f"optimizer.{number}", tensor) for number, tensor in enumerate(tensors)]
     broadcast_parameters(named, root_rank, process_set)
     if not is_root:
-        sent = _filled(skeleton, tensors)
+        sent = tree_map_only(_Slot, lambda slot: tensors[slot], skeleton)
         optimizer.load_state_dict(sent)
         _keep_dtypes(optimizer, sent["state"])
 
@@ -89,27 +90,11 @@ def _skeleton(state: Any) -> tuple[Any, list[Tensor]]:
     """A state dict without its tensors, and these; contiguous, as they are written from afar."""
     tensors: list[Tensor] = []
 
-    def without(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors.append(value.detach().contiguous())
-            return _Slot(len(tensors) - 1)
-        if isinstance(value, dict):
-            return {key: without(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(without(item) for item in value)
-        return value
+    def without(tensor: Tensor) -> _Slot:
+        tensors.append(tensor.detach().contiguous())
+        return _Slot(len(tensors) - 1)
 
-    return without(state), tensors
-
-
-def _filled(skeleton: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(skeleton, _Slot):
-        return tensors[skeleton]
-    if isinstance(skeleton, dict):
-        return {key: _filled(value, tensors) for key, value in skeleton.items()}
-    if isinstance(skeleton, list | tuple):
-        return type(skeleton)(_filled(value, tensors) for value in skeleton)
-    return skeleton
+    return tree_map_only(Tensor, without, state), tensors
 
 
 def broadcast_object(

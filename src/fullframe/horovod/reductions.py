@@ -47,7 +47,7 @@ def allreduce_(
     """`allreduce` in place."""
     request = allreduce_request([tensor], name, reduction(op, average), prescale_factor, postscale_factor, process_set)
     tensors = [tensor]
-    complete(request, tensors, process_set, _nothing, targets=tensors)
+    complete(request, tensors, process_set, list, targets=tensors)
     return tensor
 
 
@@ -109,7 +109,7 @@ def grouped_allreduce_(
 ) -> list[Tensor]:
     """`grouped_allreduce` in place."""
     request = allreduce_request(tensors, name, reduction(op, average), prescale_factor, postscale_factor, process_set)
-    complete(request, tensors, process_set, _nothing, targets=tensors)
+    complete(request, tensors, process_set, list, targets=tensors)
     return list(tensors)
 
 
@@ -225,7 +225,3 @@ def _scatter_request(
         raise ValueError("reducescatter needs tensors of at least one dim")
     kind, factors = "reducescatter", {"prescale": float(prescale), "postscale": float(postscale)}
     return request_of(kind, tensors, name, op=ReduceOp(op), **factors)
-
-
-def _nothing(found: object) -> None:
-    return None
