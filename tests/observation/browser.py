@@ -1,6 +1,5 @@
 """Headless Chromium, spoken to through a pipe: what a page logs, fetches and looks like. Needs no package."""
 
-import base64
 import contextlib
 import json
 import os
@@ -39,11 +38,6 @@ class Page:
     def move_mouse(self, x: float, y: float) -> None:
         """Put the mouse there."""
         self._send("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y})
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
-        found = self._send("Page.captureScreenshot", {"captureBeyondViewport": True, "format": "png"})
-        path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextlib.contextmanager

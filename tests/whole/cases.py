@@ -11,7 +11,6 @@ from torch import Tensor
 from tests.whole.database import OTHERS, Entry, Sample
 
 Mesh = tuple[int, int]  # height, width
-SPLITS = ("all", "first", "others")
 NOT_PLANTED = {"special.legendre_polynomial_p"}  # of NaN torch makes whatever its vector unit held before
 # At NaN these have one gradient in torch's vectors and another in what is left over at their ends.
 TWO_GRADIENTS = {"softshrink", "hardshrink", "hardtanh", "relu6", "elu", "celu", "selu", "hardswish"}

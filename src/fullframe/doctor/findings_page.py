@@ -41,12 +41,9 @@ def page(sections: Iterable[tuple[str, str, tuple[Kind, ...]]] = SECTIONS) -> st
 def _table(kinds: Iterable[Kind]) -> str:
     rows = ["| code | | severity | on by default |", "|---|---|---|---|"]
     for kind in kinds:
-        rows.append(f"| [{kind.code}](#{kind.code.lower()}) | {kind.title} | {kind.severity} | {_yes(kind.default)} |")
+        on = "yes" if kind.default else "no"
+        rows.append(f"| [{kind.code}](#{kind.code.lower()}) | {kind.title} | {kind.severity} | {on} |")
     return "\n".join(rows) + "\n"
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def _described(kind: Kind) -> str:

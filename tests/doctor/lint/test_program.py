@@ -32,8 +32,3 @@ def test_a_frame_holds_its_own_events_and_no_others() -> None:
     assert [c.node.lineno for c in program.calls_in(loop, "work", "done")] == [4, 9]
     assert {s.name for s in program.stores_in(loop)} == {"x"}
     assert [e.index for e in program.events_in(loop)] == list(range(loop.start, loop.stop))
-
-
-def test_imports_are_known_by_their_last_name() -> None:
-    program = run("import torch.distributed as d\nd.init_process_group('nccl')")
-    assert program.imports("init_process_group") and not program.imports("DataLoader")

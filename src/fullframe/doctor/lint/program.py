@@ -160,7 +160,3 @@ class Program:
     def events_in(self, frame: Frame) -> list[Event]:
         """All events inside `frame`."""
         return self.events[frame.start : frame.stop]
-
-    def imports(self, *names: str) -> bool:
-        """Whether the file imports, or reaches through an import, a path whose last name is one of `names`."""
-        return any(path.rpartition(".")[2] in names for path in self.paths)
