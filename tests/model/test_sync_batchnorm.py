@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
+from torch.utils.data import DataLoader
 
 import fullframe as ff
 from fullframe.model.forward_patch import restore
@@ -93,6 +95,27 @@ def test_a_sync_batchnorm_of_the_users_runs_on_a_cpu_and_on_split_tensors() -> N
     for _, _, buffers in rank_group(4).run(odd_step, strategy, nn.SyncBatchNorm):
         for name in ("first.running_mean", "first.running_var", "first.num_batches_tracked"):
             torch.testing.assert_close(buffers[name], expected[name], rtol=1e-9, atol=1e-13)
+
+
+def statistics_of(synced: bool) -> list[Tensor]:
+    """What `update_bn` finds in six images, one step; of plain torch outside a job of ranks."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
+    images = [torch.randn(3, 6, 9, dtype=torch.float64) * (n + 1) for n in range(6)]
+    loader: Any = DataLoader(images, batch_size=6)  # type: ignore[arg-type]
+    if torch.distributed.is_initialized():
+        mesh = ff.init_mesh()
+        model = ff.parallelize(nn.SyncBatchNorm.convert_sync_batchnorm(model) if synced else model, mesh)
+        loader = ff.ShardedLoader(loader, mesh)
+    update_bn(loader, model)
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def test_update_bn_over_replicas_is_one_process_s_with_sync_batchnorm_alone() -> None:
+    expected = statistics_of(True)
+    for found in rank_group(2).run(statistics_of, True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13)
+    assert not any(torch.allclose(found[1], expected[1]) for found in rank_group(2).run(statistics_of, False))
 
 
 class Activated(nn.BatchNorm2d):

@@ -140,6 +140,19 @@ def test_blocks_run_twice_also_after_a_second_step_was_made() -> None:
     assert counted(("0", "[2]"))[1] == [2, 1, 2]
 
 
+def test_hooks_inside_a_block_run_in_both_passes_and_its_own_in_one() -> None:
+    calls = []
+    layers = nn.Sequential(*(Count() for _ in range(3)))
+    for name, module in (("block", layers[1]), ("inside", layers[1].conv)):
+        module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+        module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    ff.TrainStep(layers, lambda model, x: model(x).mean(), optimizer, ff.Strategy(recompute="blocks"))(
+        torch.ones(1, 3, 8, 8)
+    )
+    assert calls == ["block", "inside", "inside", "block", "inside", "inside"]
+
+
 def test_a_step_without_recompute_takes_it_out_and_evaluation_does_not_see_it() -> None:
     model, _ = counted()
     assert "forward" in vars(model[0])
