@@ -49,7 +49,7 @@ class RunDirectory:
             try:
                 write_strategy(self.path, strategy)
             except OSError as error:
-                raise RunError(f"cannot use the run directory {self.path}: {error}") from error
+                raise _unusable(self.path, error) from error
 
         on_first_rank(write)
         self.file.accepted = True
@@ -113,7 +113,7 @@ def opened(path: Path, strategy: Strategy, resume: Resume, *, recipe: str = "") 
                 write_strategy(path, strategy)
             return begun
         except OSError as error:
-            raise RunError(f"cannot use the run directory {path}: {error}") from error
+            raise _unusable(path, error) from error
 
     try:
         begun = on_first_rank(prepare)
@@ -122,6 +122,10 @@ def opened(path: Path, strategy: Strategy, resume: Resume, *, recipe: str = "") 
     finally:
         for lock in locks:
             lock.release()
+
+
+def _unusable(path: Path, error: OSError) -> RunError:
+    return RunError(f"cannot use the run directory {path}: {error.strerror or error}; name another, or make room there")
 
 
 def _require_same_recipe(path: Path, recipe: str) -> None:

@@ -56,7 +56,7 @@ def export(
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
+        raise CheckpointError(f"cannot write {out}: {error.strerror or error}; name another file") from error
     return Exported(
         path=out,
         step=checkpoint.manifest.step,
