@@ -95,7 +95,7 @@ class Simulate:
 
 def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None:
     from fullframe.planning.plan import KEPT_FREE
-    from fullframe.simulation.prediction import said_of_host
+    from fullframe.simulation.prediction import said_of_evaluation, said_of_host
 
     def gib(bytes: int) -> str:
         return f"{bytes / GIB:.3f}"
@@ -109,6 +109,7 @@ def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None
     where = f", in {moment.module}" if moment.module else ""
     lines = [
         f"{gib(prediction.device_bytes)} of {gib(memory_bytes)} GiB: {fits}",
+        *filter(None, [said_of_evaluation(prediction)]),
         f"in GiB: allocated {gib(prediction.peak_bytes)}, "
         f"reserved {gib(prediction.reserved_bytes)}; the peak is in the {moment.phase} of step {moment.step}{where}",
         "at the peak: " + ", ".join(f"{kind} {gib(size)}" for kind, size in prediction.bytes.items()),

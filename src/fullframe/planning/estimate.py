@@ -83,8 +83,10 @@ def _scaled(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job,
     held = float(sum(predicted.bytes.get(kind, 0) for kind in _HELD))
     held *= mine.held / its.held * rough.kept / before.kept * rough.width / before.width
     counted = sum(predicted.bytes.get(kind, 0) for kind in (*_STATE, *_HELD))
+    evaluation = 0.0 if predicted.evaluation is None else float(predicted.evaluation.device_bytes)
+    evaluation *= min(1.0, like.parts / strategy.parts) * min(1.0, rough.width / before.width)  # at least
     return Estimate(
-        bytes=state + held + predicted.device_bytes - counted,
+        bytes=max(state + held + predicted.step_bytes - counted, evaluation),
         state_bytes=state,
         seconds=_seconds(strategy, like, predicted, job),
         like=like,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,8 @@ def plan_in_full(request: PlanRequest) -> Planned:
     if benchmark and cluster.device.is_cuda and not torch.cuda.is_available():
         raise StrategyError(f"ops can only be timed on a device that is here, and there is no {cluster.device.name}")
     sample = read_sample(recipe)
-    recipe = replace(recipe, sample=lambda: sample)  # read once, and not again in every simulation
+    evaluation_data = None if recipe.evaluation_data is None else cache(recipe.evaluation_data)
+    recipe = replace(recipe, sample=lambda: sample, evaluation_data=evaluation_data)  # read once
     job = _job(recipe, cluster, request)
     search = Search(job=job, limit_bytes=int(cluster.device.memory_bytes * (1 - KEPT_FREE)))
     predict = partial(simulate, timings={} if benchmark else None, until=end)

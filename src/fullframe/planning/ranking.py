@@ -10,6 +10,7 @@ from fullframe.planning.estimate import Estimate
 from fullframe.planning.search import Search, weight
 from fullframe.simulation.prediction import Prediction
 from fullframe.strategy import Strategy, describe
+from fullframe.training.evaluation import NEEDS_LESS
 from fullframe.wording import amount
 
 
@@ -108,6 +109,9 @@ def _first(search: Search) -> str:
 
 
 def _too_large(prediction: Prediction, limit: int) -> str:
+    if prediction.step_bytes <= limit:
+        missing = amount(prediction.device_bytes - limit)
+        return f"its steps fit, its evaluation needs {missing} more than there is. {NEEDS_LESS}"
     most = max(prediction.bytes, key=lambda kind: prediction.bytes[kind], default="")
     return (
         f"needs {amount(prediction.device_bytes)}, {amount(prediction.device_bytes - limit)} more than there is; "
@@ -132,5 +136,5 @@ def winner(plans: Sequence[Plan]) -> Plan | None:
 def by_category(prediction: Prediction) -> Mapping[str, int]:
     """Bytes of the device: the tensors at the peak by category, the allocator's unused part, what lies beside it."""
     unused = prediction.reserved_bytes - prediction.peak_bytes
-    beside = prediction.device_bytes - prediction.reserved_bytes
+    beside = prediction.step_bytes - prediction.reserved_bytes
     return {**prediction.bytes, "unused by the allocator": unused, "context": beside}

@@ -132,7 +132,7 @@ class Search:
         """For strategies that fit with a technique and not without: what keeps as much as there is room for."""
         found = {}
         for (strategy, prediction), technique in product(self.fitting.items(), TECHNIQUES):
-            free = self.limit_bytes - prediction.device_bytes
+            free = self.limit_bytes - prediction.step_bytes
             budget = int(prediction.bytes.get("activation", 0) + _BUDGET_SHARE * free)
             refined = technique.refined(strategy, budget)
             if refined is not None and refined[0] not in self.fitting:

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fullframe.training.evaluation import NEEDS_LESS
+from fullframe.wording import GIB
+
 OUTSIDE_ALLOCATOR = ("context", "nccl")  # terms that no torch counter shows
 
 
@@ -12,7 +15,7 @@ OUTSIDE_ALLOCATOR = ("context", "nccl")  # terms that no torch counter shows
 class Moment:
     """When in a step and in which module.
 
-    phase: "forward", "backward", "recompute" of activations within it, "update"
+    phase: "forward", "backward", "recompute" of activations within it, "update"; "evaluation"
     """
 
     step: int  # counted from 1; 0 is before the first
@@ -50,6 +53,8 @@ class Prediction:
                     the others are part of it
     parameters:     numbers in the model's parameters, all ranks' together
     notes:          what was taken for granted, in sentences
+    evaluation:     memory, as above, while the recipe's evaluation takes a sample after these steps; None without one,
+                    or where it could not be simulated, which `notes` say
     """
 
     peak_bytes: int
@@ -64,6 +69,7 @@ class Prediction:
     parameters: int
     notes: tuple[str, ...] = ()
     host_seconds: float = 0.0
+    evaluation: "Prediction | None" = None
 
     @property
     def bound_by_host(self) -> bool:
@@ -71,17 +77,23 @@ class Prediction:
         return self.host_seconds > self.step_seconds - self.seconds.get("launch", 0.0)
 
     @property
-    def device_bytes(self) -> int:
-        """What the device must have: reserved by the allocator, and what lies beside it."""
+    def step_bytes(self) -> int:
+        """What the device must have for the steps: reserved by the allocator, and what lies beside it."""
         return self.reserved_bytes + sum(self.terms.get(name, 0) for name in OUTSIDE_ALLOCATOR)
+
+    @property
+    def device_bytes(self) -> int:
+        """What the device must have: for the steps, or for the evaluation where that is more."""
+        return max(self.step_bytes, 0 if self.evaluation is None else self.evaluation.device_bytes)
 
     def to_json(self) -> str:
         """One JSON object: `as_dict`."""
         return json.dumps(self.as_dict(), indent=2)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field, `device_bytes` and `bound_by_host`."""
-        return asdict(self) | {"device_bytes": self.device_bytes, "bound_by_host": self.bound_by_host}
+        """Every field, `device_bytes`, `step_bytes` and `bound_by_host`."""
+        found = {name: getattr(self, name) for name in ("device_bytes", "step_bytes", "bound_by_host")}
+        return asdict(self) | found
 
 
 def said_of_host(prediction: Prediction) -> str:
@@ -92,4 +104,16 @@ def said_of_host(prediction: Prediction) -> str:
     return (
         f"bound by the host: it works {1e3 * prediction.host_seconds:.3g} ms on a step that takes the device "
         f"{1e3 * others:.3g} ms; with a larger frame, more samples a rank or fewer ranks the device would wait less"
+    )
+
+
+def said_of_evaluation(prediction: Prediction) -> str:
+    """A sentence about an evaluation that takes more than a step; "" where none does."""
+    evaluation = prediction.evaluation
+    if evaluation is None or evaluation.device_bytes <= prediction.step_bytes:
+        return ""
+    where = f", most in {evaluation.moment.module}" if evaluation.moment.module else ""
+    return (
+        f"the evaluation takes more than a step, which takes {prediction.step_bytes / GIB:.3f} GiB: "
+        f"{evaluation.device_bytes / GIB:.3f} GiB{where}. {NEEDS_LESS}"
     )

@@ -18,7 +18,7 @@ from torch.utils import _foreach_utils as foreach
 from torch.utils._pytree import tree_iter
 from torch.utils.data import default_collate
 
-from fullframe.errors import RecipeError, StrategyError
+from fullframe.errors import FullframeError, RecipeError, StrategyError
 from fullframe.model.parallelize import ParallelModel
 from fullframe.ranks.mesh import STAGE, has_stages, init_mesh, spatial_of, stage_axis
 from fullframe.ranks.randomness import kept_random_state
@@ -28,6 +28,7 @@ from fullframe.simulation.clock.split_functions import functions_told_to
 from fullframe.simulation.clock.timed_ops import MeasuredClock, Timings
 from fullframe.simulation.compiled.blocks import SimulatedPrograms
 from fullframe.simulation.devices.table import Cluster, Device, cpu_device, parse_cluster
+from fullframe.simulation.evaluation import evaluate_fakes, read_evaluation
 from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, plain_tensors, read_sample
 from fullframe.simulation.fake.autocast import cuda_autocast
 from fullframe.simulation.fake.blame import blamed
@@ -37,7 +38,7 @@ from fullframe.simulation.fake.outcomes import Outcomes
 from fullframe.simulation.fake.replaced import replaced
 from fullframe.simulation.fake.world import fake_job
 from fullframe.simulation.host import SimulatedHost
-from fullframe.simulation.memory.account import account
+from fullframe.simulation.memory.account import account, category_of
 from fullframe.simulation.memory.allocator import replay
 from fullframe.simulation.memory.terms import TERMS, Terms
 from fullframe.simulation.memory.trace import OutOfTime, Trace, Tracer
@@ -93,11 +94,13 @@ def simulate(
         found = [predict(rank)[0]]
     else:
         found = [each for stage in range(strategy.stages) for each in _of_stage(stage, strategy, predict)]
-    most = max(range(len(found)), key=lambda number: found[number].device_bytes)
+    most = max(range(len(found)), key=lambda number: found[number].step_bytes)
     on_trace(traces[most])
+    evaluations = [each.evaluation for each in found if each.evaluation is not None]
+    evaluation = max(evaluations, key=lambda each: each.device_bytes, default=None)
     slowest = max(found, key=lambda each: each.step_seconds)
     seconds = {name: getattr(slowest, name) for name in ("step_seconds", "seconds", "host_seconds")}
-    return replace(found[most], **seconds)
+    return replace(found[most], evaluation=evaluation, **seconds)
 
 
 def _of_stage(
@@ -147,6 +150,7 @@ class _Simulation:
         self._spatial = spatial_of(self._mesh, draw_seed=lambda generator: 0, own_groups=self._is_cuda)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._sample = read_sample(recipe)  # before anything is fake: an augmentation may read its own random numbers
+        self._evaluation = read_evaluation(recipe)
         self._model = abstract_model(recipe, self._fake)
         names = {module: name for name, module in self._model.named_modules()}
         self._outcomes = Outcomes(self._fake, self._is_cuda)
@@ -163,12 +167,35 @@ class _Simulation:
         told = functions_told_to(self._clock, self.shares.add)
         with tracer, told, _readable_errors(tracer), torch.compiler.set_stance("force_eager"):
             model, step = self._prepared()
-            batch, *ahead = [self._batch() for _ in range(1 + self._terms.has("prefetched_batch"))]
-            tracer.building = False
+            samples = self._recipe.batch_size // self._strategy.data
+            batch, *ahead = [self._batch(self._sample, samples) for _ in range(1 + self._terms.has("prefetched_batch"))]
+            tracer.outside = "forward"
             with self._fake:
                 self._host.twice(step, batch)
-        on_trace(tracer.trace)
-        return self._accounted(model, ahead)
+            steps = tracer.begin_anew(category_of)
+            found = self._accounted(steps, model, ahead)
+            evaluation = self._evaluated(model, step, ahead)
+        on_trace(steps)
+        return replace(found, evaluation=evaluation, notes=self._notes)
+
+    def _evaluated(self, model: ParallelModel, step: TrainStep, ahead: list[Any]) -> Prediction | None:
+        """Memory of the recipe's evaluation after the steps; where it cannot be said, the notes say so."""
+        read, tracer = self._evaluation, self._tracer
+        if read is None:
+            return None
+        try:
+            if isinstance(read, FullframeError):
+                raise read
+            one = partial(self._batch, read.first, 1)
+            ahead = [*ahead, *(one() for _ in range(self._terms.has("prefetched_batch")))]
+            self._outcomes.evaluating, tracer.outside = True, "evaluation"
+            with self._fake, blamed("evaluate()", passing=OutOfTime):
+                evaluate_fakes(self._recipe, self._strategy, model, step.average, tracer, one, read.samples)
+        except FullframeError as error:
+            self._outcomes.notes.add(f"the evaluation could not be simulated, and may need more than this: {error}")
+            return None
+        tracer.end_step()
+        return self._accounted(tracer.trace, model, ahead)
 
     def _prepared(self) -> tuple[ParallelModel, TrainStep]:
         """As `fullframe.fit` has them, but for DDP, which refuses fake tensors."""
@@ -204,19 +231,22 @@ class _Simulation:
         found = _local([*self._model.buffers(), *plain_tensors(self._model)])
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}.values())
 
-    def _batch(self) -> Any:
+    def _batch(self, sample: Any, samples: int) -> Any:
         """A batch as the loader delivers it, fake."""
         with self._fake:
-            samples = self._recipe.batch_size // self._strategy.data
-            batch = abstract_batch(self._recipe, self._sample, samples, self._fake, self._outcomes.notes.add)
+            batch = abstract_batch(self._recipe, sample, samples, self._fake, self._outcomes.notes.add)
             if self._strategy.parts > 1:
                 batch = Collation(default_collate, Grid.of(self._mesh), "auto").cut(batch)
             batch = Delivery(self._mesh).place(batch)
         self._tracer.mark("batch", _local(batch), stream="copy")
         return batch
 
-    def _accounted(self, model: ParallelModel, ahead: list[Any]) -> Prediction:
-        trace, terms = self._tracer.trace, self._terms
+    @property
+    def _notes(self) -> tuple[str, ...]:
+        return tuple(sorted({*self._outcomes.notes, *self._programs.notes, *self._host.notes}))
+
+    def _accounted(self, trace: Trace, model: ParallelModel, ahead: list[Any]) -> Prediction:
+        terms = self._terms
         held = account(trace)
         peak = reserved = held.peak_bytes
         if self._is_cuda:
@@ -249,7 +279,6 @@ class _Simulation:
             modules=held.modules,
             terms={name: bytes for name, bytes in named.items() if bytes},
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            notes=tuple(sorted({*self._outcomes.notes, *self._programs.notes, *self._host.notes})),
             host_seconds=self._clock.host_seconds,
         )
 

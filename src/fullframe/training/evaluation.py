@@ -75,11 +75,7 @@ def evaluate(
     batches = evaluation_batches(data, mesh, recipe.seed, workers=recipe.workers, collate=recipe.collate)
     counted = tally
     try:
-        with (
-            evaluating(model),
-            average.applied() if average is not None else nullcontext(),
-            computing(precision, mesh_device(mesh).type),
-        ):
+        with measuring(model, mesh_device(mesh).type, precision, average):
             for batch, counts in batches:
                 if not counts:  # the last one; a Metric may be the same object in every batch
                     counted = copy.deepcopy(tally)
@@ -100,6 +96,19 @@ def evaluation_data(recipe: Recipe) -> Dataset[Any]:
     if not len(data):  # type: ignore[arg-type]
         raise RecipeError("recipe.evaluation_data() has no samples; does its folder or file list exist?")
     return data
+
+
+@contextmanager
+def measuring(
+    model: nn.Module, device_type: str, precision: Precision, average: ParameterAverage | None
+) -> Iterator[None]:
+    """Inside, `recipe.evaluate` is called: `evaluating`, in the training's precision, with the averages in place."""
+    with (
+        evaluating(model),
+        average.applied() if average is not None else nullcontext(),
+        computing(precision, device_type),
+    ):
+        yield
 
 
 @contextmanager
@@ -139,7 +148,7 @@ class _Tally:
             value = value.value if isinstance(value, OfPart) else value
             if self._of_part.setdefault(name, part) != part:
                 raise RecipeError(f"evaluate() marks {name!r} as OfPart for some batches only; mark all or none")
-            if _is_metric(value):
+            if is_metric(value):
                 self._metrics.setdefault(name, {})[id(value)] = value
             elif isinstance(value, tuple) and len(value) == 2:
                 total, count = self._sums.get(name, (0.0, 0.0))
@@ -338,7 +347,8 @@ def _beside_states(part: Any) -> dict[str, str]:
     return {name: repr(value) for name, value in numbers.items()}
 
 
-def _is_metric(value: Any) -> bool:
+def is_metric(value: Any) -> bool:
+    """Whether it is of torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")  # where it was not imported, nothing can be one
     return torchmetrics is not None and isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection))
 

@@ -97,7 +97,7 @@ def test_the_account_of_a_step() -> None:
     with tracer({model: "model"}) as traced:
         traced.mark("parameter", weight)
         weight.register_post_accumulate_grad_hook(lambda p: traced.mark("gradient", p.grad))
-        traced.building = False
+        traced.outside = "forward"
         loss = model(weight)
         loss.backward()
         del loss
@@ -118,7 +118,7 @@ def two_steps(repeated: bool) -> Tracer:
     with tracer() as traced:
         traced.mark("parameter", weight)
         weight.register_post_accumulate_grad_hook(lambda p: traced.mark("gradient", p.grad))
-        traced.building = False
+        traced.outside = "forward"
         optimizer.zero_grad()
         start = len(traced.trace.events)
         (weight.exp() * 2).sum().backward()

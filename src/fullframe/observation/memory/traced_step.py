@@ -37,7 +37,7 @@ class TracedStep:
         except Exception:  # a tensor of some kind that has no storage to look at
             tracer.finish()
             return False
-        tracer.building = False
+        tracer.outside = "forward"
         return True
 
     def _take_in(self, batch: Any) -> None:

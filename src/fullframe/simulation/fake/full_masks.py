@@ -16,12 +16,15 @@ FULL_MASKS = (
 
 _aten = torch.ops.aten
 _nonzero, _select, _index = _aten.nonzero.default, _aten.masked_select.default, _aten.index.Tensor
+_bincount = _aten.bincount.default
 
 
 def picks_by_value(func: Any, args: Sequence[Any]) -> bool:
     """Whether the shape of what an op gives depends on which elements of a fake mask are true."""
     if func in (_nonzero, _select):
         return isinstance(args[-1], FakeTensor)
+    if func is _bincount:
+        return isinstance(args[0], FakeTensor) and len(args) > 2 and args[2] > 0
     if func is _index:
         return any(map(_is_mask, args[1]))
     return _is_nms(func) and isinstance(args[0], FakeTensor)
@@ -44,6 +47,8 @@ def as_if_all_were_true(func: Any, args: Sequence[Any]) -> Tensor:
         return torch.empty(torch.broadcast_shapes(x.shape, args[1].shape).numel(), dtype=x.dtype)
     if _is_nms(func):
         return torch.empty(len(x), dtype=torch.int64)
+    if func is _bincount:  # of numbers below `minlength`: it is the number of classes
+        return torch.empty(args[2], dtype=torch.int64 if args[1] is None else args[1].dtype)
     indices: list[Tensor | None] = []
     for index in args[1]:
         if _is_mask(index):

@@ -24,6 +24,7 @@ _MESSAGES = {
 }
 _CPU = torch.device("cpu")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+NUMBERS_READ = "evaluate() reads numbers from its tensors, which a simulation does not have: each is taken to be 1"
 _Kind = Literal["new", "in place", "all in place", "view", "other"]
 
 
@@ -40,6 +41,7 @@ class Outcomes:
 
     def __init__(self, fake: FakeTensorMode, on_gpu: bool = False):
         self.updating = False  # inside an optimizer, where a number that is read decides of no shape
+        self.evaluating = False  # inside recipe.evaluate, which reads numbers to give them
         self.notes: set[str] = set()  # what was taken for granted
         self._fake, self._on_gpu = fake, on_gpu
         self._attributes = FakeTensor(fake, torch.empty(0, device="meta"), _CPU).__dict__
@@ -117,6 +119,9 @@ class Outcomes:
                 return tensor.constant.item()
         if self.updating and tensor.is_floating_point():
             return 1.0  # a norm, by which an update is scaled
+        if self.evaluating and tensor.dtype is not torch.bool:
+            self.notes.add(NUMBERS_READ)
+            return 1.0 if tensor.is_floating_point() else 1
         return _number_of(tensor)
 
 

@@ -25,7 +25,7 @@ from fullframe.simulation.clock.ops import Op
 from fullframe.simulation.clock.roofline import StepClock
 from fullframe.simulation.fake.replaced import replaced
 
-Phase = Literal["build", "forward", "recompute", "backward", "update"]
+Phase = Literal["build", "forward", "recompute", "backward", "update", "evaluation"]
 Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]  # (func, args, kwargs) -> out
 Scratch = Callable[[Any, tuple[Any, ...], Any], int]  # (func, args, out) -> bytes a kernel needs while it runs
 
@@ -86,7 +86,7 @@ class Tracer(TorchDispatchMode):
     ):
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
-        self.building = True  # what is made now is not of a step
+        self.outside: Phase = "build"  # of backward: "forward" once steps are taken
         self.groups: dict[str, int] = {}  # ranks of the process groups that were used, by name
         self._names, self._axes, self._run, self._scratch, self._clock = names, axes, run, scratch, clock
         self._until, self._workspace = until, workspace
@@ -118,6 +118,25 @@ class Tracer(TorchDispatchMode):
         """A step is done; what it made and is still there stays."""
         self._follow_backward()
         self.trace.step_ends.append(len(self.trace.events))
+
+    def begin_anew(self, category: Callable[[Trace, Block], str]) -> Trace:
+        """What was traced so far. From here on another trace is filled, by no clock, which begins with what lives."""
+        self._follow_backward()
+        done, self._clock = self.trace, None
+        living = [block for number, block in enumerate(done.events) if number == block.born and block.died is None]
+        copies = {b: replace(b, born=number, mark=category(done, b)) for number, b in enumerate(living)}
+        self.trace = Trace([*copies.values()])
+        self._live = {key: copies[block] for key, block in self._live.items()}
+        return done
+
+    def hold(self, category: str, bytes: int) -> None:
+        """As if a tensor of so many bytes were made now and stayed."""
+        self._appeared(bytes, (bytes,), torch.uint8, category)
+
+    @property
+    def held_bytes(self) -> int:
+        """What tensors hold now."""
+        return sum(block.bytes for block in self._live.values())
 
     def repeat(self, start: int, end: int | None = None, times: int = 1) -> None:
         """The same again as from event `start` to `end` (now): these events are copied.
@@ -245,7 +264,7 @@ class Tracer(TorchDispatchMode):
     def _where(self) -> tuple[str, Phase]:
         node = _running_node()
         if node is None:
-            return self._modules[-1] if self._modules else "", "build" if self.building else "forward"
+            return self._modules[-1] if self._modules else "", self.outside
         if self._modules:
             return self._modules[-1], "recompute"
         return self._owners[bisect_right(self._nodes, node._sequence_nr()) - 1], "backward"

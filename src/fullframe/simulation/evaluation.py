@@ -1,0 +1,67 @@
+"""The recipe's evaluation on fake tensors, after the steps and beside all that they leave: what it holds on a rank.
+
+One sample is enough but where metrics keep something of each: then what all samples leave is there when the last comes.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fullframe.errors import FullframeError
+from fullframe.model.parallelize import ParallelModel
+from fullframe.ranks.randomness import sample_randomness
+from fullframe.recipe import Recipe
+from fullframe.simulation.fake.blame import blamed
+from fullframe.simulation.memory.trace import Tracer
+from fullframe.strategy import Strategy
+from fullframe.techniques.ema import ParameterAverage
+from fullframe.training.evaluation import evaluation_data, is_metric, measuring
+
+_REPEATED = 2  # evaluations that tell what each leaves
+
+
+class EvaluationSample(NamedTuple):
+    """The first sample of the evaluation data, and how many there are."""
+
+    first: Any
+    samples: int
+
+
+def read_evaluation(recipe: Recipe) -> EvaluationSample | FullframeError | None:
+    """With its numbers, as the evaluation reads it first; the error where it gives none; None without evaluation."""
+    if recipe.evaluate is None:
+        return None
+    try:
+        with sample_randomness(recipe.seed, 0, 0), blamed("recipe.evaluation_data() gives no sample"):
+            data: Any = evaluation_data(recipe)
+            return EvaluationSample(data[0], len(data))
+    except FullframeError as error:
+        return error
+
+
+def evaluate_fakes(
+    recipe: Recipe,
+    strategy: Strategy,
+    model: ParallelModel,
+    average: ParameterAverage | None,
+    tracer: Tracer,
+    batch: Callable[[], Any],
+    samples: int,
+) -> None:
+    """Evaluate as many of the job's `samples` as it takes, each a `batch()`."""
+    assert recipe.evaluate is not None
+    metrics, held = [], list[int]()
+    turns = -(-samples // strategy.data)
+    with measuring(model, "cpu", strategy.precision, average):
+        while turns > len(held) <= _REPEATED:
+            if len(held) == _REPEATED:
+                of_each = held[1] - held[0]
+                if of_each <= 0:
+                    break
+                tracer.hold("kept by metrics", of_each * (turns - _REPEATED - 1))
+            metrics += [value for value in recipe.evaluate(model, batch()).values() if is_metric(value)]
+            held.append(tracer.held_bytes)
+    with _disable_current_modes():  # its states are real again
+        for metric in metrics:
+            metric.reset()
