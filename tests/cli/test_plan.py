@@ -341,6 +341,8 @@ def test_strict_is_about_memory_alone(tmp_path: Path) -> None:
     here = measured()["process_bytes"]
     prediction = {"device_bytes": here, "step_seconds": 1e-9}
     assert len(compared(tmp_path, prediction, strict=0.05)) == 1
+    of_evaluation = {**prediction, "step_bytes": here, "device_bytes": 2 * here}
+    assert len(compared(tmp_path, of_evaluation, strict=0.05)) == 1, "an evaluation needs more, and was not measured"
     said = "--strict-memory compared nothing: it needs 2 steps, this took 1 step"
     assert compared(tmp_path, prediction, strict=0.05, steps=1) == [said]
     assert compared(tmp_path, prediction, steps=1) == []

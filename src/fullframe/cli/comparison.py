@@ -33,8 +33,9 @@ class Comparison:
     compared; with it the ranks wait, and RunError is raised on all of them when a measured figure of memory is off by a
     larger share, or nothing could be predicted.
 
-    `tracked` gives what the tensors of this rank held at most, where no counter of torch's does; what the process holds
-    beside them is said by itself. Seconds are those of the steps after the second, up to when the prediction is there.
+    `tracked` gives what the tensors of this rank held at most in the second step, `counted` what a GPU's counters had
+    right after it, for an evaluation may follow: allocated and reserved. What a CPU process holds beside its tensors is
+    said by itself. Seconds are those of the steps after the second, up to when the prediction is there.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class Comparison:
         batch_size: int | None = None,
         values: Sequence[str] = (),
         tracked: Callable[[], int | None] = lambda: None,
+        counted: Callable[[], tuple[int, int] | None] = lambda: None,
         on_prediction: Callable[[Mapping[str, Any]], None] = lambda predicted: None,
     ):
         self._recipe, self._strategy, self._say, self._strict = recipe, strategy, say, strict_share
         self._plan, self._batch_size, self._values = plan or {}, batch_size, tuple(values)
-        self._tracked, self._on_prediction = tracked, on_prediction
+        self._tracked, self._counted, self._on_prediction = tracked, counted, on_prediction
         self._records = 0
         self._seconds: list[float] = []
         self._waits = False
@@ -96,7 +98,8 @@ class Comparison:
     def _start(self, record: Mapping[str, Any]) -> None:
         from fullframe.ranks.agreement import from_all_ranks, is_first_rank, on_first_rank
 
-        of_ranks = from_all_ranks({**measured(self._tracked()), "step_seconds": float(record["step_seconds"])})
+        mine = measured(self._tracked(), self._counted())
+        of_ranks = from_all_ranks({**mine, "step_seconds": float(record["step_seconds"])})
         self._measured = {name: max(rank[name] for rank in of_ranks) for name in of_ranks[0]}
         if self._strict is not None:
             self._require_close(self._conclude(on_first_rank(self._predicted)), self._strict)
@@ -124,6 +127,7 @@ class Comparison:
             self._say(f"no prediction to compare with: {predicted['problem']}")
             return {"prediction": float("inf")}
         self._on_prediction(predicted)
+        predicted = {"step_bytes": predicted.get("device_bytes"), **predicted}  # of an older plan
         found, without_core = self._measured_now()
         off, parts = {}, []
         for name, key in _MEASURES.items():
@@ -207,17 +211,20 @@ def prediction_of(child: "subprocess.Popen[str]") -> dict[str, Any]:
 _MEASURES = {
     "allocated_bytes": "peak_bytes",
     "reserved_bytes": "reserved_bytes",
-    "process_bytes": "device_bytes",
+    "process_bytes": "step_bytes",
     "step_seconds": "step_seconds",
 }
 
 
-def measured(tracked: int | None = None) -> dict[str, float]:
-    """The most memory this rank has held: by torch's counters on a GPU, on the CPU of the process and `tracked`."""
+def measured(tracked: int | None = None, counted: tuple[int, int] | None = None) -> dict[str, float]:
+    """The most memory this rank has held: by torch's counters on a GPU, on the CPU of the process and `tracked`.
+
+    `counted` is what the counters had earlier.
+    """
     from fullframe.ranks import device
 
     if device.is_in_use():
-        allocated, reserved = device.peak_bytes()
+        allocated, reserved = counted or device.peak_bytes()
         return {"allocated_bytes": float(allocated), "reserved_bytes": float(reserved)}
     of_tensors = {} if tracked is None else {"allocated_bytes": float(tracked)}
     return {**of_tensors, "process_bytes": _most_resident_bytes()}

@@ -346,6 +346,7 @@ class Train:
         compared = Comparison(
             *(self.recipe, strategy, say, plan, self.strict_memory, recipe.batch_size, self.set),
             tracked=lambda: timeline.peak_bytes,
+            counted=lambda: timeline.counted,
             on_prediction=partial(note_prediction, run_dir) if rank == 0 else lambda predicted: None,
         )
         with aside(), show or contextlib.nullcontext(), compared as comparison:

@@ -1,13 +1,15 @@
 """A run's timeline: a line a step with its seconds, one step followed, and the same numbers as without."""
 
 import json
+from types import SimpleNamespace
 
 import torch
 
 import fullframe as ff
+from fullframe.observation.memory import timeline as timeline_module
 from fullframe.observation.memory.timeline import Timeline
 from tests.rank_group import rank_group
-from tests.training.tiny import Network, recipe
+from tests.training.tiny import Frames, Network, recipe
 
 
 def observed(run_dir, rank=0):
@@ -47,6 +49,26 @@ def test_two_ranks(tmp_path):
 
 def test_sharded_parameters_and_replicas(tmp_path):
     check(ff.Strategy(data=2, shard_parameters=True), tmp_path, 2)
+
+
+def test_a_gpus_counters_are_those_of_the_step_and_not_of_the_evaluation_after_it(tmp_path, monkeypatch):
+    held = {"now": 0}
+
+    def evaluate(model, batch):
+        held["now"] = 2**40
+        return {"one": (1.0, 1)}
+
+    def peak():
+        return held["now"] + 5, held["now"] + 7
+
+    counters = SimpleNamespace(is_in_use=lambda: True, peak_bytes=peak, properties=lambda: ("", 2**40))
+    monkeypatch.setattr(timeline_module, "device", counters)
+    monkeypatch.setattr(timeline_module, "_cached_bytes", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: held.update(now=0))
+    timeline = Timeline(meter=lambda: None)
+    job = recipe(evaluation_data=Frames, evaluate=evaluate, evaluate_every=1)
+    ff.fit(job, ff.Strategy(), tmp_path, steps=3, observers=[timeline])
+    assert timeline.counted == (5, 7)
 
 
 class Noted(Network):

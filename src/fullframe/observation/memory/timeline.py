@@ -31,6 +31,7 @@ class Timeline(Observer):
 
     `trace_step` is one more step that is followed; `on_trace` gets what it held, event by event.
     `peak_bytes` is the tracked peak of the step that was followed first, as `Prediction.peak_bytes` counts it;
+    `counted` what a GPU's counters had then, allocated and reserved;
     `live` what was live at the peak of the one that was followed last, with "when", or {}.
     """
 
@@ -42,6 +43,7 @@ class Timeline(Observer):
     ):
         self._trace_step, self._on_trace, self._meter_of_rank = trace_step, on_trace, meter
         self.peak_bytes: int | None = None
+        self.counted: tuple[int, int] | None = None
         self.live: dict[str, Any] = {}
         self._taken = 0
         self._traced: TracedStep | None = None
@@ -83,6 +85,8 @@ class Timeline(Observer):
     def step_taken(self, number: int) -> None:
         """The line of this step."""
         row: dict[str, Any] = {"step": number, "time": round(time.time(), 3), "seconds": self._seconds}
+        if self._taken == _FIRST and device.is_in_use():
+            self.counted = device.peak_bytes()
         if self._traced is not None:
             self._end_trace(number, row)
         timed = {} if self._phases is None else self._phases.take(number)
