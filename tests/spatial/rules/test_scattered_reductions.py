@@ -1,4 +1,4 @@
-"""The largest, smallest or mean of what split points scatter into a whole tensor, a depth buffer say."""
+"""The largest, smallest, sum or mean of what split points scatter into a whole tensor, a depth buffer say."""
 
 import math
 
@@ -25,7 +25,7 @@ def cells(x: Tensor) -> Tensor:
 def at_all(points: Tensor, index: Tensor, start: Tensor) -> list[Tensor]:
     return [
         start.scatter_reduce(1, index, points, way, include_self=own)
-        for way in ("amax", "amin", *(["mean"] if points.is_floating_point() else []))
+        for way in ("amax", "amin", "sum", *(["mean"] if points.is_floating_point() else []))
         for own in (True, False)
     ]
 

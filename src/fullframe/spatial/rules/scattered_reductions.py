@@ -1,4 +1,4 @@
-"""The largest, the smallest or the mean of what split values scatter into a whole tensor: depth buffers, superpixels.
+"""The largest, the smallest, the sum or the mean of what split values scatter into a whole tensor: superpixels, say.
 
 Each rank takes its own, the ranks' are put together. Ties share the gradient as in torch.
 """
@@ -27,15 +27,17 @@ def extremes_at(x: Tensor, dim: int, index: Tensor, src: Tensor, how: Reduction)
     return found
 
 
-def means_at(x: Tensor, dim: int, index: Tensor, src: Tensor, how: Reduction) -> Tensor:
-    """`scatter_reduce` by "mean" into a whole `x` of floating numbers, else as `extremes_at`."""
+def sums_at(x: Tensor, dim: int, index: Tensor, src: Tensor, how: Reduction) -> Tensor:
+    """`scatter_reduce` by "sum", or by "mean" into a whole `x` of floating numbers, else as `extremes_at`."""
     index, src, group = _own(x, dim, index, src)
     zeros = x.new_zeros(x.shape)
     total = all_sum(zeros.scatter_add(dim, index, src), group)
+    if how.reduce == "sum" and how.include_self:
+        return x + total
     count = all_sum_no_grad(zeros.scatter_add(dim, index, torch.ones_like(src)), group)
     if how.include_self:
         return (x + total) / (count + 1)
-    return torch.where(count > 0, total / count.clamp(min=1), x)
+    return torch.where(count > 0, total if how.reduce == "sum" else total / count.clamp(min=1), x)
 
 
 def _own(x: Tensor, dim: int, index: Tensor, src: Tensor) -> tuple[Tensor, Tensor, dist.ProcessGroup]:

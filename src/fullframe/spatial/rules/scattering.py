@@ -22,7 +22,7 @@ from fullframe.spatial.rules.points import (
     require_inside,
 )
 from fullframe.spatial.rules.registry import Unsupported, rule, writes
-from fullframe.spatial.rules.scattered_reductions import Reduction, extremes_at, means_at
+from fullframe.spatial.rules.scattered_reductions import Reduction, extremes_at, sums_at
 from fullframe.spatial.rules.tables import landing
 from fullframe.spatial.rules.unsupported import INTO_WHOLE
 from fullframe.spatial.spec import Spec
@@ -151,7 +151,9 @@ def _scattered_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, src: An
     spec, in_place = given[0].spec, writes(func, kwargs)
     if func.__name__.startswith("scatter_reduce") and any(t.spec.is_split(dim) for t in given):
         how = Reduction(*args, **kwargs)
-        by = {"amax": extremes_at, "amin": extremes_at, "mean": means_at if x.is_floating_point() else None}
+        by = {"amax": extremes_at, "amin": extremes_at, "sum": sums_at}
+        if x.is_floating_point():
+            by["mean"] = sums_at
         if (reduced := by.get(how.reduce)) is not None:
             result = reduced(x, dim, index, src, how)
             return x.copy_(result) if in_place else result
