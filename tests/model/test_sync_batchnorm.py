@@ -97,13 +97,13 @@ def test_a_sync_batchnorm_of_the_users_runs_on_a_cpu_and_on_split_tensors() -> N
             torch.testing.assert_close(buffers[name], expected[name], rtol=1e-9, atol=1e-13)
 
 
-def statistics_of(synced: bool) -> list[Tensor]:
-    """What `update_bn` finds in six images, one step; of plain torch outside a job of ranks."""
+def statistics_of(synced: bool, plain: bool = False) -> list[Tensor]:
+    """What `update_bn` finds in six images, one step; of `plain` torch, or on these ranks."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
     images = [torch.randn(3, 6, 9, dtype=torch.float64) * (n + 1) for n in range(6)]
     loader: Any = DataLoader(images, batch_size=6)  # type: ignore[arg-type]
-    if torch.distributed.is_initialized():
+    if not plain:
         mesh = ff.init_mesh()
         model = ff.parallelize(nn.SyncBatchNorm.convert_sync_batchnorm(model) if synced else model, mesh)
         loader = ff.ShardedLoader(loader, mesh)
@@ -112,7 +112,7 @@ def statistics_of(synced: bool) -> list[Tensor]:
 
 
 def test_update_bn_over_replicas_is_one_process_s_with_sync_batchnorm_alone() -> None:
-    expected = statistics_of(True)
+    expected = statistics_of(False, plain=True)
     for found in rank_group(2).run(statistics_of, True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13)
     assert not any(torch.allclose(found[1], expected[1]) for found in rank_group(2).run(statistics_of, False))
