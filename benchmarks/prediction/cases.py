@@ -1,14 +1,14 @@
 """What is predicted and measured: recipes and strategies, each a few hundred MiB to 2 GiB a rank."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from benchmarks.networks import UNet, UNet3D, convnext_tiny, resnet50
 from benchmarks.spatial_memory.models import nine_layers
@@ -48,6 +48,12 @@ def features(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Reads the last feature map and the pooled output, so that every parameter has a gradient."""
     output = model(pixel_values=batch["image"])
     return output.last_hidden_state.square().mean() + output.pooler_output.tanh().mean()  # type: ignore[no-any-return]
+
+
+def accuracy(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The share of pixels of the right class."""
+    right = model(batch["image"]).argmax(1) == batch["target"]
+    return {"accuracy": (right.sum(), right.numel())}
 
 
 def swin() -> nn.Module:
@@ -101,6 +107,12 @@ def _recipe(
     return Recipe(model=model, loss=loss, optimizer=optimizer, data=lambda: Frames(*size), batch_size=batch_size)
 
 
+def _evaluated(model: Callable[[], nn.Module], crop: tuple[int, ...], frame: tuple[int, ...]) -> Recipe:
+    """Trained on crops, and evaluated on three whole frames."""
+    trained = _recipe(model, segmentation, 2, crop)
+    return replace(trained, evaluate=accuracy, evaluation_data=lambda: Subset(Frames(*frame), range(3)))
+
+
 _RECIPES: dict[str, Callable[[], Recipe]] = {
     "nine conv-BN-ReLU": lambda: _recipe(nine_layers, square, 2, (384, 512)),
     "UNet": lambda: _recipe(UNet, segmentation, 2, (384, 512)),
@@ -111,7 +123,9 @@ _RECIPES: dict[str, Callable[[], Recipe]] = {
     "ViT": lambda: _recipe(vit, features, 4, (256, 512)),
     "3-D UNet": lambda: _recipe(UNet3D, segmentation, 1, (48, 64, 64)),
     "unrolled": lambda: _recipe(Iterations, square, 2, (256, 384)),
-    "stereo network": lambda: load_recipe(STEREO),
+    "stereo network": lambda: replace(load_recipe(STEREO), evaluate=None, evaluation_data=None),
+    "UNet, evaluated": lambda: _evaluated(UNet, (96, 128), (768, 1024)),
+    "3-D UNet, evaluated": lambda: _evaluated(UNet3D, (16, 32, 32), (64, 96, 96)),
 }
 
 
@@ -191,4 +205,11 @@ CASES = [
     Case("ConvNeXt-tiny", Strategy(compile=True)),
     Case("ConvNeXt-tiny", Strategy(width=2, compile=True)),
     Case("ConvNeXt-tiny", Strategy(recompute="blocks", compile=True)),
+    Case("UNet, evaluated", Strategy()),
+    Case("UNet, evaluated", Strategy(precision="bf16")),
+    Case("UNet, evaluated", Strategy(width=2)),
+    Case("UNet, evaluated", Strategy(clip_norm=1.0, ema_decay=0.99)),
+    Case("UNet, evaluated", Strategy(data=2, shard_parameters=True)),
+    Case("3-D UNet, evaluated", Strategy()),
+    Case("3-D UNet, evaluated", Strategy(depth=2)),
 ]

@@ -1,4 +1,4 @@
-"""One fresh process: two real training steps, and the most that torch's allocator had handed out at once.
+"""One fresh process: two real steps, an evaluation if there is one, and the most that torch's allocator had given out.
 
 `python -m benchmarks.prediction.measure CASE RANK STORE` prints `{"peak_bytes"}`; CASE is the case's number. It is
 counted under the allocator (`allocations.c`, loaded before); nothing of `fullframe.simulation` takes part.
@@ -16,18 +16,21 @@ import torch.distributed as dist
 
 from benchmarks.prediction.cases import CASES, Case
 from fullframe.ranks.mesh import init_mesh
+from fullframe.training.evaluation import evaluate
 from fullframe.training.session import Session, assemble
 
 STEPS = 2
 
 
 def peak_bytes(case: Case) -> int:
-    """From before the model is made to the end of the second step."""
+    """From before the model is made to the end of the second step, or of the evaluation after it."""
     strategy, counted = case.strategy, ctypes.CDLL(None)
     counted.allocations_begin.restype = counted.allocations_most.restype = ctypes.c_long
     mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, stages=strategy.stages)
     before: int = counted.allocations_begin()
-    take_steps(assemble(case.recipe, strategy, mesh))
+    session = assemble(case.recipe, strategy, mesh)
+    take_steps(session)
+    evaluate(case.recipe, session.model, mesh, precision=strategy.precision, average=session.state.average)
     most: int = counted.allocations_most()
     return most - before
 
