@@ -19,6 +19,7 @@ from benchmarks.prediction.cases import CASES, Case
 from benchmarks.prediction.measure import take_steps
 from fullframe.ranks.mesh import init_mesh
 from fullframe.simulation.simulate import simulate
+from fullframe.training.evaluation import evaluate
 from fullframe.training.session import assemble
 from tests.hollow_gpu.__main__ import environments_of_ranks, hollow
 
@@ -40,7 +41,9 @@ def main(numbers: list[int]) -> None:
         worst = {"allocated": 0.0, "reserved": 0.0}
         for rank, measured in enumerate(of_ranks):
             predicted = simulate(case.recipe, case.strategy, cluster, rank=rank, without=("cudnn_workspace",))
-            for what, bytes in (("allocated", predicted.peak_bytes), ("reserved", predicted.reserved_bytes)):
+            of_both = [each for each in (predicted, predicted.evaluation) if each is not None]
+            most = max(each.peak_bytes for each in of_both), max(each.reserved_bytes for each in of_both)
+            for what, bytes in zip(worst, most, strict=True):
                 worst[what] = max(worst[what], bytes / measured[what] - 1, key=abs)
         for what, error in worst.items():
             errors[what].append(abs(error))
@@ -71,12 +74,14 @@ def _measured(number: int) -> list[dict[str, int]]:
 
 
 def measure(number: int) -> None:
-    """One rank: the most that two steps had allocated and reserved."""
+    """One rank: the most that two steps, and an evaluation if there is one, had allocated and reserved."""
     warnings.filterwarnings("ignore")
     case = CASES[number]
     strategy = case.strategy
     mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, stages=strategy.stages)
-    take_steps(assemble(case.recipe, strategy, mesh), _IDLE_SECONDS)
+    session = assemble(case.recipe, strategy, mesh)
+    take_steps(session, _IDLE_SECONDS)
+    evaluate(case.recipe, session.model, mesh, precision=strategy.precision, average=session.state.average)
     found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     print(json.dumps(found), flush=True)
     if dist.is_initialized():
