@@ -22,6 +22,11 @@ def peak_and_left(recipe: ff.Recipe, strategy: ff.Strategy) -> tuple[int, int]:
             session.step(batch)
         del session, batch
         gc.collect()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    counts = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    counts = held_bytes(profiled)
     return max(counts), counts[-1]
+
+
+def held_bytes(profiled: profile) -> list[int]:
+    """What torch's allocator has handed out and not got back, after each event that torch.profiler has of it."""
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

@@ -1,7 +1,6 @@
 """A simulated evaluation against what torch's profiler counts of a real one."""
 
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import fullframe as ff
 from fullframe.planning.plan import PlanRequest, plan_in_full
 from fullframe.simulation.evaluation import read_evaluation
 from fullframe.simulation.prediction import said_of_evaluation
+from tests.simulation.real_steps import held_bytes
 
 
 class Frames(torch.utils.data.Dataset[Any]):
@@ -61,8 +61,7 @@ def measured_bytes() -> int:
         with torch.no_grad():
             evaluate(network, batch)
         del gradients
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    return max(held_bytes(profiled))
 
 
 def test_a_real_evaluation_holds_as_much() -> None:

@@ -18,6 +18,7 @@ from fullframe.simulation.prediction import Prediction, said_of_host
 from fullframe.simulation.simulate import simulate
 from fullframe.spatial.rules.convolution import JOINED_BYTES
 from fullframe.training.host import RealHost
+from tests.simulation.real_steps import held_bytes
 
 PLAIN = ("context", "cublas_workspace", "cudnn_workspace", "prefetched_batch", "caching_allocator", "ddp_buckets")
 
@@ -404,13 +405,7 @@ def measured_bytes() -> int:
             optimizer.zero_grad()
             loss(model, image).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-    held = most = 0
-    events = profiled.profiler.kineto_results.events()
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
+    return max(held_bytes(profiled))
 
 
 def test_a_real_step_on_the_cpu_holds_as_much() -> None:

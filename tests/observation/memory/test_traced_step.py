@@ -1,7 +1,6 @@
 """The tracked peak of a real step is what torch's allocator says, by its own events."""
 
 import gc
-from itertools import accumulate
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from fullframe.observation.memory.traced_step import TracedStep
 from fullframe.ranks.mesh import init_mesh
 from fullframe.training.observers import Observed
 from fullframe.training.session import assemble
+from tests.simulation.real_steps import held_bytes
 
 
 class Frames(Dataset):
@@ -121,8 +121,7 @@ def peaks(model):
         batches = iter(session.state.loader)
         session.step(next(batches))
         session.step(next(batches))
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    allocated = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    allocated = max(held_bytes(profiled))
     run = Observed(recipe=recipe, session=session, strategy=ff.Strategy(), mesh=mesh, run_dir=None, rank=0,
                    say=print, append=print)  # fmt: skip
     traced = TracedStep(run)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from fullframe.simulation.memory import scratch
 from fullframe.simulation.memory.scratch import cpu_scratch, is_channels_last
+from tests.simulation.real_steps import held_bytes
 
 aten = torch.ops.aten
 MAP = 2 * 8 * 10 * 10 * 4  # bytes of the maps below
@@ -89,9 +89,7 @@ def allocated(call: Callable[[], Any]) -> int:
     """What torch's allocator hands out during a call, at its most, beyond what the call returns."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         made = call()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    most = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-    return most - sum(t.nbytes for t in tree_leaves(made) if isinstance(t, Tensor))
+    return max(held_bytes(profiled)) - sum(t.nbytes for t in tree_leaves(made) if isinstance(t, Tensor))
 
 
 # Kernel rows, stride, padding, transposed, and the kernel's shape for maps of 8 channels.
