@@ -191,6 +191,9 @@ class Augmented(torch.utils.data.Dataset):  # type: ignore[type-arg]
         image = torch.zeros(3, 128, 256)
         return {"image": image.flip(-1) if torch.rand(()) < 0.5 else image}
 
+    def __len__(self) -> int:
+        return 5
+
 
 def test_an_augmentation_may_read_its_random_numbers() -> None:
     Augmented.reads = 0
@@ -199,6 +202,16 @@ def test_an_augmentation_may_read_its_random_numbers() -> None:
     assert Augmented.reads == 1 and torch.equal(before, torch.get_rng_state())
     given = plan(recipe(), "1xT4", precisions=["fp16"])
     assert augmented[0].prediction == given[0].prediction is not None
+
+
+def test_the_data_of_an_evaluation_is_read_once_for_all_simulations() -> None:
+    def evaluate(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"mean": model(batch["image"]).mean()}
+
+    Augmented.reads = 0
+    planned = plan(recipe(evaluate=evaluate, evaluation_data=Augmented), "4xT4", precisions=["fp16"])
+    assert Augmented.reads == 1
+    assert planned[0].prediction is not None and planned[0].prediction.evaluation is not None
 
 
 def test_a_plan_ends_when_its_time_is_over() -> None:

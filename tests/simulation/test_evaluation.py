@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fullframe as ff
 from fullframe.planning.plan import PlanRequest, plan_in_full
-from fullframe.simulation.evaluation import read_evaluation
+from fullframe.simulation.evaluation import EvaluationSample, read_evaluation
 from fullframe.simulation.prediction import said_of_evaluation
 from tests.simulation.real_steps import held_bytes
 
@@ -109,7 +109,7 @@ def test_metrics_are_as_before_and_what_they_keep_of_each_sample_is_counted() ->
 
 def test_the_first_sample_is_read_and_counted() -> None:
     found = read_evaluation(recipe())
-    assert isinstance(found, tuple) and found.first["image"].shape == (3, 192, 192) and found.samples == 8
+    assert isinstance(found, EvaluationSample) and found.first["image"].shape == (3, 192, 192) and found.samples == 8
     assert read_evaluation(recipe(evaluate=None, evaluation_data=None)) is None
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from fullframe.planning.search import Search
 from fullframe.planning.shortfall import Shortfall, shortfall
 from fullframe.recipe import Recipe
 from fullframe.simulation.devices.table import Cluster, parse_cluster
+from fullframe.simulation.evaluation import EvaluationSample, read_evaluation
 from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
 from fullframe.simulation.prediction import Prediction
 from fullframe.simulation.simulate import simulate
@@ -127,9 +128,7 @@ def plan_in_full(request: PlanRequest) -> Planned:
     benchmark = not cluster.device.is_cuda if request.benchmark is None else request.benchmark
     if benchmark and cluster.device.is_cuda and not torch.cuda.is_available():
         raise StrategyError(f"ops can only be timed on a device that is here, and there is no {cluster.device.name}")
-    sample = read_sample(recipe)
-    evaluation_data = None if recipe.evaluation_data is None else cache(recipe.evaluation_data)
-    recipe = replace(recipe, sample=lambda: sample, evaluation_data=evaluation_data)  # read once
+    recipe = _read_once(recipe)
     job = _job(recipe, cluster, request)
     search = Search(job=job, limit_bytes=int(cluster.device.memory_bytes * (1 - KEPT_FREE)))
     predict = partial(simulate, timings={} if benchmark else None, until=end)
@@ -150,6 +149,15 @@ def plan_in_full(request: PlanRequest) -> Planned:
         limit_bytes=search.limit_bytes,
         untried=len(search.untried),
     )
+
+
+def _read_once(recipe: Recipe) -> Recipe:
+    """The recipe with its first samples at hand, of training and of evaluation: each simulation asks for them."""
+    sample, evaluation = read_sample(recipe), read_evaluation(recipe)
+    recipe = replace(recipe, sample=lambda: sample)
+    if isinstance(evaluation, EvaluationSample):
+        recipe = replace(recipe, evaluation_data=lambda: evaluation)
+    return recipe
 
 
 def _job(recipe: Recipe, cluster: Cluster, request: PlanRequest) -> Job:

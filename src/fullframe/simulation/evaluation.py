@@ -4,9 +4,11 @@ One sample is enough but where metrics keep something of each: then what all sam
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import Dataset
 
 from fullframe.errors import FullframeError
 from fullframe.model.parallelize import ParallelModel
@@ -21,11 +23,18 @@ from fullframe.training.evaluation import evaluation_data, is_metric, measuring
 _REPEATED = 2  # evaluations that tell what each leaves
 
 
-class EvaluationSample(NamedTuple):
-    """The first sample of the evaluation data, and how many there are."""
+@dataclass(frozen=True)
+class EvaluationSample(Dataset[Any]):
+    """The first sample of the evaluation data, and how many there are; a data set in which all are like it."""
 
     first: Any
     samples: int
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, number: int) -> Any:
+        return self.first
 
 
 def read_evaluation(recipe: Recipe) -> EvaluationSample | FullframeError | None:
