@@ -23,7 +23,8 @@ CASES: dict[str, Case] = {
 OVER_FLOATS: dict[str, Op] = {
     "var": lambda x: [x.var((2, 3)), x.var(), x.var(3, correction=0), x.var(2, correction=7), x.var(correction=900)],
     "std": lambda x: [x.std((2, 3)), x.std(), x.std(3, correction=0), x.std(1), x.std(2, keepdim=True)],
-    "var_mean": lambda x: [*torch.var_mean(x, (2, 3)), *torch.std_mean(x, 3, keepdim=True), *torch.std_mean(x)],
+    "var_mean": lambda x: [*torch.var_mean(x, (2, 3)), *torch.var_mean(x.roll(-1, 3), 3),
+                           *torch.std_mean(x, 3, keepdim=True), *torch.std_mean(x)],
     "norms over a dim": lambda x: [torch.linalg.vector_norm(x, p, 3) for p in ORDERS],
     "norms over the plane": lambda x: [torch.linalg.vector_norm(x, p, (2, 3), True) for p in ORDERS],
     "norms": lambda x: [x.norm(), x.norm(p=1, dim=2), x.norm(3), x.norm(inf), x.dist(x * 0.5), x.dist(x, 1)],

@@ -36,8 +36,9 @@ class _Variance(torch.autograd.Function):
             joined([each[None] for each in (own_var.to(own_mean.dtype), own_mean, own_count)], 0), group
         )
         each_var, means, counts = everyone.unbind(1)  # (ranks, ...)
-        one = means.gather(0, counts.real.argmax(0, True))  # of a rank that has elements
-        mean = one[0] + (counts * (means - one)).sum(0) / elements
+        first = means.gather(0, counts.real.sign().argmax(0, True))  # of the ranks that have elements
+        # Torch goes from element to element, and from an infinite mean on to none: a last one alone stays infinite.
+        mean = first[0] + (counts * (means - first)).sum(0) / elements + means[:-1].mul(0).sum(0)
         squares = (counts * (each_var + (means - mean).abs() ** 2)).sum(0).real
         var = squares / max(elements - correction, 0)
         found = (var.sqrt() if root else var).to(local.dtype.to_real())
