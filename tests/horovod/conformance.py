@@ -122,6 +122,13 @@ def allreduce_in_place_of_what_is_not_contiguous(dtype: torch.dtype) -> None:
     same(mine, summed(given))
 
 
+@case(("allgather", "broadcast"), (torch.float32, torch.int64))
+def moved_of_a_column_with_one_row(function: str, dtype: torch.dtype) -> None:  # to torch it has no gaps
+    given = [of_rank(rank, dtype, (1, 3)) for rank in ranks()]
+    found = getattr(hvd, function)(given[hvd.rank()][:, 1], *([0] if function == "broadcast" else []))
+    same(found, torch.cat(given)[:, 1] if function == "allgather" else given[0][:, 1])
+
+
 @case((torch.float32, torch.float64, torch.int32), ("pre", "post"))
 def allreduce_scaled(dtype: torch.dtype, which: str) -> None:
     given = [of_rank(rank, dtype, shape_of(2)) for rank in ranks()]

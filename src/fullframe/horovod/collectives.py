@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fullframe.horovod.board import BLOCK, Board, board_between
 from fullframe.horovod.request import ReduceOp
+from fullframe.ranks.raw_bytes import in_bytes
 
 _ROOM = BLOCK - 4  # of a message that all ranks send at once; its length comes first
 _KEPT_BYTES = 64 << 20  # of a buffer that is not given back
@@ -198,12 +199,12 @@ class Collectives:
     def _bytes(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """A contiguous tensor as flat bytes, on the CPU where gloo moves them, and the group that does."""
         group = self._group(tensor)
-        flat = tensor.reshape(-1).view(torch.uint8)
+        flat = in_bytes(tensor)
         return (flat.cpu() if group is self._gloo else flat), group
 
     def _back(self, raw: Tensor, tensor: Tensor) -> None:
         if raw.device != tensor.device:
-            tensor.view(-1).view(torch.uint8).copy_(raw)
+            in_bytes(tensor).copy_(raw)
 
 
 def _do(group: Any, tensor: Tensor, op: ReduceOp) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -28,6 +29,7 @@ def test_every_dtype_comes_back(tmp_path, dtype):
 def test_any_strides_and_a_number_come_back(tmp_path):
     image = torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     tensors = {"image": image, "matrix": torch.rand(3, 5).t(), "number": torch.tensor(7), "rows": torch.rand(6, 2)[::2]}
+    tensors |= {"one": torch.rand(1, 5)[:, 0], "none": torch.from_numpy(np.zeros((0, 5))[:, 0])}
     written(tmp_path / "x", tensors, {"format": "pt"})
     found = load_file(tmp_path / "x")
     assert all(torch.equal(found[name], value) for name, value in tensors.items()) and found.keys() == tensors.keys()

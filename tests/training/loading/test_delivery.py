@@ -70,6 +70,18 @@ def test_what_expand_has_made_is_in_memory_of_its_own_before_it_is_page_locked()
     assert found["one"] is batch["one"], "a single element shares nothing"
 
 
+def test_boxes_of_a_photograph_without_any_and_with_one_are_compared():
+    boxes = np.random.default_rng(0).integers(0, 3, (1, 5))
+    none, one = (torch.from_numpy(boxes[:count, 0]) for count in (0, 1))
+    assert none.stride() == (0,) or one.stride() == (5,), "strides that bytes cannot be viewed by"
+    for labels in (none, one, none.new_zeros(2, 0, 4).transpose(0, 2)):
+        for conjugate in (False, True):
+            kept = labels.to(torch.complex64).conj() if conjugate else labels
+            _, checksum = Collation(lambda _, kept=kept: {"labels": [kept]}, LAST, "auto")([Sample(None, (), None)])
+            _, other = Collation(lambda _, kept=kept: {"labels": [kept + 1]}, LAST, "auto")([Sample(None, (), None)])
+            assert (checksum == other) == (kept.numel() == 0)
+
+
 @pytest.mark.parametrize(
     ("name", "parts"),
     [("clone", 1), ("to_sparse_coo", 2), ("to_sparse_csr", 3), ("to_sparse_csc", 3)],

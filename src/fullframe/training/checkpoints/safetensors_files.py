@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullframe.ranks.raw_bytes import in_bytes
+
 # https://huggingface.co/docs/safetensors: 8 bytes of header length, a JSON header, the tensors' bytes.
 DTYPES = {
     torch.float64: "F64",
@@ -104,6 +106,5 @@ def sync_folder(folder: Path) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    array: Any = flat.view(torch.uint8).numpy()
+    array: Any = in_bytes(tensor.detach().cpu().contiguous()).numpy()
     return memoryview(array)

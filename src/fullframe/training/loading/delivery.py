@@ -25,6 +25,7 @@ from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
 from fullframe.ranks.device import current
 from fullframe.ranks.mesh import has_stages, spatial_of, stage_axis
 from fullframe.ranks.randomness import sample_randomness
+from fullframe.ranks.raw_bytes import in_bytes, plain
 from fullframe.spatial.shard import even_spec
 from fullframe.spatial.tensor import without_class, wrap
 
@@ -302,8 +303,8 @@ def _checksum(batch: Any, checksum: int) -> int:
             continue
         elements = without_class(tensor).detach().reshape(-1)
         # An odd step walks through the columns of an image of any even width.
-        elements = elements[:: elements.numel() // _FINGERPRINT_ELEMENTS | 1].contiguous()
-        checksum = zlib.crc32(elements.view(torch.uint8).numpy().tobytes(), checksum)
+        elements = plain(elements[:: elements.numel() // _FINGERPRINT_ELEMENTS | 1])
+        checksum = zlib.crc32(in_bytes(elements).numpy().tobytes(), checksum)
     return checksum
 
 
