@@ -458,6 +458,7 @@ class Choosy(Network):
         (ff.Strategy(), {"loss": lambda m, b: b["x"]}, {}, RecipeError, r"simulated: KeyError: 'x', at .*simulate.py"),
         (ff.Strategy(), {}, {"until": 0.0}, OutOfTime, "before"),
         (ff.Strategy(), {"model": Choosy}, {}, RecipeError, "depends on the numbers in its tensors"),
+        (ff.Strategy(), {"model": Choosy}, {}, RecipeError, r"have none, at .*_simulate.py, line \d+ \(return x if x"),
     ],
 )
 def test_what_cannot_be_simulated(

@@ -31,7 +31,7 @@ from fullframe.simulation.devices.table import Cluster, Device, cpu_device, pars
 from fullframe.simulation.evaluation import evaluate_fakes, read_evaluation
 from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, plain_tensors, read_sample
 from fullframe.simulation.fake.autocast import cuda_autocast
-from fullframe.simulation.fake.blame import blamed
+from fullframe.simulation.fake.blame import blamed, place
 from fullframe.simulation.fake.cuda_kernels import cuda_kernels
 from fullframe.simulation.fake.data_parallel import FakeDataParallel, WithoutBuckets
 from fullframe.simulation.fake.outcomes import Outcomes
@@ -352,7 +352,8 @@ def _readable_errors(tracer: Tracer) -> Iterator[None]:
             raise
         raise RecipeError(
             f"the step cannot be simulated: what {error.func}{where} gives depends on the numbers in its tensors, and "
-            "fake tensors have none; take sizes from shapes and choose by torch.where, or plan with a recipe without it"
+            f"fake tensors have none{place(error)}; take sizes from shapes and choose by torch.where, let a "
+            "torch.library.custom_op with a fake read them, or plan with a recipe without it"
         ) from error
     finally:
         torch_says.setLevel(level)

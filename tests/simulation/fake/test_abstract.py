@@ -63,12 +63,15 @@ class Asking(nn.Module):
         self.register_buffer("table", torch.zeros(3))
         if how == "runs":
             self.head = nn.Linear(self.backbone(torch.zeros(1, 3, 9, 9)).shape[-1], 2)
+        elif how == "gives":  # the first offsets of deformable attention
+            self.head = nn.Linear(4, 2)
+            self.head.bias.data = torch.arange(2.0).cos()
         else:
             self.table.copy_(torch.arange(3.0, device=self.backbone[0].weight.device))
             self.head = nn.Linear(4, 2)
 
 
-@pytest.mark.parametrize("how", ["runs", "fills"])
+@pytest.mark.parametrize("how", ["runs", "fills", "gives"])
 def test_a_constructor_may_compute_with_its_parameters(how: str) -> None:
     model = abstract_model(recipe(model=lambda: Asking(how)), FakeTensorMode())
     assert model.head.weight.shape == (2, 4)

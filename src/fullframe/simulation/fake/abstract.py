@@ -71,13 +71,9 @@ def _is_large(tensor: Tensor) -> bool:
 
 
 def _built(recipe: Recipe) -> nn.Module:
-    """With memory only where the constructor computes with parameters: runs its backbone once, to see what it gives."""
-    try:
-        with _parameters_on_meta(), _LargeOnMeta():
-            return recipe.training_model()
-    except RuntimeError as error:
-        if "meta" not in str(error):
-            raise
+    """With memory only where the constructor wants parameters that have some, as for what it gives them by `.data`."""
+    with suppress(RuntimeError), _parameters_on_meta(), _LargeOnMeta():
+        return recipe.training_model()
     return recipe.training_model()
 
 

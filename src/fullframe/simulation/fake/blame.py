@@ -22,15 +22,19 @@ _LIBRARIES = tuple(
 
 
 def told(error: BaseException) -> str:
-    """The exception in one line, with the innermost line that is neither torch's nor fullframe's nor a library's."""
+    """The exception in one line, with its `place`."""
     first = (str(error).strip().splitlines() or [""])[0]
-    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return (f"{type(error).__name__}: {first}" if first else type(error).__name__) + place(error)
+
+
+def place(error: BaseException) -> str:
+    """The innermost line of no library, nor of torch or fullframe, as ", at file, line 7 (code)"; "" without one."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).is_file() and not _of_a_library(frame.filename)]
     if not own:
-        return text
+        return ""
     code = f" ({own[-1].line})" if own[-1].line else ""
-    return f"{text}, at {own[-1].filename}, line {own[-1].lineno}{code}"
+    return f", at {own[-1].filename}, line {own[-1].lineno}{code}"
 
 
 def _of_a_library(filename: str) -> bool:
