@@ -7,10 +7,17 @@ from fullframe.doctor.lint.rule import Found, rule, said
 
 
 def test_the_function_below_becomes_the_check() -> None:
-    made = rule("FF1", "t", Severity.NOTE, reason="r", fix="f", example="\n    a\n      b\n", instead="\n    c\n")(
+    change = """
+      a
+
+    -   b
+    + c
+    """
+    made = rule("FF1", "t", Severity.NOTE, reason="r", fix="f", change=change)(
         lambda training: [Found(ast.Pass(), "here")]
     )
-    assert (made.kind.code, made.kind.example, made.kind.instead, made.kind.default) == ("FF1", "a\n  b", "c", True)
+    assert (made.kind.code, made.kind.example, made.kind.instead) == ("FF1", "a\n\n  b", "a\n\nc")
+    assert made.kind.default
 
 
 def test_long_source_is_shortened() -> None:

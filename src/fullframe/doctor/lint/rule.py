@@ -35,22 +35,31 @@ def rule(
     *,
     reason: str,
     fix: str,
-    example: str,
-    instead: str,
+    change: str,
     default: bool = True,
 ) -> Callable[[Callable[[Training], Iterable[Found]]], Rule]:
-    """Makes a rule of the function below it."""
+    """Makes a rule of the function below it.
+
+    `change` is a source text whose lines with the fault begin with "- ", those without it with "+ ", and all others
+    with two spaces.
+    """
     kind = Kind(
         code=code,
         title=title,
         severity=severity,
         reason=reason,
         fix=fix,
-        example=textwrap.dedent(example).strip(),
-        instead=textwrap.dedent(instead).strip(),
+        example=_without(change, "+"),
+        instead=_without(change, "-"),
         default=default,
     )
     return lambda check: Rule(kind, check)
+
+
+def _without(change: str, mark: str) -> str:
+    """The text without the lines that begin with `mark`."""
+    lines = textwrap.dedent(change).splitlines()
+    return "\n".join(line[2:] for line in lines if not line.startswith(mark)).strip()
 
 
 def said(node: ast.AST | None) -> str:

@@ -24,21 +24,14 @@ _ENTRY_BY_ENTRY = ("abs", "square", "pow", "log", "float", "flatten", "reshape",
         "times as large."
     ),
     fix="Divide the loss by the number of microbatches before backward.",
-    example="""
-    for i, (x, y) in enumerate(loader):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        if (i + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    """,
-    instead="""
-    for i, (x, y) in enumerate(loader):
-        loss = F.cross_entropy(model(x), y) / 4
-        loss.backward()
-        if (i + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+    change="""
+      for i, (x, y) in enumerate(loader):
+    -     loss = F.cross_entropy(model(x), y)
+    +     loss = F.cross_entropy(model(x), y) / 4
+          loss.backward()
+          if (i + 1) % 4 == 0:
+              optimizer.step()
+              optimizer.zero_grad()
     """,
 )
 def not_divided(training: Training) -> Iterator[Found]:
@@ -116,23 +109,16 @@ def _sums(backward: Backward) -> bool:
         "the mean of the means is not the loss of the batch: items of sparse microbatches weigh more."
     ),
     fix="Use reduction='sum' and divide by the number of counted items of the whole batch.",
-    example="""
-    criterion = nn.CrossEntropyLoss(ignore_index=255)
-    for i, (x, y) in enumerate(loader):
-        loss = criterion(model(x), y) / 4
-        loss.backward()
-        if (i + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    """,
-    instead="""
-    criterion = nn.CrossEntropyLoss(ignore_index=255, reduction="sum")
-    for i, (x, y) in enumerate(loader):
-        loss = criterion(model(x), y) / items_of_batch
-        loss.backward()
-        if (i + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+    change="""
+    - criterion = nn.CrossEntropyLoss(ignore_index=255)
+    + criterion = nn.CrossEntropyLoss(ignore_index=255, reduction="sum")
+      for i, (x, y) in enumerate(loader):
+    -     loss = criterion(model(x), y) / 4
+    +     loss = criterion(model(x), y) / items_of_batch
+          loss.backward()
+          if (i + 1) % 4 == 0:
+              optimizer.step()
+              optimizer.zero_grad()
     """,
 )
 def uneven_means(training: Training) -> Iterator[Found]:
@@ -194,23 +180,15 @@ def _is_mask(key: Value) -> bool:
     ),
     fix="Take the step also at the last batch: `or i + 1 == len(loader)`.",
     default=False,
-    example="""
-    for epoch in range(9):
-        for i, (x, y) in enumerate(loader):
-            loss = F.cross_entropy(model(x), y) / 4
-            loss.backward()
-            if (i + 1) % 4 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    """,
-    instead="""
-    for epoch in range(9):
-        for i, (x, y) in enumerate(loader):
-            loss = F.cross_entropy(model(x), y) / 4
-            loss.backward()
-            if (i + 1) % 4 == 0 or i + 1 == len(loader):
-                optimizer.step()
-                optimizer.zero_grad()
+    change="""
+      for epoch in range(9):
+          for i, (x, y) in enumerate(loader):
+              loss = F.cross_entropy(model(x), y) / 4
+              loss.backward()
+    -         if (i + 1) % 4 == 0:
+    +         if (i + 1) % 4 == 0 or i + 1 == len(loader):
+                  optimizer.step()
+                  optimizer.zero_grad()
     """,
 )
 def left_over(training: Training) -> Iterator[Found]:
@@ -232,23 +210,15 @@ def left_over(training: Training) -> Iterator[Found]:
     WARNING,
     reason="The first learning rate of the schedule is never used; torch warns of it once at run time.",
     fix="Call `scheduler.step()` after `optimizer.step()`.",
-    example="""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
-    for x, y in loader:
-        scheduler.step()
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    """,
-    instead="""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        scheduler.step()
+    change="""
+      optimizer = torch.optim.SGD(model.parameters(), 0.1)
+      scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+      for x, y in loader:
+    -     scheduler.step()
+          optimizer.zero_grad()
+          F.cross_entropy(model(x), y).backward()
+          optimizer.step()
+    +     scheduler.step()
     """,
 )
 def scheduled_too_early(training: Training) -> Iterator[Found]:
@@ -277,19 +247,13 @@ def _updates_before(training: Training, loop: Frame, updates: Sequence[Update]) 
     ERROR,
     reason="The optimizer holds the parameters of the old layer; those of the new one are never updated.",
     fix="Make the optimizer after the last change of the model.",
-    example="""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model.head = nn.Linear(8, 10)
-    model(x).sum().backward()
-    optimizer.step()
-    """,
-    instead="""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    model.head = nn.Linear(8, 10)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model(x).sum().backward()
-    optimizer.step()
+    change="""
+      model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    + model.head = nn.Linear(8, 10)
+      optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    - model.head = nn.Linear(8, 10)
+      model(x).sum().backward()
+      optimizer.step()
     """,
 )
 def replaced(training: Training) -> Iterator[Found]:

@@ -56,21 +56,14 @@ def _is_open(call: Call) -> bool:
     NOTE,
     reason="Samples are read and decoded by the training process itself, while the device waits.",
     fix="Pass `num_workers=` (a few for each device) and `persistent_workers=True`.",
-    example="""
-    from torch.utils.data import DataLoader
+    change="""
+      from torch.utils.data import DataLoader
 
-    loader = DataLoader(data, batch_size=8, shuffle=True)
-    for x, y in loader:
-        F.cross_entropy(model(x.to(device)), y.to(device)).backward()
-        optimizer.step()
-    """,
-    instead="""
-    from torch.utils.data import DataLoader
-
-    loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=4, persistent_workers=True)
-    for x, y in loader:
-        F.cross_entropy(model(x.to(device)), y.to(device)).backward()
-        optimizer.step()
+    - loader = DataLoader(data, batch_size=8, shuffle=True)
+    + loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=4, persistent_workers=True)
+      for x, y in loader:
+          F.cross_entropy(model(x.to(device)), y.to(device)).backward()
+          optimizer.step()
     """,
 )
 def no_workers(training: Training) -> Iterator[Found]:
@@ -94,21 +87,15 @@ def _is_in_memory(call: Call) -> bool:
     NOTE,
     reason="A copy to the GPU from pageable memory goes through a second buffer, and cannot run beside computation.",
     fix="Pass `pin_memory=True`, and `non_blocking=True` to the copies.",
-    example="""
-    from torch.utils.data import DataLoader
+    change="""
+      from torch.utils.data import DataLoader
 
-    loader = DataLoader(data, num_workers=4)
-    for x, y in loader:
-        F.cross_entropy(model(x.cuda()), y.cuda()).backward()
-        optimizer.step()
-    """,
-    instead="""
-    from torch.utils.data import DataLoader
-
-    loader = DataLoader(data, num_workers=4, pin_memory=True)
-    for x, y in loader:
-        F.cross_entropy(model(x.cuda(non_blocking=True)), y.cuda(non_blocking=True)).backward()
-        optimizer.step()
+    - loader = DataLoader(data, num_workers=4)
+    + loader = DataLoader(data, num_workers=4, pin_memory=True)
+      for x, y in loader:
+    -     F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+    +     F.cross_entropy(model(x.cuda(non_blocking=True)), y.cuda(non_blocking=True)).backward()
+          optimizer.step()
     """,
 )
 def not_pinned(training: Training) -> Iterator[Found]:
@@ -148,23 +135,15 @@ def is_gpu(place: Value) -> bool:
     NOTE,
     reason="Each epoch forks the workers, imports and opens everything anew, and the device waits for the first batch.",
     fix="Pass `persistent_workers=True`.",
-    example="""
-    from torch.utils.data import DataLoader
+    change="""
+      from torch.utils.data import DataLoader
 
-    loader = DataLoader(data, num_workers=4)
-    for epoch in range(9):
-        for x, y in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    """,
-    instead="""
-    from torch.utils.data import DataLoader
-
-    loader = DataLoader(data, num_workers=4, persistent_workers=True)
-    for epoch in range(9):
-        for x, y in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+    - loader = DataLoader(data, num_workers=4)
+    + loader = DataLoader(data, num_workers=4, persistent_workers=True)
+      for epoch in range(9):
+          for x, y in loader:
+              F.cross_entropy(model(x), y).backward()
+              optimizer.step()
     """,
 )
 def not_persistent(training: Training) -> Iterator[Found]:
@@ -191,15 +170,11 @@ def _epochs(loop: Frame, call: Call) -> Frame | None:
     ERROR,
     reason="A sampler decides the order itself; torch refuses both with a ValueError.",
     fix="Leave `shuffle=True` out; DistributedSampler shuffles by itself.",
-    example="""
-    from torch.utils.data import DataLoader, DistributedSampler
+    change="""
+      from torch.utils.data import DataLoader, DistributedSampler
 
-    loader = DataLoader(data, sampler=DistributedSampler(data), shuffle=True)
-    """,
-    instead="""
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    loader = DataLoader(data, sampler=DistributedSampler(data, shuffle=True))
+    - loader = DataLoader(data, sampler=DistributedSampler(data), shuffle=True)
+    + loader = DataLoader(data, sampler=DistributedSampler(data, shuffle=True))
     """,
 )
 def shuffled_twice(training: Training) -> Iterator[Found]:
@@ -218,26 +193,16 @@ def shuffled_twice(training: Training) -> Iterator[Found]:
     WARNING,
     reason="The order is drawn from the epoch's number; without it every epoch has the order of the first.",
     fix="Call `sampler.set_epoch(epoch)` at the start of every epoch.",
-    example="""
-    from torch.utils.data import DataLoader, DistributedSampler
+    change="""
+      from torch.utils.data import DataLoader, DistributedSampler
 
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, sampler=sampler, num_workers=4)
-    for epoch in range(9):
-        for x, y in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    """,
-    instead="""
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, sampler=sampler, num_workers=4)
-    for epoch in range(9):
-        sampler.set_epoch(epoch)
-        for x, y in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+      sampler = DistributedSampler(data)
+      loader = DataLoader(data, sampler=sampler, num_workers=4)
+      for epoch in range(9):
+    +     sampler.set_epoch(epoch)
+          for x, y in loader:
+              F.cross_entropy(model(x), y).backward()
+              optimizer.step()
     """,
 )
 def same_order(training: Training) -> Iterator[Found]:
@@ -265,25 +230,17 @@ def same_order(training: Training) -> Iterator[Found]:
         "as there are ranks."
     ),
     fix="Pass `sampler=DistributedSampler(dataset)`.",
-    example="""
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader
+    change="""
+      from torch.nn.parallel import DistributedDataParallel
+    - from torch.utils.data import DataLoader
+    + from torch.utils.data import DataLoader, DistributedSampler
 
-    model = DistributedDataParallel(model)
-    loader = DataLoader(data, shuffle=True, num_workers=4)
-    for x, y in loader:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    """,
-    instead="""
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    model = DistributedDataParallel(model)
-    loader = DataLoader(data, sampler=DistributedSampler(data), num_workers=4)
-    for x, y in loader:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+      model = DistributedDataParallel(model)
+    - loader = DataLoader(data, shuffle=True, num_workers=4)
+    + loader = DataLoader(data, sampler=DistributedSampler(data), num_workers=4)
+      for x, y in loader:
+          F.cross_entropy(model(x), y).backward()
+          optimizer.step()
     """,
 )
 def not_distributed(training: Training) -> Iterator[Found]:
@@ -322,15 +279,11 @@ def _iterates(data: Value) -> bool:
         " without."
     ),
     fix="Give CPU tensors and move whole batches in the training loop.",
-    example="""
-    class Data(torch.utils.data.Dataset):
-        def __getitem__(self, index):
-            return torch.as_tensor(self.images[index]).cuda()
-    """,
-    instead="""
-    class Data(torch.utils.data.Dataset):
-        def __getitem__(self, index):
-            return torch.as_tensor(self.images[index])
+    change="""
+      class Data(torch.utils.data.Dataset):
+          def __getitem__(self, index):
+    -         return torch.as_tensor(self.images[index]).cuda()
+    +         return torch.as_tensor(self.images[index])
     """,
 )
 def gpu_in_data(training: Training) -> Iterator[Found]:
@@ -358,24 +311,16 @@ def gpu_in_data(training: Training) -> Iterator[Found]:
     WARNING,
     reason="`next(iter(loader))` starts the loader from its beginning, workers included, and reads one batch of it.",
     fix="Make the iterator before the loop, and again where it ends.",
-    example="""
-    from torch.utils.data import DataLoader
+    change="""
+      from torch.utils.data import DataLoader
 
-    loader = DataLoader(data, num_workers=4)
-    for step in range(1000):
-        x, y = next(iter(loader))
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    """,
-    instead="""
-    from torch.utils.data import DataLoader
-
-    loader = DataLoader(data, num_workers=4)
-    batches = iter(loader)
-    for step in range(1000):
-        x, y = next(batches)
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+      loader = DataLoader(data, num_workers=4)
+    + batches = iter(loader)
+      for step in range(1000):
+    -     x, y = next(iter(loader))
+    +     x, y = next(batches)
+          F.cross_entropy(model(x), y).backward()
+          optimizer.step()
     """,
 )
 def begun_again(training: Training) -> Iterator[Found]:

@@ -35,22 +35,14 @@ def _asks_for_gradients(training: Training) -> bool:
     WARNING,
     reason="Without no_grad or inference_mode each forward keeps all activations for a backward pass that never comes.",
     fix="Put the loop into `with torch.inference_mode():`, or `@torch.inference_mode()` above the function.",
-    example="""
-    def evaluate(model, loader):
-        model.eval()
-        correct = 0
-        for x, y in loader:
-            correct += (model(x).argmax(1) == y).sum().item()
-        return correct
-    """,
-    instead="""
-    @torch.inference_mode()
-    def evaluate(model, loader):
-        model.eval()
-        correct = 0
-        for x, y in loader:
-            correct += (model(x).argmax(1) == y).sum().item()
-        return correct
+    change="""
+    + @torch.inference_mode()
+      def evaluate(model, loader):
+          model.eval()
+          correct = 0
+          for x, y in loader:
+              correct += (model(x).argmax(1) == y).sum().item()
+          return correct
     """,
 )
 def no_grad_missing(training: Training) -> Iterator[Found]:
@@ -100,29 +92,18 @@ def _is_read(training: Training, call: Call) -> bool:
         "are wrong."
     ),
     fix="Call `model.eval()` before the loop, and `model.train()` before training goes on.",
-    example="""
-    for epoch in range(9):
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        with torch.no_grad():
-            for x, y in val_loader:
-                error = F.cross_entropy(model(x), y).item()
-    """,
-    instead="""
-    for epoch in range(9):
-        model.train()
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            for x, y in val_loader:
-                error = F.cross_entropy(model(x), y).item()
+    change="""
+      for epoch in range(9):
+    +     model.train()
+          for x, y in loader:
+              loss = F.cross_entropy(model(x), y)
+              optimizer.zero_grad()
+              loss.backward()
+              optimizer.step()
+    +     model.eval()
+          with torch.no_grad():
+              for x, y in val_loader:
+                  error = F.cross_entropy(model(x), y).item()
     """,
 )
 def eval_missing(training: Training) -> Iterator[Found]:
@@ -173,31 +154,19 @@ def _is_set_elsewhere(training: Training, first: Call, last: Call) -> bool:
         "epochs."
     ),
     fix="Call `model.train()` at the start of every epoch.",
-    example="""
-    model.train()
-    for epoch in range(9):
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            for x, y in val_loader:
-                error = F.cross_entropy(model(x), y).item()
-    """,
-    instead="""
-    for epoch in range(9):
-        model.train()
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            for x, y in val_loader:
-                error = F.cross_entropy(model(x), y).item()
+    change="""
+    - model.train()
+      for epoch in range(9):
+    +     model.train()
+          for x, y in loader:
+              loss = F.cross_entropy(model(x), y)
+              optimizer.zero_grad()
+              loss.backward()
+              optimizer.step()
+          model.eval()
+          with torch.no_grad():
+              for x, y in val_loader:
+                  error = F.cross_entropy(model(x), y).item()
     """,
 )
 def train_missing(training: Training) -> Iterator[Found]:
@@ -238,16 +207,12 @@ def _evaluates_after(training: Training, loop: Frame, call: Call) -> bool:
     ERROR,
     reason="Under no_grad or inference_mode nothing is recorded, so the loss has no graph and backward fails.",
     fix="Take the forward pass out of the no_grad block.",
-    example="""
-    for x, y in loader:
-        with torch.no_grad():
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-    """,
-    instead="""
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
+    change="""
+      for x, y in loader:
+    -     with torch.no_grad():
+    -         loss = F.cross_entropy(model(x), y)
+    +     loss = F.cross_entropy(model(x), y)
+          loss.backward()
     """,
 )
 def without_autograd(training: Training) -> Iterator[Found]:
@@ -276,17 +241,12 @@ _CALLED = {
     ERROR,
     reason="Without parentheses the line does nothing, and says nothing.",
     fix="Write the parentheses.",
-    example="""
-    model = nn.Linear(2, 2)
-    model.eval
-    with torch.no_grad():
-        print(model(x))
-    """,
-    instead="""
-    model = nn.Linear(2, 2)
-    model.eval()
-    with torch.no_grad():
-        print(model(x))
+    change="""
+      model = nn.Linear(2, 2)
+    - model.eval
+    + model.eval()
+      with torch.no_grad():
+          print(model(x))
     """,
 )
 def not_called(training: Training) -> Iterator[Found]:

@@ -58,26 +58,16 @@ def owns(training: Training, receiver: Value, update: Update) -> bool:
         "learning rate silently n times as large."
     ),
     fix="Pass `op=dist.ReduceOp.AVG`, or divide by `dist.get_world_size()`, as DistributedDataParallel does.",
-    example="""
-    import torch.distributed as dist
+    change="""
+      import torch.distributed as dist
 
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-        optimizer.step()
-    """,
-    instead="""
-    import torch.distributed as dist
-
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-        optimizer.step()
+      for x, y in loader:
+          optimizer.zero_grad()
+          F.cross_entropy(model(x), y).backward()
+          for p in model.parameters():
+              dist.all_reduce(p.grad)
+    +         p.grad /= dist.get_world_size()
+          optimizer.step()
     """,
 )
 def summed_over_ranks(training: Training) -> Iterator[Found]:
@@ -115,18 +105,12 @@ def _divides_losses(training: Training) -> bool:
     ERROR,
     reason="backward adds to the gradients, so each update uses the sum of all steps so far.",
     fix="Call `optimizer.zero_grad()` once for every update, before backward or after the step.",
-    example="""
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-    """,
-    instead="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+    change="""
+      for x, y in loader:
+    +     optimizer.zero_grad()
+          loss = F.cross_entropy(model(x), y)
+          loss.backward()
+          optimizer.step()
     """,
 )
 def never_emptied(training: Training) -> Iterator[Found]:
@@ -178,19 +162,13 @@ def _may_empty(training: Training, frame: Frame) -> bool:
     ERROR,
     reason="The update then has no gradients, so nothing is trained; no error is raised.",
     fix="Call `zero_grad` before backward or after the step.",
-    example="""
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.zero_grad()
-        optimizer.step()
-    """,
-    instead="""
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    change="""
+      for x, y in loader:
+          loss = F.cross_entropy(model(x), y)
+    +     optimizer.zero_grad()
+          loss.backward()
+    -     optimizer.zero_grad()
+          optimizer.step()
     """,
 )
 def emptied_too_early(training: Training) -> Iterator[Found]:
@@ -220,21 +198,14 @@ def emptied_too_early(training: Training) -> Iterator[Found]:
         "are lost."
     ),
     fix="Call `zero_grad` in the same branch as the step.",
-    example="""
-    for i, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y) / 4
-        loss.backward()
-        if (i + 1) % 4 == 0:
-            optimizer.step()
-    """,
-    instead="""
-    for i, (x, y) in enumerate(loader):
-        loss = F.cross_entropy(model(x), y) / 4
-        loss.backward()
-        if (i + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+    change="""
+      for i, (x, y) in enumerate(loader):
+    -     optimizer.zero_grad()
+          loss = F.cross_entropy(model(x), y) / 4
+          loss.backward()
+          if (i + 1) % 4 == 0:
+              optimizer.step()
+    +         optimizer.zero_grad()
     """,
 )
 def emptied_every_time(training: Training) -> Iterator[Found]:
@@ -251,19 +222,13 @@ def emptied_every_time(training: Training) -> Iterator[Found]:
     ERROR,
     reason="Gradients are clipped after the update has read them, or before backward has made them.",
     fix="Clip between backward and step.",
-    example="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    """,
-    instead="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    change="""
+      for x, y in loader:
+          optimizer.zero_grad()
+          F.cross_entropy(model(x), y).backward()
+    +     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+          optimizer.step()
+    -     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     """,
 )
 def clipped_too_late(training: Training) -> Iterator[Found]:

@@ -111,23 +111,15 @@ def _only_adds(way: list[Value]) -> bool:
         " every step."
     ),
     fix="Add `loss.detach()` (stays on the device, no waiting) or `loss.item()`.",
-    example="""
-    total = 0.0
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        total += loss
-    """,
-    instead="""
-    total = 0.0
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        total += loss.detach()
+    change="""
+      total = 0.0
+      for x, y in loader:
+          loss = F.cross_entropy(model(x), y)
+          optimizer.zero_grad()
+          loss.backward()
+          optimizer.step()
+    -     total += loss
+    +     total += loss.detach()
     """,
 )
 def summed(training: Training) -> Iterator[Found]:
@@ -149,23 +141,15 @@ def summed(training: Training) -> Iterator[Found]:
         "graph of its step."
     ),
     fix="Collect `x.detach()`, or `x.detach().cpu()` where many are collected.",
-    example="""
-    losses = []
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss)
-    """,
-    instead="""
-    losses = []
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    change="""
+      losses = []
+      for x, y in loader:
+          loss = F.cross_entropy(model(x), y)
+          optimizer.zero_grad()
+          loss.backward()
+          optimizer.step()
+    -     losses.append(loss)
+    +     losses.append(loss.detach())
     """,
 )
 def collected(training: Training) -> Iterator[Found]:
@@ -220,23 +204,15 @@ def _target(store: Store) -> str:
         "longer with every step."
     ),
     fix="Detach the state before the next step: `state = state.detach()`.",
-    example="""
-    state = torch.zeros(1, 8, 64)
-    for x, y in loader:
-        out, state = model(x, state)
-        loss = F.mse_loss(out, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    """,
-    instead="""
-    state = torch.zeros(1, 8, 64)
-    for x, y in loader:
-        out, state = model(x, state.detach())
-        loss = F.mse_loss(out, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    change="""
+      state = torch.zeros(1, 8, 64)
+      for x, y in loader:
+    -     out, state = model(x, state)
+    +     out, state = model(x, state.detach())
+          loss = F.mse_loss(out, y)
+          optimizer.zero_grad()
+          loss.backward()
+          optimizer.step()
     """,
 )
 def carried(training: Training) -> Iterator[Found]:
@@ -260,19 +236,13 @@ def carried(training: Training) -> Iterator[Found]:
         "graphs at the peak."
     ),
     fix="Leave retain_graph out; where a second backward pass needs the graph, keep it for all but the last.",
-    example="""
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward(retain_graph=True)
-        optimizer.step()
-    """,
-    instead="""
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    change="""
+      for x, y in loader:
+          loss = F.cross_entropy(model(x), y)
+          optimizer.zero_grad()
+    -     loss.backward(retain_graph=True)
+    +     loss.backward()
+          optimizer.step()
     """,
 )
 def retained(training: Training) -> Iterator[Found]:
@@ -298,21 +268,15 @@ def retained(training: Training) -> Iterator[Found]:
         "leaks every step."
     ),
     fix="Use `torch.autograd.grad(loss, parameters, create_graph=True)`, or set every `p.grad = None` after the step.",
-    example="""
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward(create_graph=True)
-        optimizer.step()
-        optimizer.zero_grad()
-    """,
-    instead="""
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        penalty = sum(g.square().sum() for g in grads)
-        (loss + penalty).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    change="""
+      for x, y in loader:
+          loss = F.cross_entropy(model(x), y)
+    -     loss.backward(create_graph=True)
+    +     grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    +     penalty = sum(g.square().sum() for g in grads)
+    +     (loss + penalty).backward()
+          optimizer.step()
+          optimizer.zero_grad()
     """,
 )
 def circle(training: Training) -> Iterator[Found]:

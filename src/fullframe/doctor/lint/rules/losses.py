@@ -17,19 +17,13 @@ from fullframe.doctor.lint.values import Origin, Value, cone
         " no weight is trained."
     ),
     fix="Call backward on the loss itself.",
-    example="""
-    for x, y in loader:
-        loss = torch.tensor(F.cross_entropy(model(x), y).item(), requires_grad=True)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    """,
-    instead="""
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    change="""
+      for x, y in loader:
+    -     loss = torch.tensor(F.cross_entropy(model(x), y).item(), requires_grad=True)
+    +     loss = F.cross_entropy(model(x), y)
+          optimizer.zero_grad()
+          loss.backward()
+          optimizer.step()
     """,
 )
 def cut_off(training: Training) -> Iterator[Found]:
@@ -64,15 +58,11 @@ def _cut(value: Value) -> str:
         "without an error."
     ),
     fix="Give the loss the logits; apply softmax or sigmoid only where probabilities are read.",
-    example="""
-    for x, y in loader:
-        loss = F.cross_entropy(torch.softmax(model(x), dim=1), y)
-        loss.backward()
-    """,
-    instead="""
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
+    change="""
+      for x, y in loader:
+    -     loss = F.cross_entropy(torch.softmax(model(x), dim=1), y)
+    +     loss = F.cross_entropy(model(x), y)
+          loss.backward()
     """,
 )
 def twice_softmax(training: Training) -> Iterator[Found]:

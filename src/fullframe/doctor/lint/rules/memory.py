@@ -40,21 +40,14 @@ def is_data(value: Value) -> bool:
         "and nested inputs; torch asks to choose, and advises use_reentrant=False."
     ),
     fix="Pass `use_reentrant=False`.",
-    example="""
-    from torch.utils.checkpoint import checkpoint
+    change="""
+      from torch.utils.checkpoint import checkpoint
 
 
-    class Net(nn.Module):
-        def forward(self, x):
-            return checkpoint(self.block, x)
-    """,
-    instead="""
-    from torch.utils.checkpoint import checkpoint
-
-
-    class Net(nn.Module):
-        def forward(self, x):
-            return checkpoint(self.block, x, use_reentrant=False)
+      class Net(nn.Module):
+          def forward(self, x):
+    -         return checkpoint(self.block, x)
+    +         return checkpoint(self.block, x, use_reentrant=False)
     """,
 )
 def reentrant(training: Training) -> Iterator[Found]:
@@ -74,17 +67,12 @@ def reentrant(training: Training) -> Iterator[Found]:
         "another one."
     ),
     fix="Leave batch norm out of the block, use another norm, or set its momentum to 1 - sqrt(1 - momentum).",
-    example="""
-    from torch.utils.checkpoint import checkpoint
+    change="""
+      from torch.utils.checkpoint import checkpoint
 
-    block = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-    y = checkpoint(block, x, use_reentrant=False)
-    """,
-    instead="""
-    from torch.utils.checkpoint import checkpoint
-
-    block = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU())
-    y = checkpoint(block, x, use_reentrant=False)
+    - block = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    + block = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU())
+      y = checkpoint(block, x, use_reentrant=False)
     """,
 )
 def around_batch_norm(training: Training) -> Iterator[Found]:
@@ -117,23 +105,15 @@ def _holds_batch_norm(block: Value, depth: int = 0) -> bool:
         "not trained."
     ),
     fix="Pass `use_reentrant=False`.",
-    example="""
-    from torch.utils.checkpoint import checkpoint
+    change="""
+      from torch.utils.checkpoint import checkpoint
 
-    for x, y in loader:
-        loss = F.cross_entropy(head(checkpoint(stem, x, use_reentrant=True)), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    """,
-    instead="""
-    from torch.utils.checkpoint import checkpoint
-
-    for x, y in loader:
-        loss = F.cross_entropy(head(checkpoint(stem, x, use_reentrant=False)), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+      for x, y in loader:
+    -     loss = F.cross_entropy(head(checkpoint(stem, x, use_reentrant=True)), y)
+    +     loss = F.cross_entropy(head(checkpoint(stem, x, use_reentrant=False)), y)
+          optimizer.zero_grad()
+          loss.backward()
+          optimizer.step()
     """,
 )
 def on_the_input(training: Training) -> Iterator[Found]:
@@ -159,18 +139,12 @@ def on_the_input(training: Training) -> Iterator[Found]:
         "nothing in use."
     ),
     fix="Leave it out; against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
-    example="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        torch.cuda.empty_cache()
-    """,
-    instead="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    change="""
+      for x, y in loader:
+          optimizer.zero_grad()
+          F.cross_entropy(model(x), y).backward()
+          optimizer.step()
+    -     torch.cuda.empty_cache()
     """,
 )
 def cache_emptied(training: Training) -> Iterator[Found]:
@@ -195,28 +169,19 @@ def cache_emptied(training: Training) -> Iterator[Found]:
         "retry has less room."
     ),
     fix="Note in the handler that it failed, leave it, and retry after it.",
-    example="""
-    for x, y in loader:
-        try:
-            F.cross_entropy(model(x), y).backward()
-        except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            F.cross_entropy(model(x[:1]), y[:1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    """,
-    instead="""
-    for x, y in loader:
-        failed = False
-        try:
-            F.cross_entropy(model(x), y).backward()
-        except torch.cuda.OutOfMemoryError:
-            failed = True
-        if failed:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[:1]), y[:1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    change="""
+      for x, y in loader:
+    +     failed = False
+          try:
+              F.cross_entropy(model(x), y).backward()
+          except torch.cuda.OutOfMemoryError:
+    -         torch.cuda.empty_cache()
+    +         failed = True
+    +     if failed:
+    +         optimizer.zero_grad()
+              F.cross_entropy(model(x[:1]), y[:1]).backward()
+          optimizer.step()
+          optimizer.zero_grad()
     """,
 )
 def retried_in_handler(training: Training) -> Iterator[Found]:
@@ -243,17 +208,12 @@ def _is_about_memory(frame: Frame) -> bool:
     NOTE,
     reason="Zeros keep the gradients' memory between steps and cost a write and an add; None, the default, does not.",
     fix="Leave `set_to_none=False` out.",
-    example="""
-    for x, y in loader:
-        optimizer.zero_grad(set_to_none=False)
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    """,
-    instead="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    change="""
+      for x, y in loader:
+    -     optimizer.zero_grad(set_to_none=False)
+    +     optimizer.zero_grad()
+          F.cross_entropy(model(x), y).backward()
+          optimizer.step()
     """,
 )
 def kept_as_zeros(training: Training) -> Iterator[Found]:
@@ -275,22 +235,14 @@ def kept_as_zeros(training: Training) -> Iterator[Found]:
     ),
     fix="`del` them at the end of the loop's body, or put the step into a function.",
     default=False,
-    example="""
-    for x, y in loader:
-        out = model(x)
-        loss = F.cross_entropy(out, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    """,
-    instead="""
-    for x, y in loader:
-        out = model(x)
-        loss = F.cross_entropy(out, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        del out, loss
+    change="""
+      for x, y in loader:
+          out = model(x)
+          loss = F.cross_entropy(out, y)
+          optimizer.zero_grad()
+          loss.backward()
+          optimizer.step()
+    +     del out, loss
     """,
 )
 def held_over(training: Training) -> Iterator[Found]:

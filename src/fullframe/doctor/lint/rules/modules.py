@@ -20,27 +20,18 @@ from fullframe.doctor.lint.values import Origin, Value
         "every call."
     ),
     fix="Return the tensors, or empty the list at the start of forward.",
-    example="""
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 8, 3)
-            self.seen = []
+    change="""
+      class Net(nn.Module):
+          def __init__(self):
+              super().__init__()
+              self.conv = nn.Conv2d(3, 8, 3)
+    -         self.seen = []
 
-        def forward(self, x):
-            x = self.conv(x)
-            self.seen.append(x)
-            return x
-    """,
-    instead="""
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 8, 3)
-
-        def forward(self, x):
-            x = self.conv(x)
-            return x, [x]
+          def forward(self, x):
+              x = self.conv(x)
+    -         self.seen.append(x)
+    -         return x
+    +         return x, [x]
     """,
 )
 def grows_in_forward(training: Training) -> Iterator[Found]:
@@ -69,25 +60,17 @@ def grows_in_forward(training: Training) -> Iterator[Found]:
         "update and evaluation."
     ),
     fix="Return the tensor, or keep `x.detach()`.",
-    example="""
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 8, 3)
+    change="""
+      class Net(nn.Module):
+          def __init__(self):
+              super().__init__()
+              self.conv = nn.Conv2d(3, 8, 3)
 
-        def forward(self, x):
-            self.features = self.conv(x)
-            return self.features.relu()
-    """,
-    instead="""
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 8, 3)
-
-        def forward(self, x):
-            features = self.conv(x)
-            return features.relu()
+          def forward(self, x):
+    -         self.features = self.conv(x)
+    -         return self.features.relu()
+    +         features = self.conv(x)
+    +         return features.relu()
     """,
 )
 def cached_in_forward(training: Training) -> Iterator[Found]:
@@ -155,24 +138,16 @@ def _in_training(frame: Frame, outer: Frame) -> bool:
     ),
     fix="`del` the name after its last use, or write the call where its result is used.",
     default=False,
-    example="""
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.left, self.right, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(16, 8, 3)
+    change="""
+      class Net(nn.Module):
+          def __init__(self):
+              super().__init__()
+              self.left, self.right, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(16, 8, 3)
 
-        def forward(self, x):
-            a, b = self.left(x), self.right(x)
-            return self.head(torch.cat([a, b], 1))
-    """,
-    instead="""
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.left, self.right, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(16, 8, 3)
-
-        def forward(self, x):
-            return self.head(torch.cat([self.left(x), self.right(x)], 1))
+          def forward(self, x):
+    -         a, b = self.left(x), self.right(x)
+    -         return self.head(torch.cat([a, b], 1))
+    +         return self.head(torch.cat([self.left(x), self.right(x)], 1))
     """,
 )
 def kept_by_name(training: Training) -> Iterator[Found]:
@@ -215,35 +190,26 @@ def _times_read(frame: Frame, name: str) -> int:
     ),
     fix="Give the activation's result the same name, or write one call inside the other.",
     default=False,
-    example="""
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
-            self.c, self.d = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
+    change="""
+      class Net(nn.Module):
+          def __init__(self):
+              super().__init__()
+              self.a, self.b = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
+              self.c, self.d = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
 
-        def forward(self, x):
-            x1 = self.a(x)
-            y1 = F.relu(x1)
-            x2 = self.b(y1)
-            y2 = F.relu(x2)
-            x3 = self.c(y2)
-            y3 = F.relu(x3)
-            x4 = self.d(y3)
-            return F.relu(x4)
-    """,
-    instead="""
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
-            self.c, self.d = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
-
-        def forward(self, x):
-            x = F.relu(self.a(x))
-            x = F.relu(self.b(x))
-            x = F.relu(self.c(x))
-            return F.relu(self.d(x))
+          def forward(self, x):
+    -         x1 = self.a(x)
+    -         y1 = F.relu(x1)
+    -         x2 = self.b(y1)
+    -         y2 = F.relu(x2)
+    -         x3 = self.c(y2)
+    -         y3 = F.relu(x3)
+    -         x4 = self.d(y3)
+    -         return F.relu(x4)
+    +         x = F.relu(self.a(x))
+    +         x = F.relu(self.b(x))
+    +         x = F.relu(self.c(x))
+    +         return F.relu(self.d(x))
     """,
 )
 def kept_before_activation(training: Training) -> Iterator[Found]:

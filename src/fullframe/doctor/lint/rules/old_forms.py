@@ -39,15 +39,13 @@ def _is_in_memory(value: Value) -> bool:
     NOTE,
     reason="Apex's amp is no longer developed; torch has it built in, without patching functions.",
     fix="Use `torch.autocast` and `torch.amp.GradScaler`.",
-    example="""
-    from apex import amp
-
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-    """,
-    instead="""
-    scaler = torch.amp.GradScaler()
-    with torch.autocast("cuda", dtype=torch.float16):
-        loss = model(x)
+    change="""
+    - from apex import amp
+    -
+    - model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    + scaler = torch.amp.GradScaler()
+    + with torch.autocast("cuda", dtype=torch.float16):
+    +     loss = model(x)
     """,
 )
 def apex_amp(training: Training) -> Iterator[Found]:
@@ -65,13 +63,11 @@ def apex_amp(training: Training) -> Iterator[Found]:
         "which runs out of memory first, and Python's lock serialises the rest."
     ),
     fix="Start one process for each GPU (torchrun) and use DistributedDataParallel.",
-    example="""
-    model = nn.DataParallel(model)
-    """,
-    instead="""
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(model)
+    change="""
+    - model = nn.DataParallel(model)
+    + from torch.nn.parallel import DistributedDataParallel
+    +
+    + model = DistributedDataParallel(model)
     """,
 )
 def data_parallel(training: Training) -> Iterator[Found]:
@@ -86,13 +82,10 @@ def data_parallel(training: Training) -> Iterator[Found]:
     NOTE,
     reason="torch.cuda.amp's classes are deprecated and warn at every use.",
     fix='Use `torch.amp.autocast("cuda", ...)` and `torch.amp.GradScaler("cuda", ...)`.',
-    example="""
-    with torch.cuda.amp.autocast():
-        loss = model(x)
-    """,
-    instead="""
-    with torch.amp.autocast("cuda"):
-        loss = model(x)
+    change="""
+    - with torch.cuda.amp.autocast():
+    + with torch.amp.autocast("cuda"):
+          loss = model(x)
     """,
 )
 def cuda_amp(training: Training) -> Iterator[Found]:
@@ -112,15 +105,11 @@ def cuda_amp(training: Training) -> Iterator[Found]:
     NOTE,
     reason="Apex's distributed wrapper, synchronised batch norm and fused optimizers are in torch, and are kept there.",
     fix="Use torch's DistributedDataParallel, SyncBatchNorm, or its optimizers with `fused=True`.",
-    example="""
-    from apex.parallel import DistributedDataParallel
+    change="""
+    - from apex.parallel import DistributedDataParallel
+    + from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(model)
-    """,
-    instead="""
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(model)
+      model = DistributedDataParallel(model)
     """,
 )
 def apex_parallel(training: Training) -> Iterator[Found]:
@@ -152,11 +141,9 @@ _REPLACED = {
     NOTE,
     reason="The old name is deprecated and will be gone one day.",
     fix="Use the name that the message gives.",
-    example="""
-    torch.nn.utils.clip_grad_norm(model.parameters(), 1.0)
-    """,
-    instead="""
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    change="""
+    - torch.nn.utils.clip_grad_norm(model.parameters(), 1.0)
+    + torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     """,
 )
 def replaced(training: Training) -> Iterator[Found]:
@@ -174,14 +161,12 @@ def replaced(training: Training) -> Iterator[Found]:
         " autograd off."
     ),
     fix="Use the tensor itself; `torch.no_grad()` in place of volatile=True.",
-    example="""
-    from torch.autograd import Variable
-
-    x = Variable(x)
-    """,
-    instead="""
-    with torch.no_grad():
-        y = model(x)
+    change="""
+    - from torch.autograd import Variable
+    -
+    - x = Variable(x)
+    + with torch.no_grad():
+    +     y = model(x)
     """,
 )
 def variable(training: Training) -> Iterator[Found]:
@@ -199,11 +184,9 @@ def variable(training: Training) -> Iterator[Found]:
         "does not have."
     ),
     fix='Pass `map_location="cpu"`, or the rank\'s own device.',
-    example="""
-    state = torch.load("model.pt", weights_only=True)
-    """,
-    instead="""
-    state = torch.load("model.pt", map_location="cpu", weights_only=True)
+    change="""
+    - state = torch.load("model.pt", weights_only=True)
+    + state = torch.load("model.pt", map_location="cpu", weights_only=True)
     """,
 )
 def unmapped(training: Training) -> Iterator[Found]:
@@ -231,11 +214,9 @@ def _is_of_the_host(training: Training, load: Call) -> bool:
     WARNING,
     reason="With weights_only=False a checkpoint is unpickled, and a pickle can run any code.",
     fix="Pass `weights_only=True`; allow the classes needed with `torch.serialization.add_safe_globals`.",
-    example="""
-    state = torch.load("model.pt", map_location="cpu", weights_only=False)
-    """,
-    instead="""
-    state = torch.load("model.pt", map_location="cpu", weights_only=True)
+    change="""
+    - state = torch.load("model.pt", map_location="cpu", weights_only=False)
+    + state = torch.load("model.pt", map_location="cpu", weights_only=True)
     """,
 )
 def unpickled(training: Training) -> Iterator[Found]:
@@ -255,11 +236,9 @@ def unpickled(training: Training) -> Iterator[Found]:
     ),
     fix="Pass `weights_only=True`.",
     default=False,
-    example="""
-    state = torch.load("model.pt", map_location="cpu")
-    """,
-    instead="""
-    state = torch.load("model.pt", map_location="cpu", weights_only=True)
+    change="""
+    - state = torch.load("model.pt", map_location="cpu")
+    + state = torch.load("model.pt", map_location="cpu", weights_only=True)
     """,
 )
 def unsaid(training: Training) -> Iterator[Found]:
@@ -276,16 +255,13 @@ def unsaid(training: Training) -> Iterator[Found]:
     NOTE,
     reason="torchrun no longer passes it; the argument keeps its default on every rank, so all use the same GPU.",
     fix='Read `int(os.environ["LOCAL_RANK"])`.',
-    example="""
-    import argparse
+    change="""
+    - import argparse
+    + import os
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=0)
-    """,
-    instead="""
-    import os
-
-    local_rank = int(os.environ["LOCAL_RANK"])
+    - parser = argparse.ArgumentParser()
+    - parser.add_argument("--local_rank", type=int, default=0)
+    + local_rank = int(os.environ["LOCAL_RANK"])
     """,
 )
 def local_rank(training: Training) -> Iterator[Found]:

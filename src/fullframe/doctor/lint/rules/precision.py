@@ -43,21 +43,14 @@ def _never_both(a: Frame, b: Frame) -> bool:
         "against it inside."
     ),
     fix="End the autocast block after the loss.",
-    example="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-        optimizer.step()
-    """,
-    instead="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+    change="""
+      for x, y in loader:
+          optimizer.zero_grad()
+          with torch.autocast("cuda", dtype=torch.bfloat16):
+              loss = F.cross_entropy(model(x), y)
+    -         loss.backward()
+    +     loss.backward()
+          optimizer.step()
     """,
 )
 def inside_autocast(training: Training) -> Iterator[Found]:
@@ -76,26 +69,16 @@ def inside_autocast(training: Training) -> Iterator[Found]:
     ERROR,
     reason="The scaler refuses a second `unscale_` for one optimizer before `update()`, with a RuntimeError.",
     fix="Call `unscale_` once for each optimizer and step.",
-    example="""
-    scaler = torch.amp.GradScaler()
-    for x, y in loader:
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    """,
-    instead="""
-    scaler = torch.amp.GradScaler()
-    for x, y in loader:
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+    change="""
+      scaler = torch.amp.GradScaler()
+      for x, y in loader:
+          scaler.scale(F.cross_entropy(model(x), y)).backward()
+          scaler.unscale_(optimizer)
+          torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    -     scaler.unscale_(optimizer)
+          scaler.step(optimizer)
+          scaler.update()
+          optimizer.zero_grad()
     """,
 )
 def unscaled_twice(training: Training) -> Iterator[Found]:
@@ -109,22 +92,14 @@ def unscaled_twice(training: Training) -> Iterator[Found]:
     ERROR,
     reason="The scaler refuses a second `step` of one optimizer before `update()`, with a RuntimeError.",
     fix="Call `scaler.step(optimizer)` once, then `scaler.update()`.",
-    example="""
-    scaler = torch.amp.GradScaler()
-    for x, y in loader:
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    """,
-    instead="""
-    scaler = torch.amp.GradScaler()
-    for x, y in loader:
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+    change="""
+      scaler = torch.amp.GradScaler()
+      for x, y in loader:
+          scaler.scale(F.cross_entropy(model(x), y)).backward()
+          scaler.step(optimizer)
+    -     scaler.step(optimizer)
+          scaler.update()
+          optimizer.zero_grad()
     """,
 )
 def stepped_twice(training: Training) -> Iterator[Found]:
@@ -155,22 +130,14 @@ def _twice(training: Training, name: str) -> Iterator[Found]:
         "another factor."
     ),
     fix="Call `scaler.update()` once, after the last optimizer's step.",
-    example="""
-    scaler = torch.amp.GradScaler()
-    for x, y in loader:
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.step(first)
-        scaler.update()
-        scaler.step(second)
-        scaler.update()
-    """,
-    instead="""
-    scaler = torch.amp.GradScaler()
-    for x, y in loader:
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.step(first)
-        scaler.step(second)
-        scaler.update()
+    change="""
+      scaler = torch.amp.GradScaler()
+      for x, y in loader:
+          scaler.scale(F.cross_entropy(model(x), y)).backward()
+          scaler.step(first)
+    -     scaler.update()
+          scaler.step(second)
+          scaler.update()
     """,
 )
 def updated_often(training: Training) -> Iterator[Found]:
@@ -193,24 +160,15 @@ def updated_often(training: Training) -> Iterator[Found]:
         "Before `unscale_` gradients are thousands of times as large, so clipping at a usual norm all but removes them."
     ),
     fix="Call `scaler.unscale_(optimizer)` before clipping.",
-    example="""
-    scaler = torch.amp.GradScaler()
-    for x, y in loader:
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    """,
-    instead="""
-    scaler = torch.amp.GradScaler()
-    for x, y in loader:
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+    change="""
+      scaler = torch.amp.GradScaler()
+      for x, y in loader:
+          optimizer.zero_grad()
+          scaler.scale(F.cross_entropy(model(x), y)).backward()
+    +     scaler.unscale_(optimizer)
+          torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+          scaler.step(optimizer)
+          scaler.update()
     """,
 )
 def clipped_scaled(training: Training) -> Iterator[Found]:
@@ -236,21 +194,14 @@ def clipped_scaled(training: Training) -> Iterator[Found]:
     ERROR,
     reason="`optimizer.step()` takes the scaled gradients as they are: an update thousands of times too large.",
     fix="Call `scaler.step(optimizer)`.",
-    example="""
-    scaler = torch.amp.GradScaler()
-    for x, y in loader:
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        optimizer.step()
-        scaler.update()
-    """,
-    instead="""
-    scaler = torch.amp.GradScaler()
-    for x, y in loader:
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    change="""
+      scaler = torch.amp.GradScaler()
+      for x, y in loader:
+          optimizer.zero_grad()
+          scaler.scale(F.cross_entropy(model(x), y)).backward()
+    -     optimizer.step()
+    +     scaler.step(optimizer)
+          scaler.update()
     """,
 )
 def plain_step(training: Training) -> Iterator[Found]:
@@ -277,20 +228,13 @@ def plain_step(training: Training) -> Iterator[Found]:
         " is refused."
     ),
     fix="Call `scaler.update()` after the last `scaler.step(...)`.",
-    example="""
-    scaler = torch.amp.GradScaler()
-    for x, y in loader:
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
-    """,
-    instead="""
-    scaler = torch.amp.GradScaler()
-    for x, y in loader:
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    change="""
+      scaler = torch.amp.GradScaler()
+      for x, y in loader:
+          optimizer.zero_grad()
+          scaler.scale(F.cross_entropy(model(x), y)).backward()
+          scaler.step(optimizer)
+    +     scaler.update()
     """,
 )
 def never_updated(training: Training) -> Iterator[Found]:
@@ -311,21 +255,16 @@ def never_updated(training: Training) -> Iterator[Found]:
         "Keep the weights in float32 and use `torch.autocast`, or `model.bfloat16()` with an optimizer that "
         "rounds well."
     ),
-    example="""
-    model = nn.Linear(8, 8).cuda().half()
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-    """,
-    instead="""
-    model = nn.Linear(8, 8).cuda()
-    for x, y in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
+    change="""
+    - model = nn.Linear(8, 8).cuda().half()
+    + model = nn.Linear(8, 8).cuda()
+      for x, y in loader:
+          optimizer.zero_grad()
+    -     F.mse_loss(model(x), y).backward()
+    +     with torch.autocast("cuda", dtype=torch.bfloat16):
+    +         loss = F.mse_loss(model(x), y)
+    +     loss.backward()
+          optimizer.step()
     """,
 )
 def half_weights(training: Training) -> Iterator[Found]:
@@ -358,23 +297,17 @@ def _is_followed(training: Training, frame: Frame) -> bool:
         "bfloat16 has float32's range, so nothing underflows; scaling only costs a check of all gradients each step."
     ),
     fix="Leave the scaler out, or make it with `enabled=False`.",
-    example="""
-    scaler = torch.amp.GradScaler()
-    for x, y in loader:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    """,
-    instead="""
-    for x, y in loader:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    change="""
+    - scaler = torch.amp.GradScaler()
+      for x, y in loader:
+          with torch.autocast("cuda", dtype=torch.bfloat16):
+              loss = F.cross_entropy(model(x), y)
+    -     scaler.scale(loss).backward()
+    -     scaler.step(optimizer)
+    -     scaler.update()
+    +     loss.backward()
+    +     optimizer.step()
+          optimizer.zero_grad()
     """,
 )
 def needless_scaler(training: Training) -> Iterator[Found]:

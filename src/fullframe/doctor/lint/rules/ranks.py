@@ -54,19 +54,13 @@ def on_one_rank(call: Call) -> bool:
         "often for hours."
     ),
     fix="Take the call out of the branch; let rank 0 alone do only what sends nothing.",
-    example="""
-    import torch.distributed as dist
+    change="""
+      import torch.distributed as dist
 
-    if dist.get_rank() == 0:
-        dist.all_reduce(total)
-        print(total)
-    """,
-    instead="""
-    import torch.distributed as dist
-
-    dist.all_reduce(total)
-    if dist.get_rank() == 0:
-        print(total)
+    + dist.all_reduce(total)
+      if dist.get_rank() == 0:
+    -     dist.all_reduce(total)
+          print(total)
     """,
 )
 def not_reached(training: Training) -> Iterator[Found]:
@@ -144,19 +138,14 @@ def _leaves_elsewhere(frame: Frame) -> bool:
         "A fixed device number puts every rank of a machine onto one GPU: it runs out of memory, and NCCL refuses it."
     ),
     fix='Use `int(os.environ["LOCAL_RANK"])` as the number.',
-    example="""
-    import torch.distributed as dist
+    change="""
+    + import os
+      import torch.distributed as dist
 
-    dist.init_process_group("nccl")
-    model = nn.Linear(8, 8).to("cuda:0")
-    """,
-    instead="""
-    import os
-    import torch.distributed as dist
-
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    model = nn.Linear(8, 8).to("cuda")
+      dist.init_process_group("nccl")
+    - model = nn.Linear(8, 8).to("cuda:0")
+    + torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    + model = nn.Linear(8, 8).to("cuda")
     """,
 )
 def one_gpu(training: Training) -> Iterator[Found]:
@@ -182,19 +171,13 @@ def one_gpu(training: Training) -> Iterator[Found]:
     ERROR,
     reason='"cuda" without a number is the current device, which is cuda:0 on every rank unless each one sets its own.',
     fix='Call `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` before anything is put on the GPU.',
-    example="""
-    import torch.distributed as dist
+    change="""
+    + import os
+      import torch.distributed as dist
 
-    dist.init_process_group("nccl")
-    model = nn.Linear(8, 8).cuda()
-    """,
-    instead="""
-    import os
-    import torch.distributed as dist
-
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-    model = nn.Linear(8, 8).cuda()
+    + torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+      dist.init_process_group("nccl")
+      model = nn.Linear(8, 8).cuda()
     """,
 )
 def no_device(training: Training) -> Iterator[Found]:
@@ -225,33 +208,22 @@ def _uses_nccl(call: Call) -> bool:
     WARNING,
     reason="Each rank sums over its own samples only; what is printed or used to choose a model is one rank's part.",
     fix="Sum counts and totals over the ranks with `all_reduce` before dividing.",
-    example="""
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, DistributedSampler
+    change="""
+    + import torch.distributed as dist
+      from torch.nn.parallel import DistributedDataParallel
+      from torch.utils.data import DataLoader, DistributedSampler
 
-    model = DistributedDataParallel(model)
-    loader = DataLoader(data, sampler=DistributedSampler(data, shuffle=False))
-    model.eval()
-    correct = 0
-    with torch.no_grad():
-        for x, y in loader:
-            correct += (model(x).argmax(1) == y).sum().item()
-    print(correct / len(data))
-    """,
-    instead="""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    model = DistributedDataParallel(model)
-    loader = DataLoader(data, sampler=DistributedSampler(data, shuffle=False))
-    model.eval()
-    correct = torch.zeros((), device="cuda")
-    with torch.no_grad():
-        for x, y in loader:
-            correct += (model(x).argmax(1) == y).sum()
-    dist.all_reduce(correct)
-    print(correct / len(data))
+      model = DistributedDataParallel(model)
+      loader = DataLoader(data, sampler=DistributedSampler(data, shuffle=False))
+      model.eval()
+    - correct = 0
+    + correct = torch.zeros((), device="cuda")
+      with torch.no_grad():
+          for x, y in loader:
+    -         correct += (model(x).argmax(1) == y).sum().item()
+    +         correct += (model(x).argmax(1) == y).sum()
+    + dist.all_reduce(correct)
+      print(correct / len(data))
     """,
 )
 def not_reduced(training: Training) -> Iterator[Found]:
@@ -280,18 +252,13 @@ def not_reduced(training: Training) -> Iterator[Found]:
         "Ranks write the same file at the same time, which can leave it broken, and takes as many times the bandwidth."
     ),
     fix="Save on rank 0 only, or give each rank its own name.",
-    example="""
-    import torch.distributed as dist
+    change="""
+      import torch.distributed as dist
 
-    dist.init_process_group("nccl")
-    torch.save(model.state_dict(), "model.pt")
-    """,
-    instead="""
-    import torch.distributed as dist
-
-    dist.init_process_group("nccl")
-    if dist.get_rank() == 0:
-        torch.save(model.state_dict(), "model.pt")
+      dist.init_process_group("nccl")
+    - torch.save(model.state_dict(), "model.pt")
+    + if dist.get_rank() == 0:
+    +     torch.save(model.state_dict(), "model.pt")
     """,
 )
 def saved_by_all(training: Training) -> Iterator[Found]:

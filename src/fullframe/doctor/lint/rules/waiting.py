@@ -29,21 +29,14 @@ def _hot_loop(training: Training, frame: Frame) -> Frame | None:
         "asked of it."
     ),
     fix="Keep `x.detach()` on the device, sum there, and read it every hundredth step.",
-    example="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total += loss.item()
-    """,
-    instead="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total += loss.detach()
+    change="""
+      for x, y in loader:
+          optimizer.zero_grad()
+          loss = F.cross_entropy(model(x), y)
+          loss.backward()
+          optimizer.step()
+    -     total += loss.item()
+    +     total += loss.detach()
     """,
 )
 def read_every_step(training: Training) -> Iterator[Found]:
@@ -75,22 +68,16 @@ def _is_result(training: Training, value: Value) -> bool:
     NOTE,
     reason="To print a tensor the host waits for the device, and writing each step is slow on shared file systems.",
     fix="Print every hundredth step.",
-    example="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        print("loss", loss)
-    """,
-    instead="""
-    for i, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        if i % 100 == 0:
-            print("loss", loss)
+    change="""
+    - for x, y in loader:
+    + for i, (x, y) in enumerate(loader):
+          optimizer.zero_grad()
+          loss = F.cross_entropy(model(x), y)
+          loss.backward()
+          optimizer.step()
+    -     print("loss", loss)
+    +     if i % 100 == 0:
+    +         print("loss", loss)
     """,
 )
 def printed(training: Training) -> Iterator[Found]:
@@ -110,18 +97,12 @@ def printed(training: Training) -> Iterator[Found]:
     WARNING,
     reason="The host waits until the device is idle, so it cannot prepare the next step meanwhile.",
     fix="Leave it out; to time steps use events, or read the clock every hundredth step.",
-    example="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        torch.cuda.synchronize()
-    """,
-    instead="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    change="""
+      for x, y in loader:
+          optimizer.zero_grad()
+          F.cross_entropy(model(x), y).backward()
+          optimizer.step()
+    -     torch.cuda.synchronize()
     """,
 )
 def synchronized(training: Training) -> Iterator[Found]:
@@ -141,15 +122,11 @@ def synchronized(training: Training) -> Iterator[Found]:
     NOTE,
     reason="The tensor is filled by the host and copied, which waits; made on the device it costs one kernel.",
     fix="Pass `device=` to the function that makes it.",
-    example="""
-    class Net(nn.Module):
-        def forward(self, x):
-            return x + torch.zeros(8, 8).to(x.device)
-    """,
-    instead="""
-    class Net(nn.Module):
-        def forward(self, x):
-            return x + torch.zeros(8, 8, device=x.device)
+    change="""
+      class Net(nn.Module):
+          def forward(self, x):
+    -         return x + torch.zeros(8, 8).to(x.device)
+    +         return x + torch.zeros(8, 8, device=x.device)
     """,
 )
 def moved(training: Training) -> Iterator[Found]:
@@ -189,23 +166,16 @@ def _names_a_device(call: Call) -> bool:
     reason="To know which way to go the host reads the tensor, and waits for the device.",
     fix="Test every hundredth step, or keep the answer on the device (`torch.where`).",
     default=False,
-    example="""
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        if torch.isnan(loss):
-            break
-        loss.backward()
-        optimizer.step()
-    """,
-    instead="""
-    for i, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        if i % 100 == 0 and torch.isnan(loss):
-            break
-        loss.backward()
-        optimizer.step()
+    change="""
+    - for x, y in loader:
+    + for i, (x, y) in enumerate(loader):
+          optimizer.zero_grad()
+          loss = F.cross_entropy(model(x), y)
+    -     if torch.isnan(loss):
+    +     if i % 100 == 0 and torch.isnan(loss):
+              break
+          loss.backward()
+          optimizer.step()
     """,
 )
 def branched(training: Training) -> Iterator[Found]:
@@ -230,25 +200,16 @@ def branched(training: Training) -> Iterator[Found]:
         " waits."
     ),
     fix="Pass `non_blocking=True`.",
-    example="""
-    from torch.utils.data import DataLoader
+    change="""
+      from torch.utils.data import DataLoader
 
-    loader = DataLoader(data, num_workers=4, pin_memory=True)
-    for x, y in loader:
-        x, y = x.cuda(), y.cuda(non_blocking=True)
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    """,
-    instead="""
-    from torch.utils.data import DataLoader
-
-    loader = DataLoader(data, num_workers=4, pin_memory=True)
-    for x, y in loader:
-        x, y = x.cuda(non_blocking=True), y.cuda(non_blocking=True)
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+      loader = DataLoader(data, num_workers=4, pin_memory=True)
+      for x, y in loader:
+    -     x, y = x.cuda(), y.cuda(non_blocking=True)
+    +     x, y = x.cuda(non_blocking=True), y.cuda(non_blocking=True)
+          F.cross_entropy(model(x), y).backward()
+          optimizer.step()
+          optimizer.zero_grad()
     """,
 )
 def blocking(training: Training) -> Iterator[Found]:
@@ -268,19 +229,13 @@ def blocking(training: Training) -> Iterator[Found]:
     WARNING,
     reason="It stores a stack trace with every op and checks every gradient: training is several times slower.",
     fix="Switch it on behind an option, while looking for a NaN.",
-    example="""
-    torch.autograd.set_detect_anomaly(True)
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    """,
-    instead="""
-    torch.autograd.set_detect_anomaly(args.debug)
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    change="""
+    - torch.autograd.set_detect_anomaly(True)
+    + torch.autograd.set_detect_anomaly(args.debug)
+      for x, y in loader:
+          optimizer.zero_grad()
+          F.cross_entropy(model(x), y).backward()
+          optimizer.step()
     """,
 )
 def anomaly(training: Training) -> Iterator[Found]:

@@ -18,17 +18,12 @@ from fullframe.doctor.lint.values import Origin, cone
         "The conversion replaces modules inside the wrapper, which goes on with the old ones' parameters and buffers."
     ),
     fix="Convert first, then wrap.",
-    example="""
-    from torch.nn.parallel import DistributedDataParallel
+    change="""
+      from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(model)
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    """,
-    instead="""
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = DistributedDataParallel(model)
+    + model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+      model = DistributedDataParallel(model)
+    - model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     """,
 )
 def converted_late(training: Training) -> Iterator[Found]:
@@ -48,23 +43,15 @@ def converted_late(training: Training) -> Iterator[Found]:
         "ranks drift apart."
     ),
     fix="Call the wrapped model itself.",
-    example="""
-    from torch.nn.parallel import DistributedDataParallel
+    change="""
+      from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(model)
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model.module(x), y).backward()
-        optimizer.step()
-    """,
-    instead="""
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(model)
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+      model = DistributedDataParallel(model)
+      for x, y in loader:
+          optimizer.zero_grad()
+    -     F.cross_entropy(model.module(x), y).backward()
+    +     F.cross_entropy(model(x), y).backward()
+          optimizer.step()
     """,
 )
 def past_wrapper(training: Training) -> Iterator[Found]:
@@ -83,23 +70,15 @@ def past_wrapper(training: Training) -> Iterator[Found]:
     ERROR,
     reason="Sharding replaces the parameters; the optimizer holds the old ones, and the model is not trained.",
     fix="Shard first, then make the optimizer.",
-    example="""
-    from torch.distributed.fsdp import fully_shard
+    change="""
+      from torch.distributed.fsdp import fully_shard
 
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters())
-    fully_shard(model)
-    model(x).sum().backward()
-    optimizer.step()
-    """,
-    instead="""
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Linear(8, 8)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(x).sum().backward()
-    optimizer.step()
+      model = nn.Linear(8, 8)
+    + fully_shard(model)
+      optimizer = torch.optim.AdamW(model.parameters())
+    - fully_shard(model)
+      model(x).sum().backward()
+      optimizer.step()
     """,
 )
 def sharded_late(training: Training) -> Iterator[Found]:
@@ -129,30 +108,22 @@ def sharded_late(training: Training) -> Iterator[Found]:
         "DistributedDataParallel sends all gradients after each backward, though only the sum before the step is used."
     ),
     fix="Run all but the last microbatch within `model.no_sync()`.",
-    example="""
-    from torch.nn.parallel import DistributedDataParallel
+    change="""
+    + from contextlib import nullcontext
+      from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(model)
-    for i, (x, y) in enumerate(loader):
-        loss = F.cross_entropy(model(x), y) / 4
-        loss.backward()
-        if (i + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    """,
-    instead="""
-    from contextlib import nullcontext
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(model)
-    for i, (x, y) in enumerate(loader):
-        is_last = (i + 1) % 4 == 0
-        with nullcontext() if is_last else model.no_sync():
-            loss = F.cross_entropy(model(x), y) / 4
-            loss.backward()
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
+      model = DistributedDataParallel(model)
+      for i, (x, y) in enumerate(loader):
+    -     loss = F.cross_entropy(model(x), y) / 4
+    -     loss.backward()
+    -     if (i + 1) % 4 == 0:
+    +     is_last = (i + 1) % 4 == 0
+    +     with nullcontext() if is_last else model.no_sync():
+    +         loss = F.cross_entropy(model(x), y) / 4
+    +         loss.backward()
+    +     if is_last:
+              optimizer.step()
+              optimizer.zero_grad()
     """,
 )
 def sent_often(training: Training) -> Iterator[Found]:
@@ -178,15 +149,11 @@ def sent_often(training: Training) -> Iterator[Found]:
     ),
     fix="Leave it out; torch says so where it is needed, and `static_graph=True` is often enough.",
     default=False,
-    example="""
-    from torch.nn.parallel import DistributedDataParallel
+    change="""
+      from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(model, find_unused_parameters=True)
-    """,
-    instead="""
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(model)
+    - model = DistributedDataParallel(model, find_unused_parameters=True)
+    + model = DistributedDataParallel(model)
     """,
 )
 def walks_graph(training: Training) -> Iterator[Found]:
