@@ -57,6 +57,16 @@ def all_cases(every: int = 1) -> dict[str, Case]:
     return dict(islice(found.items(), 0, None, every))
 
 
+def as_in_one_process(module: str, cases: Iterable[str]) -> Callable[[str], None]:
+    """A test of each of the `CASES` of a test module, of these names."""
+
+    @pytest.mark.parametrize("name", cases)
+    def test(name: str) -> None:
+        require_the_numbers_of_one_process(module, name)
+
+    return test
+
+
 def require_the_numbers_of_one_process(module: str, name: str) -> None:
     """Outputs and gradients of `CASES[name]` of a test module, float64, on all `MESHES`, at uneven sizes.
 

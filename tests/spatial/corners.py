@@ -3,10 +3,11 @@
 The runner of the CORNERS in `tests/spatial/rules/test_*.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Op
+from tests.spatial.cases import MESHES, Op
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 ODD = (1, 2, 13, 11)
@@ -121,6 +122,17 @@ class Corners(dict[str, Case]):
     def add(self, name: str, op: Op, split: Sequence[Tensor], whole: Sequence[Tensor] = ()) -> None:
         assert name not in self, name
         self[name] = Case(op, split, whole)
+
+
+def corners_as_in_torch(module: str) -> Callable[[tuple[int, int]], None]:
+    """A test of all `CORNERS` of a test module on each of the meshes, whatever torch warns of."""
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("mesh", MESHES, ids=str)
+    def test(mesh: tuple[int, int]) -> None:
+        require_no_faults(module, *mesh)
+
+    return test
 
 
 def require_no_faults(module: str, height: int, width: int) -> None:

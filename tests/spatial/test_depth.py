@@ -16,7 +16,7 @@ from fullframe.geometry.extents import Extents
 from fullframe.geometry.window import TransposedWindow, Window
 from tests.exactness import differences_from, mesh, one_process, relative
 from tests.rank_group import RankGroup, rank_group
-from tests.spatial.cases import TOLERANCE, VOLUME_MESHES, Case, differences_of, require_the_numbers_of_one_process
+from tests.spatial.cases import TOLERANCE, VOLUME_MESHES, Case, as_in_one_process, differences_of
 from tests.spatial.sent import elements_sent
 
 SIZES = ((5, 7),)
@@ -168,10 +168,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = pytest.mark.filterwarnings("ignore")(as_in_one_process(__name__, CASES))
 
 
 EIGHT = ("sums", "spread", "conv", "masked images of slices", "broadcast", "Dice", "warped", "attention", "order")

@@ -15,7 +15,7 @@ from fullframe.spatial.users_function import composed
 from tests.collector import tensors_for_the_collector
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, Case, require_the_numbers_of_one_process
+from tests.spatial.cases import MESHES, Case, as_in_one_process
 
 Function: Any = torch.autograd.Function
 
@@ -126,10 +126,7 @@ CASES: dict[str, Case] = {
     "second derivative": Case(twice),
 }
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
 
 
 class Few(Function):

@@ -108,12 +108,21 @@ def integers(module: str, name: str, kind: str, world: int) -> list[str]:
     return found({kind: (import_module(module).INTEGERS[name], [x], [])}, 1e-6, world)
 
 
-def tables(over_floats: Iterable[str], halves_: Iterable[str] = (), integers_: Iterable[str] = ()) -> list[Any]:
-    """Parameters for a test of a module's OVER_FLOATS, HALVES and INTEGERS: a function above, and its arguments."""
+def as_in_torch(
+    module: str, over_floats: Iterable[str], halves_: Iterable[str] = (), integers_: Iterable[str] = ()
+) -> Callable[..., None]:
+    """A test of a module's OVER_FLOATS, HALVES and INTEGERS of these names, each by a function above."""
     calls: list[tuple[Callable[..., Any], tuple[str, ...]]] = [(floats, (name,)) for name in over_floats]
     calls += [(halves, (name, kind)) for name in halves_ for kind in ("float16", "bfloat16")]
     calls += [(integers, (name, kind)) for name in integers_ for kind in ("uint8", "int16", "bool")]
-    return [pytest.param(run, args, id=", ".join((run.__name__, *args))) for run, args in calls]
+
+    @pytest.mark.parametrize(
+        ("run", "args"), [pytest.param(*call, id=", ".join((call[0].__name__, *call[1]))) for call in calls]
+    )
+    def test(run: Any, args: tuple[str, ...]) -> None:
+        assert not on_all_meshes(run, module, *args)
+
+    return test
 
 
 def classes(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Source texts for the tests of rules: for each rule some that have the fault and some that only look like it."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -37,14 +37,23 @@ for x, y in loader:
     return before + body + textwrap.indent(textwrap.dedent(extra), "    ") + "\n" + textwrap.dedent(after)
 
 
-def cases(table: Mapping[str, Samples]) -> pytest.MarkDecorator:
-    """Every sample of a family of rules, the examples of the documentation among them."""
-    rows = []
+def judged(table: Mapping[str, Samples], family: Sequence[Rule]) -> tuple[Callable[..., None], Callable[[], None]]:
+    """Of a family of rules: every sample, the examples of the documentation among them; and that there are enough."""
+    rows: list[tuple[str, str, bool | None]] = []
     for code, samples in table.items():
         kind = RULES[code].kind
         rows += [(code, source, True) for source in samples.bad] + [(code, kind.example, None)]
         rows += [(code, source, False) for source in (*samples.good, kind.instead)]
-    return pytest.mark.parametrize(("code", "source", "has_fault"), rows)
+
+    @pytest.mark.parametrize(("code", "source", "has_fault"), rows)
+    def found(code: str, source: str, has_fault: bool | None) -> None:
+        check(code, source, has_fault)
+
+    def enough() -> None:
+        assert sorted(table) == sorted(rule.kind.code for rule in family)
+        assert {code for code, s in table.items() if len(s.bad) < 2 or len(s.good) < 2} == set()
+
+    return found, enough
 
 
 def check(code: str, source: str, has_fault: bool | None) -> None:
@@ -54,9 +63,3 @@ def check(code: str, source: str, has_fault: bool | None) -> None:
     assert bool(expected) is bool(has_fault), "a bad sample marks its lines, a good one has none"
     found = lines_found(source, code)
     assert found if has_fault is None else found == expected, source
-
-
-def covers(table: Mapping[str, Samples], family: Sequence[Rule]) -> None:
-    """Every rule of the family has at least two bad and two good samples beside the documentation's."""
-    assert sorted(table) == sorted(rule.kind.code for rule in family)
-    assert {code for code, s in table.items() if len(s.bad) < 2 or len(s.good) < 2} == set()

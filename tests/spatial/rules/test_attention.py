@@ -10,7 +10,7 @@ from torch import Tensor
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, raised, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, as_in_one_process, raised
 from tests.spatial.corners import Corners, noise, require_no_faults, spoiled
 
 ODD = ((7, 11), (9, 13))
@@ -149,10 +149,7 @@ CASES: dict[str, Case] = {
     "a bias with a gradient": Case(biased, whole=((2, 77, 77),), sizes=((7, 11),)),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
 
 
 def unseen(x: Tensor, queries: Tensor) -> list[Tensor]:

@@ -1,10 +1,9 @@
 """Functions that stand for others."""
 
-import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.spatial.cases import Case, require_the_numbers_of_one_process, small
+from tests.spatial.cases import Case, as_in_one_process, small
 
 CASES: dict[str, Case] = {
     "pad_sequence": small(lambda x: [
@@ -54,7 +53,4 @@ CASES: dict[str, Case] = {
         torch.linalg.vander(x.detach(), N=3))]),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)

@@ -15,8 +15,8 @@ from fullframe.geometry.window import Window
 from fullframe.simulation.fake.world import fake_job
 from fullframe.spatial.rules.convolution import JOINED_BYTES
 from tests.exactness import mesh
-from tests.spatial.cases import MESHES, Case, one, require_the_numbers_of_one_process
-from tests.spatial.corners import F32, F64, Corners, last, merged, noise, of_complex, require_no_faults
+from tests.spatial.cases import Case, as_in_one_process, one
+from tests.spatial.corners import F32, F64, Corners, corners_as_in_torch, last, merged, noise, of_complex
 from tests.spatial.windows import geometries, require_exact, windowed, windows
 
 
@@ -109,15 +109,8 @@ def convolving() -> None:
 convolving()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_corners = corners_as_in_torch(__name__)
 
 
 def _convolution(g: dict[str, Any]) -> dict[str, float]:

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import grad
 
-from tests.spatial.cases import Case, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, as_in_one_process
 
 
 def by_hand(x: Tensor, gradient: Tensor, weight: Tensor, **options: Any) -> list[Tensor]:
@@ -40,7 +39,4 @@ CASES: dict[str, Case] = {
     "transposed": Case(transposed, ((2, 4),), ((4, 4, 3, 3),)),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)

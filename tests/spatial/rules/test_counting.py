@@ -1,17 +1,14 @@
 """Histograms, counts and different values of whole tensors."""
 
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, Op, one, raised, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, Op, as_in_one_process, one, raised
 from tests.spatial.sent import bytes_sent
-from tests.spatial.values import on_all_meshes, tables
+from tests.spatial.values import as_in_torch
 
 EDGES = torch.tensor([-2.0, -0.5, 0.1, 3.0], dtype=torch.float64)
 
@@ -57,15 +54,8 @@ INTEGERS: dict[str, Op] = {
                          *x.unique_consecutive(return_inverse=True, return_counts=True)],
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, {}, INTEGERS))
-def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
-    assert not on_all_meshes(run, __name__, *args)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_unusual_values_and_dtypes_as_in_torch = as_in_torch(__name__, OVER_FLOATS, {}, INTEGERS)
 
 
 def _refusals(split: bool) -> list[str]:

@@ -1,9 +1,8 @@
 """Covariances and correlations, of split variables and of split observations."""
 
-import pytest
 import torch
 
-from tests.spatial.cases import Case, require_the_numbers_of_one_process, small
+from tests.spatial.cases import Case, as_in_one_process, small
 
 WEIGHTS = torch.arange(7) % 3 + 1
 
@@ -20,7 +19,4 @@ CASES: dict[str, Case] = {
         torch.view_as_real(f(torch.complex(x[0, 0], x[0, 1]))) for f in (torch.cov, torch.corrcoef)]),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)

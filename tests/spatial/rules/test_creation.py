@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, require_the_numbers_of_one_process, small
+from tests.spatial.cases import Case, as_in_one_process, small
 
 SHIFTS = 4
 
@@ -130,10 +129,7 @@ CASES: dict[str, Case] = {
     "tokens behind one": Case(beside_a_token, whole=((4,),), sizes=((7, 11),)),
 }
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
 
 
 def _of_a_size() -> bool:

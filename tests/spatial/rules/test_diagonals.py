@@ -3,12 +3,11 @@
 import math
 from functools import partial
 
-import pytest
 import torch
 from torch import Tensor
 
-from tests.spatial.cases import MESHES, Case, require_the_numbers_of_one_process, small
-from tests.spatial.corners import Corners, noise, require_no_faults, spoiled
+from tests.spatial.cases import Case, as_in_one_process, small
+from tests.spatial.corners import Corners, corners_as_in_torch, noise, spoiled
 
 CASES: dict[str, Case] = {
     **{f"diagonal {n}": small(partial(torch.diagonal, offset=n, dim1=2, dim2=3)) for n in (0, 2, -3, 10, -6, 11, -7)},
@@ -40,12 +39,5 @@ for kind in (torch.bool, torch.int32, torch.complex128):
     CORNERS.add(f"embedded {kind}", lambda x, k=kind: torch.diag_embed(x.to(k)).real.double(), [noise(1, 2, 3, 5)])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_corners = corners_as_in_torch(__name__)

@@ -2,13 +2,12 @@
 
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.spatial.cases import MESHES, Case, one, require_the_numbers_of_one_process, small
-from tests.spatial.corners import BF16, Corners, noise, require_no_faults, spoiled
+from tests.spatial.cases import Case, as_in_one_process, one, small
+from tests.spatial.corners import BF16, Corners, corners_as_in_torch, noise, spoiled
 
 CASES: dict[str, Case] = {
     **{f"cosine_similarity of dim {n}": small(lambda x, n=n: F.cosine_similarity(x, x[:1].cos(), n)) for n in range(4)},
@@ -52,12 +51,5 @@ CORNERS.add("few", lambda x: torch.cdist(x, x[:, :, :1]), [noise(1, 2, 2, 3)])
 CORNERS.add("glu few", lambda x: F.glu(x, 3), [noise(1, 2, 2, 4)])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_corners = corners_as_in_torch(__name__)

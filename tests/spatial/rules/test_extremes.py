@@ -1,14 +1,11 @@
 """Largest and smallest values and where they are: ties, infinities, NaN, integers."""
 
-from typing import Any
-
-import pytest
 import torch
 
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, Op, as_in_one_process, one
 from tests.spatial.sent import bytes_sent
-from tests.spatial.values import on_all_meshes, tables
+from tests.spatial.values import as_in_torch
 
 CASES: dict[str, Case] = {
     "max along a split dim": one(lambda x: [*x.max(3), *x.min(2, keepdim=True), *x.relu().max(3), x.argmin(2)]),
@@ -36,15 +33,8 @@ INTEGERS: dict[str, Op] = {
     "positions": lambda x: [x.argmax(), x.argmin(3), x.argmax(keepdim=True)] if x.dtype != torch.bool else [],
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES, INTEGERS))
-def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
-    assert not on_all_meshes(run, __name__, *args)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_unusual_values_and_dtypes_as_in_torch = as_in_torch(__name__, OVER_FLOATS, HALVES, INTEGERS)
 
 
 def _sent() -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantiz
 import fullframe as ff
 from tests.exactness import mesh, relative
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, as_in_one_process, one
 
 INT8 = -128, 127
 
@@ -65,10 +65,7 @@ CASES: dict[str, Case] = {
     "observed by row": one(of_32_bits(lambda x: observed(x, by_row=True))),
 }
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
 
 
 def learned(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:

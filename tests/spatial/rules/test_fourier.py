@@ -12,8 +12,8 @@ from torch import Tensor, fft
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, Case, Op, require_the_numbers_of_one_process, small
-from tests.spatial.corners import F32, ODD, Corners, merged, noise, require_no_faults, spoiled
+from tests.spatial.cases import Case, Op, as_in_one_process, small
+from tests.spatial.corners import F32, ODD, Corners, corners_as_in_torch, merged, noise, spoiled
 from tests.spatial.sent import elements_sent
 
 Transform = Callable[..., Tensor]
@@ -90,15 +90,8 @@ def corners() -> None:
 corners()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_corners = corners_as_in_torch(__name__)
 
 
 def _sent(_: int) -> int:

@@ -1,10 +1,9 @@
 """Fractional max pooling: the windows that one process draws."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.spatial.cases import Case, one, require_the_numbers_of_one_process, small
+from tests.spatial.cases import Case, as_in_one_process, one, small
 
 DRAWS = torch.rand(2, 4, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -21,7 +20,4 @@ CASES: dict[str, Case] = {
                     sizes=((7, 11),)),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)

@@ -16,8 +16,8 @@ import fullframe as ff
 from fullframe.spatial.tensor import local_of, wrap
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, Case, Op, one, require_the_numbers_of_one_process, small
-from tests.spatial.corners import Corners, autocast, last, noise, require_no_faults, spoiled
+from tests.spatial.cases import Case, Op, as_in_one_process, one, small
+from tests.spatial.corners import Corners, autocast, corners_as_in_torch, last, noise, spoiled
 from tests.spatial.fake import spatial
 from tests.spatial.traffic import bytes_of_messages
 from tests.spatial.values import found, on_all_meshes
@@ -66,15 +66,8 @@ def swapped(op: Op) -> Op:
 sampling()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_corners = corners_as_in_torch(__name__)
 
 
 POINTS = torch.tensor([[-0.3, 0.61], [0.999, -1.0], [1.0, 1.0], [-1.4, 0.2], [0.13, 2.7], [0.5, -0.5], [0, 0]])

@@ -1,11 +1,10 @@
 """Slices, selects, chunks, flips, writes into slices."""
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
-from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, as_in_one_process, one
 
 
 def written(x: Tensor, column: Tensor, row: Tensor) -> Tensor:
@@ -69,7 +68,4 @@ CASES: dict[str, Case] = {
     "a whole mask that takes split values": one(lambda x: x.flatten(2) * written_mask(x)),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)

@@ -2,11 +2,10 @@
 
 import math
 
-import pytest
 import torch
 
-from tests.spatial.cases import MESHES, Case, require_the_numbers_of_one_process, small
-from tests.spatial.corners import Corners, noise, require_no_faults, spoiled
+from tests.spatial.cases import Case, as_in_one_process, small
+from tests.spatial.corners import Corners, corners_as_in_torch, noise, spoiled
 
 PLACES = {"whole": ((11,),), "of all": ((2, 4, 7, 11),), "of the image": ((7, 11),)}
 CASES: dict[str, Case] = {
@@ -31,12 +30,5 @@ for value in (math.inf, math.nan):
 CORNERS.add("few", lambda x: torch.gradient(x, dim=(2, 3)), [noise(1, 2, 3, 3)])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_corners = corners_as_in_torch(__name__)

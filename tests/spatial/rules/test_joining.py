@@ -1,9 +1,8 @@
 """cat, stack and roll."""
 
-import pytest
 import torch
 
-from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, as_in_one_process, one
 
 CASES: dict[str, Case] = {
     "cat channels, other boundaries": one(lambda x: torch.cat([x[..., 1:], x[..., :-1], x[..., 1:]], 1)),
@@ -17,7 +16,4 @@ CASES: dict[str, Case] = {
     "roll": one(lambda x: x.roll((3, -2), (2, 3)) + x.roll(1, 1)),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)

@@ -10,8 +10,8 @@ from torch import Tensor, linalg
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, Case, Op, require_the_numbers_of_one_process, small
-from tests.spatial.corners import Corners, noise, require_no_faults, spoiled
+from tests.spatial.cases import Case, Op, as_in_one_process, small
+from tests.spatial.corners import Corners, corners_as_in_torch, noise, spoiled
 
 
 def pixels(op: Op) -> Case:
@@ -86,15 +86,8 @@ CORNERS.add("few", _inverses, [noise(1, 4, 2, 3)])
 CORNERS.add("no pixels", lambda x: linalg.det(x.permute(0, 2, 3, 1).unflatten(3, (2, 2))[:0]), [noise(1, 4, 5, 7)])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_corners = corners_as_in_torch(__name__)
 
 
 def _singular(height: int, width: int) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
-from tests.spatial.values import SHAPE, classes, found, inf, on_all_meshes, positive, rows, scores, signs, tables
+from tests.spatial.cases import Case, Op, as_in_one_process, one
+from tests.spatial.values import SHAPE, as_in_torch, classes, found, inf, on_all_meshes, positive, rows, scores, signs
 
 
 def labels(x: Tensor, ignore: bool = False) -> Tensor:
@@ -156,15 +156,8 @@ OTHER_LOSSES: dict[str, Op] = {
                               x[:0].logsumexp(3), F.cross_entropy(x[:0], classes(x)[:0]), x[:0].any(3)],
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.parametrize(("run", "args"), tables({}, HALVES))
-def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
-    assert not on_all_meshes(run, __name__, *args)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_unusual_values_and_dtypes_as_in_torch = as_in_torch(__name__, {}, HALVES)
 
 
 def _losses(name: str, world: int) -> list[str]:

@@ -21,7 +21,7 @@ from fullframe.strategy import Strategy
 from tests.collector import tensors_for_the_collector
 from tests.exactness import differences_from, mesh, one_process
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, WORLDS, Case, Op, raised, require_the_numbers_of_one_process
+from tests.spatial.cases import MESHES, WORLDS, Case, Op, as_in_one_process, raised
 from tests.spatial.corners import Corners, noise, require_no_faults
 from tests.verification.forked import verified_by_a_fork
 
@@ -290,10 +290,7 @@ CASES: dict[str, Case] = {
     "written beside a mask": Case(written_beside, ((2, 4), (2, 4)), whole=((2, 1),), sizes=TWO),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
 
 
 def some(x: Tensor, count: int) -> Tensor:

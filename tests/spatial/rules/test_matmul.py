@@ -1,11 +1,10 @@
 """Linear, matmul, einsum."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, as_in_one_process, one
 from tests.spatial.rules.test_convolution import at_two_pixels
 
 
@@ -32,7 +31,4 @@ CASES: dict[str, Case] = {
     "a matrix of no rows": one(lambda x: torch.zeros(0, x.shape[2], dtype=x.dtype) @ x[0, 0] * 2),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)

@@ -1,13 +1,10 @@
 """Variance, norms, logsumexp: infinities, NaN, zeros, short floats."""
 
-from typing import Any
-
-import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
-from tests.spatial.values import inf, on_all_meshes, tables
+from tests.spatial.cases import Case, Op, as_in_one_process, one
+from tests.spatial.values import as_in_torch, inf
 
 ORDERS = (2, 1, 0, inf, -inf, 3, 1.5, 0.5, -1, -2)
 
@@ -37,12 +34,5 @@ HALVES: dict[str, Op] = {
                         F.pairwise_distance(x, x * 0.5)],
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES))
-def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
-    assert not on_all_meshes(run, __name__, *args)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_unusual_values_and_dtypes_as_in_torch = as_in_torch(__name__, OVER_FLOATS, HALVES)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.exactness import differences_from, one_process
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, Case, Op, one, require_the_numbers_of_one_process
-from tests.spatial.corners import BF16, F16, F32, Corners, autocast, last, noise, require_no_faults, spoiled
+from tests.spatial.cases import Case, Op, as_in_one_process, one
+from tests.spatial.corners import BF16, F16, F32, Corners, autocast, corners_as_in_torch, last, noise, spoiled
 
 CASES: dict[str, Case] = {
     "batch_norm": Case(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), whole=((4,), (4,))),
@@ -146,15 +146,8 @@ normalizing_dtypes()
 normalizing_split()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_corners = corners_as_in_torch(__name__)
 
 
 def _of_one_sample(height: int, width: int) -> list[float]:

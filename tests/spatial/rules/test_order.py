@@ -1,7 +1,5 @@
 """Sorting and the k largest along split dims: values, global numbers, torch's choice among equals, few bytes."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,9 +7,9 @@ from torch import Tensor
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, Op, one, raised, require_the_numbers_of_one_process, small
+from tests.spatial.cases import Case, Op, as_in_one_process, one, raised, small
 from tests.spatial.sent import bytes_sent
-from tests.spatial.values import found, on_all_meshes, tables
+from tests.spatial.values import as_in_torch, found, on_all_meshes
 
 CASES: dict[str, Case] = {
     "topk": one(lambda x: [*x.topk(3), *x.topk(5, 2, False), *x.topk(2, 1), *torch.topk(x.relu(), k=4, dim=-2)]),
@@ -39,15 +37,8 @@ HALVES: dict[str, Op] = {
                         *x.flatten(2).topk(40), *x.flatten().sort()],
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES))
-def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
-    assert not on_all_meshes(run, __name__, *args)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_unusual_values_and_dtypes_as_in_torch = as_in_torch(__name__, OVER_FLOATS, HALVES)
 
 
 def _equal_numbers(world: int) -> list[str]:

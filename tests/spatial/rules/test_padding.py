@@ -1,10 +1,9 @@
 """Padding of every mode."""
 
-import pytest
 import torch.nn.functional as F
 
-from tests.spatial.cases import MESHES, Case, Op, one, require_the_numbers_of_one_process
-from tests.spatial.corners import F32, F64, Corners, last, noise, require_no_faults
+from tests.spatial.cases import Case, Op, as_in_one_process, one
+from tests.spatial.corners import F32, F64, Corners, corners_as_in_torch, last, noise
 
 CASES: dict[str, Case] = {
     "pad constant": one(lambda x: F.pad(x, (1, 2, 3, 4), value=1.5)),
@@ -39,12 +38,5 @@ def padding() -> None:
 padding()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_corners = corners_as_in_torch(__name__)

@@ -8,7 +8,7 @@ from torch import Tensor
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, one, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, as_in_one_process, one
 
 
 def squeeze_excite(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -46,6 +46,4 @@ def test_a_split_weight_of_a_whole_operand_is_refused_by_name() -> None:
     assert rank_group(2).run(_refused) == [1, 1]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)

@@ -14,7 +14,7 @@ import fullframe as ff
 from fullframe.geometry.window import Window
 from fullframe.simulation.fake.world import fake_job
 from fullframe.spatial.tensor import wrap
-from tests.spatial.cases import MESHES, Case, one, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, as_in_one_process, one
 from tests.spatial.corners import (
     BF16,
     F16,
@@ -22,12 +22,12 @@ from tests.spatial.corners import (
     ODD,
     Corners,
     autocast,
+    corners_as_in_torch,
     deep,
     flat,
     last,
     merged,
     noise,
-    require_no_faults,
     spoiled,
 )
 from tests.spatial.windows import geometries, require_exact, windowed, windows
@@ -136,15 +136,8 @@ pooling_shapes()
 adaptive()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_corners = corners_as_in_torch(__name__)
 
 
 def _sees_data(window: Window, size: int, ceil: bool) -> bool:

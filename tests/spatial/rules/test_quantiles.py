@@ -1,17 +1,14 @@
 """Medians, quantiles, k-th and most frequent values, along split dims and over all elements."""
 
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, Op, one, raised, require_the_numbers_of_one_process, small
+from tests.spatial.cases import Case, Op, as_in_one_process, one, raised, small
 from tests.spatial.sent import bytes_sent
-from tests.spatial.values import on_all_meshes, tables
+from tests.spatial.values import as_in_torch
 
 SEVERAL = torch.tensor([0.0, 0.3, 0.99, 1.0], dtype=torch.float64)
 WAYS = ("linear", "lower", "higher", "midpoint", "nearest")
@@ -58,15 +55,8 @@ INTEGERS: dict[str, Op] = {
     if x.dtype != torch.bool else list(x.mode(3)),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES, INTEGERS))
-def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
-    assert not on_all_meshes(run, __name__, *args)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_unusual_values_and_dtypes_as_in_torch = as_in_torch(__name__, OVER_FLOATS, HALVES, INTEGERS)
 
 
 def _extremes() -> list[bool]:

@@ -1,6 +1,5 @@
 """Recurrent cells on split tokens, layers over whole time, and cells that are written with convolutions."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,7 +7,7 @@ from torch import Tensor, nn
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, Op, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, Op, as_in_one_process
 from tests.spatial.rules.test_transformers import of_module
 
 DOUBLE = {"dtype": torch.float64}
@@ -82,10 +81,7 @@ CASES: dict[str, Case] = {
     "ConvGRU": Case(conv_gru, whole=((4, 6, 3, 3), (2, 6, 3, 3)), sizes=((7, 11),)),
 }
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
 
 
 def _refused() -> list[str]:

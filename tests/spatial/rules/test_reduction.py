@@ -1,16 +1,14 @@
 """Sums, means, products, any and all: infinities, NaN, dtypes."""
 
 import math
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.exactness import differences
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
-from tests.spatial.values import found, on_all_meshes, tables
+from tests.spatial.cases import Case, Op, as_in_one_process, one
+from tests.spatial.values import as_in_torch, found
 
 CASES: dict[str, Case] = {
     "sum": one(lambda x: [x.sum(), x.sum((0, 2)), x.sum(-1, keepdim=True), x.sum(1)]),
@@ -51,14 +49,8 @@ def _cumulated(x: Tensor) -> list[Tensor]:
     return [] if x.dtype == torch.bool else [x.cumsum(2, dtype=x.dtype)]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES, INTEGERS))
-def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
-    assert not on_all_meshes(run, __name__, *args)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_unusual_values_and_dtypes_as_in_torch = as_in_torch(__name__, OVER_FLOATS, HALVES, INTEGERS)
 
 
 def _large(world: int) -> list[str]:

@@ -4,10 +4,9 @@ import math
 from functools import partial
 from itertools import product
 
-import pytest
 import torch.nn.functional as F
 
-from tests.spatial.cases import MESHES, Case, one, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, as_in_one_process, one
 from tests.spatial.corners import (
     BF16,
     F16,
@@ -15,12 +14,12 @@ from tests.spatial.corners import (
     ODD,
     Corners,
     autocast,
+    corners_as_in_torch,
     eight_bit,
     flat,
     last,
     merged,
     noise,
-    require_no_faults,
     spoiled,
 )
 
@@ -130,12 +129,5 @@ resizing_infinities()
 resizing()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_corners = corners_as_in_torch(__name__)

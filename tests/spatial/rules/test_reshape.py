@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,9 +9,9 @@ from torch import Tensor
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, Case, one, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, as_in_one_process, one
 from tests.spatial.corners import Case as Corner
-from tests.spatial.corners import Corners, noise, require_no_faults
+from tests.spatial.corners import Corners, corners_as_in_torch, noise
 
 
 def windows_and_back(x: Tensor, size: int = 4) -> Tensor:
@@ -91,15 +90,8 @@ def _parts(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_corners = corners_as_in_torch(__name__)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
 
 
 def _said(change: Callable[[Tensor, Tensor], object], leaf: bool = False) -> str:

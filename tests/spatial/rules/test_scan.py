@@ -1,13 +1,10 @@
 """Running sums, products and extremes; differences and areas."""
 
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 
-from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process, small
-from tests.spatial.values import found, on_all_meshes, tables
+from tests.spatial.cases import Case, Op, as_in_one_process, one, small
+from tests.spatial.values import as_in_torch, found, on_all_meshes
 
 
 def some_zeros(x: Tensor) -> Tensor:
@@ -56,15 +53,8 @@ INTEGERS: dict[str, Op] = {
     if x.dtype != torch.bool else [x.cumprod(2), x.diff(append=x), *x.cummax(3)],
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES, INTEGERS))
-def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
-    assert not on_all_meshes(run, __name__, *args)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_unusual_values_and_dtypes_as_in_torch = as_in_torch(__name__, OVER_FLOATS, HALVES, INTEGERS)
 
 
 def _vanishing(world: int) -> list[str]:

@@ -2,14 +2,13 @@
 
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, require_the_numbers_of_one_process, small
+from tests.spatial.cases import Case, as_in_one_process, small
 from tests.spatial.traffic import bytes_of_messages
 
 
@@ -60,10 +59,7 @@ CASES: dict[str, Case] = {
     ),
 }
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
 
 
 def _sent(width: int) -> float:

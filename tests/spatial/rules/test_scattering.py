@@ -7,7 +7,7 @@ from torch import Tensor
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, WORLDS, Case, Op, require_the_numbers_of_one_process, small
+from tests.spatial.cases import MESHES, WORLDS, Case, Op, as_in_one_process, small
 from tests.spatial.many_positions import require_many_exact
 from tests.spatial.traffic import bytes_of_messages
 from tests.spatial.values import found, on_all_meshes, with_nan
@@ -128,10 +128,7 @@ CASES: dict[str, Case] = {
     "index_fill": small(lambda x: x.index_fill(1, torch.tensor([2, 0]), 7.0)),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
 
 
 def both(x: Tensor, op: Op) -> list[Tensor]:

@@ -1,13 +1,11 @@
 """Softmax over whole and split dims."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.spatial.cases import Case, Op, one, require_the_numbers_of_one_process
-from tests.spatial.values import SHAPE, found, on_all_meshes, scores, tables
+from tests.spatial.cases import Case, Op, as_in_one_process, one
+from tests.spatial.values import SHAPE, as_in_torch, found, on_all_meshes, scores
 
 CASES: dict[str, Case] = {
     "softmax over channels": one(lambda x: [x.softmax(1), F.log_softmax(x, 1)]),
@@ -24,15 +22,8 @@ INTEGERS: dict[str, Op] = {
     "exponentials": lambda x: [x.logsumexp(3)] if x.dtype != torch.bool else [],
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.parametrize(("run", "args"), tables(OVER_FLOATS, HALVES, INTEGERS))
-def test_unusual_values_and_dtypes_as_in_torch(run: Any, args: tuple[str, ...]) -> None:
-    assert not on_all_meshes(run, __name__, *args)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_unusual_values_and_dtypes_as_in_torch = as_in_torch(__name__, OVER_FLOATS, HALVES, INTEGERS)
 
 
 def _without_a_dim(world: int) -> list[str]:

@@ -10,7 +10,7 @@ import fullframe as ff
 from fullframe.spatial.rules import tables
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, require_the_numbers_of_one_process, small
+from tests.spatial.cases import Case, as_in_one_process, small
 
 
 def labels(x: Tensor, classes: int = 4) -> Tensor:
@@ -69,10 +69,7 @@ CASES: dict[str, Case] = {
     "bucketize by split boundaries": small(lambda x: torch.bucketize(x, x[0, 0, :, 1].sort().values) * x),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
 
 
 def _refused() -> int:

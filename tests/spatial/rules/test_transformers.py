@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -11,7 +10,7 @@ from torch.func import functional_call
 import fullframe as ff
 from tests.exactness import mesh, relative
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, Op, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, Op, as_in_one_process
 
 SIZES = ((5, 7),)
 TINY: dict[str, Any] = {"dim_feedforward": 6, "dropout": 0.0, "dtype": torch.float64}
@@ -112,10 +111,7 @@ CASES: dict[str, Case] = {
     ),
 }
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
 
 
 def _inferred() -> list[float]:

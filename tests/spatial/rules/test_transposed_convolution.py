@@ -4,14 +4,13 @@ import math
 from functools import partial
 from typing import Any
 
-import pytest
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from torch import Tensor
 
 from fullframe.geometry.window import TransposedWindow
-from tests.spatial.cases import MESHES, Case, Op, require_the_numbers_of_one_process
-from tests.spatial.corners import F32, F64, Corners, last, merged, noise, of_complex, require_no_faults
+from tests.spatial.cases import Case, Op, as_in_one_process
+from tests.spatial.corners import F32, F64, Corners, corners_as_in_torch, last, merged, noise, of_complex
 from tests.spatial.rules.test_convolution import at_two_pixels
 from tests.spatial.windows import geometries, require_exact, windowed, windows
 
@@ -77,15 +76,8 @@ def times(op: Op, value: float) -> Op:
 convolving()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_corners = corners_as_in_torch(__name__)
 
 
 def _transposed(g: dict[str, Any]) -> dict[str, float]:

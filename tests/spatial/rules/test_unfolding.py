@@ -1,10 +1,9 @@
 """unfold and fold."""
 
-import pytest
 import torch.nn.functional as F
 
-from tests.spatial.cases import MESHES, Case, one, require_the_numbers_of_one_process
-from tests.spatial.corners import Corners, noise, require_no_faults
+from tests.spatial.cases import Case, as_in_one_process, one
+from tests.spatial.corners import Corners, corners_as_in_torch, noise
 
 CASES: dict[str, Case] = {
     "unfold": one(lambda x: F.unfold(x, 3, padding=1)),
@@ -19,12 +18,5 @@ CORNERS = Corners()
 CORNERS.add("no images", lambda x: F.unfold(x, (2, 3), 1, (1, 2), (1, 2)), [noise(0, 1, 5, 6)])
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
+test_corners = corners_as_in_torch(__name__)
+test_as_in_one_process = as_in_one_process(__name__, CASES)

@@ -14,19 +14,19 @@ import fullframe as ff
 from fullframe.spatial.tensor import wrap
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import MESHES, Case, Op, one, require_the_numbers_of_one_process
+from tests.spatial.cases import Case, Op, as_in_one_process, one
 from tests.spatial.corners import (
     F16,
     F32,
     F64,
     ODD,
     Corners,
+    corners_as_in_torch,
     deep,
     flat,
     last,
     merged,
     noise,
-    require_no_faults,
     spoiled,
 )
 from tests.spatial.fake import spatial
@@ -147,15 +147,8 @@ def corners() -> None:
 corners()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name: str) -> None:
-    require_the_numbers_of_one_process(__name__, name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corners(mesh: tuple[int, int]) -> None:
-    require_no_faults(__name__, *mesh)
+test_as_in_one_process = as_in_one_process(__name__, CASES)
+test_corners = corners_as_in_torch(__name__)
 
 
 def _sent(height: int, width: int) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """FF135 to FF139 on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import accumulation
-from tests.doctor.lint.samples import Samples, cases, check, covers
+from tests.doctor.lint.samples import Samples, judged
 
 
 def loop(loss: str, backward: str = "loss.backward()", due: str = "(i + 1) % 4 == 0", before: str = "") -> str:
@@ -170,11 +170,4 @@ TABLE = {
     ),
 }
 
-
-@cases(TABLE)
-def test_what_is_found(code: str, source: str, has_fault: bool | None) -> None:
-    check(code, source, has_fault)
-
-
-def test_every_rule_has_samples() -> None:
-    covers(TABLE, accumulation.RULES)
+test_what_is_found, test_every_rule_has_samples = judged(TABLE, accumulation.RULES)

@@ -1,7 +1,7 @@
 """FF17x on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import data
-from tests.doctor.lint.samples import Samples, cases, check, covers
+from tests.doctor.lint.samples import Samples, judged
 
 IMPORT = "from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset\n"
 DDP = "from torch.nn.parallel import DistributedDataParallel as DDP\nmodel = DDP(net)\n"
@@ -140,11 +140,4 @@ TABLE = {
     ),
 }
 
-
-@cases(TABLE)
-def test_what_is_found(code: str, source: str, has_fault: bool | None) -> None:
-    check(code, source, has_fault)
-
-
-def test_every_rule_has_samples() -> None:
-    covers(TABLE, data.RULES)
+test_what_is_found, test_every_rule_has_samples = judged(TABLE, data.RULES)

@@ -1,7 +1,7 @@
 """FF12x on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import evaluation
-from tests.doctor.lint.samples import Samples, cases, check, covers
+from tests.doctor.lint.samples import Samples, judged
 
 TRAIN = """
 def train(net, data, opt):
@@ -157,11 +157,4 @@ TABLE = {
     ),
 }
 
-
-@cases(TABLE)
-def test_what_is_found(code: str, source: str, has_fault: bool | None) -> None:
-    check(code, source, has_fault)
-
-
-def test_every_rule_has_samples() -> None:
-    covers(TABLE, evaluation.RULES)
+test_what_is_found, test_every_rule_has_samples = judged(TABLE, evaluation.RULES)

@@ -1,7 +1,7 @@
 """FF130 to FF134 on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import gradients
-from tests.doctor.lint.samples import Samples, cases, check, covers
+from tests.doctor.lint.samples import Samples, judged
 
 ACCUMULATE = """
 def train(net, data, opt):
@@ -221,11 +221,4 @@ TABLE = {
     ),
 }
 
-
-@cases(TABLE)
-def test_what_is_found(code: str, source: str, has_fault: bool | None) -> None:
-    check(code, source, has_fault)
-
-
-def test_every_rule_has_samples() -> None:
-    covers(TABLE, gradients.RULES)
+test_what_is_found, test_every_rule_has_samples = judged(TABLE, gradients.RULES)

@@ -1,7 +1,7 @@
 """FF101 to FF105 on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import graphs
-from tests.doctor.lint.samples import Samples, cases, check, covers, training
+from tests.doctor.lint.samples import Samples, judged, training
 
 TABLE = {
     "FF101": Samples(
@@ -292,11 +292,4 @@ TABLE = {
     ),
 }
 
-
-@cases(TABLE)
-def test_what_is_found(code: str, source: str, has_fault: bool | None) -> None:
-    check(code, source, has_fault)
-
-
-def test_every_rule_has_samples() -> None:
-    covers(TABLE, graphs.RULES)
+test_what_is_found, test_every_rule_has_samples = judged(TABLE, graphs.RULES)

@@ -1,7 +1,7 @@
 """FF106 to FF109 on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import losses
-from tests.doctor.lint.samples import Samples, cases, check, covers
+from tests.doctor.lint.samples import Samples, judged
 
 TABLE = {
     "FF106": Samples(
@@ -32,11 +32,4 @@ TABLE = {
     ),
 }
 
-
-@cases(TABLE)
-def test_what_is_found(code: str, source: str, has_fault: bool | None) -> None:
-    check(code, source, has_fault)
-
-
-def test_every_rule_has_samples() -> None:
-    covers(TABLE, losses.RULES)
+test_what_is_found, test_every_rule_has_samples = judged(TABLE, losses.RULES)

@@ -1,7 +1,7 @@
 """FF15x on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import memory
-from tests.doctor.lint.samples import Samples, cases, check, covers, training
+from tests.doctor.lint.samples import Samples, judged, training
 
 IMPORT = "from torch.utils.checkpoint import checkpoint, checkpoint_sequential\n"
 NET = (
@@ -128,11 +128,4 @@ TABLE = {
     ),
 }
 
-
-@cases(TABLE)
-def test_what_is_found(code: str, source: str, has_fault: bool | None) -> None:
-    check(code, source, has_fault)
-
-
-def test_every_rule_has_samples() -> None:
-    covers(TABLE, memory.RULES)
+test_what_is_found, test_every_rule_has_samples = judged(TABLE, memory.RULES)

@@ -1,7 +1,7 @@
 """FF11x on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import modules
-from tests.doctor.lint.samples import Samples, cases, check, covers
+from tests.doctor.lint.samples import Samples, judged
 
 MODULE = """
 class Net(nn.Module):
@@ -102,10 +102,4 @@ TABLE["FF114"] = Samples(
 )
 
 
-@cases(TABLE)
-def test_what_is_found(code: str, source: str, has_fault: bool | None) -> None:
-    check(code, source, has_fault)
-
-
-def test_every_rule_has_samples() -> None:
-    covers(TABLE, modules.RULES)
+test_what_is_found, test_every_rule_has_samples = judged(TABLE, modules.RULES)

@@ -1,7 +1,7 @@
 """FF19x on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import old_forms
-from tests.doctor.lint.samples import Samples, cases, check, covers
+from tests.doctor.lint.samples import Samples, judged
 
 MEMORY = "import io\ndef f(b: io.BytesIO):\n    return torch.load(b)\n"
 RANDOM = "x = torch.load(p)\ntorch.random.set_rng_state(x['cpu'])\n"
@@ -101,11 +101,4 @@ TABLE = {
     ),
 }
 
-
-@cases(TABLE)
-def test_what_is_found(code: str, source: str, has_fault: bool | None) -> None:
-    check(code, source, has_fault)
-
-
-def test_every_rule_has_samples() -> None:
-    covers(TABLE, old_forms.RULES)
+test_what_is_found, test_every_rule_has_samples = judged(TABLE, old_forms.RULES)

@@ -1,7 +1,7 @@
 """FF14x on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import precision
-from tests.doctor.lint.samples import Samples, cases, check, covers
+from tests.doctor.lint.samples import Samples, judged
 
 
 def scaled(*lines: str, make: str = "torch.cuda.amp.GradScaler()", cast: str = "") -> str:
@@ -138,11 +138,4 @@ TABLE = {
     ),
 }
 
-
-@cases(TABLE)
-def test_what_is_found(code: str, source: str, has_fault: bool | None) -> None:
-    check(code, source, has_fault)
-
-
-def test_every_rule_has_samples() -> None:
-    covers(TABLE, precision.RULES)
+test_what_is_found, test_every_rule_has_samples = judged(TABLE, precision.RULES)

@@ -1,7 +1,7 @@
 """FF180 to FF184 on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import ranks
-from tests.doctor.lint.samples import Samples, cases, check, covers
+from tests.doctor.lint.samples import Samples, judged
 
 DIST = "import torch.distributed as dist\n"
 START = DIST + "dist.init_process_group('nccl')\n"
@@ -106,11 +106,4 @@ TABLE = {
     ),
 }
 
-
-@cases(TABLE)
-def test_what_is_found(code: str, source: str, has_fault: bool | None) -> None:
-    check(code, source, has_fault)
-
-
-def test_every_rule_has_samples() -> None:
-    covers(TABLE, ranks.RULES)
+test_what_is_found, test_every_rule_has_samples = judged(TABLE, ranks.RULES)

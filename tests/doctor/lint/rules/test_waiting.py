@@ -1,7 +1,7 @@
 """FF16x on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import waiting
-from tests.doctor.lint.samples import Samples, cases, check, covers, training
+from tests.doctor.lint.samples import Samples, judged, training
 
 
 def forward(line: str) -> str:
@@ -106,11 +106,4 @@ TABLE = {
     ),
 }
 
-
-@cases(TABLE)
-def test_what_is_found(code: str, source: str, has_fault: bool | None) -> None:
-    check(code, source, has_fault)
-
-
-def test_every_rule_has_samples() -> None:
-    covers(TABLE, waiting.RULES)
+test_what_is_found, test_every_rule_has_samples = judged(TABLE, waiting.RULES)

@@ -1,7 +1,7 @@
 """FF185 to FF189 on texts that have the fault and texts that only look like it."""
 
 from fullframe.doctor.lint.rules import wrappers
-from tests.doctor.lint.samples import Samples, cases, check, covers
+from tests.doctor.lint.samples import Samples, judged
 
 DDP = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
 CONVERT = "nn.SyncBatchNorm.convert_sync_batchnorm"
@@ -80,11 +80,4 @@ TABLE = {
     ),
 }
 
-
-@cases(TABLE)
-def test_what_is_found(code: str, source: str, has_fault: bool | None) -> None:
-    check(code, source, has_fault)
-
-
-def test_every_rule_has_samples() -> None:
-    covers(TABLE, wrappers.RULES)
+test_what_is_found, test_every_rule_has_samples = judged(TABLE, wrappers.RULES)
