@@ -1,9 +1,20 @@
 """What a file says when it is torn, gone, or of other types than it should."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from fullframe.observation.json_files import JsonLines, moment, number, numbers, read_object, sizes, whole_number
+from fullframe.observation.json_files import (
+    JsonLines,
+    moment,
+    number,
+    numbers,
+    read_object,
+    record,
+    sizes,
+    whole_number,
+)
 
 
 def test_lines_are_given_once_and_again_when_the_file_is_another(tmp_path: Path) -> None:
@@ -36,3 +47,24 @@ def test_an_object_or_nothing(tmp_path: Path) -> None:
     for text, found in (("{", None), ("[1]", None), ('{"a": 1}', {"a": 1})):
         path.write_text(text)
         assert read_object(path) == found
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: str = "none"
+    count: int | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    first: Inner | None = None
+    others: tuple[Inner, ...] = ()
+    ranks: tuple[int, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def test_a_record_has_what_is_of_its_fields_types() -> None:
+    found = {"others": [{"name": "a", "count": 2.0}, {"name": "", "count": "2"}], "ranks": [1, "2"], "unknown": 1}
+    assert record(Outer, found) == Outer(None, (Inner("a", 2), Inner()), (1,))
+    assert record(Outer, {"first": [], "others": 3, "ranks": {}, "seconds": {"a": 1, "b": None}}).seconds == {"a": 1.0}
+    assert record(Outer, {"first": {"count": 0}}).first == Inner("none", 0)

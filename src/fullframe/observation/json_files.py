@@ -1,12 +1,15 @@
 """JSON that another process writes meanwhile, and values of whatever type they should be, or None."""
 
+import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin
 
+T = TypeVar("T")
 _MOST = 1e18
 
 
@@ -94,3 +97,42 @@ def moment(value: Any) -> datetime | None:
         return datetime.fromisoformat(value).astimezone()
     except (TypeError, ValueError):
         return None
+
+
+def record(kind: Callable[..., T], found: Mapping[str, Any]) -> T:
+    """A dataclass of what an object has of its fields' names and types; all else are the fields' defaults."""
+    values = {name: read(found.get(name)) for name, read in _readers(kind)}
+    return kind(**{name: value for name, value in values.items() if value is not None and value != ""})
+
+
+@functools.cache
+def _readers(kind: Any) -> list[tuple[str, Callable[[Any], Any]]]:
+    return [(field.name, _reader(field.type)) for field in fields(kind)]
+
+
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """How a field of this type is read."""
+    if kind in _OF_TYPE:
+        return _OF_TYPE[kind]
+    if isinstance(kind, type):  # a dataclass
+        return lambda value: record(kind, mapping(value))
+    inner = _reader(get_args(kind)[0])
+    if get_origin(kind) is not tuple:
+        return lambda value: inner(value) if isinstance(value, dict) else None
+    return lambda value: tuple(
+        one for one in map(inner, value if isinstance(value, list | tuple) else ()) if one is not None
+    )
+
+
+_OF_TYPE: dict[Any, Callable[[Any], Any]] = {
+    str: lambda value: str(value or ""),
+    int: whole_number,
+    int | None: whole_number,
+    float: number,
+    float | None: number,
+    datetime | None: moment,
+    Mapping[str, Any]: mapping,
+    Mapping[str, float]: numbers,
+    Mapping[str, int]: sizes,
+    Mapping[str, str]: lambda value: {name: str(each) for name, each in mapping(value).items()},
+}

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -16,16 +16,7 @@ from typing import Any, Literal
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from fullframe.errors import RunError
-from fullframe.observation.json_files import (
-    JsonLines,
-    mapping,
-    moment,
-    number,
-    numbers,
-    read_object,
-    sizes,
-    whole_number,
-)
+from fullframe.observation.json_files import JsonLines, read_object, record, whole_number
 from fullframe.observation.out_of_memory.account import OutOfMemory, read_out_of_memory
 from fullframe.observation.table import Table
 from fullframe.wording import plural
@@ -182,11 +173,11 @@ class RunReader:
         fresh, again = self._metrics.fresh()
         if again:
             self._table, self._leaks = Table(), []
-        for record in fresh:
-            if "leak" in record:
-                self._leaks.append(record)
-            elif whole_number(record.get("step")) is not None:
-                self._table.add(record)
+        for found in fresh:
+            if "leak" in found:
+                self._leaks.append(found)
+            elif whole_number(found.get("step")) is not None:
+                self._table.add(found)
 
     def _read_observed(self) -> None:
         for path in self.path.glob("observed/rank*.jsonl"):
@@ -198,9 +189,9 @@ class RunReader:
             rows = self._observed.setdefault(rank, [])
             if again:
                 rows.clear()
-            for record in fresh:
-                row = _observed(record)
-                if row is not None:
+            for found in fresh:
+                if whole_number(found.get("step")) is not None:
+                    row = record(ObservedStep, found)
                     while rows and rows[-1].step >= row.step:
                         rows.pop()
                     rows.append(row)
@@ -267,58 +258,7 @@ def _facts(path: Path) -> Facts | None:
 
 def facts_of(found: Mapping[str, Any], changed: float) -> Facts:
     """What is in run.json, which was written at `changed`, seconds since 1970."""
-    arguments = found.get("arguments")
-    return Facts(
-        state=str(found.get("state") or "unknown"),
-        reason=str(found.get("reason") or ""),
-        pid=whole_number(found.get("pid")),
-        host=str(found.get("host") or ""),
-        started=moment(found.get("started")),
-        ended=moment(found.get("ended")),
-        recipe=str(found.get("recipe") or ""),
-        arguments=tuple(map(str, arguments)) if isinstance(arguments, list) else (),
-        commit=str(found.get("commit") or ""),
-        versions={name: str(value) for name, value in mapping(found.get("versions")).items()},
-        device=str(found.get("device") or ""),
-        world_size=whole_number(found.get("world_size")),
-        steps=whole_number(found.get("steps")),
-        step=whole_number(found.get("step")),
-        restarts=whole_number(found.get("restarts")) or 0,
-        batch_size=whole_number(found.get("batch_size")),
-        environment={name: str(value) for name, value in mapping(found.get("environment")).items()},
-        prediction=_prediction(found.get("prediction")),
-        changed=changed,
-    )
-
-
-def _prediction(found: Any) -> Prediction | None:
-    if not isinstance(found, dict):
-        return None
-    return Prediction(
-        peak_bytes=whole_number(found.get("peak_bytes")),
-        bytes=sizes(found.get("bytes")),
-        step_seconds=number(found.get("step_seconds")),
-        seconds=numbers(found.get("seconds")),
-    )
-
-
-def _observed(record: Mapping[str, Any]) -> ObservedStep | None:
-    step = whole_number(record.get("step"))
-    if step is None:
-        return None
-    return ObservedStep(
-        step=step,
-        time=number(record.get("time")),
-        seconds=numbers(record.get("seconds")),
-        peak_bytes=whole_number(record.get("peak_bytes")),
-        bytes=sizes(record.get("bytes")),
-        modules=sizes(record.get("modules")),
-        reserved_bytes=whole_number(record.get("reserved_bytes")),
-        limit_bytes=whole_number(record.get("limit_bytes")),
-        host_bytes=whole_number(record.get("host_bytes")),
-        gpu_percent=number(record.get("gpu_percent")),
-        others_bytes=whole_number(record.get("others_bytes")),
-    )
+    return replace(record(Facts, found), changed=changed)
 
 
 def _tail(path: Path) -> list[str]:

@@ -8,15 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fullframe.observation.json_files import mapping, number, read_object, sizes, whole_number
+from fullframe.observation.json_files import read_object, record, whole_number
 
 NOTES = "oom"  # folder of the ranks' notes
 SUMMARY, PAGE = "oom.json", "oom.html"
 EVALUATION = "evaluation"  # the phase of what is no step
-_SIZES = (
-    "asked_bytes", "allocated_bytes", "reserved_bytes", "limit_bytes", "free_bytes", "others_bytes", "host_bytes",
-)  # fmt: skip
-_WORDS = ("error", "devices", "phase", "line", "source", "module", "problem")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +29,8 @@ class Live:
 class Way:
     """A strategy that would fit, by simulation: in a few words, as a command, what a rank then needs, and how fast."""
 
-    words: str
-    command: str
+    words: str = ""
+    command: str = ""
     device_bytes: int | None = None
     step_seconds: float | None = None
 
@@ -111,35 +107,4 @@ def _read(path: Path) -> OutOfMemory | None:
 
 def of_record(found: Mapping[str, Any]) -> OutOfMemory | None:
     """From JSON; None where the step is not known."""
-    step = whole_number(found.get("step"))
-    if step is None:
-        return None
-    others, ways, live = found.get("others"), found.get("ways"), mapping(found.get("live"))
-    plain: dict[str, Any] = {name: str(found.get(name) or "") for name in _WORDS}
-    plain |= {name: whole_number(found.get(name)) for name in _SIZES}
-    return OutOfMemory(
-        step=step,
-        attempt=whole_number(found.get("attempt")) or 0,
-        rank=whole_number(found.get("rank")) or 0,
-        others=tuple(n for n in map(whole_number, others) if n is not None) if isinstance(others, list | tuple) else (),
-        time=number(found.get("time")) or 0.0,
-        batch_size=whole_number(found.get("batch_size")),
-        strategy=mapping(found.get("strategy")),
-        live=Live(
-            when=str(live.get("when") or ""),
-            peak_bytes=whole_number(live.get("peak_bytes")),
-            bytes=sizes(live.get("bytes")),
-            modules=sizes(live.get("modules")),
-        ),
-        ways=tuple(_way(mapping(way)) for way in ways) if isinstance(ways, list | tuple) else (),
-        **plain,
-    )
-
-
-def _way(found: Mapping[str, Any]) -> Way:
-    return Way(
-        words=str(found.get("words") or ""),
-        command=str(found.get("command") or ""),
-        device_bytes=whole_number(found.get("device_bytes")),
-        step_seconds=number(found.get("step_seconds")),
-    )
+    return None if whole_number(found.get("step")) is None else record(OutOfMemory, found)
