@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers.trainer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
@@ -36,7 +37,16 @@ class Split(Trainer):
         return ff.ShardedLoader(DataLoader(data, batch_size=batch_size), self.mesh)
 
     def get_train_dataloader(self) -> Any:
-        return self.loader(self.train_dataset, self.args.train_batch_size)
+        self.train_loader = self.loader(self.train_dataset, self.args.train_batch_size)
+        return self.train_loader
+
+    def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
+        """The loader goes on in the middle of an epoch too, where the Trainer would skip batches of a sampler."""
+        epochs, batches = super()._init_training_state(*args, **options)
+        position = {"epoch": epochs, "position": batches}
+        self.train_loader.load_state_dict(self.train_loader.state_dict() | position)
+        transformers.trainer.skip_first_batches = lambda loader, batches: loader
+        return epochs, batches
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         return self.loader(eval_dataset or self.eval_dataset, self.args.eval_batch_size)

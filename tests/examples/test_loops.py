@@ -151,11 +151,13 @@ def test_hugging_faces_trainer_takes_bf16():
         assert found[:6] == pytest.approx(alone[:6], rel=0.01)
 
 
-def test_hugging_faces_trainer_resumes_on_another_mesh(tmp_path):
-    whole = hugging_face(1, save_strategy="epoch", output_dir=str(tmp_path))
-    again = partial(hugging_face, 2, str(tmp_path / "checkpoint-4"), output_dir=str(tmp_path / "again"))
+@pytest.mark.parametrize(("step", "options"), [(4, {}), (3, {}), (3, ACCUMULATED)])  # of two an epoch
+def test_hugging_faces_trainer_resumes_on_another_mesh(step, options, tmp_path):
+    whole = hugging_face(1, save_strategy="steps", save_steps=step, output_dir=str(tmp_path), **options)
+    begun = str(tmp_path / f"checkpoint-{step}")
+    again = partial(hugging_face, 2, begun, output_dir=str(tmp_path / "again"), **options)
     for found in rank_group(4).run(again):
-        assert found == pytest.approx(whole[4:], rel=1e-9)
+        assert found == pytest.approx(whole[step * options.get("gradient_accumulation_steps", 1) :], rel=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
