@@ -13,9 +13,7 @@ def test_the_function_below_becomes_the_check() -> None:
     -   b
     + c
     """
-    made = rule("FF1", "t", Severity.NOTE, reason="r", fix="f", change=change)(
-        lambda training: [Found(ast.Pass(), "here")]
-    )
+    made = rule("FF1", Severity.NOTE, "t", "r", "f", change)(lambda training: [Found(ast.Pass(), "here")])
     assert (made.kind.code, made.kind.example, made.kind.instead) == ("FF1", "a\n\n  b", "a\n\nc")
     assert made.kind.default
 

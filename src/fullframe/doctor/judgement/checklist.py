@@ -1,11 +1,10 @@
 """What every thread about several GPUs asks first, answered from the notes of the ranks."""
 
 from collections.abc import Iterator, Sequence
-from statistics import median
 from typing import NamedTuple
 
 from fullframe.doctor.finding import Finding
-from fullframe.doctor.judgement.samples import trained_on
+from fullframe.doctor.judgement.samples import trained_on, waited_of
 from fullframe.doctor.probes import kinds
 from fullframe.doctor.probes.notes import Backward, BatchRead, Job, Loader, Memory, Notes, Update, Weights
 from fullframe.observation.units import seconds_text
@@ -102,15 +101,8 @@ def _loaders(notes: Sequence[Notes]) -> Iterator[str]:
 
 
 def _waiting(notes: Sequence[Notes]) -> str:
-    worst = None
-    for rank in notes:
-        waited = [batch.waited for batch in rank.of(BatchRead) if batch.loader in trained_on(rank) and batch.number > 1]
-        seconds = [update.seconds for update in rank.of(Update)[1:]]
-        steps = min(len(waited), len(seconds))
-        if steps:
-            found = median(waited[:steps]), median(seconds[:steps])
-            worst = found if worst is None else max(worst, found)
-    return "" if worst is None else f"a rank waits {seconds_text(worst[0])} of a step of {seconds_text(worst[1])}"
+    waits = [(waiting, whole) for steps, waiting, whole in map(waited_of, notes) if steps]
+    return "a rank waits {} of a step of {}".format(*map(seconds_text, max(waits))) if waits else ""
 
 
 def _memory(notes: Sequence[Notes]) -> str:

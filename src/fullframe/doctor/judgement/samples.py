@@ -30,21 +30,24 @@ def judged_samples(notes: Sequence[Notes]) -> Iterator[Finding]:
 def judged_waiting(notes: Sequence[Notes]) -> Iterator[Finding]:
     """Whether a rank waits for its loader; of a run at full size, for a small one computes too little."""
     for rank in notes:
-        trains = trained_on(rank)
-        waited = [event.waited for event in rank.of(BatchRead) if event.loader in trains and event.number > 1]
-        seconds = [update.seconds for update in rank.of(Update)[1:]]
-        steps = min(len(waited), len(seconds))
-        if steps < 2:
-            continue
-        waiting, whole = median(waited[:steps]), median(seconds[:steps])
-        if waiting > _STARVING * whole and waiting > _WORTH_SECONDS:
-            workers = max(event.workers for event in rank.of(Loader) if event.loader in trains)
+        steps, waiting, whole = waited_of(rank)
+        if steps > 1 and waiting > _STARVING * whole and waiting > _WORTH_SECONDS:
+            workers = max(event.workers for event in rank.of(Loader) if event.loader in trained_on(rank))
             yield kinds.STARVES.found(
                 f"rank {rank.rank} waits {1e3 * waiting:.3g} ms of a step of {1e3 * whole:.3g} ms for "
                 f"its next batch: {share(waiting / whole)}",
                 evidence=f"{plural(workers, 'loader worker')} a rank, {plural(steps, 'step')}",
             )
             return
+
+
+def waited_of(rank: Notes) -> tuple[int, float, float]:
+    """In how many steps it was seen, how long the rank waits for a batch, and how long a step takes: medians."""
+    trains = trained_on(rank)
+    waited = [event.waited for event in rank.of(BatchRead) if event.loader in trains and event.number > 1]
+    seconds = [update.seconds for update in rank.of(Update)[1:]]
+    steps = min(len(waited), len(seconds))
+    return (steps, median(waited[:steps]), median(seconds[:steps])) if steps else (0, 0.0, 0.0)
 
 
 def trained_on(rank: Notes) -> set[int]:

@@ -29,30 +29,14 @@ class Rule:
 
 
 def rule(
-    code: str,
-    title: str,
-    severity: Severity,
-    *,
-    reason: str,
-    fix: str,
-    change: str,
-    default: bool = True,
+    code: str, severity: Severity, title: str, reason: str, fix: str, change: str, default: bool = True
 ) -> Callable[[Callable[[Training], Iterable[Found]]], Rule]:
     """Makes a rule of the function below it.
 
     `change` is a source text whose lines with the fault begin with "- ", those without it with "+ ", and all others
     with two spaces.
     """
-    kind = Kind(
-        code=code,
-        title=title,
-        severity=severity,
-        reason=reason,
-        fix=fix,
-        example=_without(change, "+"),
-        instead=_without(change, "-"),
-        default=default,
-    )
+    kind = Kind(code, severity, title, reason, fix, _without(change, "+"), _without(change, "-"), default)
     return lambda check: Rule(kind, check)
 
 

@@ -16,15 +16,11 @@ _ENTRY_BY_ENTRY = ("abs", "square", "pow", "log", "float", "flatten", "reshape",
 
 
 @rule(
-    "FF135",
-    "accumulated gradients are not divided",
-    WARNING,
-    reason=(
-        "The sum of n microbatches' gradients is n times that of their mean: the learning rate is silently n "
-        "times as large."
-    ),
-    fix="Divide the loss by the number of microbatches before backward.",
-    change="""
+    "FF135", WARNING, "accumulated gradients are not divided",
+    "The sum of n microbatches' gradients is n times that of their mean: the learning rate is silently n times as "
+    "large.",
+    "Divide the loss by the number of microbatches before backward.",
+    """
       for i, (x, y) in enumerate(loader):
     -     loss = F.cross_entropy(model(x), y)
     +     loss = F.cross_entropy(model(x), y) / 4
@@ -33,7 +29,7 @@ _ENTRY_BY_ENTRY = ("abs", "square", "pow", "log", "float", "flatten", "reshape",
               optimizer.step()
               optimizer.zero_grad()
     """,
-)
+)  # fmt: skip
 def not_divided(training: Training) -> Iterator[Found]:
     """Nothing between the criterion and backward divides or multiplies, and nothing is done to the gradients."""
     for loop, _, backward in accumulation(training):
@@ -101,15 +97,11 @@ def _sums(backward: Backward) -> bool:
 
 
 @rule(
-    "FF136",
-    "microbatches count alike though the loss leaves items out",
-    WARNING,
-    reason=(
-        "A mean over the items that are not ignored, or that a mask picks, has another count in each microbatch, so "
-        "the mean of the means is not the loss of the batch: items of sparse microbatches weigh more."
-    ),
-    fix="Use reduction='sum' and divide by the number of counted items of the whole batch.",
-    change="""
+    "FF136", WARNING, "microbatches count alike though the loss leaves items out",
+    "A mean over the items that are not ignored, or that a mask picks, has another count in each microbatch, so the "
+    "mean of the means is not the loss of the batch: items of sparse microbatches weigh more.",
+    "Use reduction='sum' and divide by the number of counted items of the whole batch.",
+    """
     - criterion = nn.CrossEntropyLoss(ignore_index=255)
     + criterion = nn.CrossEntropyLoss(ignore_index=255, reduction="sum")
       for i, (x, y) in enumerate(loader):
@@ -120,7 +112,7 @@ def _sums(backward: Backward) -> bool:
               optimizer.step()
               optimizer.zero_grad()
     """,
-)
+)  # fmt: skip
 def uneven_means(training: Training) -> Iterator[Found]:
     """Accumulation over a mean of what a mask picks, or over a criterion that was given ignore_index or weight."""
     for _, _, backward in accumulation(training):
@@ -171,16 +163,11 @@ def _is_mask(key: Value) -> bool:
 
 
 @rule(
-    "FF137",
-    "last microbatches are left over",
-    NOTE,
-    reason=(
-        "Where the batches are no multiple of n, the last gradients are not used, and stay to be added to the "
-        "next epoch's."
-    ),
-    fix="Take the step also at the last batch: `or i + 1 == len(loader)`.",
-    default=False,
-    change="""
+    "FF137", NOTE, "last microbatches are left over",
+    "Where the batches are no multiple of n, the last gradients are not used, and stay to be added to the next "
+    "epoch's.",
+    "Take the step also at the last batch: `or i + 1 == len(loader)`.",
+    """
       for epoch in range(9):
           for i, (x, y) in enumerate(loader):
               loss = F.cross_entropy(model(x), y) / 4
@@ -190,7 +177,8 @@ def _is_mask(key: Value) -> bool:
                   optimizer.step()
                   optimizer.zero_grad()
     """,
-)
+    default=False,
+)  # fmt: skip
 def left_over(training: Training) -> Iterator[Found]:
     """The test of the branch has a remainder and no length, and no update follows the loop."""
     for loop, update, _ in accumulation(training):
@@ -205,12 +193,10 @@ def left_over(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF138",
-    "scheduler steps before the optimizer",
-    WARNING,
-    reason="The first learning rate of the schedule is never used; torch warns of it once at run time.",
-    fix="Call `scheduler.step()` after `optimizer.step()`.",
-    change="""
+    "FF138", WARNING, "scheduler steps before the optimizer",
+    "The first learning rate of the schedule is never used; torch warns of it once at run time.",
+    "Call `scheduler.step()` after `optimizer.step()`.",
+    """
       optimizer = torch.optim.SGD(model.parameters(), 0.1)
       scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
       for x, y in loader:
@@ -220,7 +206,7 @@ def left_over(training: Training) -> Iterator[Found]:
           optimizer.step()
     +     scheduler.step()
     """,
-)
+)  # fmt: skip
 def scheduled_too_early(training: Training) -> Iterator[Found]:
     """In a loop all updates come after the scheduler's step."""
     for call in training.program.calls("step"):
@@ -242,12 +228,10 @@ def _updates_before(training: Training, loop: Frame, updates: Sequence[Update]) 
 
 
 @rule(
-    "FF139",
-    "layer replaced after the optimizer was made",
-    ERROR,
-    reason="The optimizer holds the parameters of the old layer; those of the new one are never updated.",
-    fix="Make the optimizer after the last change of the model.",
-    change="""
+    "FF139", ERROR, "layer replaced after the optimizer was made",
+    "The optimizer holds the parameters of the old layer; those of the new one are never updated.",
+    "Make the optimizer after the last change of the model.",
+    """
       model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     + model.head = nn.Linear(8, 10)
       optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -255,10 +239,11 @@ def _updates_before(training: Training, loop: Frame, updates: Sequence[Update]) 
       model(x).sum().backward()
       optimizer.step()
     """,
-)
+)  # fmt: skip
 def replaced(training: Training) -> Iterator[Found]:
     """`model.x = nn...` after an optimizer was given the model's parameters, and no optimizer made later."""
-    made = [e for e in training.program.events if isinstance(e, Call) and _makes_optimizer(training, e)]
+    calls = (event for event in training.program.events if isinstance(event, Call) and event.value.path)
+    made = [call for call in calls if training.is_a(call.value, Role.OPTIMIZER)]
     for store in training.program.stores():
         if store.holder is None or not isinstance(store.place[2], str) or not training.is_a(store.holder, Role.MODEL):
             continue
@@ -268,10 +253,6 @@ def replaced(training: Training) -> Iterator[Found]:
         after = [m for m in training.program.calls("add_param_group", "parameters") if m.index > store.index]
         if before and not after and any(u.call.index > store.index for u in training.updates):
             yield Found(store.node, f"parameters of {said(store.new.node)} are not in the optimizer made before")
-
-
-def _makes_optimizer(training: Training, call: Call) -> bool:
-    return bool(call.value.path) and training.is_a(call.value, Role.OPTIMIZER)
 
 
 def _is_given(training: Training, made: Call, model: Value) -> bool:

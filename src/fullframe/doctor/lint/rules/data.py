@@ -41,22 +41,16 @@ def _is_trained_with(training: Training, loader: Value) -> bool:
     return any(any(training.backwards_in(loop)) for loop in loops_over(training, loader))
 
 
-def _option(call: Call, name: str, position: int = 99) -> Value | None:
-    return call.value.argument(position, name)
-
-
 def _is_open(call: Call) -> bool:
     """Whether options may hide in a `**` or a `*`."""
     return "**" in (call.value.keywords or {}) or any(a.text == "starred" for a in call.value.arguments)
 
 
 @rule(
-    "FF171",
-    "loader without workers",
-    NOTE,
-    reason="Samples are read and decoded by the training process itself, while the device waits.",
-    fix="Pass `num_workers=` (a few for each device) and `persistent_workers=True`.",
-    change="""
+    "FF171", NOTE, "loader without workers",
+    "Samples are read and decoded by the training process itself, while the device waits.",
+    "Pass `num_workers=` (a few for each device) and `persistent_workers=True`.",
+    """
       from torch.utils.data import DataLoader
 
     - loader = DataLoader(data, batch_size=8, shuffle=True)
@@ -65,11 +59,11 @@ def _is_open(call: Call) -> bool:
           F.cross_entropy(model(x.to(device)), y.to(device)).backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def no_workers(training: Training) -> Iterator[Found]:
     """A training loop reads from a loader with no `num_workers` or 0, and moves what it gives to a device."""
     for call in loaders(training):
-        workers = _option(call, "num_workers", 5)
+        workers = call.value.argument(5, "num_workers")
         has_none = (workers is None or workers.constant == 0) and not _is_open(call) and not _is_in_memory(call)
         if has_none and _is_trained_with(training, call.value) and any(_is_moved(training, call.value, is_device)):
             yield Found(call.node, "the training process reads the samples itself")
@@ -82,12 +76,10 @@ def _is_in_memory(call: Call) -> bool:
 
 
 @rule(
-    "FF172",
-    "loader without pinned memory",
-    NOTE,
-    reason="A copy to the GPU from pageable memory goes through a second buffer, and cannot run beside computation.",
-    fix="Pass `pin_memory=True`, and `non_blocking=True` to the copies.",
-    change="""
+    "FF172", NOTE, "loader without pinned memory",
+    "A copy to the GPU from pageable memory goes through a second buffer, and cannot run beside computation.",
+    "Pass `pin_memory=True`, and `non_blocking=True` to the copies.",
+    """
       from torch.utils.data import DataLoader
 
     - loader = DataLoader(data, num_workers=4)
@@ -97,11 +89,11 @@ def _is_in_memory(call: Call) -> bool:
     +     F.cross_entropy(model(x.cuda(non_blocking=True)), y.cuda(non_blocking=True)).backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def not_pinned(training: Training) -> Iterator[Found]:
     """What a loader without `pin_memory` gives is moved to a GPU in a training loop."""
     for call in loaders(training):
-        pinned = _option(call, "pin_memory", 7)
+        pinned = call.value.argument(7, "pin_memory")
         if _is_open(call) or (pinned is not None and pinned.constant is not False):
             continue
         if _is_trained_with(training, call.value) and any(_is_moved(training, call.value, is_gpu)):
@@ -130,12 +122,10 @@ def is_gpu(place: Value) -> bool:
 
 
 @rule(
-    "FF173",
-    "workers are started again for every epoch",
-    NOTE,
-    reason="Each epoch forks the workers, imports and opens everything anew, and the device waits for the first batch.",
-    fix="Pass `persistent_workers=True`.",
-    change="""
+    "FF173", NOTE, "workers are started again for every epoch",
+    "Each epoch forks the workers, imports and opens everything anew, and the device waits for the first batch.",
+    "Pass `persistent_workers=True`.",
+    """
       from torch.utils.data import DataLoader
 
     - loader = DataLoader(data, num_workers=4)
@@ -145,11 +135,11 @@ def is_gpu(place: Value) -> bool:
               F.cross_entropy(model(x), y).backward()
               optimizer.step()
     """,
-)
+)  # fmt: skip
 def not_persistent(training: Training) -> Iterator[Found]:
     """A loader with workers that an inner loop reads from."""
     for call in loaders(training):
-        workers = _option(call, "num_workers", 5)
+        workers = call.value.argument(5, "num_workers")
         has_workers = workers is not None and isinstance(workers.constant, int) and workers.constant > 0
         if not has_workers or "persistent_workers" in (call.value.keywords or {}) or _is_open(call):
             continue
@@ -165,35 +155,31 @@ def _epochs(loop: Frame, call: Call) -> Frame | None:
 
 
 @rule(
-    "FF174",
-    "shuffle beside a sampler",
-    ERROR,
-    reason="A sampler decides the order itself; torch refuses both with a ValueError.",
-    fix="Leave `shuffle=True` out; DistributedSampler shuffles by itself.",
-    change="""
+    "FF174", ERROR, "shuffle beside a sampler",
+    "A sampler decides the order itself; torch refuses both with a ValueError.",
+    "Leave `shuffle=True` out; DistributedSampler shuffles by itself.",
+    """
       from torch.utils.data import DataLoader, DistributedSampler
 
     - loader = DataLoader(data, sampler=DistributedSampler(data), shuffle=True)
     + loader = DataLoader(data, sampler=DistributedSampler(data, shuffle=True))
     """,
-)
+)  # fmt: skip
 def shuffled_twice(training: Training) -> Iterator[Found]:
     """`shuffle=True` and a sampler that is not None in one call."""
     for call in loaders(training):
         for name, position in (("sampler", 3), ("batch_sampler", 4)):
-            sampler = _option(call, name, position)
+            sampler = call.value.argument(position, name)
             is_given = sampler is not None and sampler.origin in (Origin.CALL, Origin.INSTANCE)
-            if is_given and is_true(_option(call, "shuffle", 2)):
+            if is_given and is_true(call.value.argument(2, "shuffle")):
                 yield Found(call.node, f"shuffle=True and {name} exclude each other")
 
 
 @rule(
-    "FF175",
-    "DistributedSampler without set_epoch",
-    WARNING,
-    reason="The order is drawn from the epoch's number; without it every epoch has the order of the first.",
-    fix="Call `sampler.set_epoch(epoch)` at the start of every epoch.",
-    change="""
+    "FF175", WARNING, "DistributedSampler without set_epoch",
+    "The order is drawn from the epoch's number; without it every epoch has the order of the first.",
+    "Call `sampler.set_epoch(epoch)` at the start of every epoch.",
+    """
       from torch.utils.data import DataLoader, DistributedSampler
 
       sampler = DistributedSampler(data)
@@ -204,13 +190,13 @@ def shuffled_twice(training: Training) -> Iterator[Found]:
               F.cross_entropy(model(x), y).backward()
               optimizer.step()
     """,
-)
+)  # fmt: skip
 def same_order(training: Training) -> Iterator[Found]:
     """A loader with a shuffling DistributedSampler, read in an inner loop, and no `set_epoch` in the file."""
     if any(training.program.calls("set_epoch")):
         return
     for call in loaders(training):
-        sampler = _option(call, "sampler", 3)
+        sampler = call.value.argument(3, "sampler")
         if sampler is None or not training.is_a(sampler, Role.SAMPLER):
             continue
         shuffles = any(
@@ -222,15 +208,11 @@ def same_order(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF176",
-    "every rank reads all samples",
-    ERROR,
-    reason=(
-        "Without a DistributedSampler each rank draws from the whole data set: an epoch is as many times as long "
-        "as there are ranks."
-    ),
-    fix="Pass `sampler=DistributedSampler(dataset)`.",
-    change="""
+    "FF176", ERROR, "every rank reads all samples",
+    "Without a DistributedSampler each rank draws from the whole data set: an epoch is as many times as long as there "
+    "are ranks.",
+    "Pass `sampler=DistributedSampler(dataset)`.",
+    """
       from torch.nn.parallel import DistributedDataParallel
     - from torch.utils.data import DataLoader
     + from torch.utils.data import DataLoader, DistributedSampler
@@ -242,7 +224,7 @@ def same_order(training: Training) -> Iterator[Found]:
           F.cross_entropy(model(x), y).backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def not_distributed(training: Training) -> Iterator[Found]:
     """A DistributedDataParallel model is trained from a loader that was given no sampler."""
     words = ("DistributedSampler", "split_dataset_by_node", "prepare", "distributed", "shard", "Subset", "random_split")
@@ -271,21 +253,16 @@ def _iterates(data: Value) -> bool:
 
 
 @rule(
-    "FF177",
-    "a GPU is used in a data set",
-    ERROR,
-    reason=(
-        "A worker is a forked process and cannot use the parent's GPU: it fails with num_workers > 0, and is slow"
-        " without."
-    ),
-    fix="Give CPU tensors and move whole batches in the training loop.",
-    change="""
+    "FF177", ERROR, "a GPU is used in a data set",
+    "A worker is a forked process and cannot use the parent's GPU: it fails with num_workers > 0, and is slow without.",
+    "Give CPU tensors and move whole batches in the training loop.",
+    """
       class Data(torch.utils.data.Dataset):
           def __getitem__(self, index):
     -         return torch.as_tensor(self.images[index]).cuda()
     +         return torch.as_tensor(self.images[index])
     """,
-)
+)  # fmt: skip
 def gpu_in_data(training: Training) -> Iterator[Found]:
     """`.cuda()` or `.to("cuda")` in `__getitem__` of a torch data set."""
     for call in training.program.calls("cuda", "to"):
@@ -306,12 +283,10 @@ def gpu_in_data(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF178",
-    "iterator made anew for each batch",
-    WARNING,
-    reason="`next(iter(loader))` starts the loader from its beginning, workers included, and reads one batch of it.",
-    fix="Make the iterator before the loop, and again where it ends.",
-    change="""
+    "FF178", WARNING, "iterator made anew for each batch",
+    "`next(iter(loader))` starts the loader from its beginning, workers included, and reads one batch of it.",
+    "Make the iterator before the loop, and again where it ends.",
+    """
       from torch.utils.data import DataLoader
 
       loader = DataLoader(data, num_workers=4)
@@ -322,7 +297,7 @@ def gpu_in_data(training: Training) -> Iterator[Found]:
           F.cross_entropy(model(x), y).backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def begun_again(training: Training) -> Iterator[Found]:
     """`next(iter(loader))` in a training loop, where the loader is made outside of it."""
     for call in training.program.calls("next"):

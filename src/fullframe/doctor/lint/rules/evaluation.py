@@ -30,12 +30,10 @@ def _asks_for_gradients(training: Training) -> bool:
 
 
 @rule(
-    "FF121",
-    "evaluation builds a graph",
-    WARNING,
-    reason="Without no_grad or inference_mode each forward keeps all activations for a backward pass that never comes.",
-    fix="Put the loop into `with torch.inference_mode():`, or `@torch.inference_mode()` above the function.",
-    change="""
+    "FF121", WARNING, "evaluation builds a graph",
+    "Without no_grad or inference_mode each forward keeps all activations for a backward pass that never comes.",
+    "Put the loop into `with torch.inference_mode():`, or `@torch.inference_mode()` above the function.",
+    """
     + @torch.inference_mode()
       def evaluate(model, loader):
           model.eval()
@@ -44,7 +42,7 @@ def _asks_for_gradients(training: Training) -> bool:
               correct += (model(x).argmax(1) == y).sum().item()
           return correct
     """,
-)
+)  # fmt: skip
 def no_grad_missing(training: Training) -> Iterator[Found]:
     """A model in eval mode is called in a loop with autograd on, and no backward pass follows."""
     if _asks_for_gradients(training):
@@ -84,15 +82,10 @@ def _is_read(training: Training, call: Call) -> bool:
 
 
 @rule(
-    "FF122",
-    "evaluation in train mode",
-    ERROR,
-    reason=(
-        "Dropout drops and batch norm takes statistics of the evaluation data and learns from them: the figures "
-        "are wrong."
-    ),
-    fix="Call `model.eval()` before the loop, and `model.train()` before training goes on.",
-    change="""
+    "FF122", ERROR, "evaluation in train mode",
+    "Dropout drops and batch norm takes statistics of the evaluation data and learns from them: the figures are wrong.",
+    "Call `model.eval()` before the loop, and `model.train()` before training goes on.",
+    """
       for epoch in range(9):
     +     model.train()
           for x, y in loader:
@@ -105,7 +98,7 @@ def _is_read(training: Training, call: Call) -> bool:
               for x, y in val_loader:
                   error = F.cross_entropy(model(x), y).item()
     """,
-)
+)  # fmt: skip
 def eval_missing(training: Training) -> Iterator[Found]:
     """A model that was trained is called in a loop without autograd, and was not put into eval mode in between."""
     evals = list(_modes(training, "eval"))
@@ -146,15 +139,10 @@ def _is_set_elsewhere(training: Training, first: Call, last: Call) -> bool:
 
 
 @rule(
-    "FF123",
-    "training goes on in eval mode",
-    ERROR,
-    reason=(
-        "After the first evaluation dropout is off and batch norm no longer learns its statistics, for all later "
-        "epochs."
-    ),
-    fix="Call `model.train()` at the start of every epoch.",
-    change="""
+    "FF123", ERROR, "training goes on in eval mode",
+    "After the first evaluation dropout is off and batch norm no longer learns its statistics, for all later epochs.",
+    "Call `model.train()` at the start of every epoch.",
+    """
     - model.train()
       for epoch in range(9):
     +     model.train()
@@ -168,7 +156,7 @@ def _is_set_elsewhere(training: Training, first: Call, last: Call) -> bool:
               for x, y in val_loader:
                   error = F.cross_entropy(model(x), y).item()
     """,
-)
+)  # fmt: skip
 def train_missing(training: Training) -> Iterator[Found]:
     """An epoch loop trains a model, evaluates it in eval mode, and never sets train mode again."""
     trains = list(_modes(training, "train"))
@@ -202,19 +190,17 @@ def _evaluates_after(training: Training, loop: Frame, call: Call) -> bool:
 
 
 @rule(
-    "FF124",
-    "backward pass of a loss made without autograd",
-    ERROR,
-    reason="Under no_grad or inference_mode nothing is recorded, so the loss has no graph and backward fails.",
-    fix="Take the forward pass out of the no_grad block.",
-    change="""
+    "FF124", ERROR, "backward pass of a loss made without autograd",
+    "Under no_grad or inference_mode nothing is recorded, so the loss has no graph and backward fails.",
+    "Take the forward pass out of the no_grad block.",
+    """
       for x, y in loader:
     -     with torch.no_grad():
     -         loss = F.cross_entropy(model(x), y)
     +     loss = F.cross_entropy(model(x), y)
           loss.backward()
     """,
-)
+)  # fmt: skip
 def without_autograd(training: Training) -> Iterator[Found]:
     """The loss is the result of a call or an operation that ran with autograd off."""
     for backward in training.backwards:
@@ -236,19 +222,17 @@ _CALLED = {
 
 
 @rule(
-    "FF125",
-    "method named but not called",
-    ERROR,
-    reason="Without parentheses the line does nothing, and says nothing.",
-    fix="Write the parentheses.",
-    change="""
+    "FF125", ERROR, "method named but not called",
+    "Without parentheses the line does nothing, and says nothing.",
+    "Write the parentheses.",
+    """
       model = nn.Linear(2, 2)
     - model.eval
     + model.eval()
       with torch.no_grad():
           print(model(x))
     """,
-)
+)  # fmt: skip
 def not_called(training: Training) -> Iterator[Found]:
     """`optimizer.step` as a statement of its own."""
     for node, base in training.program.bare:

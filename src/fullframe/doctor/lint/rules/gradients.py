@@ -50,15 +50,11 @@ def owns(training: Training, receiver: Value, update: Update) -> bool:
 
 
 @rule(
-    "FF130",
-    "gradients summed over ranks where their mean is meant",
-    WARNING,
-    reason=(
-        "all_reduce adds up: on n ranks the gradient is n times that of one process on the whole batch, and the "
-        "learning rate silently n times as large."
-    ),
-    fix="Pass `op=dist.ReduceOp.AVG`, or divide by `dist.get_world_size()`, as DistributedDataParallel does.",
-    change="""
+    "FF130", WARNING, "gradients summed over ranks where their mean is meant",
+    "all_reduce adds up: on n ranks the gradient is n times that of one process on the whole batch, and the learning "
+    "rate silently n times as large.",
+    "Pass `op=dist.ReduceOp.AVG`, or divide by `dist.get_world_size()`, as DistributedDataParallel does.",
+    """
       import torch.distributed as dist
 
       for x, y in loader:
@@ -69,7 +65,7 @@ def owns(training: Training, receiver: Value, update: Update) -> bool:
     +         p.grad /= dist.get_world_size()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def summed_over_ranks(training: Training) -> Iterator[Found]:
     """`all_reduce` of a gradient over the whole world before an update, where nothing divides gradients or the loss."""
     program = training.program
@@ -100,19 +96,17 @@ def _divides_losses(training: Training) -> bool:
 
 
 @rule(
-    "FF131",
-    "gradients are never emptied",
-    ERROR,
-    reason="backward adds to the gradients, so each update uses the sum of all steps so far.",
-    fix="Call `optimizer.zero_grad()` once for every update, before backward or after the step.",
-    change="""
+    "FF131", ERROR, "gradients are never emptied",
+    "backward adds to the gradients, so each update uses the sum of all steps so far.",
+    "Call `optimizer.zero_grad()` once for every update, before backward or after the step.",
+    """
       for x, y in loader:
     +     optimizer.zero_grad()
           loss = F.cross_entropy(model(x), y)
           loss.backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def never_emptied(training: Training) -> Iterator[Found]:
     """A loop with backward pass and update, in which nothing empties gradients."""
     for update in training.updates:
@@ -157,12 +151,10 @@ def _may_empty(training: Training, frame: Frame) -> bool:
 
 
 @rule(
-    "FF132",
-    "gradients are emptied between backward and step",
-    ERROR,
-    reason="The update then has no gradients, so nothing is trained; no error is raised.",
-    fix="Call `zero_grad` before backward or after the step.",
-    change="""
+    "FF132", ERROR, "gradients are emptied between backward and step",
+    "The update then has no gradients, so nothing is trained; no error is raised.",
+    "Call `zero_grad` before backward or after the step.",
+    """
       for x, y in loader:
           loss = F.cross_entropy(model(x), y)
     +     optimizer.zero_grad()
@@ -170,7 +162,7 @@ def _may_empty(training: Training, frame: Frame) -> bool:
     -     optimizer.zero_grad()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def emptied_too_early(training: Training) -> Iterator[Found]:
     """backward, zero_grad, step in this order, with no further backward pass in between."""
     for update in training.updates:
@@ -190,15 +182,10 @@ def emptied_too_early(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF133",
-    "gradients are emptied more often than used",
-    ERROR,
-    reason=(
-        "The update comes every n-th time but gradients are emptied every time, so those of n - 1 microbatches "
-        "are lost."
-    ),
-    fix="Call `zero_grad` in the same branch as the step.",
-    change="""
+    "FF133", ERROR, "gradients are emptied more often than used",
+    "The update comes every n-th time but gradients are emptied every time, so those of n - 1 microbatches are lost.",
+    "Call `zero_grad` in the same branch as the step.",
+    """
       for i, (x, y) in enumerate(loader):
     -     optimizer.zero_grad()
           loss = F.cross_entropy(model(x), y) / 4
@@ -207,7 +194,7 @@ def emptied_too_early(training: Training) -> Iterator[Found]:
               optimizer.step()
     +         optimizer.zero_grad()
     """,
-)
+)  # fmt: skip
 def emptied_every_time(training: Training) -> Iterator[Found]:
     """zero_grad outside the branch that the update stands in."""
     for loop, update, _ in accumulation(training):
@@ -217,12 +204,10 @@ def emptied_every_time(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF134",
-    "clipping that changes nothing",
-    ERROR,
-    reason="Gradients are clipped after the update has read them, or before backward has made them.",
-    fix="Clip between backward and step.",
-    change="""
+    "FF134", ERROR, "clipping that changes nothing",
+    "Gradients are clipped after the update has read them, or before backward has made them.",
+    "Clip between backward and step.",
+    """
       for x, y in loader:
           optimizer.zero_grad()
           F.cross_entropy(model(x), y).backward()
@@ -230,7 +215,7 @@ def emptied_every_time(training: Training) -> Iterator[Found]:
           optimizer.step()
     -     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     """,
-)
+)  # fmt: skip
 def clipped_too_late(training: Training) -> Iterator[Found]:
     """In the loop no update follows the clipping, or no backward pass of this round comes before it."""
     for call in training.program.calls(*CLIPS):

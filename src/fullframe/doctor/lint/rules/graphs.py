@@ -103,15 +103,11 @@ def _only_adds(way: list[Value]) -> bool:
 
 
 @rule(
-    "FF101",
-    "loss summed with its graph",
-    WARNING,
-    reason=(
-        "A sum of tensors that hold a graph keeps the graph of every step that went into it, so memory grows with"
-        " every step."
-    ),
-    fix="Add `loss.detach()` (stays on the device, no waiting) or `loss.item()`.",
-    change="""
+    "FF101", WARNING, "loss summed with its graph",
+    "A sum of tensors that hold a graph keeps the graph of every step that went into it, so memory grows with every "
+    "step.",
+    "Add `loss.detach()` (stays on the device, no waiting) or `loss.item()`.",
+    """
       total = 0.0
       for x, y in loader:
           loss = F.cross_entropy(model(x), y)
@@ -121,7 +117,7 @@ def _only_adds(way: list[Value]) -> bool:
     -     total += loss
     +     total += loss.detach()
     """,
-)
+)  # fmt: skip
 def summed(training: Training) -> Iterator[Found]:
     """A name, attribute or item that is made of itself and of a step's loss, each time round."""
     for store in training.program.stores():
@@ -133,15 +129,11 @@ def summed(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF102",
-    "output collected with its graph",
-    WARNING,
-    reason=(
-        "A list, dict or queue that outlives the loop keeps every tensor put into it, and each tensor keeps the "
-        "graph of its step."
-    ),
-    fix="Collect `x.detach()`, or `x.detach().cpu()` where many are collected.",
-    change="""
+    "FF102", WARNING, "output collected with its graph",
+    "A list, dict or queue that outlives the loop keeps every tensor put into it, and each tensor keeps the graph of "
+    "its step.",
+    "Collect `x.detach()`, or `x.detach().cpu()` where many are collected.",
+    """
       losses = []
       for x, y in loader:
           loss = F.cross_entropy(model(x), y)
@@ -151,7 +143,7 @@ def summed(training: Training) -> Iterator[Found]:
     -     losses.append(loss)
     +     losses.append(loss.detach())
     """,
-)
+)  # fmt: skip
 def collected(training: Training) -> Iterator[Found]:
     """`x.append(loss)` and its likes, and `x[key] = loss` with another key each time."""
     for call in training.program.calls(*GROWS):
@@ -196,15 +188,11 @@ def _target(store: Store) -> str:
 
 
 @rule(
-    "FF103",
-    "state carried to the next step with its graph",
-    ERROR,
-    reason=(
-        "The next step's backward pass goes on into this step's graph: it fails, or with retain_graph=True takes "
-        "longer with every step."
-    ),
-    fix="Detach the state before the next step: `state = state.detach()`.",
-    change="""
+    "FF103", ERROR, "state carried to the next step with its graph",
+    "The next step's backward pass goes on into this step's graph: it fails, or with retain_graph=True takes longer "
+    "with every step.",
+    "Detach the state before the next step: `state = state.detach()`.",
+    """
       state = torch.zeros(1, 8, 64)
       for x, y in loader:
     -     out, state = model(x, state)
@@ -214,7 +202,7 @@ def _target(store: Store) -> str:
           loss.backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def carried(training: Training) -> Iterator[Found]:
     """A name that a model is given and that then stands for what the model gave."""
     for store in training.program.stores():
@@ -228,15 +216,11 @@ def carried(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF104",
-    "retain_graph=True in a loop",
-    WARNING,
-    reason=(
-        "The graph's tensors stay in memory after the backward pass, until the next step has built its own: two "
-        "graphs at the peak."
-    ),
-    fix="Leave retain_graph out; where a second backward pass needs the graph, keep it for all but the last.",
-    change="""
+    "FF104", WARNING, "retain_graph=True in a loop",
+    "The graph's tensors stay in memory after the backward pass, until the next step has built its own: two graphs at "
+    "the peak.",
+    "Leave retain_graph out; where a second backward pass needs the graph, keep it for all but the last.",
+    """
       for x, y in loader:
           loss = F.cross_entropy(model(x), y)
           optimizer.zero_grad()
@@ -244,7 +228,7 @@ def carried(training: Training) -> Iterator[Found]:
     +     loss.backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def retained(training: Training) -> Iterator[Found]:
     """The last backward pass of a loop's body, on a graph that was built inside the loop."""
     for backward in training.backwards:
@@ -260,15 +244,11 @@ def retained(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF105",
-    "create_graph=True in backward()",
-    WARNING,
-    reason=(
-        "Gradients then hold the graph and the graph holds the parameters: a circle that is not freed, so memory "
-        "leaks every step."
-    ),
-    fix="Use `torch.autograd.grad(loss, parameters, create_graph=True)`, or set every `p.grad = None` after the step.",
-    change="""
+    "FF105", WARNING, "create_graph=True in backward()",
+    "Gradients then hold the graph and the graph holds the parameters: a circle that is not freed, so memory leaks "
+    "every step.",
+    "Use `torch.autograd.grad(loss, parameters, create_graph=True)`, or set every `p.grad = None` after the step.",
+    """
       for x, y in loader:
           loss = F.cross_entropy(model(x), y)
     -     loss.backward(create_graph=True)
@@ -278,7 +258,7 @@ def retained(training: Training) -> Iterator[Found]:
           optimizer.step()
           optimizer.zero_grad()
     """,
-)
+)  # fmt: skip
 def circle(training: Training) -> Iterator[Found]:
     """`backward(create_graph=True)` wherever it stands; torch warns of it at run time."""
     for backward in training.backwards:

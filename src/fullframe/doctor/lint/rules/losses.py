@@ -9,15 +9,11 @@ from fullframe.doctor.lint.values import Origin, Value, cone
 
 
 @rule(
-    "FF106",
-    "backward pass of a loss that was cut off",
-    ERROR,
-    reason=(
-        "A tensor made anew from a loss has no graph: backward fails, or with requires_grad=True does nothing and"
-        " no weight is trained."
-    ),
-    fix="Call backward on the loss itself.",
-    change="""
+    "FF106", ERROR, "backward pass of a loss that was cut off",
+    "A tensor made anew from a loss has no graph: backward fails, or with requires_grad=True does nothing and no "
+    "weight is trained.",
+    "Call backward on the loss itself.",
+    """
       for x, y in loader:
     -     loss = torch.tensor(F.cross_entropy(model(x), y).item(), requires_grad=True)
     +     loss = F.cross_entropy(model(x), y)
@@ -25,7 +21,7 @@ from fullframe.doctor.lint.values import Origin, Value, cone
           loss.backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def cut_off(training: Training) -> Iterator[Found]:
     """`torch.tensor(loss)`, `loss.detach()`, `loss.data` or `loss.requires_grad_()` before `backward`."""
     for backward in training.backwards:
@@ -50,21 +46,17 @@ def _cut(value: Value) -> str:
 
 
 @rule(
-    "FF107",
-    "probabilities given to a loss that takes logits",
-    ERROR,
-    reason=(
-        "The loss applies softmax or sigmoid itself; applied twice, gradients shrink and the model trains badly, "
-        "without an error."
-    ),
-    fix="Give the loss the logits; apply softmax or sigmoid only where probabilities are read.",
-    change="""
+    "FF107", ERROR, "probabilities given to a loss that takes logits",
+    "The loss applies softmax or sigmoid itself; applied twice, gradients shrink and the model trains badly, without "
+    "an error.",
+    "Give the loss the logits; apply softmax or sigmoid only where probabilities are read.",
+    """
       for x, y in loader:
     -     loss = F.cross_entropy(torch.softmax(model(x), dim=1), y)
     +     loss = F.cross_entropy(model(x), y)
           loss.backward()
     """,
-)
+)  # fmt: skip
 def twice_softmax(training: Training) -> Iterator[Found]:
     """Softmax into cross entropy or NLL, sigmoid into binary cross entropy with logits."""
     for event in training.program.events:

@@ -32,15 +32,11 @@ def is_data(value: Value) -> bool:
 
 
 @rule(
-    "FF151",
-    "checkpoint without use_reentrant",
-    WARNING,
-    reason=(
-        "The old, reentrant form loses gradients where no input needs one, and does not go with autograd.grad, hooks "
-        "and nested inputs; torch asks to choose, and advises use_reentrant=False."
-    ),
-    fix="Pass `use_reentrant=False`.",
-    change="""
+    "FF151", WARNING, "checkpoint without use_reentrant",
+    "The old, reentrant form loses gradients where no input needs one, and does not go with autograd.grad, hooks and "
+    "nested inputs; torch asks to choose, and advises use_reentrant=False.",
+    "Pass `use_reentrant=False`.",
+    """
       from torch.utils.checkpoint import checkpoint
 
 
@@ -49,7 +45,7 @@ def is_data(value: Value) -> bool:
     -         return checkpoint(self.block, x)
     +         return checkpoint(self.block, x, use_reentrant=False)
     """,
-)
+)  # fmt: skip
 def reentrant(training: Training) -> Iterator[Found]:
     """Torch's checkpoint without the word, and without a `**` that may hold it."""
     for call in _checkpoints(training):
@@ -59,22 +55,17 @@ def reentrant(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF152",
-    "checkpoint around batch norm",
-    WARNING,
-    reason=(
-        "The block runs forward twice each step, so running statistics are updated twice: their momentum is "
-        "another one."
-    ),
-    fix="Leave batch norm out of the block, use another norm, or set its momentum to 1 - sqrt(1 - momentum).",
-    change="""
+    "FF152", WARNING, "checkpoint around batch norm",
+    "The block runs forward twice each step, so running statistics are updated twice: their momentum is another one.",
+    "Leave batch norm out of the block, use another norm, or set its momentum to 1 - sqrt(1 - momentum).",
+    """
       from torch.utils.checkpoint import checkpoint
 
     - block = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     + block = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU())
       y = checkpoint(block, x, use_reentrant=False)
     """,
-)
+)  # fmt: skip
 def around_batch_norm(training: Training) -> Iterator[Found]:
     """What is recomputed was made with `nn.BatchNorm...`."""
     for call in _checkpoints(training):
@@ -97,15 +88,11 @@ def _holds_batch_norm(block: Value, depth: int = 0) -> bool:
 
 
 @rule(
-    "FF153",
-    "reentrant checkpoint on the input",
-    ERROR,
-    reason=(
-        "No input needs a gradient there, so the reentrant form gives none to the block's own weights: they are "
-        "not trained."
-    ),
-    fix="Pass `use_reentrant=False`.",
-    change="""
+    "FF153", ERROR, "reentrant checkpoint on the input",
+    "No input needs a gradient there, so the reentrant form gives none to the block's own weights: they are not "
+    "trained.",
+    "Pass `use_reentrant=False`.",
+    """
       from torch.utils.checkpoint import checkpoint
 
       for x, y in loader:
@@ -115,7 +102,7 @@ def _holds_batch_norm(block: Value, depth: int = 0) -> bool:
           loss.backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def on_the_input(training: Training) -> Iterator[Found]:
     """All that the block is given comes straight from a loader."""
     needs = any(training.program.calls("requires_grad_")) or any(
@@ -131,22 +118,17 @@ def on_the_input(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF154",
-    "empty_cache every step",
-    WARNING,
-    reason=(
-        "It gives blocks back that the next step asks for again, waits for the device each time, and frees "
-        "nothing in use."
-    ),
-    fix="Leave it out; against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
-    change="""
+    "FF154", WARNING, "empty_cache every step",
+    "It gives blocks back that the next step asks for again, waits for the device each time, and frees nothing in use.",
+    "Leave it out; against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+    """
       for x, y in loader:
           optimizer.zero_grad()
           F.cross_entropy(model(x), y).backward()
           optimizer.step()
     -     torch.cuda.empty_cache()
     """,
-)
+)  # fmt: skip
 def cache_emptied(training: Training) -> Iterator[Found]:
     """`empty_cache` in the same loop as a model's call or a backward pass, each time round."""
     for call in training.program.calls("empty_cache"):
@@ -161,15 +143,11 @@ def cache_emptied(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF155",
-    "retry inside the handler of an out-of-memory",
-    WARNING,
-    reason=(
-        "While the handler runs, the exception holds the frames of the failed step and all their tensors: the "
-        "retry has less room."
-    ),
-    fix="Note in the handler that it failed, leave it, and retry after it.",
-    change="""
+    "FF155", WARNING, "retry inside the handler of an out-of-memory",
+    "While the handler runs, the exception holds the frames of the failed step and all their tensors: the retry has "
+    "less room.",
+    "Note in the handler that it failed, leave it, and retry after it.",
+    """
       for x, y in loader:
     +     failed = False
           try:
@@ -183,7 +161,7 @@ def cache_emptied(training: Training) -> Iterator[Found]:
           optimizer.step()
           optimizer.zero_grad()
     """,
-)
+)  # fmt: skip
 def retried_in_handler(training: Training) -> Iterator[Found]:
     """A model's call or a backward pass in a handler that is about memory."""
     for frame in training.program.frames:
@@ -203,19 +181,17 @@ def _is_about_memory(frame: Frame) -> bool:
 
 
 @rule(
-    "FF156",
-    "gradients set to zero in place of None",
-    NOTE,
-    reason="Zeros keep the gradients' memory between steps and cost a write and an add; None, the default, does not.",
-    fix="Leave `set_to_none=False` out.",
-    change="""
+    "FF156", NOTE, "gradients set to zero in place of None",
+    "Zeros keep the gradients' memory between steps and cost a write and an add; None, the default, does not.",
+    "Leave `set_to_none=False` out.",
+    """
       for x, y in loader:
     -     optimizer.zero_grad(set_to_none=False)
     +     optimizer.zero_grad()
           F.cross_entropy(model(x), y).backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def kept_as_zeros(training: Training) -> Iterator[Found]:
     """`zero_grad(set_to_none=False)`."""
     for call in training.program.calls("zero_grad"):
@@ -226,16 +202,11 @@ def kept_as_zeros(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF157",
-    "last step's results are held during the next forward",
-    NOTE,
-    reason=(
-        "The names keep the model's output, and what it was made of, until they are set anew: after the next "
-        "forward's peak."
-    ),
-    fix="`del` them at the end of the loop's body, or put the step into a function.",
-    default=False,
-    change="""
+    "FF157", NOTE, "last step's results are held during the next forward",
+    "The names keep the model's output, and what it was made of, until they are set anew: after the next forward's "
+    "peak.",
+    "`del` them at the end of the loop's body, or put the step into a function.",
+    """
       for x, y in loader:
           out = model(x)
           loss = F.cross_entropy(out, y)
@@ -244,7 +215,8 @@ def kept_as_zeros(training: Training) -> Iterator[Found]:
           optimizer.step()
     +     del out, loss
     """,
-)
+    default=False,
+)  # fmt: skip
 def held_over(training: Training) -> Iterator[Found]:
     """A name of the loop's own function that stands for a model's result and is not deleted."""
     for store in training.program.stores():

@@ -12,15 +12,10 @@ from fullframe.doctor.lint.values import Origin, Value
 
 
 @rule(
-    "FF111",
-    "forward collects tensors on the module",
-    WARNING,
-    reason=(
-        "What forward appends to an attribute stays there with its graph after the step, and more is added at "
-        "every call."
-    ),
-    fix="Return the tensors, or empty the list at the start of forward.",
-    change="""
+    "FF111", WARNING, "forward collects tensors on the module",
+    "What forward appends to an attribute stays there with its graph after the step, and more is added at every call.",
+    "Return the tensors, or empty the list at the start of forward.",
+    """
       class Net(nn.Module):
           def __init__(self):
               super().__init__()
@@ -33,7 +28,7 @@ from fullframe.doctor.lint.values import Origin, Value
     -         return x
     +         return x, [x]
     """,
-)
+)  # fmt: skip
 def grows_in_forward(training: Training) -> Iterator[Found]:
     """`self.x.append(tensor)` in forward, where nothing empties `self.x`."""
     for frame, instance in forwards(training):
@@ -52,15 +47,11 @@ def grows_in_forward(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF112",
-    "forward keeps a tensor on the module",
-    WARNING,
-    reason=(
-        "The attribute holds the tensor and its graph until the next forward, through the backward pass, the "
-        "update and evaluation."
-    ),
-    fix="Return the tensor, or keep `x.detach()`.",
-    change="""
+    "FF112", WARNING, "forward keeps a tensor on the module",
+    "The attribute holds the tensor and its graph until the next forward, through the backward pass, the update and "
+    "evaluation.",
+    "Return the tensor, or keep `x.detach()`.",
+    """
       class Net(nn.Module):
           def __init__(self):
               super().__init__()
@@ -72,7 +63,7 @@ def grows_in_forward(training: Training) -> Iterator[Found]:
     +         features = self.conv(x)
     +         return features.relu()
     """,
-)
+)  # fmt: skip
 def cached_in_forward(training: Training) -> Iterator[Found]:
     """`self.x = tensor` in forward, not taken away before it ends."""
     for frame, instance in forwards(training):
@@ -129,16 +120,11 @@ def _in_training(frame: Frame, outer: Frame) -> bool:
 
 
 @rule(
-    "FF113",
-    "a name keeps what was joined already",
-    NOTE,
-    reason=(
-        "Joining, adding and resampling do not keep their inputs for backward; only the name keeps this one until"
-        " forward ends."
-    ),
-    fix="`del` the name after its last use, or write the call where its result is used.",
-    default=False,
-    change="""
+    "FF113", NOTE, "a name keeps what was joined already",
+    "Joining, adding and resampling do not keep their inputs for backward; only the name keeps this one until forward "
+    "ends.",
+    "`del` the name after its last use, or write the call where its result is used.",
+    """
       class Net(nn.Module):
           def __init__(self):
               super().__init__()
@@ -149,7 +135,8 @@ def _in_training(frame: Frame, outer: Frame) -> bool:
     -         return self.head(torch.cat([a, b], 1))
     +         return self.head(torch.cat([self.left(x), self.right(x)], 1))
     """,
-)
+    default=False,
+)  # fmt: skip
 def kept_by_name(training: Training) -> Iterator[Found]:
     """A module's result whose name is read only by calls that keep no input, while modules are called after them."""
     for frame, _ in forwards(training):
@@ -180,17 +167,12 @@ def _times_read(frame: Frame, name: str) -> int:
 
 
 @rule(
-    "FF114",
-    "names keep what activations have read",
-    NOTE,
-    reason=(
-        "Convolutions, norms and ReLU do not keep these results for backward; only their names keep them until forward "
-        "ends. Up to three cost nothing, as backward's own temporaries come to more; each further one of the same size "
-        "adds itself to the peak. `inplace=True` saves nothing where no name keeps them."
-    ),
-    fix="Give the activation's result the same name, or write one call inside the other.",
-    default=False,
-    change="""
+    "FF114", NOTE, "names keep what activations have read",
+    "Convolutions, norms and ReLU do not keep these results for backward; only their names keep them until forward "
+    "ends. Up to three cost nothing, as backward's own temporaries come to more; each further one of the same size "
+    "adds itself to the peak. `inplace=True` saves nothing where no name keeps them.",
+    "Give the activation's result the same name, or write one call inside the other.",
+    """
       class Net(nn.Module):
           def __init__(self):
               super().__init__()
@@ -211,7 +193,8 @@ def _times_read(frame: Frame, name: str) -> int:
     +         x = F.relu(self.c(x))
     +         return F.relu(self.d(x))
     """,
-)
+    default=False,
+)  # fmt: skip
 def kept_before_activation(training: Training) -> Iterator[Found]:
     """Four names or more, each of a result that only one activation reads, which keeps its own result alone."""
     for frame, _ in forwards(training):

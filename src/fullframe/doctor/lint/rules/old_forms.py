@@ -34,12 +34,10 @@ def _is_in_memory(value: Value) -> bool:
 
 
 @rule(
-    "FF190",
-    "Apex mixed precision",
-    NOTE,
-    reason="Apex's amp is no longer developed; torch has it built in, without patching functions.",
-    fix="Use `torch.autocast` and `torch.amp.GradScaler`.",
-    change="""
+    "FF190", NOTE, "Apex mixed precision",
+    "Apex's amp is no longer developed; torch has it built in, without patching functions.",
+    "Use `torch.autocast` and `torch.amp.GradScaler`.",
+    """
     - from apex import amp
     -
     - model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
@@ -47,7 +45,7 @@ def _is_in_memory(value: Value) -> bool:
     + with torch.autocast("cuda", dtype=torch.float16):
     +     loss = model(x)
     """,
-)
+)  # fmt: skip
 def apex_amp(training: Training) -> Iterator[Found]:
     """`apex.amp.initialize`, `apex.amp.scale_loss`."""
     for call in _calls(training, "apex.amp.initialize", "apex.amp.scale_loss"):
@@ -55,21 +53,17 @@ def apex_amp(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF191",
-    "DataParallel",
-    WARNING,
-    reason=(
-        "One process drives all GPUs: the model is copied at every forward, outputs are gathered on the first GPU, "
-        "which runs out of memory first, and Python's lock serialises the rest."
-    ),
-    fix="Start one process for each GPU (torchrun) and use DistributedDataParallel.",
-    change="""
+    "FF191", WARNING, "DataParallel",
+    "One process drives all GPUs: the model is copied at every forward, outputs are gathered on the first GPU, which "
+    "runs out of memory first, and Python's lock serialises the rest.",
+    "Start one process for each GPU (torchrun) and use DistributedDataParallel.",
+    """
     - model = nn.DataParallel(model)
     + from torch.nn.parallel import DistributedDataParallel
     +
     + model = DistributedDataParallel(model)
     """,
-)
+)  # fmt: skip
 def data_parallel(training: Training) -> Iterator[Found]:
     """`torch.nn.DataParallel(...)`."""
     for call in _calls(training, "torch.nn.DataParallel", "torch.nn.parallel.DataParallel"):
@@ -77,17 +71,15 @@ def data_parallel(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF192",
-    "torch.cuda.amp",
-    NOTE,
-    reason="torch.cuda.amp's classes are deprecated and warn at every use.",
-    fix='Use `torch.amp.autocast("cuda", ...)` and `torch.amp.GradScaler("cuda", ...)`.',
-    change="""
+    "FF192", NOTE, "torch.cuda.amp",
+    "torch.cuda.amp's classes are deprecated and warn at every use.",
+    'Use `torch.amp.autocast("cuda", ...)` and `torch.amp.GradScaler("cuda", ...)`.',
+    """
     - with torch.cuda.amp.autocast():
     + with torch.amp.autocast("cuda"):
           loss = model(x)
     """,
-)
+)  # fmt: skip
 def cuda_amp(training: Training) -> Iterator[Found]:
     """`torch.cuda.amp.autocast(...)` and `torch.cuda.amp.GradScaler(...)`, however they are imported."""
     places = ("torch.cuda.amp", "torch.cuda.amp.autocast_mode", "torch.cuda.amp.grad_scaler")
@@ -100,18 +92,16 @@ def cuda_amp(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF193",
-    "Apex where torch has it",
-    NOTE,
-    reason="Apex's distributed wrapper, synchronised batch norm and fused optimizers are in torch, and are kept there.",
-    fix="Use torch's DistributedDataParallel, SyncBatchNorm, or its optimizers with `fused=True`.",
-    change="""
+    "FF193", NOTE, "Apex where torch has it",
+    "Apex's distributed wrapper, synchronised batch norm and fused optimizers are in torch, and are kept there.",
+    "Use torch's DistributedDataParallel, SyncBatchNorm, or its optimizers with `fused=True`.",
+    """
     - from apex.parallel import DistributedDataParallel
     + from torch.nn.parallel import DistributedDataParallel
 
       model = DistributedDataParallel(model)
     """,
-)
+)  # fmt: skip
 def apex_parallel(training: Training) -> Iterator[Found]:
     """What has a counterpart in torch."""
     parallel = ("DistributedDataParallel", "convert_syncbn_model", "SyncBatchNorm")
@@ -136,16 +126,14 @@ _REPLACED = {
 
 
 @rule(
-    "FF194",
-    "function that torch has replaced",
-    NOTE,
-    reason="The old name is deprecated and will be gone one day.",
-    fix="Use the name that the message gives.",
-    change="""
+    "FF194", NOTE, "function that torch has replaced",
+    "The old name is deprecated and will be gone one day.",
+    "Use the name that the message gives.",
+    """
     - torch.nn.utils.clip_grad_norm(model.parameters(), 1.0)
     + torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     """,
-)
+)  # fmt: skip
 def replaced(training: Training) -> Iterator[Found]:
     """A deprecated function that has a successor with the same arguments."""
     for call in _calls(training, *_REPLACED):
@@ -153,22 +141,18 @@ def replaced(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF195",
-    "Variable",
-    NOTE,
-    reason=(
-        "Tensors have been variables since torch 0.4; the call does nothing, and volatile=True no longer switches"
-        " autograd off."
-    ),
-    fix="Use the tensor itself; `torch.no_grad()` in place of volatile=True.",
-    change="""
+    "FF195", NOTE, "Variable",
+    "Tensors have been variables since torch 0.4; the call does nothing, and volatile=True no longer switches "
+    "autograd off.",
+    "Use the tensor itself; `torch.no_grad()` in place of volatile=True.",
+    """
     - from torch.autograd import Variable
     -
     - x = Variable(x)
     + with torch.no_grad():
     +     y = model(x)
     """,
-)
+)  # fmt: skip
 def variable(training: Training) -> Iterator[Found]:
     """`torch.autograd.Variable(...)`."""
     for call in _calls(training, "torch.autograd.Variable", "torch.autograd.variable.Variable"):
@@ -176,19 +160,15 @@ def variable(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF196",
-    "torch.load without map_location",
-    NOTE,
-    reason=(
-        "Tensors go back to the GPU they were saved from: to cuda:0 on all ranks, or to one that this machine "
-        "does not have."
-    ),
-    fix='Pass `map_location="cpu"`, or the rank\'s own device.',
-    change="""
+    "FF196", NOTE, "torch.load without map_location",
+    "Tensors go back to the GPU they were saved from: to cuda:0 on all ranks, or to one that this machine does not "
+    "have.",
+    "Pass `map_location=\"cpu\"`, or the rank's own device.",
+    """
     - state = torch.load("model.pt", weights_only=True)
     + state = torch.load("model.pt", map_location="cpu", weights_only=True)
     """,
-)
+)  # fmt: skip
 def unmapped(training: Training) -> Iterator[Found]:
     """No `map_location`, and no `**` that may hold it."""
     for call in _loads(training):
@@ -209,16 +189,14 @@ def _is_of_the_host(training: Training, load: Call) -> bool:
 
 
 @rule(
-    "FF197",
-    "torch.load that runs what the file says",
-    WARNING,
-    reason="With weights_only=False a checkpoint is unpickled, and a pickle can run any code.",
-    fix="Pass `weights_only=True`; allow the classes needed with `torch.serialization.add_safe_globals`.",
-    change="""
+    "FF197", WARNING, "torch.load that runs what the file says",
+    "With weights_only=False a checkpoint is unpickled, and a pickle can run any code.",
+    "Pass `weights_only=True`; allow the classes needed with `torch.serialization.add_safe_globals`.",
+    """
     - state = torch.load("model.pt", map_location="cpu", weights_only=False)
     + state = torch.load("model.pt", map_location="cpu", weights_only=True)
     """,
-)
+)  # fmt: skip
 def unpickled(training: Training) -> Iterator[Found]:
     """The literal `weights_only=False`."""
     for call in _loads(training):
@@ -227,20 +205,16 @@ def unpickled(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF198",
-    "torch.load without weights_only",
-    NOTE,
-    reason=(
-        "Its default is True since torch 2.6 and was False before: the file is read safely or not, depending on "
-        "the version."
-    ),
-    fix="Pass `weights_only=True`.",
-    default=False,
-    change="""
+    "FF198", NOTE, "torch.load without weights_only",
+    "Its default is True since torch 2.6 and was False before: the file is read safely or not, depending on the "
+    "version.",
+    "Pass `weights_only=True`.",
+    """
     - state = torch.load("model.pt", map_location="cpu")
     + state = torch.load("model.pt", map_location="cpu", weights_only=True)
     """,
-)
+    default=False,
+)  # fmt: skip
 def unsaid(training: Training) -> Iterator[Found]:
     """No `weights_only`, and no `**` that may hold it."""
     for call in _loads(training):
@@ -250,12 +224,10 @@ def unsaid(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF199",
-    "--local_rank as an argument",
-    NOTE,
-    reason="torchrun no longer passes it; the argument keeps its default on every rank, so all use the same GPU.",
-    fix='Read `int(os.environ["LOCAL_RANK"])`.',
-    change="""
+    "FF199", NOTE, "--local_rank as an argument",
+    "torchrun no longer passes it; the argument keeps its default on every rank, so all use the same GPU.",
+    'Read `int(os.environ["LOCAL_RANK"])`.',
+    """
     - import argparse
     + import os
 
@@ -263,7 +235,7 @@ def unsaid(training: Training) -> Iterator[Found]:
     - parser.add_argument("--local_rank", type=int, default=0)
     + local_rank = int(os.environ["LOCAL_RANK"])
     """,
-)
+)  # fmt: skip
 def local_rank(training: Training) -> Iterator[Found]:
     """`add_argument("--local_rank")` in a file that never reads the variable."""
     if any('"LOCAL_RANK"' in line or "'LOCAL_RANK'" in line for line in training.program.lines):

@@ -35,15 +35,11 @@ def _never_both(a: Frame, b: Frame) -> bool:
 
 
 @rule(
-    "FF141",
-    "backward pass inside autocast",
-    WARNING,
-    reason=(
-        "Autocast is for the forward pass and the loss; backward uses each op's own dtype, and torch advises "
-        "against it inside."
-    ),
-    fix="End the autocast block after the loss.",
-    change="""
+    "FF141", WARNING, "backward pass inside autocast",
+    "Autocast is for the forward pass and the loss; backward uses each op's own dtype, and torch advises against it "
+    "inside.",
+    "End the autocast block after the loss.",
+    """
       for x, y in loader:
           optimizer.zero_grad()
           with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -52,7 +48,7 @@ def _never_both(a: Frame, b: Frame) -> bool:
     +     loss.backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def inside_autocast(training: Training) -> Iterator[Found]:
     """A backward pass within an autocast block that is not switched off."""
     for backward in training.backwards:
@@ -64,12 +60,10 @@ def inside_autocast(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF142",
-    "gradients unscaled twice",
-    ERROR,
-    reason="The scaler refuses a second `unscale_` for one optimizer before `update()`, with a RuntimeError.",
-    fix="Call `unscale_` once for each optimizer and step.",
-    change="""
+    "FF142", ERROR, "gradients unscaled twice",
+    "The scaler refuses a second `unscale_` for one optimizer before `update()`, with a RuntimeError.",
+    "Call `unscale_` once for each optimizer and step.",
+    """
       scaler = torch.amp.GradScaler()
       for x, y in loader:
           scaler.scale(F.cross_entropy(model(x), y)).backward()
@@ -80,19 +74,17 @@ def inside_autocast(training: Training) -> Iterator[Found]:
           scaler.update()
           optimizer.zero_grad()
     """,
-)
+)  # fmt: skip
 def unscaled_twice(training: Training) -> Iterator[Found]:
     """Two `unscale_` of one optimizer with no `update` between, the second one not in another branch."""
     yield from _twice(training, "unscale_")
 
 
 @rule(
-    "FF143",
-    "scaler steps twice",
-    ERROR,
-    reason="The scaler refuses a second `step` of one optimizer before `update()`, with a RuntimeError.",
-    fix="Call `scaler.step(optimizer)` once, then `scaler.update()`.",
-    change="""
+    "FF143", ERROR, "scaler steps twice",
+    "The scaler refuses a second `step` of one optimizer before `update()`, with a RuntimeError.",
+    "Call `scaler.step(optimizer)` once, then `scaler.update()`.",
+    """
       scaler = torch.amp.GradScaler()
       for x, y in loader:
           scaler.scale(F.cross_entropy(model(x), y)).backward()
@@ -101,7 +93,7 @@ def unscaled_twice(training: Training) -> Iterator[Found]:
           scaler.update()
           optimizer.zero_grad()
     """,
-)
+)  # fmt: skip
 def stepped_twice(training: Training) -> Iterator[Found]:
     """Two `step` of one optimizer with no `update` between."""
     yield from _twice(training, "step")
@@ -122,15 +114,11 @@ def _twice(training: Training, name: str) -> Iterator[Found]:
 
 
 @rule(
-    "FF144",
-    "scaler updated once for each optimizer",
-    WARNING,
-    reason=(
-        "The scale is changed between the optimizers of one step, so gradients scaled before are unscaled with "
-        "another factor."
-    ),
-    fix="Call `scaler.update()` once, after the last optimizer's step.",
-    change="""
+    "FF144", WARNING, "scaler updated once for each optimizer",
+    "The scale is changed between the optimizers of one step, so gradients scaled before are unscaled with another "
+    "factor.",
+    "Call `scaler.update()` once, after the last optimizer's step.",
+    """
       scaler = torch.amp.GradScaler()
       for x, y in loader:
           scaler.scale(F.cross_entropy(model(x), y)).backward()
@@ -139,7 +127,7 @@ def _twice(training: Training, name: str) -> Iterator[Found]:
           scaler.step(second)
           scaler.update()
     """,
-)
+)  # fmt: skip
 def updated_often(training: Training) -> Iterator[Found]:
     """A second `update` in one round with no further scaled backward pass in between."""
     for call, scaler, around in _scalers(training, "update"):
@@ -153,14 +141,10 @@ def updated_often(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF145",
-    "scaled gradients are clipped",
-    ERROR,
-    reason=(
-        "Before `unscale_` gradients are thousands of times as large, so clipping at a usual norm all but removes them."
-    ),
-    fix="Call `scaler.unscale_(optimizer)` before clipping.",
-    change="""
+    "FF145", ERROR, "scaled gradients are clipped",
+    "Before `unscale_` gradients are thousands of times as large, so clipping at a usual norm all but removes them.",
+    "Call `scaler.unscale_(optimizer)` before clipping.",
+    """
       scaler = torch.amp.GradScaler()
       for x, y in loader:
           optimizer.zero_grad()
@@ -170,7 +154,7 @@ def updated_often(training: Training) -> Iterator[Found]:
           scaler.step(optimizer)
           scaler.update()
     """,
-)
+)  # fmt: skip
 def clipped_scaled(training: Training) -> Iterator[Found]:
     """Clipping between a scaled backward pass and the scaler's step, with no `unscale_` before it."""
     for call in training.program.calls(*CLIPS):
@@ -189,12 +173,10 @@ def clipped_scaled(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF146",
-    "scaled gradients go into a plain step",
-    ERROR,
-    reason="`optimizer.step()` takes the scaled gradients as they are: an update thousands of times too large.",
-    fix="Call `scaler.step(optimizer)`.",
-    change="""
+    "FF146", ERROR, "scaled gradients go into a plain step",
+    "`optimizer.step()` takes the scaled gradients as they are: an update thousands of times too large.",
+    "Call `scaler.step(optimizer)`.",
+    """
       scaler = torch.amp.GradScaler()
       for x, y in loader:
           optimizer.zero_grad()
@@ -203,7 +185,7 @@ def clipped_scaled(training: Training) -> Iterator[Found]:
     +     scaler.step(optimizer)
           scaler.update()
     """,
-)
+)  # fmt: skip
 def plain_step(training: Training) -> Iterator[Found]:
     """After a scaled backward pass the optimizer's own `step`, with no `unscale_` before it."""
     for update in training.updates:
@@ -220,15 +202,11 @@ def plain_step(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF147",
-    "scaler is never updated",
-    ERROR,
-    reason=(
-        "The scale stays as it is after an overflow, so the same steps are skipped again, and a second `unscale_`"
-        " is refused."
-    ),
-    fix="Call `scaler.update()` after the last `scaler.step(...)`.",
-    change="""
+    "FF147", ERROR, "scaler is never updated",
+    "The scale stays as it is after an overflow, so the same steps are skipped again, and a second `unscale_` is "
+    "refused.",
+    "Call `scaler.update()` after the last `scaler.step(...)`.",
+    """
       scaler = torch.amp.GradScaler()
       for x, y in loader:
           optimizer.zero_grad()
@@ -236,7 +214,7 @@ def plain_step(training: Training) -> Iterator[Found]:
           scaler.step(optimizer)
     +     scaler.update()
     """,
-)
+)  # fmt: skip
 def never_updated(training: Training) -> Iterator[Found]:
     """`scaler.step` in a loop that never calls `update`."""
     for call, scaler, around in _scalers(training, "step"):
@@ -247,15 +225,10 @@ def never_updated(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF148",
-    "weights trained in half precision",
-    WARNING,
-    reason="Updates smaller than a thousandth of a weight round to nothing in float16, and small gradients to zero.",
-    fix=(
-        "Keep the weights in float32 and use `torch.autocast`, or `model.bfloat16()` with an optimizer that "
-        "rounds well."
-    ),
-    change="""
+    "FF148", WARNING, "weights trained in half precision",
+    "Updates smaller than a thousandth of a weight round to nothing in float16, and small gradients to zero.",
+    "Keep the weights in float32 and use `torch.autocast`, or `model.bfloat16()` with an optimizer that rounds well.",
+    """
     - model = nn.Linear(8, 8).cuda().half()
     + model = nn.Linear(8, 8).cuda()
       for x, y in loader:
@@ -266,7 +239,7 @@ def never_updated(training: Training) -> Iterator[Found]:
     +     loss.backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def half_weights(training: Training) -> Iterator[Found]:
     """`model.half()` of a model from whose result a backward pass is run and an update made."""
     for call in training.program.calls("half", "to"):
@@ -290,14 +263,10 @@ def _is_followed(training: Training, frame: Frame) -> bool:
 
 
 @rule(
-    "FF149",
-    "loss scaling for bfloat16",
-    NOTE,
-    reason=(
-        "bfloat16 has float32's range, so nothing underflows; scaling only costs a check of all gradients each step."
-    ),
-    fix="Leave the scaler out, or make it with `enabled=False`.",
-    change="""
+    "FF149", NOTE, "loss scaling for bfloat16",
+    "bfloat16 has float32's range, so nothing underflows; scaling only costs a check of all gradients each step.",
+    "Leave the scaler out, or make it with `enabled=False`.",
+    """
     - scaler = torch.amp.GradScaler()
       for x, y in loader:
           with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -309,7 +278,7 @@ def _is_followed(training: Training, frame: Frame) -> bool:
     +     optimizer.step()
           optimizer.zero_grad()
     """,
-)
+)  # fmt: skip
 def needless_scaler(training: Training) -> Iterator[Found]:
     """A scaled backward pass in a program whose only autocast dtype is bfloat16."""
     contexts = [c.value for c in training.program.calls("autocast") if not c.followed]

@@ -20,10 +20,6 @@ _SENDS = frozenset({"all_reduce", "all_gather", "all_gather_object", "all_gather
 _RANK_WORDS = ("rank", "is_main", "is_master", "main_process", "is_world", "primary", "is_zero", "master")
 
 
-def _is_distributed(training: Training) -> bool:
-    return any(training.program.calls("init_process_group"))
-
-
 def asks_rank(frame: Frame) -> bool:
     """Whether a branch depends on which rank it is."""
     test = getattr(frame.node, "test", None)
@@ -46,15 +42,11 @@ def on_one_rank(call: Call) -> bool:
 
 
 @rule(
-    "FF180",
-    "collective that not all ranks reach",
-    ERROR,
-    reason=(
-        "All ranks of a group must make the same calls in the same order: those that do wait until a time-out, "
-        "often for hours."
-    ),
-    fix="Take the call out of the branch; let rank 0 alone do only what sends nothing.",
-    change="""
+    "FF180", ERROR, "collective that not all ranks reach",
+    "All ranks of a group must make the same calls in the same order: those that do wait until a time-out, often for "
+    "hours.",
+    "Take the call out of the branch; let rank 0 alone do only what sends nothing.",
+    """
       import torch.distributed as dist
 
     + dist.all_reduce(total)
@@ -62,7 +54,7 @@ def on_one_rank(call: Call) -> bool:
     -     dist.all_reduce(total)
           print(total)
     """,
-)
+)  # fmt: skip
 def not_reached(training: Training) -> Iterator[Found]:
     """A collective of the whole world in one arm of a branch that compares the rank, or behind one that returns."""
     calls = [c for c in training.program.calls(*_COLLECTIVES) if c.value.path.startswith("torch.distributed.")]
@@ -131,14 +123,10 @@ def _leaves_elsewhere(frame: Frame) -> bool:
 
 
 @rule(
-    "FF181",
-    "all ranks use the same GPU",
-    ERROR,
-    reason=(
-        "A fixed device number puts every rank of a machine onto one GPU: it runs out of memory, and NCCL refuses it."
-    ),
-    fix='Use `int(os.environ["LOCAL_RANK"])` as the number.',
-    change="""
+    "FF181", ERROR, "all ranks use the same GPU",
+    "A fixed device number puts every rank of a machine onto one GPU: it runs out of memory, and NCCL refuses it.",
+    'Use `int(os.environ["LOCAL_RANK"])` as the number.',
+    """
     + import os
       import torch.distributed as dist
 
@@ -147,10 +135,10 @@ def _leaves_elsewhere(frame: Frame) -> bool:
     + torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     + model = nn.Linear(8, 8).to("cuda")
     """,
-)
+)  # fmt: skip
 def one_gpu(training: Training) -> Iterator[Found]:
     """A literal device number for a model or as the current device, in a program of several ranks."""
-    if not _is_distributed(training):
+    if not any(training.program.calls("init_process_group")):
         return
     for call in training.program.calls("to", "cuda", "set_device", "device"):
         given = call.value.argument(0, "device")
@@ -166,12 +154,10 @@ def one_gpu(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF182",
-    "no device chosen for the rank",
-    ERROR,
-    reason='"cuda" without a number is the current device, which is cuda:0 on every rank unless each one sets its own.',
-    fix='Call `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` before anything is put on the GPU.',
-    change="""
+    "FF182", ERROR, "no device chosen for the rank",
+    '"cuda" without a number is the current device, which is cuda:0 on every rank unless each one sets its own.',
+    'Call `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` before anything is put on the GPU.',
+    """
     + import os
       import torch.distributed as dist
 
@@ -179,7 +165,7 @@ def one_gpu(training: Training) -> Iterator[Found]:
       dist.init_process_group("nccl")
       model = nn.Linear(8, 8).cuda()
     """,
-)
+)  # fmt: skip
 def no_device(training: Training) -> Iterator[Found]:
     """A group is made for NCCL, a model is moved to "cuda", and nothing in the file chooses a device."""
     starts = [c for c in training.program.calls("init_process_group") if _uses_nccl(c)]
@@ -203,12 +189,10 @@ def _uses_nccl(call: Call) -> bool:
 
 
 @rule(
-    "FF183",
-    "validation figures of one rank",
-    WARNING,
-    reason="Each rank sums over its own samples only; what is printed or used to choose a model is one rank's part.",
-    fix="Sum counts and totals over the ranks with `all_reduce` before dividing.",
-    change="""
+    "FF183", WARNING, "validation figures of one rank",
+    "Each rank sums over its own samples only; what is printed or used to choose a model is one rank's part.",
+    "Sum counts and totals over the ranks with `all_reduce` before dividing.",
+    """
     + import torch.distributed as dist
       from torch.nn.parallel import DistributedDataParallel
       from torch.utils.data import DataLoader, DistributedSampler
@@ -225,7 +209,7 @@ def _uses_nccl(call: Call) -> bool:
     + dist.all_reduce(correct)
       print(correct / len(data))
     """,
-)
+)  # fmt: skip
 def not_reduced(training: Training) -> Iterator[Found]:
     """Something is summed in a loop without autograd over a DistributedSampler's loader, and never sent."""
     if any(training.program.calls(*_SENDS)):
@@ -245,14 +229,10 @@ def not_reduced(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF184",
-    "every rank writes the file",
-    WARNING,
-    reason=(
-        "Ranks write the same file at the same time, which can leave it broken, and takes as many times the bandwidth."
-    ),
-    fix="Save on rank 0 only, or give each rank its own name.",
-    change="""
+    "FF184", WARNING, "every rank writes the file",
+    "Ranks write the same file at the same time, which can leave it broken, and takes as many times the bandwidth.",
+    "Save on rank 0 only, or give each rank its own name.",
+    """
       import torch.distributed as dist
 
       dist.init_process_group("nccl")
@@ -260,10 +240,10 @@ def not_reduced(training: Training) -> Iterator[Found]:
     + if dist.get_rank() == 0:
     +     torch.save(model.state_dict(), "model.pt")
     """,
-)
+)  # fmt: skip
 def saved_by_all(training: Training) -> Iterator[Found]:
     """`torch.save` to a literal path under no branch that asks the rank, where the file starts a process group."""
-    if not _is_distributed(training):
+    if not any(training.program.calls("init_process_group")):
         return
     for call in training.program.calls("save"):
         target = call.value.argument(1, "f")

@@ -21,15 +21,11 @@ def _hot_loop(training: Training, frame: Frame) -> Frame | None:
 
 
 @rule(
-    "FF161",
-    "the host waits for the device every step",
-    NOTE,
-    reason=(
-        "`.item()`, `.cpu()`, `.numpy()` and `float()` of a result wait until the device has done all that was "
-        "asked of it."
-    ),
-    fix="Keep `x.detach()` on the device, sum there, and read it every hundredth step.",
-    change="""
+    "FF161", NOTE, "the host waits for the device every step",
+    "`.item()`, `.cpu()`, `.numpy()` and `float()` of a result wait until the device has done all that was asked of "
+    "it.",
+    "Keep `x.detach()` on the device, sum there, and read it every hundredth step.",
+    """
       for x, y in loader:
           optimizer.zero_grad()
           loss = F.cross_entropy(model(x), y)
@@ -38,7 +34,7 @@ def _hot_loop(training: Training, frame: Frame) -> Frame | None:
     -     total += loss.item()
     +     total += loss.detach()
     """,
-)
+)  # fmt: skip
 def read_every_step(training: Training) -> Iterator[Found]:
     """A result is read in each round of a training loop, under no condition."""
     for call in training.program.calls(*_READS, "cpu", "float", "int"):
@@ -63,12 +59,10 @@ def _is_result(training: Training, value: Value) -> bool:
 
 
 @rule(
-    "FF162",
-    "a tensor is printed every step",
-    NOTE,
-    reason="To print a tensor the host waits for the device, and writing each step is slow on shared file systems.",
-    fix="Print every hundredth step.",
-    change="""
+    "FF162", NOTE, "a tensor is printed every step",
+    "To print a tensor the host waits for the device, and writing each step is slow on shared file systems.",
+    "Print every hundredth step.",
+    """
     - for x, y in loader:
     + for i, (x, y) in enumerate(loader):
           optimizer.zero_grad()
@@ -79,7 +73,7 @@ def _is_result(training: Training, value: Value) -> bool:
     +     if i % 100 == 0:
     +         print("loss", loss)
     """,
-)
+)  # fmt: skip
 def printed(training: Training) -> Iterator[Found]:
     """`print` of a tensor, or of text with one, in each round of a training loop."""
     for call in training.program.calls("print", "info", "debug", "warning"):
@@ -92,19 +86,17 @@ def printed(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF163",
-    "synchronize every step",
-    WARNING,
-    reason="The host waits until the device is idle, so it cannot prepare the next step meanwhile.",
-    fix="Leave it out; to time steps use events, or read the clock every hundredth step.",
-    change="""
+    "FF163", WARNING, "synchronize every step",
+    "The host waits until the device is idle, so it cannot prepare the next step meanwhile.",
+    "Leave it out; to time steps use events, or read the clock every hundredth step.",
+    """
       for x, y in loader:
           optimizer.zero_grad()
           F.cross_entropy(model(x), y).backward()
           optimizer.step()
     -     torch.cuda.synchronize()
     """,
-)
+)  # fmt: skip
 def synchronized(training: Training) -> Iterator[Found]:
     """`torch.cuda.synchronize()` in each round of a training loop in which no time is taken."""
     for call in training.program.calls("synchronize"):
@@ -117,18 +109,16 @@ def synchronized(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF164",
-    "tensor made on the CPU and then moved",
-    NOTE,
-    reason="The tensor is filled by the host and copied, which waits; made on the device it costs one kernel.",
-    fix="Pass `device=` to the function that makes it.",
-    change="""
+    "FF164", NOTE, "tensor made on the CPU and then moved",
+    "The tensor is filled by the host and copied, which waits; made on the device it costs one kernel.",
+    "Pass `device=` to the function that makes it.",
+    """
       class Net(nn.Module):
           def forward(self, x):
     -         return x + torch.zeros(8, 8).to(x.device)
     +         return x + torch.zeros(8, 8, device=x.device)
     """,
-)
+)  # fmt: skip
 def moved(training: Training) -> Iterator[Found]:
     """`torch.zeros(...).to(device)` in forward or in a loop."""
     for call in training.program.calls("to", "cuda"):
@@ -160,13 +150,10 @@ def _names_a_device(call: Call) -> bool:
 
 
 @rule(
-    "FF165",
-    "a branch on a tensor every step",
-    NOTE,
-    reason="To know which way to go the host reads the tensor, and waits for the device.",
-    fix="Test every hundredth step, or keep the answer on the device (`torch.where`).",
-    default=False,
-    change="""
+    "FF165", NOTE, "a branch on a tensor every step",
+    "To know which way to go the host reads the tensor, and waits for the device.",
+    "Test every hundredth step, or keep the answer on the device (`torch.where`).",
+    """
     - for x, y in loader:
     + for i, (x, y) in enumerate(loader):
           optimizer.zero_grad()
@@ -177,7 +164,8 @@ def _names_a_device(call: Call) -> bool:
           loss.backward()
           optimizer.step()
     """,
-)
+    default=False,
+)  # fmt: skip
 def branched(training: Training) -> Iterator[Found]:
     """An `if` on something computed of a tensor that holds a graph, in each round of a training loop."""
     for frame in training.program.frames:
@@ -192,15 +180,10 @@ def branched(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF166",
-    "copy from pinned memory that waits",
-    NOTE,
-    reason=(
-        "Pinned memory is paid for so that copies can run beside computation; without non_blocking=True each copy"
-        " waits."
-    ),
-    fix="Pass `non_blocking=True`.",
-    change="""
+    "FF166", NOTE, "copy from pinned memory that waits",
+    "Pinned memory is paid for so that copies can run beside computation; without non_blocking=True each copy waits.",
+    "Pass `non_blocking=True`.",
+    """
       from torch.utils.data import DataLoader
 
       loader = DataLoader(data, num_workers=4, pin_memory=True)
@@ -211,7 +194,7 @@ def branched(training: Training) -> Iterator[Found]:
           optimizer.step()
           optimizer.zero_grad()
     """,
-)
+)  # fmt: skip
 def blocking(training: Training) -> Iterator[Found]:
     """`.cuda()` or `.to(device)` of what a loader with pin_memory=True gives."""
     for call in training.program.calls("cuda", "to"):
@@ -224,12 +207,10 @@ def blocking(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF167",
-    "anomaly detection left on",
-    WARNING,
-    reason="It stores a stack trace with every op and checks every gradient: training is several times slower.",
-    fix="Switch it on behind an option, while looking for a NaN.",
-    change="""
+    "FF167", WARNING, "anomaly detection left on",
+    "It stores a stack trace with every op and checks every gradient: training is several times slower.",
+    "Switch it on behind an option, while looking for a NaN.",
+    """
     - torch.autograd.set_detect_anomaly(True)
     + torch.autograd.set_detect_anomaly(args.debug)
       for x, y in loader:
@@ -237,7 +218,7 @@ def blocking(training: Training) -> Iterator[Found]:
           F.cross_entropy(model(x), y).backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def anomaly(training: Training) -> Iterator[Found]:
     """`set_detect_anomaly(True)` under no condition, and not for one block, in a program that trains."""
     for call in training.program.calls("set_detect_anomaly", "detect_anomaly"):

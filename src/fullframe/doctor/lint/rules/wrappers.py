@@ -11,21 +11,17 @@ from fullframe.doctor.lint.values import Origin, cone
 
 
 @rule(
-    "FF185",
-    "SyncBatchNorm after DistributedDataParallel",
-    ERROR,
-    reason=(
-        "The conversion replaces modules inside the wrapper, which goes on with the old ones' parameters and buffers."
-    ),
-    fix="Convert first, then wrap.",
-    change="""
+    "FF185", ERROR, "SyncBatchNorm after DistributedDataParallel",
+    "The conversion replaces modules inside the wrapper, which goes on with the old ones' parameters and buffers.",
+    "Convert first, then wrap.",
+    """
       from torch.nn.parallel import DistributedDataParallel
 
     + model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
       model = DistributedDataParallel(model)
     - model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     """,
-)
+)  # fmt: skip
 def converted_late(training: Training) -> Iterator[Found]:
     """`convert_sync_batchnorm` of a wrapped model."""
     for call in training.program.calls("convert_sync_batchnorm"):
@@ -35,15 +31,11 @@ def converted_late(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF186",
-    "training past the wrapper",
-    ERROR,
-    reason=(
-        "A forward through `.module` does not prepare the wrapper's reduction: gradients are not averaged, and "
-        "ranks drift apart."
-    ),
-    fix="Call the wrapped model itself.",
-    change="""
+    "FF186", ERROR, "training past the wrapper",
+    "A forward through `.module` does not prepare the wrapper's reduction: gradients are not averaged, and ranks "
+    "drift apart.",
+    "Call the wrapped model itself.",
+    """
       from torch.nn.parallel import DistributedDataParallel
 
       model = DistributedDataParallel(model)
@@ -53,7 +45,7 @@ def converted_late(training: Training) -> Iterator[Found]:
     +     F.cross_entropy(model(x), y).backward()
           optimizer.step()
     """,
-)
+)  # fmt: skip
 def past_wrapper(training: Training) -> Iterator[Found]:
     """A backward pass of what `model.module(...)` gave, where `model` is a DistributedDataParallel."""
     used = {id(v) for b in training.backwards for v in cone(b.losses)}
@@ -65,12 +57,10 @@ def past_wrapper(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF187",
-    "optimizer made before the model is sharded",
-    ERROR,
-    reason="Sharding replaces the parameters; the optimizer holds the old ones, and the model is not trained.",
-    fix="Shard first, then make the optimizer.",
-    change="""
+    "FF187", ERROR, "optimizer made before the model is sharded",
+    "Sharding replaces the parameters; the optimizer holds the old ones, and the model is not trained.",
+    "Shard first, then make the optimizer.",
+    """
       from torch.distributed.fsdp import fully_shard
 
       model = nn.Linear(8, 8)
@@ -80,7 +70,7 @@ def past_wrapper(training: Training) -> Iterator[Found]:
       model(x).sum().backward()
       optimizer.step()
     """,
-)
+)  # fmt: skip
 def sharded_late(training: Training) -> Iterator[Found]:
     """`fully_shard` or FullyShardedDataParallel of a model whose parameters an optimizer was given before."""
     made = [e for e in training.program.calls("parameters", "named_parameters") if e.value.receiver is not None]
@@ -101,14 +91,10 @@ def sharded_late(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF188",
-    "gradients averaged for every microbatch",
-    NOTE,
-    reason=(
-        "DistributedDataParallel sends all gradients after each backward, though only the sum before the step is used."
-    ),
-    fix="Run all but the last microbatch within `model.no_sync()`.",
-    change="""
+    "FF188", NOTE, "gradients averaged for every microbatch",
+    "DistributedDataParallel sends all gradients after each backward, though only the sum before the step is used.",
+    "Run all but the last microbatch within `model.no_sync()`.",
+    """
     + from contextlib import nullcontext
       from torch.nn.parallel import DistributedDataParallel
 
@@ -125,7 +111,7 @@ def sharded_late(training: Training) -> Iterator[Found]:
               optimizer.step()
               optimizer.zero_grad()
     """,
-)
+)  # fmt: skip
 def sent_often(training: Training) -> Iterator[Found]:
     """Accumulation with a DistributedDataParallel model, and no `no_sync` in the file."""
     if any("no_sync" in line for line in training.program.lines) or any(
@@ -140,22 +126,18 @@ def sent_often(training: Training) -> Iterator[Found]:
 
 
 @rule(
-    "FF189",
-    "find_unused_parameters=True",
-    NOTE,
-    reason=(
-        "The whole graph is walked after every forward, and reduction starts later; only models with unused "
-        "parameters need it."
-    ),
-    fix="Leave it out; torch says so where it is needed, and `static_graph=True` is often enough.",
-    default=False,
-    change="""
+    "FF189", NOTE, "find_unused_parameters=True",
+    "The whole graph is walked after every forward, and reduction starts later; only models with unused parameters "
+    "need it.",
+    "Leave it out; torch says so where it is needed, and `static_graph=True` is often enough.",
+    """
       from torch.nn.parallel import DistributedDataParallel
 
     - model = DistributedDataParallel(model, find_unused_parameters=True)
     + model = DistributedDataParallel(model)
     """,
-)
+    default=False,
+)  # fmt: skip
 def walks_graph(training: Training) -> Iterator[Found]:
     """The literal True at the wrapper."""
     for call in training.program.calls("DistributedDataParallel"):
