@@ -43,6 +43,14 @@ def _doubled(net: Any, step: int) -> None:
         net.double()
 
 
+def _there_and_back(net: Any, step: int) -> None:
+    """Nothing of it is seen in a forward pass, but the parameters' ends of the graph are others."""
+    if step == 1:
+        net.float().double()
+    if step == 3:
+        net.head.float().double()
+
+
 def _an_error(net: Any, step: int) -> None:
     if step == 2:
         raised = count()
@@ -64,6 +72,7 @@ def _unfrozen_inside(net: Any, step: int) -> None:
 CHANGES: dict[str, Change] = {
     "heads": _other_heads,
     "dtype": _doubled,
+    "there and back": _there_and_back,
     "an error": _an_error,
     "unfrozen inside": _unfrozen_inside,
 }

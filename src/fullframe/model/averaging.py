@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -57,6 +58,8 @@ class Averaging:
         self._parameters: Trained = {}  # those that are trained
         self._ddp: Any = None
         self._for: Trained = {}  # those that `_ddp` averages
+        self._edges: dict[nn.Parameter, GradientEdge] = {}  # of theirs, to where DDP's hooks are
+        self._astray = False  # gradients of some came elsewhere
         self._alone: set[nn.Parameter] = set()  # those whose gradients of no_sync() are not averaged yet
         self._buckets, self._placed = Buckets(), Placed()
         self._has_frozen = False
@@ -79,7 +82,7 @@ class Averaging:
         self._lent = not all(parameter.is_leaf for parameter in found)
         if self._lent:
             return
-        if self._began and self._pass() is None:  # it ended by an error, and DDP waits for the rest
+        if self._astray or (self._began and self._pass() is None):  # it ended by an error, and DDP waits for the rest
             self._wrap(self._for)
         if found != self._parameters:
             self._take_up(found)
@@ -116,6 +119,8 @@ class Averaging:
                 init_sync=False,  # `parallelize` has compared and shared what the ranks hold
                 **{_SYNC_BUFFERS: several},
             )
+        self._edges = {p: get_gradient_edge(p) for p in wanted} if hasattr(self._ddp, "reducer") else {}
+        self._astray = False
         self._placed.give_back(wanted)
         self.sync(self.syncing)
 
@@ -164,6 +169,9 @@ class Averaging:
             )
         running = self.begin()
         running.arrived.add(parameter)
+        edge = self._edges.get(parameter)
+        if edge is not None and torch._C._current_autograd_node() is not edge.node:
+            running.astray.append(parameter)
         if parameter.grad is None:
             running.made.append(parameter)
         if not has_hooks(parameter):
@@ -172,8 +180,13 @@ class Averaging:
         group = self._spatial.replica if self._find_unused else dist.group.WORLD
         return mean_over_ranks(gradient, group)  # type: ignore[arg-type]
 
-    def check(self, arrived: set[nn.Parameter]) -> "_Came":
-        """After a pass: what has come. DDP gets zeros for the rest, so that all ranks send alike, and all at once."""
+    def check(self, arrived: set[nn.Parameter], astray: list[nn.Parameter]) -> "_Came":
+        """After a pass: what has come. DDP gets zeros for the rest, so that all ranks send alike, and all at once.
+
+        Torch makes a parameter's end of the graph anew, without DDP's hooks, where its dtype or device changes. If it
+        has changed back since (`model.cpu()`, saved, `model.cuda()`), nothing else tells. DDP hears of those `astray`,
+        whose gradients lie in `.grad`, by zeros at the old end.
+        """
         mine = arrived | self._alone | (self._for.keys() if self._expects else set())
         came = _Came(
             {parameter for parameter in mine if parameter.grad is not None},
@@ -181,7 +194,11 @@ class Averaging:
         )
         if came.lacking:
             # Where replicas differ, another may have a hook's parameter, and wait in it for this rank's part.
-            give_zeros(came.lacking, self._model, with_hooks=self._several and not self._find_unused)
+            with_hooks = self._several and not self._find_unused
+            give_zeros(came.lacking, self._model, self._edges, with_hooks)
+        if astray and self._expects:
+            self._astray = True
+            give_zeros(astray, self._model, self._edges, with_hooks=False)
         return came
 
     def finish(self, came: "_Came", made: list[nn.Parameter]) -> None:
@@ -254,10 +271,11 @@ class _Pass:
     def __init__(self, averaging: Averaging):
         self._averaging = averaging
         self.arrived: set[nn.Parameter] = set()
+        self.astray: list[nn.Parameter] = []  # of them, without DDP's hooks
         self.made: list[nn.Parameter] = []  # had no gradient before
 
     def check(self) -> None:
-        came = self._averaging.check(self.arrived)
+        came = self._averaging.check(self.arrived, self.astray)
         _at_the_end(lambda: self.finish(came))  # DDP, too, is called when backward ends, and later than this
 
     def finish(self, came: _Came) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from fullframe.ranks.agreement import is_first_rank
 from fullframe.wording import first_of
@@ -63,8 +64,13 @@ def say_unused(names: Collection[str]) -> None:
         )
 
 
-def give_zeros(parameters: Iterable[nn.Parameter], model: nn.Module, with_hooks: bool) -> None:
-    """In backward: each gets a gradient of zeros, as if it had been used; users' hooks are called if `with_hooks`."""
+def give_zeros(
+    parameters: Iterable[nn.Parameter], model: nn.Module, edges: Mapping[nn.Parameter, GradientEdge], with_hooks: bool
+) -> None:
+    """In backward: each gets a gradient of zeros, as if it had been used; users' hooks are called if `with_hooks`.
+
+    Those that have one of the `edges` get it there.
+    """
     sparse = {m.weight for m in model.modules() if isinstance(m, _SPARSE) and m.sparse}
     for parameter in parameters:
         if with_hooks and parameter not in sparse:
@@ -76,7 +82,7 @@ def give_zeros(parameters: Iterable[nn.Parameter], model: nn.Module, with_hooks:
                 zeros = parameter.new_zeros(()).expand_as(parameter)  # takes no memory
                 if parameter in sparse:
                     zeros = torch.zeros_like(parameter, layout=torch.sparse_coo)
-                parameter.backward(zeros)
+                torch.autograd.backward(edges.get(parameter, parameter), zeros)
 
 
 @contextmanager
