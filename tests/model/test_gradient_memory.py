@@ -1,5 +1,8 @@
 """Where gradients lie: what a user has put into `.grad` stays there, and gets the job's gradient."""
 
+import weakref
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -9,15 +12,21 @@ from tests.exactness import mesh, relative
 from tests.rank_group import rank_group
 
 
-def test_what_torch_has_made_is_nobodys() -> None:
+def test_what_torch_has_made_is_nobodys_until_someone_holds_it() -> None:
     weight = nn.Parameter(torch.ones(3))
     placed = Placed()
-    weight.grad = made = torch.zeros(3)
+    weight.grad = torch.zeros(3)
+    made = weakref.ref(weight.grad)
     placed.remember([weight])
     placed.note([weight])
     weight.grad = torch.ones(3)  # as DDP does
     placed.give_back([weight])
-    assert weight.grad is not made
+    assert weight.grad is not made()
+    held = weight.grad
+    placed.note([weight])
+    weight.grad = torch.full((3,), 2.0)
+    placed.give_back([weight])
+    assert weight.grad is held and held.sum() == 6
     weight.grad = own = torch.zeros(3)
     placed.note([weight])
     weight.grad = torch.ones(3)
@@ -25,8 +34,12 @@ def test_what_torch_has_made_is_nobodys() -> None:
     assert weight.grad is own and own.sum() == 3
 
 
-def _in_one_tensor(width: int | None) -> list[Tensor]:
-    """All gradients after each of three steps, of which the second has two backward passes."""
+def _in_one_tensor(width: int | None, held: bool) -> list[Tensor]:
+    """All gradients after each of four steps, of which every second has two backward passes.
+
+    They are pieces of one tensor, or what torch has made in the first pass and is `held` from then on. The first layer
+    is trained again after a step in which it is frozen.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 1)).double()
     model = net if width is None else ff.parallelize(net, mesh(1, width))
@@ -34,20 +47,27 @@ def _in_one_tensor(width: int | None) -> list[Tensor]:
     pieces = gradients.split([p.numel() for p in net.parameters()])
     for parameter, piece in zip(net.parameters(), pieces, strict=True):
         parameter.grad = piece.view_as(parameter)
+    if held:
+        model.zero_grad()
     found = []
-    for step in range(3):
-        gradients.zero_()
+    for step in range(4):
+        net[0].requires_grad_(step != 2)
+        for piece in pieces:
+            piece.zero_()
         for number in range(1 + step % 2):
             image = torch.randn(1, 2, 6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(step + number))
             model(image if width is None else ff.shard(image, mesh(1, width))).square().mean().backward()
-        found.append(gradients.clone())
+            if held and step == 0:
+                pieces = [parameter.grad for parameter in net.parameters()]
+        found += [piece.clone() for piece in pieces]
         with torch.no_grad():
             for parameter, piece in zip(net.parameters(), pieces, strict=True):
                 parameter -= piece.view_as(parameter)
     return found
 
 
-def test_gradients_that_are_pieces_of_one_tensor() -> None:
-    expected = _in_one_tensor(None)
-    for found in rank_group(2).run(_in_one_tensor, 2):
+@pytest.mark.parametrize("held", [False, True])
+def test_gradients_that_are_pieces_of_one_tensor_or_are_held(held: bool) -> None:
+    expected = _in_one_tensor(None, held)
+    for found in rank_group(2).run(_in_one_tensor, 2, held):
         assert max(map(relative, expected, found)) < 1e-12

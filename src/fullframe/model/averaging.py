@@ -111,6 +111,7 @@ class Averaging:
             self._ddp.reducer._remove_autograd_hooks()
         several = dist.get_world_size() > self._spatial.size  # within one replica the buffers stay equal by themselves
         self._for, self._expects, self._began, self._buckets = wanted, False, False, Buckets()
+        self._placed.note(wanted)
         self._ddp = None  # with its buckets
         with _frozen([parameter for parameter in self._parameters if parameter not in wanted]):
             self._ddp = self._make_ddp(
@@ -122,6 +123,7 @@ class Averaging:
         self._edges = {p: get_gradient_edge(p) for p in wanted} if hasattr(self._ddp, "reducer") else {}
         self._astray = False
         self._placed.give_back(wanted)
+        self._placed.note(wanted)  # before the forward pass that follows
         self.sync(self.syncing)
 
     def sync(self, on: bool) -> None:

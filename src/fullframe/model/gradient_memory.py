@@ -1,11 +1,15 @@
 """The memory in which gradients lie: DDP's buckets, what others have kept of them, what users have put into `.grad`."""
 
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_NOBODYS = nn.Parameter(torch.zeros(()))
+_NOBODYS.grad = torch.zeros(())  # to which nothing else refers
 
 
 class Buckets:
@@ -59,7 +63,7 @@ class Buckets:
 
 
 class Placed:
-    """What users have put into `.grad` themselves, pieces of one tensor with all gradients say.
+    """What users have put into `.grad` themselves, pieces of one tensor with all gradients say, or hold of it.
 
     DDP puts its own in its place when it is made, when it makes its buckets again in a forward pass, and in backward.
     """
@@ -70,6 +74,9 @@ class Placed:
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before any of that."""
+        for parameter in parameters:
+            if parameter.grad is not None and _is_held(parameter):
+                self._made.pop(parameter, None)
         self._placed = {p: p.grad for p in parameters if p.grad is not None and not self._has_made(p, p.grad)}
 
     def give_back(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -90,6 +97,11 @@ class Placed:
     def _has_made(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
         made = self._made.get(parameter)
         return made is not None and made() is gradient
+
+
+def _is_held(parameter: nn.Parameter) -> bool:
+    """Whether something in Python refers to what lies in its `.grad`, which is to get the next values too."""
+    return sys.getrefcount(parameter.grad) > sys.getrefcount(_NOBODYS.grad)
 
 
 def _memory(tensor: Tensor) -> int:
