@@ -464,6 +464,11 @@ def _refused(what: str) -> None:
         y.mean().backward(inputs=[y])
     elif what == "batched":
         torch.autograd.grad(x.sin(), x, _drawn(5, 2, 3, 9, 13), is_grads_batched=True)
+    elif what == "batched, of one rank's point":  # the other rank has no gradient to send
+        scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+        torch.autograd.grad((x * scale)[:, :, 2, 3].sum(0), scale, torch.eye(3).double(), is_grads_batched=True)
+    elif what == "vjp":
+        torch.func.vjp(torch.sin, x)
 
 
 REFUSED = {
@@ -473,6 +478,8 @@ REFUSED = {
     "seed of another shape": ("RuntimeError", "Mismatch in shape"),
     "inputs": ("UnsupportedOp", "Use autograd.grad for it"),
     "batched": ("UnsupportedOp", "is_grads_batched"),
+    "batched, of one rank's point": ("UnsupportedOp", "is_grads_batched"),
+    "vjp": ("UnsupportedOp", "In place of torch.func.grad and vmap use torch.autograd.grad and a loop"),
 }
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fullframe.errors import GradientError, UnsupportedOp
 
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 Map = Callable[[Tensor], Tensor]
 Computation = TypeVar("Computation", bound=Callable[..., Any])
 
@@ -62,6 +63,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         if gradient is None:  # on no rank, as all run one program
             return None, None, None, None
+        if _is_batched(gradient):  # before one rank alone meets what cannot be sent of it
+            reason = "is_grads_batched asks for several gradients at once"
+            raise UnsupportedOp("autograd.grad", (), "", reason, "Ask for one at a time.")
         if hasattr(gradient, "full_tensor"):
             raise GradientError(
                 "a loss has been added to values of sharded parameters (a penalty on weights?), which are DTensors; "

@@ -72,8 +72,11 @@ class SpatialTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         shells = [a for a in tree_iter((args, kwargs)) if isinstance(a, SpatialTensor)]
-        reason = "it bypasses torch functions (a C++ kernel or a custom op called directly), so no rule can see it"
-        fix = "Call it on the .local tensor if it is pointwise, or on .full(); or register a rule with fullframe.rule."
+        reason = "it bypasses torch functions (a C++ kernel, a custom op, a transform of torch.func), where no rule is"
+        fix = (
+            "Call it on the .local tensor if it is pointwise, or on .full(); or register a rule with fullframe.rule. "
+            "In place of torch.func.grad and vmap use torch.autograd.grad and a loop."
+        )
         if str(func) == "aten.detach.default":
             reason, fix = "torch.tensor(x) passes torch functions by", "Write x.clone() for torch.tensor(x)."
         raise UnsupportedOp(str(func), described(shells), module_path(), reason, fix)
