@@ -13,6 +13,7 @@ from fullframe.planning.ranking import Plan, Why, plans_of, winner
 from fullframe.planning.search import Search, complexity, weight
 from fullframe.planning.shortfall import sentences, shortfall
 from fullframe.simulation.prediction import Prediction
+from fullframe.simulation.simulate import ReadsNumbers
 from fullframe.strategy import Strategy, describe
 from tests.planning.test_candidates import GIB, job, prediction
 
@@ -215,6 +216,22 @@ def test_when_everything_is_refused_there_is_no_winner() -> None:
     search.run(lambda strategies: [Refusal(RecipeError, "no model")] * len(strategies), width=2, seconds=60)
     plans = plans_of(search)
     assert winner(plans) is None and {plan.reason for plan in plans} == {"no model"}
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_step_that_reads_numbers_is_not_tried_again(always: bool) -> None:
+    asked = job("4xA100-80GB", 4)
+    reads = {s for s in candidates(asked) if always or s.height * s.width > 1}
+    calls: list[Strategy] = []
+
+    def runner(strategies: Sequence[Strategy]) -> list[Outcome]:
+        calls.extend(strategies)
+        return [Refusal(ReadsNumbers, "at line 7") if s in reads else cost(s, asked) for s in strategies]
+
+    search = Search(job=asked, limit_bytes=100 * GIB)
+    search.run(runner, width=2, seconds=60)
+    assert set(search.refused) == reads and len(reads.intersection(calls)) <= (2 if always else 6)
+    assert always or plans_of(search)[0].strategy.data == 4
 
 
 def test_a_strategy_in_words() -> None:

@@ -11,6 +11,7 @@ from fullframe.planning.candidates import Job, Mesh, border, candidates, mesh_of
 from fullframe.planning.estimate import Estimate, Estimator
 from fullframe.planning.pool import Refusal, Runner
 from fullframe.simulation.prediction import Prediction
+from fullframe.simulation.simulate import ReadsNumbers
 from fullframe.strategy import TECHNIQUES, Strategy
 
 _PROOFS = 4  # simulations of what will hardly fit, where nothing else does
@@ -168,10 +169,13 @@ def _splits(strategy: Strategy) -> tuple[bool, bool, bool]:
 def _holds(refusal: Refusal, refused: Strategy, strategy: Strategy, job: Job) -> bool:
     """Whether what was refused of one strategy is refused of another: an op without a rule in any that splits the dims.
 
-    What is wrong with the techniques is so at any number of ranks and microbatches; what a step raised, where nobody
-    has more: a batch norm of pooled features refuses one sample, and takes two.
+    What reads numbers without a split reads them always. What is wrong with the techniques is so at any number of ranks
+    and microbatches; what a step raised, where nobody has more: a batch norm of pooled features refuses one sample, and
+    takes two.
     """
-    if issubclass(refusal.kind, UnsupportedOp):
+    if issubclass(refusal.kind, ReadsNumbers) and not any(_splits(refused)):
+        return True
+    if issubclass(refusal.kind, (UnsupportedOp, ReadsNumbers)):
         return _splits(refused) == _splits(strategy)
     if _kind(refused) != _kind(strategy):
         return False

@@ -54,6 +54,10 @@ from fullframe.training.step import TrainStep
 _TRIED_RANKS = 3  # of a stage
 
 
+class ReadsNumbers(RecipeError):
+    """What a step does depends on numbers in tensors, which no simulation of it has."""
+
+
 def simulate(
     recipe: Recipe,
     strategy: Strategy,
@@ -350,7 +354,7 @@ def _readable_errors(tracer: Tracer) -> Iterator[None]:
         error, where = said.__cause__, f" in module '{tracer.module}'" if tracer.module else ""
         if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
             raise
-        raise RecipeError(
+        raise ReadsNumbers(
             f"the step cannot be simulated: what {error.func}{where} gives depends on the numbers in its tensors, and "
             f"fake tensors have none{place(error)}; take sizes from shapes and choose by torch.where, let a "
             "torch.library.custom_op with a fake read them, or plan with a recipe without it"
