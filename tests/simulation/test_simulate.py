@@ -426,6 +426,20 @@ def test_a_collate_that_reads_numbers_gets_them() -> None:
     assert (found.peak_bytes, found.step_seconds) == (same.peak_bytes, same.step_seconds)
 
 
+def reading(model: nn.Module, batch: Any) -> Tensor:
+    """As nnU-Net's and MONAI's losses are written: they ask whether anything is there, and count off their axes."""
+    out = model(batch["image"])
+    held = (out > 0).sum()
+    value = out.square().mean(torch.arange(1, out.dim()).tolist()).mean() if held > 0 else out.sum()
+    print(float(value.detach()))
+    return value
+
+
+def test_a_loss_may_read_numbers() -> None:
+    found = simulated(ff.Strategy(width=2), "2xA100-80GB", loss=reading)
+    assert any(note.startswith("the loss reads numbers") for note in found.notes)
+
+
 class Choosy(Network):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)

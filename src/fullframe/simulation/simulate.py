@@ -161,6 +161,7 @@ class _Simulation:
         self._tracer = Tracer(
             names, _axes(self._mesh), self._outcomes, terms.scratch, clock, until, workspace=terms.cublas_bytes
         )
+        self._outcomes.in_loss = self._tracer.in_loss
         self._programs = SimulatedPrograms(self._clock)
         self._host = SimulatedHost(self._clock, self._tracer, strategy, self._kept_bytes)
         self.shares = Shares(self._spatial)

@@ -5,7 +5,7 @@ place. What is not plainly one of the cases below goes to FakeTensorMode.
 """
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,8 +24,14 @@ _MESSAGES = {
 }
 _CPU = torch.device("cpu")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-NUMBERS_READ = "evaluate() reads numbers from its tensors, which a simulation does not have: each is taken to be 1"
-_Kind = Literal["new", "in place", "all in place", "view", "other"]
+NUMBERS_READ = (
+    "{} reads numbers from its tensors, which a simulation does not have: each is taken to be 1, also in a comparison"
+)
+_COMPARISONS = frozenset(
+    ["gt", "ge", "lt", "le", "eq", "ne", "isnan", "isinf", "logical_not", "logical_and", "logical_or", "any", "all"]
+)
+_FEW = 64  # elements: as many axes, sizes, rates of layers as a program makes to read them
+_Kind = Literal["new", "of numbers", "compared", "in place", "all in place", "view", "other"]
 
 
 class _Meta(NamedTuple):
@@ -42,6 +48,7 @@ class Outcomes:
     def __init__(self, fake: FakeTensorMode, on_gpu: bool = False):
         self.updating = False  # inside an optimizer, where a number that is read decides of no shape
         self.evaluating = False  # inside recipe.evaluate, which reads numbers to give them
+        self.in_loss: Callable[[], bool] = lambda: False  # which logs numbers, and asks whether anything is there
         self.notes: set[str] = set()  # what was taken for granted
         self._fake, self._on_gpu = fake, on_gpu
         self._attributes = FakeTensor(fake, torch.empty(0, device="meta"), _CPU).__dict__
@@ -60,9 +67,19 @@ class Outcomes:
                 return with_workspace(func(*args), args, self._on_gpu)
         if kind == "other":
             return self._other(func, args, kwargs)
+        if kind == "of numbers":
+            return self._of_numbers(func, args, kwargs)
+        if kind == "compared":
+            if all(arg.numel() == 1 for arg in args if isinstance(arg, Tensor)):
+                return self._compared(func, args, kwargs)
+            kind = "new"
         try:
             key = func, _signature(args), _signature(tuple(kwargs.items()))
         except _NotPlain:
+            if kind == "view" and getattr(args[0], "constant", None) is not None:
+                return self._view_of_known(func, args, kwargs)
+            if kind == "all in place":  # torch looks into no list
+                self._no_longer_known(args)
             out = on_parts(self, func, args, kwargs)
             return func(*args, **kwargs) if out is NotImplemented else out
         if kind == "all in place":
@@ -83,7 +100,7 @@ class Outcomes:
         tensors = [None if meta is None else self._made(_empty(*meta)) for meta in known[1]]
         return tensors[0] if known[0] is None else known[0](tensors)
 
-    def _made(self, meta: Tensor) -> Tensor:
+    def _made(self, meta: Tensor) -> FakeTensor:
         """`FakeTensor(fake, meta, "cpu")`, whose constructor sets each attribute anew."""
         made = Tensor._make_subclass(FakeTensor, meta, dispatch_device=True, device_for_backend_keys=_CPU)
         torch._C._set_throw_on_mutable_data_ptr(made)
@@ -108,10 +125,44 @@ class Outcomes:
 
     def _lifted(self, number: Tensor) -> Tensor:
         """A fake tensor that knows its value, as `torch.tensor(0.0)` gives."""
-        meta = _empty(number.shape, number.stride(), number.dtype)
-        lifted = FakeTensor(self._fake, meta, _CPU, constant=number)
-        self._fake.fake_tensor_converter.add_constant_storage_mapping(lifted)
-        return lifted
+        return self._knowing(self._made(_empty(number.shape, number.stride(), number.dtype)), number)
+
+    def _of_numbers(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A tensor of few elements knows them: losses read their axes from `torch.arange(2, 5).tolist()`."""
+        out = func(*args, **kwargs)
+        if not isinstance(out, FakeTensor) or out.numel() > _FEW or out.device != _CPU:
+            return out
+        with torch._C._DisableTorchDispatch():
+            return self._knowing(out, func(*args, **kwargs))
+
+    def _knowing(self, fake: FakeTensor, values: Tensor) -> FakeTensor:
+        fake.constant = values
+        self._fake.fake_tensor_converter.add_constant_storage_mapping(fake)
+        return fake
+
+    def _view_of_known(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A view that knows its values, so that what is written to it is no longer known of either."""
+        with torch._C._DisableTorchDispatch():
+            known = func(args[0].constant, *args[1:], **kwargs)
+        with in_kernel_invocation_manager(self._fake):
+            metas = func(*args, **kwargs)
+        if isinstance(metas, Tensor):
+            return self._knowing(self._made(metas), known)
+        return [self._knowing(self._made(meta), values) for meta, values in zip(metas, known, strict=True)]
+
+    def _no_longer_known(self, written: Sequence[Any]) -> None:
+        for leaf in torch.utils._pytree.tree_iter(written):
+            if isinstance(leaf, FakeTensor) and leaf.constant is not None:
+                self._fake.fake_tensor_converter.invalidate_constant_aliases(leaf.constant)
+
+    def _compared(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A truth about numbers, which says what it is where they are what they are taken for."""
+        out = func(*args, **kwargs)
+        operands = [_taken_for(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        if out.numel() == 1 and all(operand is not None for operand in operands):
+            with torch._C._DisableTorchDispatch():
+                out.taken_for = func(*operands, **kwargs)
+        return out
 
     def _number(self, tensor: Tensor) -> Any:
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:  # a parameter's count of steps
@@ -119,10 +170,22 @@ class Outcomes:
                 return tensor.constant.item()
         if self.updating and tensor.is_floating_point():
             return 1.0  # a norm, by which an update is scaled
-        if self.evaluating and tensor.dtype is not torch.bool:
-            self.notes.add(NUMBERS_READ)
-            return 1.0 if tensor.is_floating_point() else 1
+        taken = _taken_for(tensor) if self.evaluating or self.in_loss() else None
+        if taken is not None:
+            self.notes.add(NUMBERS_READ.format("evaluate()" if self.evaluating else "the loss"))
+            with torch._C._DisableTorchDispatch():
+                return taken.item()
         return _number_of(tensor)
+
+
+def _taken_for(number: Tensor) -> Tensor | None:
+    """A real tensor of one element: what it knows, or 1. None for a truth of which nothing is known."""
+    known = getattr(number, "constant", None)
+    known = getattr(number, "taken_for", None) if known is None else known
+    if known is not None or number.dtype is torch.bool:
+        return known
+    with torch._C._DisableTorchDispatch():
+        return torch.ones((), dtype=number.dtype)
 
 
 def _wanted(func: Any, args: Sequence[Any], out: Any) -> Any:
@@ -161,7 +224,11 @@ def _kind(func: Any) -> _Kind:
         return "in place" if len(written) == 1 and first_only and schema.returns else "other"
     if all(value.alias_info is not None for value in schema.returns):
         return "view" if func.is_view and len(schema.returns) == 1 else "other"
-    return "new" if all(value.alias_info is None for value in schema.returns) else "other"
+    if any(value.alias_info is not None for value in schema.returns):
+        return "other"
+    if name in _COMPARISONS:
+        return "compared"
+    return "of numbers" if name in ("arange", "linspace") else "new"  # zeros and ones are there to be written
 
 
 def _signature(value: Any) -> Hashable:

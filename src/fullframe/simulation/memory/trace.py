@@ -94,6 +94,7 @@ class Tracer(TorchDispatchMode):
         self._live: dict[int, Block] = {}  # by the address of the storage
         self._watching: dict[int, weakref.ref[Any]] = {}
         self._modules: list[str] = []  # that are running, innermost last
+        self._depth = 0  # modules of the model that are running
         self._nodes, self._owners = [0], [""]  # the module that made the autograd nodes from a number on
         self._backward_start: int | None = None
         self._rerun: list[Block] = []  # made by a module that runs again in backward
@@ -174,6 +175,10 @@ class Tracer(TorchDispatchMode):
     def module(self) -> str:
         """The path of the module that is running, "" outside the model."""
         return self._where()[0]
+
+    def in_loss(self) -> bool:
+        """Whether a step is taken and none of the model's modules is running."""
+        return self.outside == "forward" and not self._depth
 
     def mark(self, category: str, *trees: Any, stream: str = "") -> None:
         """Say of what category the tensors in nested values are, and what stream's; the first to say so is right."""
@@ -279,10 +284,12 @@ class Tracer(TorchDispatchMode):
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         self._modules.append(self._names.get(module, type(module).__name__))
+        self._depth += module in self._names
         self._own_nodes()
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._modules.pop()
+        self._depth -= module in self._names
         self._own_nodes()
         if not self._modules:
             for block in self._rerun:
