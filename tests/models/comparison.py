@@ -33,7 +33,7 @@ from tests.rank_group import RankFailure, rank_group
 
 FLOOR = 1e-3  # of the largest gradient or buffer
 Mesh = tuple[int, ...]  # height, width; for volumes also depth
-_WARNING = re.compile(r"^(\S+) \((.*)\) runs on the gathered .*?\): (.*)$", re.DOTALL)
+_WARNING = re.compile(r"^(\S+) \((.*)\) runs on the gathered .*?\): (.*); at .*$", re.DOTALL)
 
 
 class Outcome(NamedTuple):

@@ -1,5 +1,6 @@
 """What is not exact is refused on every rank alike, quickly, by name; and bad input gets a clear error."""
 
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -88,6 +89,7 @@ def test_gather_trains_it_exactly_and_says_so_once() -> None:
         assert gradient_error < 1e-12
     (said,) = answers[0][2]
     assert "torch.linalg.svdvals (blocks.1 (Spectral)) runs on the gathered" in said
+    assert re.search(r"; at spatial/test_fallback.py:\d+, linalg_svdvals of ", said), said
     assert answers[1][2] == []
 
 

@@ -14,6 +14,7 @@ from fullframe.errors import MeshError
 from fullframe.geometry.placement import Placement, Placements
 from fullframe.ranks.mesh import AXES, axes_in
 from fullframe.ranks.recording import require_sending
+from fullframe.ranks.tags import line
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.redistribute import gather_axes, moved, resplit, sliced
 from fullframe.spatial.spec import Spec
@@ -123,7 +124,8 @@ def say_gathered(name: str, reason: str, shell: SpatialTensor) -> None:
         return
     _said.add((name, where))
     if torch.distributed.get_rank() == 0:
-        warnings.warn(f"{name} ({where or 'outside a module'}) runs on the gathered {shell!r}: {reason}", stacklevel=5)
+        text = f"{name} ({where or 'outside a module'}) runs on the gathered {shell!r}: {reason}; at {line()}"
+        warnings.warn(text, stacklevel=2)
 
 
 def has_gradients(tensor: Tensor) -> bool:
