@@ -9,27 +9,10 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 __all__ = [
-    "FullframeError",
-    "Recipe",
-    "ShardedLoader",
-    "SpatialTensor",
-    "Strategy",
-    "TrainStep",
-    "UnsupportedOp",
-    "fit",
-    "fixed_point",
-    "from_local",
-    "init_mesh",
-    "parallelize",
-    "plan",
-    "report",
-    "rule",
-    "scatter",
-    "shard",
-    "simulate",
-    "unroll",
-    "watch_leaks",
-]
+    "FullframeError", "Recipe", "ShardedLoader", "SpatialTensor", "Strategy", "TrainStep", "UnsupportedOp", "fit",
+    "fixed_point", "from_local", "init_mesh", "parallelize", "plan", "report", "rule", "scatter", "shard", "simulate",
+    "unroll", "watch_leaks",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from fullframe.errors import FullframeError, UnsupportedOp

@@ -115,7 +115,7 @@ class Evaluator:
         held = self._held(base, named)
         if held is not None:
             return held
-        found = self.value(Origin.ITEM, (base, key), uses=base.uses if base.origin is Origin.UNKNOWN else None)
+        found = self.value(Origin.ITEM, (base, key), uses=base.uses if base.origin is Origin.UNKNOWN else set())
         if base.fields is None:
             base.fields = {}
         base.fields[named] = found
@@ -284,12 +284,10 @@ class Evaluator:
         function = self.evaluate(node.func)
         arguments = tuple(map(self.evaluate, node.args))
         keywords = {keyword.arg or "**": self.evaluate(keyword.value) for keyword in node.keywords}
-        shared = None
-        if function.origin is Origin.ATTRIBUTE and function.text in SAME_OBJECT:
-            shared = function.inputs[0].uses
-        made = self.value(
-            Origin.CALL, (function, *arguments, *keywords.values()), node=node, keywords=keywords, uses=shared
-        )
+        is_same = function.origin is Origin.ATTRIBUTE and function.text in SAME_OBJECT
+        uses = function.inputs[0].uses if is_same else set[str]()
+        inputs = (function, *arguments, *keywords.values())
+        made = self.value(Origin.CALL, inputs, node=node, keywords=keywords, uses=uses)
         function.use("()")
         call = Call(made, node, self.frame, len(self.program.events), made)
         self.program.events.append(call)

@@ -8,7 +8,7 @@ an optimizer or a model, whatever it is called.
 
 import ast
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any, Optional
 
@@ -35,45 +35,22 @@ class Origin(Enum):
     UNKNOWN = "unknown"
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Value:
     """What an expression may stand for; see the module's docstring."""
 
-    __slots__ = (
-        "born",
-        "constant",
-        "definition",
-        "fields",
-        "grad",
-        "inputs",
-        "keywords",
-        "node",
-        "origin",
-        "text",
-        "uses",
-    )
-
-    def __init__(
-        self,
-        origin: Origin,
-        inputs: "tuple[Value, ...]" = (),
-        text: str = "",
-        *,
-        node: ast.AST | None = None,
-        born: int = 0,
-        grad: bool | None = True,
-        constant: Any = NOTHING,
-        definition: "Definition | None" = None,
-        keywords: "dict[str, Value] | None" = None,
-        uses: set[str] | None = None,
-    ):
-        self.origin, self.inputs, self.text, self.node = origin, inputs, text, node
-        self.born = born  # the number of events before it
-        self.grad = grad  # whether autograd was on; None: unknown
-        self.constant = constant
-        self.definition = definition
-        self.keywords = keywords  # of a call
-        self.uses = set() if uses is None else uses  # attributes read of it; shared by names of one object
-        self.fields: dict[object, Value] | None = None  # attributes and items that were stored or read
+    origin: Origin
+    inputs: "tuple[Value, ...]" = ()
+    text: str = ""
+    _: KW_ONLY
+    node: ast.AST | None = None
+    born: int = 0  # the number of events before it
+    grad: bool | None = True  # whether autograd was on; None: unknown
+    constant: Any = NOTHING
+    definition: "Definition | None" = None
+    keywords: "dict[str, Value] | None" = None  # of a call
+    uses: set[str] = field(default_factory=set)  # attributes read of it; shared by names of one object
+    fields: "dict[object, Value] | None" = field(default=None, init=False)  # attributes, items: stored or read
 
     def __repr__(self) -> str:
         inputs = ", ".join(map(repr, self.inputs[:3]))

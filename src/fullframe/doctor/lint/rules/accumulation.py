@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from fullframe.doctor.lint.program import Call, Frame, FrameKind
 from fullframe.doctor.lint.roles import Role
 from fullframe.doctor.lint.rule import ERROR, NOTE, WARNING, Found, rule, said
-from fullframe.doctor.lint.rules.gradients import accumulation
+from fullframe.doctor.lint.rules.gradients import accumulation, optimizers_made
 from fullframe.doctor.lint.training import Backward, Training, Update
 from fullframe.doctor.lint.values import Origin, Value, cone
 
@@ -242,8 +242,7 @@ def _updates_before(training: Training, loop: Frame, updates: Sequence[Update]) 
 )  # fmt: skip
 def replaced(training: Training) -> Iterator[Found]:
     """`model.x = nn...` after an optimizer was given the model's parameters, and no optimizer made later."""
-    calls = (event for event in training.program.events if isinstance(event, Call) and event.value.path)
-    made = [call for call in calls if training.is_a(call.value, Role.OPTIMIZER)]
+    made = list(optimizers_made(training))
     for store in training.program.stores():
         if store.holder is None or not isinstance(store.place[2], str) or not training.is_a(store.holder, Role.MODEL):
             continue

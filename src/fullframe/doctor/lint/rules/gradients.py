@@ -17,6 +17,13 @@ def empties(training: Training, frame: Frame) -> list[Call]:
     return [call for call in training.program.calls_in(frame, "zero_grad") if not call.followed]
 
 
+def optimizers_made(training: Training) -> Iterator[Call]:
+    """Calls that make an optimizer."""
+    for event in training.program.events:
+        if isinstance(event, Call) and event.value.path and training.is_a(event.value, Role.OPTIMIZER):
+            yield event
+
+
 def counted_branch(frame: Frame, loop: Frame) -> Frame | None:
     """The branch between `frame` and `loop` that is taken every n-th time only: its test has a remainder."""
     for inner in frame.up_to(loop):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fullframe.doctor.lint.program import Call
 from fullframe.doctor.lint.roles import Role
 from fullframe.doctor.lint.rule import ERROR, NOTE, Found, is_true, rule, said
-from fullframe.doctor.lint.rules.gradients import accumulation
+from fullframe.doctor.lint.rules.gradients import accumulation, optimizers_made
 from fullframe.doctor.lint.training import Training
 from fullframe.doctor.lint.values import Origin, cone
 
@@ -78,14 +78,8 @@ def sharded_late(training: Training) -> Iterator[Found]:
         model = call.value.argument(0, "module")
         if model is None or not call.value.path.startswith("torch.distributed."):
             continue
-        for optimizer in training.program.events[: call.index]:
-            if (
-                not isinstance(optimizer, Call)
-                or not optimizer.value.path
-                or not training.is_a(optimizer.value, Role.OPTIMIZER)
-            ):
-                continue
-            given = {id(v) for v in cone(optimizer.value.inputs[1:], 100)}
+        for optimizer in optimizers_made(training):
+            given = {id(v) for v in cone(optimizer.value.inputs[1:], 100)} if optimizer.index < call.index else ()
             if any(id(m.value) in given and training.same_model(m.receiver, model) for m in made):
                 yield Found(call.node, f"{said(call.node)} comes after the optimizer")
 
