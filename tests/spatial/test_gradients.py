@@ -15,26 +15,13 @@ import fullframe as ff
 from fullframe.spatial.gradients import graph_behind
 from tests.exactness import mesh, relative
 from tests.rank_group import RankFailure, rank_group
+from tests.spatial.by_hand import Case, all_as_in_one_process, drawn, gradients, image, whole
 
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 3)]
-Case = Callable[[DeviceMesh | None], list[Tensor]]
-
-
-def _drawn(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def _image(seed: int = 1) -> Tensor:
-    return _drawn(2, 3, 9, 13, seed=seed)
 
 
 def _on(on: DeviceMesh | None, image: Tensor) -> Tensor:
     return image if on is None else ff.shard(image, on)
-
-
-def _whole(value: Any) -> Tensor:
-    value = value.full() if isinstance(value, ff.SpatialTensor) else value
-    return value.detach().clone()  # type: ignore[no-any-return]
 
 
 class Net(nn.Module):
@@ -67,59 +54,55 @@ def _net(on: DeviceMesh | None, build: type[nn.Module] = Net, **options: Any) ->
     return (net if on is None else ff.parallelize(net, on, **options)), net
 
 
-def _gradients(net: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
-
-
 def _leaf(on: DeviceMesh | None) -> list[Tensor]:
-    x = _on(on, _image()).requires_grad_()
+    x = _on(on, image()).requires_grad_()
     assert x.is_leaf and x.requires_grad and not (x * 1).is_leaf
     found = []
     for _ in range(2):
         (x.mean((2, 3)) * x.sin().mean((2, 3))).sum().backward()
         assert x.grad is not None
-        found.append(_whole(x.grad))  # the second is added
+        found.append(whole(x.grad))  # the second is added
     x.grad.mul_(3)
-    found.append(_whole(x.grad))
+    found.append(whole(x.grad))
     x.grad = None
     assert x.grad is None
     x.requires_grad_(False)
     x.requires_grad = True
     x.mean().square().backward()
-    return [*found, _whole(x.grad)]
+    return [*found, whole(x.grad)]
 
 
 def _split_over_one_axis(on: DeviceMesh | None) -> list[Tensor]:
-    rows = _on(on, _image()).detach().mean(3).requires_grad_()  # on 2x2 two ranks have the same
-    (rows.sin() * _drawn(2, 3, 9)).sum().square().backward()
-    return [_whole(rows.grad)]
+    rows = _on(on, image()).detach().mean(3).requires_grad_()  # on 2x2 two ranks have the same
+    (rows.sin() * drawn(2, 3, 9)).sum().square().backward()
+    return [whole(rows.grad)]
 
 
 def _whole_leaf(on: DeviceMesh | None) -> list[Tensor]:
-    t = _image().requires_grad_()
+    t = image().requires_grad_()
     _on(on, t).sin().mean().square().backward()
-    return [_whole(t.grad)]
+    return [whole(t.grad)]
 
 
 def _optimised_image(on: DeviceMesh | None) -> list[Tensor]:
     found = []
     for build in (lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5), lambda p: torch.optim.Adam(p, lr=0.1)):
-        x = nn.Parameter(_on(on, _image()))
+        x = nn.Parameter(_on(on, image()))
         optimizer = build([x])
         for _ in range(3):
             optimizer.zero_grad()
             (x[..., 1:] - x[..., :-1]).square().mean().backward()
             optimizer.step()
-        found.append(_whole(x))
+        found.append(whole(x))
     return found
 
 
 def _outside(on: DeviceMesh | None) -> list[Tensor]:
     """Parameters that no model holds, and what is computed from them, beside split tensors."""
-    table, scale = nn.Parameter(_drawn(1, 3, 1, 13)), nn.Parameter(_drawn(1))
-    plain = _drawn(3, 1, 1).requires_grad_()
+    table, scale = nn.Parameter(drawn(1, 3, 1, 13)), nn.Parameter(drawn(1))
+    plain = drawn(3, 1, 1).requires_grad_()
     seen: list[Tensor] = []
-    x = _on(on, _image())
+    x = _on(on, image())
     gate = torch.sigmoid(x.mean((2, 3)) * scale)
     gate.register_hook(lambda g: seen.append(g.clone()))
     gate.retain_grad()
@@ -130,8 +113,8 @@ def _outside(on: DeviceMesh | None) -> list[Tensor]:
 
 
 def _cat_and_where(on: DeviceMesh | None) -> list[Tensor]:
-    w = _image(3).requires_grad_()
-    x = _on(on, _image())
+    w = image(3).requires_grad_()
+    x = _on(on, image())
     loss = torch.cat([x, w * 2], 1).sin().mean() + torch.where(x > 0, x, w).cos().mean()
     return [*torch.autograd.grad(loss, w)]
 
@@ -139,7 +122,7 @@ def _cat_and_where(on: DeviceMesh | None) -> list[Tensor]:
 def _asked_for(on: DeviceMesh | None) -> list[Tensor]:
     """`autograd.grad`: of weights, split leaves and maps; a norm of it in the loss."""
     model, net = _net(on)
-    x = _on(on, _image()).requires_grad_()
+    x = _on(on, image()).requires_grad_()
     y = x.sin()
     loss = model(y).square().mean() + 0.1 * y.mean()
     wanted = [net.mix.weight, net.head.weight, x, y]
@@ -147,15 +130,15 @@ def _asked_for(on: DeviceMesh | None) -> list[Tensor]:
     (loss * found[0].norm()).backward()
     rows = y.mean(3)
     (of_rows,) = torch.autograd.grad(rows.sin().sum(), rows)
-    return [_whole(g) for g in (*found, x.grad, of_rows)] + _gradients(net)
+    return [whole(g) for g in (*found, x.grad, of_rows)] + gradients(net)
 
 
 def _seeded(on: DeviceMesh | None) -> list[Tensor]:
     """Backward from a split map: the seed whole or split."""
     found = []
     for kind in range(5):
-        w, x = nn.Parameter(_drawn(4, 3, 3, 3)), _on(on, _image()).requires_grad_()
-        y, seed = F.conv2d(x, w, padding=1), _drawn(2, 4, 9, 13)
+        w, x = nn.Parameter(drawn(4, 3, 3, 3)), _on(on, image()).requires_grad_()
+        y, seed = F.conv2d(x, w, padding=1), drawn(2, 4, 9, 13)
         if kind == 0:
             y.backward(seed)
         elif kind == 1:
@@ -167,26 +150,26 @@ def _seeded(on: DeviceMesh | None) -> list[Tensor]:
         else:
             z = y.mean(3)
             x.grad, w.grad = torch.autograd.grad([z, y], [x, w], grad_outputs=[seed[..., 0], seed])
-        found += [_whole(x.grad), _whole(w.grad)]
+        found += [whole(x.grad), whole(w.grad)]
     return found
 
 
 def _kept_of_maps(on: DeviceMesh | None) -> list[Tensor]:
     """`retain_grad` and hooks of split maps; a hook's result goes on."""
-    x = _on(on, _image()).requires_grad_()
+    x = _on(on, image()).requires_grad_()
     seen: list[Tensor] = []
-    x.register_hook(lambda g: seen.append(_whole(g)))
+    x.register_hook(lambda g: seen.append(whole(g)))
     y = x.sin()
     y.retain_grad()
     assert y.retains_grad and not x.retains_grad
     y.register_hook(lambda g: g.clamp(-0.001, 0.002))
     rows = (y * 2).mean(2)
     rows.retain_grad()
-    rows.register_hook(lambda g: g + _drawn(2, 3, 13) * 0.01)
+    rows.register_hook(lambda g: g + drawn(2, 3, 13) * 0.01)
     last: list[Tensor] = []
-    x.register_post_accumulate_grad_hook(lambda leaf: last.append(_whole(leaf.grad)))
+    x.register_post_accumulate_grad_hook(lambda leaf: last.append(whole(leaf.grad)))
     (rows.square().mean() * y.mean()).backward()
-    return [_whole(x.grad), _whole(y.grad), _whole(rows.grad), *seen, *last]
+    return [whole(x.grad), whole(y.grad), whole(rows.grad), *seen, *last]
 
 
 def _clamp(parameter: Tensor) -> None:
@@ -202,8 +185,8 @@ def _hooks_of_parameters(on: DeviceMesh | None) -> list[Tensor]:
     model = net if on is None else ff.parallelize(net, on)
     net.mix.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
     net.head.weight.register_post_accumulate_grad_hook(_clamp)
-    model(_on(on, _image())).square().mean().backward()
-    return _gradients(net)
+    model(_on(on, image())).square().mean().backward()
+    return gradients(net)
 
 
 def _gathered(on: DeviceMesh | None) -> list[Tensor]:
@@ -212,11 +195,11 @@ def _gathered(on: DeviceMesh | None) -> list[Tensor]:
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Clamped()).double()
     model = net if on is None else ff.parallelize(net, on, unsupported="gather")
     seen: list[Tensor] = []
-    out = model(_on(on, _image()))
+    out = model(_on(on, image()))
     out.register_hook(lambda g: g * 100)
-    out.register_hook(lambda g: seen.append(_whole(g)))
+    out.register_hook(lambda g: seen.append(whole(g)))
     out.square().mean().backward()
-    return [*seen, *_gradients(net)]
+    return [*seen, *gradients(net)]
 
 
 class Clamp(torch.autograd.Function):
@@ -236,35 +219,35 @@ class Clamped(nn.Module):
 
 def _twice_differentiated(on: DeviceMesh | None) -> list[Tensor]:
     """A penalty on the gradient of the image, where every exchange is linear."""
-    w = nn.Parameter(_drawn(3, 1, 1))
-    x = _on(on, _image()).requires_grad_()
+    w = nn.Parameter(drawn(3, 1, 1))
+    x = _on(on, image()).requires_grad_()
     y = ((x * w).sin() + x.mean() ** 2)[..., 2:11]
     (g,) = torch.autograd.grad((y * y).mean(), x, create_graph=True)
     (g.square().sum() * 100 + y.mean()).backward()
-    return [_whole(g), w.grad, _whole(x.grad)]  # type: ignore[list-item]
+    return [whole(g), w.grad, whole(x.grad)]  # type: ignore[list-item]
 
 
 def _two_losses(on: DeviceMesh | None) -> list[Tensor]:
     """A backward pass for each loss of one forward pass, and for each of two forward passes."""
     model, net = _net(on, Maps)
-    out = model(_on(on, _image()))
+    out = model(_on(on, image()))
     out.square().mean().backward(retain_graph=True)
     out.sin().mean().backward()
-    found = _gradients(net)
-    first, second = model(_on(on, _image())), model(_on(on, _image(2)))
+    found = gradients(net)
+    first, second = model(_on(on, image())), model(_on(on, image(2)))
     first.mean().backward()
     second.mean().square().backward()
-    return found + _gradients(net)
+    return found + gradients(net)
 
 
 def _one_then_some(on: DeviceMesh | None) -> list[Tensor]:
     """A second loss that reaches some of the parameters."""
     model, net = _net(on)
-    x = _on(on, _image())
+    x = _on(on, image())
     model(x).square().mean().backward()
     net.features(x).sin().mean().backward()
     net.head(x.mean((2, 3))[:, [0, 1, 2, 0]]).square().mean().backward()
-    return _gradients(net)
+    return gradients(net)
 
 
 def _unfrozen(on: DeviceMesh | None) -> list[Tensor]:
@@ -272,7 +255,7 @@ def _unfrozen(on: DeviceMesh | None) -> list[Tensor]:
     net = Net().double()
     net.stem.requires_grad_(False)
     model = net if on is None else ff.parallelize(net, on)
-    x, found = _on(on, _image()), list[Tensor]()
+    x, found = _on(on, image()), list[Tensor]()
     changes: list[Callable[[], Any]] = [
         lambda: None,
         lambda: net.stem.requires_grad_(True),
@@ -288,15 +271,15 @@ def _unfrozen(on: DeviceMesh | None) -> list[Tensor]:
         loss = model(x).square().mean()
         if loss.requires_grad:
             loss.backward()
-        found += _gradients(net)
+        found += gradients(net)
     return found
 
 
 def _past_the_wrapper(on: DeviceMesh | None) -> list[Tensor]:
     model, net = _net(on)
     for called in (net, net, model, net):
-        called(_on(on, _image())).square().mean().backward()
-    return _gradients(net)
+        called(_on(on, image())).square().mean().backward()
+    return gradients(net)
 
 
 def _kept_by_reference(on: DeviceMesh | None) -> list[Tensor]:
@@ -304,14 +287,14 @@ def _kept_by_reference(on: DeviceMesh | None) -> list[Tensor]:
     model, net = _net(on)
     kept: list[Tensor] = []
     for step in range(5):
-        loss = model(_on(on, _image(step))).square().mean()
+        loss = model(_on(on, image(step))).square().mean()
         if step % 2 == 0:
             kept += [p.grad.view(-1) if step > 2 else p.grad for p in net.parameters() if p.grad is not None]
         net.zero_grad(set_to_none=True)
         loss.backward()
         if step % 2:
             kept += [p.grad for p in net.parameters()][:2]
-    return [*kept, *_gradients(net)]
+    return [*kept, *gradients(net)]
 
 
 @dataclass
@@ -333,8 +316,8 @@ def _in_an_object(on: DeviceMesh | None) -> list[Tensor]:
     options = {} if on is None else {"find_unused_parameters": True}
     model, net = _net(on, InAnObject, **options)
     for _ in range(2):
-        model(_on(on, _image()))["result"].out.square().mean().backward()
-    return _gradients(net)
+        model(_on(on, image()))["result"].out.square().mean().backward()
+    return gradients(net)
 
 
 def _penalised_convolutions(on: DeviceMesh | None) -> list[Tensor]:
@@ -344,11 +327,11 @@ def _penalised_convolutions(on: DeviceMesh | None) -> list[Tensor]:
         nn.Conv2d(3, 4, 3, padding=1), nn.Softplus(), nn.AvgPool2d(3, 2, 1), nn.Conv2d(4, 4, 3, padding=2, dilation=2)
     ).double()
     model = net if on is None else ff.parallelize(net, on)
-    x = _on(on, _image()).requires_grad_()
+    x = _on(on, image()).requires_grad_()
     out = model(x).tanh().square().mean()
     (g,) = torch.autograd.grad(out, x, create_graph=True)
     (out + g.square().sum() * 100).backward()
-    return [_whole(g), _whole(x.grad), *_gradients(net)]
+    return [whole(g), whole(x.grad), *gradients(net)]
 
 
 CASES: list[Case] = [
@@ -373,21 +356,7 @@ CASES: list[Case] = [
     _in_an_object,
 ]
 
-
-def _differences(height: int, width: int) -> dict[str, Any]:
-    """By case the largest difference from one process, not averaged over the ranks."""
-    found: dict[str, Any] = {}
-    for case in CASES:
-        expected, got = case(None), case(mesh(height, width))
-        same = len(expected) == len(got)
-        found[case.__name__] = max(map(relative, expected, got)) if same else f"{len(got)} for {len(expected)}"
-    return found
-
-
-@pytest.mark.parametrize(("height", "width"), MESHES)
-def test_what_is_seen_is_one_process_s(height: int, width: int) -> None:
-    for found in rank_group(height * width).run(_differences, height, width):
-        assert {name: error for name, error in found.items() if error not in (0.0,) and not float(error) < 1e-9} == {}
+test_what_is_seen_is_one_process_s = all_as_in_one_process(CASES, MESHES)
 
 
 def test_each_node_of_a_graph_is_met_once_and_none_beyond_a_target() -> None:
@@ -402,7 +371,7 @@ def _of_replicas() -> dict[str, float]:
     on = mesh(1, 2)
     mine = on.get_local_rank("data")
     return {
-        name: max(map(relative, case(None, [_image(0), _image(1)]), case(on, [_image(mine)])))
+        name: max(map(relative, case(None, [image(0), image(1)]), case(on, [image(mine)])))
         for name, case in REPLICAS.items()
     }
 
@@ -417,15 +386,15 @@ def _steps(on: DeviceMesh | None, images: list[Tensor]) -> list[Tensor]:
         sum(out.square().mean() / len(images) for out in outs).backward(retain_graph=True)  # type: ignore[union-attr]
         sum(out.sin().mean() / len(images) for out in outs).backward()  # type: ignore[union-attr]
         net.stem.weight.requires_grad_(True)
-    for image in images:
-        (net(_on(on, image)).cos().mean() / len(images)).backward()
-    features = torch.stack([image.mean() * torch.ones(4, dtype=torch.float64) for image in images])
+    for one in images:
+        (net(_on(on, one)).cos().mean() / len(images)).backward()
+    features = torch.stack([one.mean() * torch.ones(4, dtype=torch.float64) for one in images])
     net.head(features).square().mean().backward()
-    return _gradients(net)
+    return gradients(net)
 
 
 def _criterion(on: DeviceMesh | None, images: list[Tensor]) -> list[Tensor]:
-    weight, bias = nn.Parameter(_drawn(3, 1, 1)), nn.Parameter(_drawn(1))
+    weight, bias = nn.Parameter(drawn(3, 1, 1)), nn.Parameter(drawn(1))
     maps = [_on(on, image) for image in images]
     sum(((x * weight).sin().mean() + (x.mean() * bias).square().sum()) / len(images) for x in maps).backward()  # type: ignore[union-attr]
     (sum((x + bias).square().mean() / len(images) for x in maps)).backward()  # type: ignore[union-attr]
@@ -436,7 +405,7 @@ def _clamped(on: DeviceMesh | None, images: list[Tensor]) -> list[Tensor]:
     model, net = _net(on)
     net.mix.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
     sum(model(_on(on, image)).square().mean() / len(images) for image in images).backward()  # type: ignore[union-attr]
-    return _gradients(net)
+    return gradients(net)
 
 
 REPLICAS: dict[str, Callable[..., list[Tensor]]] = {"steps": _steps, "criterion": _criterion, "clamped": _clamped}
@@ -449,7 +418,7 @@ def test_replicas_with_other_images() -> None:
 
 def _refused(what: str) -> None:
     on = mesh(1, 2)
-    x = ff.shard(_image(), on).requires_grad_()
+    x = ff.shard(image(), on).requires_grad_()
     if what == "gradients of parameters with a graph":
         _net(on)[0](x).mean().backward(create_graph=True)
     elif what == "a graph of sharded parameters":
@@ -458,12 +427,12 @@ def _refused(what: str) -> None:
     elif what == "no seed":
         x.sin().backward()
     elif what == "seed of another shape":
-        x.sin().backward(_drawn(2, 3, 9, 1))
+        x.sin().backward(drawn(2, 3, 9, 1))
     elif what == "inputs":
         y = x.sin()
         y.mean().backward(inputs=[y])
     elif what == "batched":
-        torch.autograd.grad(x.sin(), x, _drawn(5, 2, 3, 9, 13), is_grads_batched=True)
+        torch.autograd.grad(x.sin(), x, drawn(5, 2, 3, 9, 13), is_grads_batched=True)
     elif what == "batched, of one rank's point":  # the other rank has no gradient to send
         scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
         torch.autograd.grad((x * scale)[:, :, 2, 3].sum(0), scale, torch.eye(3).double(), is_grads_batched=True)
@@ -496,8 +465,8 @@ def test_what_is_refused(what: str) -> None:
 
 def _agree() -> float:
     """The gradient of a weight outside the model, on the two ranks."""
-    w = nn.Parameter(_drawn(3, 1, 1))
-    (ff.shard(_image(), mesh(1, 2)) * w).sin().mean().backward()
+    w = nn.Parameter(drawn(3, 1, 1))
+    (ff.shard(image(), mesh(1, 2)) * w).sin().mean().backward()
     assert w.grad is not None
     both = [torch.empty_like(w.grad) for _ in range(2)]
     dist.all_gather(both, w.grad)
@@ -512,7 +481,7 @@ def _attack(height: int, width: int) -> float:
     """Steps of a perturbation, whose data is set anew, under the gradient's sign; other data is refused."""
     found = []
     for on in (None, mesh(height, width)):
-        x = _image() if on is None else ff.shard(_image(), on)
+        x = image() if on is None else ff.shard(image(), on)
         d = torch.zeros_like(x).requires_grad_()
         for _ in range(3):
             (gradient,) = torch.autograd.grad((x + d).sin().mean(), d)
@@ -534,7 +503,7 @@ def test_data_is_set_anew(height: int, width: int) -> None:
 def _of_several() -> float:
     found = []
     for on in (None, mesh(1, 2)):
-        x = (_image() if on is None else ff.shard(_image(), on)).requires_grad_()
+        x = (image() if on is None else ff.shard(image(), on)).requires_grad_()
         a, b = x.sin(), x.cos()
         torch.autograd.graph.register_multi_grad_hook(
             (a, b), lambda them: found.append(sum(g.square().sum() for g in them))

@@ -20,6 +20,7 @@ from fullframe.spatial.second_derivative import gradients_of
 from fullframe.techniques.recompute import recompute
 from tests.exactness import mesh, relative
 from tests.rank_group import rank_group
+from tests.spatial.by_hand import all_as_in_one_process, drawn, gradients, image, whole
 from tests.spatial.cases import MESHES, Case, all_cases, every_fourth, one
 
 TOLERANCE = 1e-10
@@ -58,17 +59,12 @@ def _measured(t: Tensor) -> Tensor:
     return (t.sin() * torch.linspace(-1, 1, t.numel(), dtype=torch.float64).cos().view(t.shape)).sum()
 
 
-def _whole(value: Any) -> Tensor:
-    value = value.full() if isinstance(value, ff.SpatialTensor) else value
-    return value.detach().clone()  # type: ignore[no-any-return]
-
-
 def _both(case: Case, on: DeviceMesh | None, order: int = 2) -> list[Tensor]:
     """First and second derivatives, or more, by all operands."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randn((*lead, *case.sizes[-1]), generator=generator, dtype=torch.float64) for lead in case.split]
-    leaves = [_on(on, t).requires_grad_() for t in drawn]
+    split = [torch.randn((*lead, *case.sizes[-1]), generator=generator, dtype=torch.float64) for lead in case.split]
+    leaves = [_on(on, t).requires_grad_() for t in split]
     leaves += [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in case.whole]
     outputs = [t for t in tree_leaves(case.op(*leaves)) if isinstance(t, Tensor) and t.requires_grad]
     if not outputs:
@@ -76,9 +72,9 @@ def _both(case: Case, on: DeviceMesh | None, order: int = 2) -> list[Tensor]:
     value: Any = sum(map(_measured, outputs))
     found: list[Tensor] = []
     for left in reversed(range(order)):
-        gradients = torch.autograd.grad(value, leaves, create_graph=left > 0, allow_unused=True)
-        found += [torch.zeros(0) if g is None else _whole(g) for g in gradients]
-        value = value + 0.1 * sum(_measured(g) for g in gradients if left and g is not None)
+        by_leaf = torch.autograd.grad(value, leaves, create_graph=left > 0, allow_unused=True)
+        found += [torch.zeros(0) if g is None else whole(g) for g in by_leaf]
+        value = value + 0.1 * sum(_measured(g) for g in by_leaf if left and g is not None)
     return found
 
 
@@ -121,14 +117,6 @@ def test_third_derivatives_of_writes_by_ranks_that_own_none_of_the_rows(height: 
         assert max(errors) <= TOLERANCE
 
 
-def _drawn(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def _image() -> Tensor:
-    return _drawn(2, 3, 9, 13)
-
-
 def _on(on: DeviceMesh | None, image: Tensor) -> Tensor:
     return image.clone() if on is None else ff.shard(image, on)
 
@@ -156,101 +144,97 @@ def _critic(on: DeviceMesh | None) -> tuple[Any, Critic]:
     return (net if on is None else ff.parallelize(net, on)), net
 
 
-def _gradients(net: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
-
-
 def _wasserstein(on: DeviceMesh | None) -> list[Tensor]:
     """WGAN-GP: the norm of each image's gradient should be 1."""
     model, net = _critic(on)
-    x = _on(on, _image()).requires_grad_()
+    x = _on(on, image()).requires_grad_()
     out = model(x)
     (g,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
     ((g.flatten(1).norm(2, 1) - 1).square().mean() * 10 + out.mean()).backward()
-    return [_whole(g), _whole(x.grad), *_gradients(net)]
+    return [whole(g), whole(x.grad), *gradients(net)]
 
 
 def _whole_leaf(on: DeviceMesh | None) -> list[Tensor]:
     """R1, of a tensor that is split on its way, in evaluation."""
     model, net = _critic(on)
     model.eval()
-    t = _image().requires_grad_()
+    t = image().requires_grad_()
     out = model(_on(on, t))
     (g,) = torch.autograd.grad(out.sum(), t, create_graph=True)
     (g.square().sum() * 3 + out.mean()).backward()
-    return [_whole(g), _whole(t.grad), *_gradients(net)]
+    return [whole(g), whole(t.grad), *gradients(net)]
 
 
 def _of_parameters(on: DeviceMesh | None) -> list[Tensor]:
     """A penalty on the gradient of a model's parameters."""
     model, net = _critic(on)
-    x = _on(on, _image()).requires_grad_()
+    x = _on(on, image()).requires_grad_()
     out = model(x).square().mean()
     found = torch.autograd.grad(out, list(net.parameters()), create_graph=True)
     (sum(g.square().sum() for g in found) * 3 + out).backward()
-    return [*map(_whole, found), _whole(x.grad), *_gradients(net)]
+    return [*map(whole, found), whole(x.grad), *gradients(net)]
 
 
 def _hessian_product(on: DeviceMesh | None) -> list[Tensor]:
     model, net = _critic(on)
     parameters = list(net.parameters())
-    found = torch.autograd.grad(model(_on(on, _image())).square().mean(), parameters, create_graph=True)
-    product: Any = sum((g * _drawn(*g.shape)).sum() for g in found)
-    return [_whole(g) for g in torch.autograd.grad(product, parameters)]
+    found = torch.autograd.grad(model(_on(on, image())).square().mean(), parameters, create_graph=True)
+    product: Any = sum((g * drawn(*g.shape)).sum() for g in found)
+    return [whole(g) for g in torch.autograd.grad(product, parameters)]
 
 
 def _inner_steps(on: DeviceMesh | None) -> list[Tensor]:
     """Through two steps down an energy."""
     model, net = _critic(on)
-    x = _on(on, _image()).requires_grad_()
+    x = _on(on, image()).requires_grad_()
     z = x
     for _ in range(2):
         (g,) = torch.autograd.grad(model(z).square().sum(), z, create_graph=True)
         z = z - 0.1 * g
     model(z).mean().backward()
-    return [_whole(x.grad), *_gradients(net)]
+    return [whole(x.grad), *gradients(net)]
 
 
 def _fast_weights(on: DeviceMesh | None) -> list[Tensor]:
     """MAML: through a step of the parameters, which belong to no parallel model."""
     torch.manual_seed(0)
     net = Critic().double().eval()
-    x, parameters = _on(on, _image()), dict(net.named_parameters())
+    x, parameters = _on(on, image()), dict(net.named_parameters())
     loss = torch.func.functional_call(net, parameters, (x,)).square().mean()
     found = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
     fast = {name: p - 0.1 * g for (name, p), g in zip(parameters.items(), found, strict=True)}
     torch.func.functional_call(net, fast, (x.flip(1),)).square().mean().backward()
-    return _gradients(net)
+    return gradients(net)
 
 
 def _seeds(on: DeviceMesh | None) -> list[Tensor]:
     """A map's gradients by seeds, whole and split, that are differentiated by."""
     found = []
-    for seed in (_image().requires_grad_(), _on(on, _image()).requires_grad_()):
-        x, w = _on(on, _image()).requires_grad_(), _drawn(3, 3, 3, 3).requires_grad_()
+    for seed in (image().requires_grad_(), _on(on, image()).requires_grad_()):
+        x, w = _on(on, image()).requires_grad_(), drawn(3, 3, 3, 3).requires_grad_()
         y = F.conv2d(x, w, padding=1).sin()
         g, of_weight = torch.autograd.grad(y, [x, w], seed, create_graph=True)
         (g.square().mean() + of_weight.sin().sum()).backward()
         found += [g, of_weight, seed.grad, w.grad, x.grad]
-    return list(map(_whole, found))
+    return list(map(whole, found))
 
 
 def _backward_twice(on: DeviceMesh | None) -> list[Tensor]:
     """`backward(create_graph=True)`: the gradients of leaves, and of a map that keeps its own."""
-    x, w = _on(on, _image()).requires_grad_(), _drawn(4, 3, 3, 3).requires_grad_()
+    x, w = _on(on, image()).requires_grad_(), drawn(4, 3, 3, 3).requires_grad_()
     h = F.conv2d(x, w, padding=1)
     h.retain_grad()
     F.instance_norm(h).sin().mean((2, 3)).square().sum().backward(create_graph=True)
     assert x.grad is not None and w.grad is not None and h.grad is not None
     penalty = h.grad.square().sum() + w.grad.square().sum() + x.grad.sin().sum()
-    found = [_whole(t.grad) for t in (h, w, x)]
+    found = [whole(t.grad) for t in (h, w, x)]
     x.grad = w.grad = None
     penalty.backward()
-    return [*found, _whole(w.grad), _whole(x.grad)]
+    return [*found, whole(w.grad), whole(x.grad)]
 
 
 def _hooks(on: DeviceMesh | None) -> list[Tensor]:
-    x, w, kept = _on(on, _image()).requires_grad_(), _drawn(4, 3, 3, 3).requires_grad_(), []
+    x, w, kept = _on(on, image()).requires_grad_(), drawn(4, 3, 3, 3).requires_grad_(), []
     h = F.conv2d(x, w, padding=1)
 
     def hook(g: Tensor) -> Tensor:
@@ -260,17 +244,17 @@ def _hooks(on: DeviceMesh | None) -> list[Tensor]:
     h.register_hook(hook)
     (g,) = torch.autograd.grad(h.sin().square().sum(), x, create_graph=True)
     (g.sin().sum() + kept[0].cos().sum()).backward()
-    return [_whole(g), _whole(w.grad), _whole(x.grad)]
+    return [whole(g), whole(w.grad), whole(x.grad)]
 
 
 def _mixed(on: DeviceMesh | None) -> list[Tensor]:
     """Of two split tensors, one of which is not split over the width; a parameter of no model."""
-    x, scale = _on(on, _image()).requires_grad_(), nn.Parameter(_drawn(3, 1, 1))
-    rows = _on(on, _image()).detach().mean(3).requires_grad_()
+    x, scale = _on(on, image()).requires_grad_(), nn.Parameter(drawn(3, 1, 1))
+    rows = _on(on, image()).detach().mean(3).requires_grad_()
     out = (F.softmax(x * scale, 3) * rows.unsqueeze(3)).amax(2).square().sum()
     found = torch.autograd.grad(out, [x, rows, scale], create_graph=True)
     sum(g.sin().sum() for g in found).backward()  # type: ignore[union-attr]
-    return list(map(_whole, (*found, x.grad, rows.grad, scale.grad)))
+    return list(map(whole, (*found, x.grad, rows.grad, scale.grad)))
 
 
 def _recomputed(on: DeviceMesh | None) -> list[Tensor]:
@@ -279,11 +263,11 @@ def _recomputed(on: DeviceMesh | None) -> list[Tensor]:
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), block, nn.Conv2d(4, 2, 3)).double()
     if on is not None:
         recompute(net, ["1"])
-    x = _on(on, _image()).requires_grad_()
+    x = _on(on, image()).requires_grad_()
     out = (net if on is None else ff.parallelize(net, on))(x).sin().sum()
     (g,) = torch.autograd.grad(out, x, create_graph=True)
     (g.square().sum() + out).backward()
-    return [_whole(g), _whole(x.grad), *_gradients(net)]
+    return [whole(g), whole(x.grad), *gradients(net)]
 
 
 CASES: list[Callable[[DeviceMesh | None], list[Tensor]]] = [
@@ -300,26 +284,12 @@ CASES: list[Callable[[DeviceMesh | None], list[Tensor]]] = [
     _recomputed,
 ]
 
-
-def _differences(height: int, width: int) -> dict[str, Any]:
-    """By case the largest difference from one process, not averaged over the ranks."""
-    found: dict[str, Any] = {}
-    for case in CASES:
-        expected, got = case(None), case(mesh(height, width))
-        same = len(expected) == len(got)
-        found[case.__name__] = max(map(relative, expected, got)) if same else f"{len(got)} for {len(expected)}"
-    return found
-
-
-@pytest.mark.parametrize(("height", "width"), MESHES)
-def test_penalties_are_those_of_one_process(height: int, width: int) -> None:
-    for found in rank_group(height * width).run(_differences, height, width):
-        assert {name: error for name, error in found.items() if error not in (0.0,) and not float(error) < 1e-9} == {}
+test_penalties_are_those_of_one_process = all_as_in_one_process(CASES, MESHES)
 
 
 def _of_replicas() -> list[float]:
     """A penalty with batch norm over two replicas of two ranks, each with an image of its own."""
-    on, images = mesh(1, 2), [_drawn(2, 3, 9, 13, seed=seed) for seed in (1, 2)]
+    on, images = mesh(1, 2), [drawn(2, 3, 9, 13, seed=seed) for seed in (1, 2)]
     mine = on.get_local_rank("data")
     found = []
     for x in (torch.cat(images).requires_grad_(), ff.shard(images[mine], on).requires_grad_()):
@@ -330,7 +300,7 @@ def _of_replicas() -> list[float]:
             out = model(x).sin().sum()
         (g,) = torch.autograd.grad(out, x, create_graph=True)
         (g.square().sum() * 0.1 + out).backward()
-        found.append([_whole(g), _whole(x.grad), *_gradients(net)])
+        found.append([whole(g), whole(x.grad), *gradients(net)])
     here = [t.chunk(2)[mine] for t in found[0][:2]] + [t / 2 for t in found[0][2:]]  # DDP takes the replicas' mean
     return list(map(relative, here, found[1]))
 
