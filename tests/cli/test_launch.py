@@ -19,19 +19,8 @@ GOLDEN = Path(__file__).parent / "golden"
 CASES = {
     "one_node.sh": ["recipe.py", "--on", "slurm", "--gpus-per-node", "4", "--width", "2", "--run-dir", "runs/one"],
     "two_nodes.sh": [
-        *(
-            "recipe.py",
-            "--on",
-            "slurm",
-            "--nodes",
-            "2",
-            "--gpus-per-node",
-            "4",
-            "--width",
-            "4",
-            "--recompute",
-            "blocks",
-        ),
+        *("recipe.py", "--on", "slurm", "--nodes", "2"),
+        *("--gpus-per-node", "4", "--width", "4", "--recompute", "blocks"),
         *("--time", "24:00:00", "--partition", "a100", "--account", "team", "--after", "4711", "--cpus-per-node", "32"),
         *("--sbatch", "mem=256G", "exclusive", "--min-nodes", "1", "--run-dir", "runs/two nodes"),
     ],
@@ -40,19 +29,8 @@ CASES = {
         *("--sweep", "lr=1e-3,3e-4", "name='a b',$(x)", "--parallel", "2", "--run-dir", "runs/sweep"),
     ],
     "kubernetes.json": [
-        *(
-            "recipe.py",
-            "--on",
-            "kubernetes",
-            "--nodes",
-            "2",
-            "--gpus-per-node",
-            "4",
-            "--width",
-            "4",
-            "--volume",
-            "runs",
-        ),
+        *("recipe.py", "--on", "kubernetes", "--nodes", "2"),
+        *("--gpus-per-node", "4", "--width", "4", "--volume", "runs"),
         *("--queue", "team", "--image", "registry/fullframe:1", "--memory", "64Gi", "--run-dir", "runs/k"),
     ],
     "trainjob.json": [
@@ -195,19 +173,8 @@ def test_the_planner_is_asked_once_for_a_sweep(
     asked = project.parent / "asked"
     monkeypatch.setenv("ASKED", str(asked))
     monkeypatch.setattr(launch.sys, "executable", str(planner))
-    words = [
-        "launch",
-        "recipe.py",
-        "--on",
-        "slurm",
-        "--nodes",
-        "2",
-        "--gpus-per-node",
-        "4",
-        "--plan-for",
-        "2x4xA100-80GB",
-    ]
-    words += ["--sweep", "lr=" + ",".join(map(str, range(300))), "--batch-size", "8"]
+    words = ["launch", "recipe.py", "--on", "slurm", "--nodes", "2", "--gpus-per-node", "4"]
+    words += ["--plan-for", "2x4xA100-80GB", "--sweep", "lr=" + ",".join(map(str, range(300))), "--batch-size", "8"]
     assert run([*words, "--run-dir", "r"]) == 0
     plan = project / "r" / "plan.json"
     expected = f"-m fullframe.cli plan recipe.py --gpus 2x4xA100-80GB --out {plan} --set lr=0 --batch-size 8"

@@ -7,11 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models.networks import conv_bn_relu
-
-
-def pair(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(conv_bn_relu(inputs, outputs), conv_bn_relu(outputs, outputs))
+from tests.models.networks import conv_bn_relu, pair
 
 
 class NestedUNet(nn.Module):

@@ -19,28 +19,28 @@ def conv_bn_relu(inputs: int, outputs: int, *, kernel: int = 3, stride: int = 1,
     )
 
 
+def pair(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(conv_bn_relu(inputs, outputs), conv_bn_relu(outputs, outputs))
+
+
 class UNet(nn.Module):
     """Max-pooled encoder, bilinear decoder; odd sizes are padded to the skip's size before the concatenation."""
 
     def __init__(self, width: int = 4, depth: int = 4, classes: int = 5):
         super().__init__()
         widths = [width * 2**level for level in range(depth)] + [width * 2 ** (depth - 1)]
-        self.stem = self._pair(3, width)
+        self.stem = pair(3, width)
         self.down = nn.ModuleList(
-            nn.Sequential(nn.MaxPool2d(2), self._pair(above, below)) for above, below in itertools.pairwise(widths)
+            nn.Sequential(nn.MaxPool2d(2), pair(above, below)) for above, below in itertools.pairwise(widths)
         )
         below = widths[-1]
         self.up = nn.ModuleList()
         for skip in reversed(widths[:-1]):
             out = max(skip // 2, width)
-            self.up.append(self._pair(skip + below, out))
+            self.up.append(pair(skip + below, out))
             below = out
         self.upsample = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)
         self.head = nn.Conv2d(below, classes, 1)
-
-    @staticmethod
-    def _pair(inputs: int, outputs: int) -> nn.Sequential:
-        return nn.Sequential(conv_bn_relu(inputs, outputs), conv_bn_relu(outputs, outputs))
 
     def forward(self, image: Tensor) -> Tensor:
         skips = [self.stem(image)]

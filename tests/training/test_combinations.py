@@ -17,6 +17,7 @@ from fullframe.model.fsdp import is_sharded, whole_value
 from fullframe.model.parallelize import parallelize_for
 from fullframe.techniques.optimizers import build_optimizer
 from tests.rank_group import rank_group
+from tests.training.blocks import loss as exact_loss
 
 BATCH, STEPS = 6, 5
 MESHES = {
@@ -69,12 +70,6 @@ def batch_of(step: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     used = batch["target"] >= 0
     values = F.cross_entropy(model(batch["image"]).float(), torch.where(used, batch["target"], 0), reduction="none")
-    return torch.where(used, values, 0.0).sum(), used.sum()
-
-
-def exact_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    used = batch["target"] >= 0
-    values = F.cross_entropy(model(batch["image"]), torch.where(used, batch["target"], 0), reduction="none")
     return torch.where(used, values, 0.0).sum(), used.sum()
 
 

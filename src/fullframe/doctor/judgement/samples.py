@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from fullframe.doctor.finding import Finding
-from fullframe.doctor.judgement.words import on_ranks, share
+from fullframe.doctor.judgement.words import on_ranks
 from fullframe.doctor.probes import kinds
 from fullframe.doctor.probes.notes import Backward, BatchRead, Loader, Notes, Update
 from fullframe.wording import plural
@@ -35,7 +35,7 @@ def judged_waiting(notes: Sequence[Notes]) -> Iterator[Finding]:
             workers = max(event.workers for event in rank.of(Loader) if event.loader in trained_on(rank))
             yield kinds.STARVES.found(
                 f"rank {rank.rank} waits {1e3 * waiting:.3g} ms of a step of {1e3 * whole:.3g} ms for "
-                f"its next batch: {share(waiting / whole)}",
+                f"its next batch: {100 * (waiting / whole):.0f} %",
                 evidence=f"{plural(workers, 'loader worker')} a rank, {plural(steps, 'step')}",
             )
             return

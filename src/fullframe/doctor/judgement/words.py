@@ -1,4 +1,4 @@
-"""Sentences about ranks and shares."""
+"""Sentences about ranks."""
 
 from collections.abc import Collection
 
@@ -6,8 +6,3 @@ from collections.abc import Collection
 def on_ranks(ranks: Collection[int]) -> str:
     """'on rank 1', 'on ranks 0, 2'."""
     return f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
-
-
-def share(part: float) -> str:
-    """'38 %'."""
-    return f"{100 * part:.0f} %"
