@@ -1,4 +1,6 @@
-"""cat and stack: along a whole dim nothing moves; along a split dim the largest operand stays where it is."""
+"""cat and stack: along a whole dim nothing moves; along a split dim the largest operand stays where it is, unless one
+rank would hold much more of the result than the others.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,6 +18,8 @@ from fullframe.spatial.rules.registry import TooSmall, rule
 from fullframe.spatial.rules.window_plan import nonempty
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
+
+MOST_OF_A_SHARE = 1.25  # a Swin's shift, a class token and circular padding stay below it, and move what they must
 
 
 @rule(torch.cat, torch.concat, torch.concatenate)
@@ -103,7 +107,7 @@ def _cat_split(tensors: Sequence[Tensor], dim: int) -> Tensor:
     spec = tensors[main].spec  # type: ignore[attr-defined]
     placement = spec.of(dim)
     moved = tuple(b + starts[main] for b in placement.extents.bounds[1:-1])
-    extents = nonempty(Extents((0, *moved, sum(sizes))))
+    extents = nonempty(_balanced(Extents((0, *moved, sum(sizes)))))
     if extents is None:
         raise TooSmall([placement.axis])
     axis = spec.spatial.axis(placement.axis)
@@ -114,6 +118,12 @@ def _cat_split(tensors: Sequence[Tensor], dim: int) -> Tensor:
         wanted = tuple(range(o.start - start, o.stop - start) for o in (overlap(r, rows) for r in extents.ranges))
         parts.append(_rows(t, dim, wanted, axis, others))
     return wrap(joined(parts, dim), spec.resized(dim, sum(sizes), extents))
+
+
+def _balanced(extents: Extents) -> Extents:
+    """These parts, or even ones where one is much more than its share: halves that changed places (fftshift)."""
+    most = MOST_OF_A_SHARE * -(-extents.size // extents.parts)
+    return extents if max(extents.sizes) <= most else Extents.even(extents.size, extents.parts)
 
 
 def _rows(t: Tensor, dim: int, wanted: tuple[range, ...], axis: Any, others: Spec) -> Tensor:
