@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullframe as ff
+from fullframe.errors import GradientError
 from fullframe.model.averaging import Averaging
 from tests.exactness import mesh, relative
 from tests.rank_group import rank_group
@@ -131,3 +132,30 @@ def test_a_model_that_changes_trains_as_in_one_process(what: str) -> None:
     for width in (2,) if what == "inner step" else (1, 2):
         for found in rank_group(4).run(_trained, what, height, width):
             assert max(map(relative, expected, found)) < 1e-10
+
+
+def _by_turns(width: int | None) -> list[Tensor]:
+    """Two models that share a body, trained by turns; in the end both were called before one backward pass."""
+    torch.manual_seed(0)
+    body = nn.Conv2d(2, 4, 3, padding=1)
+    nets = [nn.Sequential(body, nn.Tanh(), nn.Conv2d(4, number, 3)).double() for number in (1, 2)]
+    models: list[nn.Module] = list(nets) if width is None else [ff.parallelize(net, mesh(1, width)) for net in nets]
+    image = torch.randn(2, 2, 6, 9, dtype=torch.float64)
+    image = image if width is None else ff.shard(image, mesh(1, width))
+    for step in range(6):
+        net, model = nets[step % 2], models[step % 2]
+        model.zero_grad()
+        model(image).square().mean().backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+    if width is not None:
+        with pytest.raises(GradientError, match="2 parallel models that share a trained parameter"):
+            sum(model(image).square().mean() for model in models).backward()  # type: ignore[union-attr]
+    return [parameter.detach() for net in nets for parameter in net.parameters()]
+
+
+def test_models_that_share_parameters_are_trained_by_turns() -> None:
+    expected = _by_turns(None)
+    for found in rank_group(2).run(_by_turns, 2):
+        assert max(map(relative, expected, found)) < 1e-12

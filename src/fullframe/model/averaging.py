@@ -33,6 +33,8 @@ _CHUNK_NUMBERS = 1 << 22  # of a message in which gradients travel together
 
 Trained = dict[nn.Parameter, tuple[torch.dtype, torch.device]]  # torch takes hooks like DDP's off where these change
 
+_owners: Any = WeakIdKeyDictionary()  # of a parameter, the `Averaging`s that train it
+
 
 class Averaging:
     """DDP around `door`, which calls `model`; made anew when other parameters of the model are trained.
@@ -98,7 +100,9 @@ class Averaging:
         self._unused.forget()
         self._share([parameter for parameter in new if parameter not in self._shared])
         for parameter in new:
-            manage(parameter, _hook(weakref.ref(self), weakref.ref(parameter), self._spatial))
+            owners = _owners.setdefault(parameter, weakref.WeakSet())
+            owners.add(self)
+            manage(parameter, _hook(weakref.ref(self), owners, weakref.ref(parameter), self._spatial))
 
     def _share(self, parameters: list[nn.Parameter]) -> None:
         """A head that was put in the place of another, say, which each rank has drawn by itself."""
@@ -321,13 +325,30 @@ def _trained(model: nn.Module) -> tuple[Trained, bool]:
     return found, has_frozen
 
 
-def _hook(averaging: Any, parameter: Any, spatial: Spatial) -> Hook:
+def _the_one_called(owners: Iterable[Averaging]) -> Averaging | None:
+    """Of those that train a parameter, whose models share it, the one whose DDP expects this pass.
+
+    Raises GradientError where several do.
+    """
+    called = [owner for owner in owners if owner._expects]
+    if len(called) > 1:
+        raise GradientError(
+            f"{len(called)} parallel models that share a trained parameter were called before this backward pass, "
+            "and each would average its gradient; put the models into one nn.Module and give that to "
+            "fullframe.parallelize, or freeze what they share"
+        )
+    return called[0] if called else None
+
+
+def _hook(averaging: Any, owners: Any, parameter: Any, spatial: Spatial) -> Hook:
     """Without references: the parameter holds its hook, and the wrapper its parameters."""
 
     def hook(gradient: Tensor) -> Tensor | None:
         owner, own = averaging(), parameter()
         if not is_accumulated(own):
             return mean_over_ranks(gradient, spatial.replica)
+        if len(owners) > 1:
+            owner = _the_one_called(owners) or owner
         if owner is None:  # the wrapper is gone
             return mean_over_ranks(gradient, dist.group.WORLD)  # type: ignore[arg-type]
         return owner.arrives(own, gradient)  # type: ignore[no-any-return]
