@@ -18,6 +18,7 @@ from fullframe.model.attributes import OF_EVERY_MODULE
 from fullframe.ranks.randomness import sample_randomness
 from fullframe.recipe import Recipe
 from fullframe.simulation.fake.blame import blamed
+from fullframe.simulation.fake.numbers import FEW, know
 from fullframe.simulation.fake.replaced import replaced
 
 LIKE_THE_FIRST = (
@@ -66,6 +67,11 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
+def _is_constant(parameter: nn.Parameter) -> bool:
+    """Whether a program may read its numbers, as of a grid's size that is kept as a parameter."""
+    return not parameter.requires_grad and parameter.numel() <= FEW
+
+
 def _is_large(tensor: Tensor) -> bool:
     return tensor.numel() > _LARGE or tensor.device.type == "meta"
 
@@ -83,6 +89,9 @@ def _abstract(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
         vars(made).update(vars(tensor))  # marks, by which an optimizer groups them
+    if not made.requires_grad and tensor.device.type != "meta" and tensor.numel() <= FEW:
+        with torch._C._DisableTorchDispatch():
+            know(made, tensor.detach().clone())
     return made
 
 
@@ -95,7 +104,7 @@ def _parameters_on_meta() -> AbstractContextManager[None]:
     moved = WeakTensorKeyDictionary()
 
     def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
+        if parameter is not None and parameter.device.type != "meta" and not _is_constant(parameter):
             if parameter not in moved:
                 moved[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
                 moved[parameter].__dict__ = parameter.__dict__  # also what is yet to be set

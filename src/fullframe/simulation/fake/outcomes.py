@@ -6,13 +6,16 @@ place. What is not plainly one of the cases below goes to FakeTensorMode.
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from fullframe.simulation.fake.full_masks import FULL_MASKS, as_if_all_were_true, picks_by_value
+from fullframe.simulation.fake.numbers import NotKnown, computed, follow, know, known, numbers_of
 from fullframe.simulation.fake.recurrent import CUDNN_KEEPS_MORE, LSTM_LAYER, with_workspace
 from fullframe.simulation.fake.sharded import on_parts
 
@@ -30,8 +33,8 @@ NUMBERS_READ = (
 _COMPARISONS = frozenset(
     ["gt", "ge", "lt", "le", "eq", "ne", "isnan", "isinf", "logical_not", "logical_and", "logical_or", "any", "all"]
 )
-_FEW = 64  # elements: as many axes, sizes, rates of layers as a program makes to read them
-_Kind = Literal["new", "of numbers", "compared", "in place", "all in place", "view", "other"]
+_BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_Kind = Literal["new", "compared", "in place", "all in place", "view", "other"]
 
 
 class _Meta(NamedTuple):
@@ -52,10 +55,19 @@ class Outcomes:
         self.notes: set[str] = set()  # what was taken for granted
         self._fake, self._on_gpu = fake, on_gpu
         self._attributes = FakeTensor(fake, torch.empty(0, device="meta"), _CPU).__dict__
-        self._known: dict[Hashable, Any] = {}  # by op and arguments: a _Meta, a list of them, or None: not plain
+        self._remembered: dict[Hashable, Any] = {}  # by op and arguments: a _Meta, a list of them, or None: not plain
         self._works: dict[Any, Any] = {}  # by op: how a fake message ends, at once and always alike
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        numbers = numbers_of(args, kwargs)
+        if numbers is not None and not _BY_VALUES.isdisjoint(func.tags) and any(map(_is_fake, tree_iter(args))):
+            with suppress(NotKnown):
+                return tree_map_only(Tensor, self._known_as, computed(func, numbers))
+        out = self._outcome(func, args, kwargs)
+        follow(func, args, kwargs, numbers, out)
+        return out
+
+    def _outcome(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         kind = _kind(func)
         if picks_by_value(func, args):
             self.notes.add(FULL_MASKS)
@@ -67,8 +79,6 @@ class Outcomes:
                 return with_workspace(func(*args), args, self._on_gpu)
         if kind == "other":
             return self._other(func, args, kwargs)
-        if kind == "of numbers":
-            return self._of_numbers(func, args, kwargs)
         if kind == "compared":
             if all(arg.numel() == 1 for arg in args if isinstance(arg, Tensor)):
                 return self._compared(func, args, kwargs)
@@ -76,10 +86,6 @@ class Outcomes:
         try:
             key = func, _signature(args), _signature(tuple(kwargs.items()))
         except _NotPlain:
-            if kind == "view" and getattr(args[0], "constant", None) is not None:
-                return self._view_of_known(func, args, kwargs)
-            if kind == "all in place":  # torch looks into no list
-                self._no_longer_known(args)
             out = on_parts(self, func, args, kwargs)
             return func(*args, **kwargs) if out is NotImplemented else out
         if kind == "all in place":
@@ -88,17 +94,17 @@ class Outcomes:
             with in_kernel_invocation_manager(self._fake):
                 out = func(*args, **kwargs)
             return self._made(out) if isinstance(out, Tensor) else [self._made(tensor) for tensor in out]
-        if key not in self._known:
+        if key not in self._remembered:
             out = _wanted(func, args, func(*args, **kwargs))
-            self._known[key] = True if kind == "in place" else _described(out, args)
+            self._remembered[key] = True if kind == "in place" else _described(out, args)
             return out
-        known = self._known[key]
-        if known is None:
+        outcome = self._remembered[key]
+        if outcome is None:
             return _wanted(func, args, func(*args, **kwargs))
         if kind == "in place":
             return args[0]
-        tensors = [None if meta is None else self._made(_empty(*meta)) for meta in known[1]]
-        return tensors[0] if known[0] is None else known[0](tensors)
+        tensors = [None if meta is None else self._made(_empty(*meta)) for meta in outcome[1]]
+        return tensors[0] if outcome[0] is None else outcome[0](tensors)
 
     def _made(self, meta: Tensor) -> FakeTensor:
         """`FakeTensor(fake, meta, "cpu")`, whose constructor sets each attribute anew."""
@@ -111,7 +117,7 @@ class Outcomes:
         if func is _number_of:
             return self._number(args[0])
         if func is _lift and type(args[0]) is Tensor:
-            return self._lifted(args[0])
+            return self._known_as(args[0])
         if func.namespace == "profiler":  # marks in a profile, which name no tensor
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
@@ -123,37 +129,11 @@ class Outcomes:
             self._works[func] = out[1] if isinstance(out, tuple) else out
         return out
 
-    def _lifted(self, number: Tensor) -> Tensor:
-        """A fake tensor that knows its value, as `torch.tensor(0.0)` gives."""
-        return self._knowing(self._made(_empty(number.shape, number.stride(), number.dtype)), number)
-
-    def _of_numbers(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A tensor of few elements knows them: losses read their axes from `torch.arange(2, 5).tolist()`."""
-        out = func(*args, **kwargs)
-        if not isinstance(out, FakeTensor) or out.numel() > _FEW or out.device != _CPU:
-            return out
-        with torch._C._DisableTorchDispatch():
-            return self._knowing(out, func(*args, **kwargs))
-
-    def _knowing(self, fake: FakeTensor, values: Tensor) -> FakeTensor:
-        fake.constant = values
-        self._fake.fake_tensor_converter.add_constant_storage_mapping(fake)
-        return fake
-
-    def _view_of_known(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A view that knows its values, so that what is written to it is no longer known of either."""
-        with torch._C._DisableTorchDispatch():
-            known = func(args[0].constant, *args[1:], **kwargs)
-        with in_kernel_invocation_manager(self._fake):
-            metas = func(*args, **kwargs)
-        if isinstance(metas, Tensor):
-            return self._knowing(self._made(metas), known)
-        return [self._knowing(self._made(meta), values) for meta, values in zip(metas, known, strict=True)]
-
-    def _no_longer_known(self, written: Sequence[Any]) -> None:
-        for leaf in torch.utils._pytree.tree_iter(written):
-            if isinstance(leaf, FakeTensor) and leaf.constant is not None:
-                self._fake.fake_tensor_converter.invalidate_constant_aliases(leaf.constant)
+    def _known_as(self, values: Tensor) -> FakeTensor:
+        """A fake tensor of these numbers, as `torch.tensor([2, 3])` gives."""
+        made = self._made(_empty(values.shape, values.stride(), values.dtype))
+        know(made, values)
+        return made
 
     def _compared(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A truth about numbers, which says what it is where they are what they are taken for."""
@@ -165,9 +145,6 @@ class Outcomes:
         return out
 
     def _number(self, tensor: Tensor) -> Any:
-        if isinstance(tensor, FakeTensor) and tensor.constant is not None:  # a parameter's count of steps
-            with torch._C._DisableTorchDispatch():
-                return tensor.constant.item()
         if self.updating and tensor.is_floating_point():
             return 1.0  # a norm, by which an update is scaled
         taken = _taken_for(tensor) if self.evaluating or self.in_loss() else None
@@ -178,12 +155,16 @@ class Outcomes:
         return _number_of(tensor)
 
 
+def _is_fake(leaf: Any) -> bool:
+    return isinstance(leaf, FakeTensor)
+
+
 def _taken_for(number: Tensor) -> Tensor | None:
     """A real tensor of one element: what it knows, or 1. None for a truth of which nothing is known."""
-    known = getattr(number, "constant", None)
-    known = getattr(number, "taken_for", None) if known is None else known
-    if known is not None or number.dtype is torch.bool:
-        return known
+    found = known(number)
+    found = getattr(number, "taken_for", None) if found is None else found
+    if found is not None or number.dtype is torch.bool:
+        return found
     with torch._C._DisableTorchDispatch():
         return torch.ones((), dtype=number.dtype)
 
@@ -226,9 +207,7 @@ def _kind(func: Any) -> _Kind:
         return "view" if func.is_view and len(schema.returns) == 1 else "other"
     if any(value.alias_info is not None for value in schema.returns):
         return "other"
-    if name in _COMPARISONS:
-        return "compared"
-    return "of numbers" if name in ("arange", "linspace") else "new"  # zeros and ones are there to be written
+    return "compared" if name in _COMPARISONS else "new"
 
 
 def _signature(value: Any) -> Hashable:
@@ -260,7 +239,7 @@ def _described(out: Any, args: Sequence[Any]) -> Any:
             return None
         metas.append(meta)
     mine = {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
-    given = {leaf.untyped_storage()._cdata for leaf in torch.utils._pytree.tree_iter(args) if isinstance(leaf, Tensor)}
+    given = {leaf.untyped_storage()._cdata for leaf in tree_iter(args) if isinstance(leaf, Tensor)}
     return None if mine & given or len(mine) < len(metas) - metas.count(None) else (container, metas)
 
 

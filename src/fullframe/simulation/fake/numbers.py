@@ -1,0 +1,147 @@
+"""What is known of the numbers in small fake tensors: of axes, sizes, strides that a program puts there to read them.
+
+Known are those that are made of sizes and of Python's numbers, those of a model's buffers, and what is computed of
+known ones. A view knows what its base knows; both have their numbers in one memory, which ends to be known when it is
+written to from elsewhere.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_iter
+
+FEW = 1024  # elements
+_UNSET = ("empty", "new_empty", "resize", "set_")  # ops that make tensors without numbers, or of others' memory
+
+
+class _Memory:
+    """Of numbers that are known, until something else is written there."""
+
+    is_known = True
+
+
+class _Known(NamedTuple):
+    values: Tensor
+    memory: _Memory
+
+
+def known(tensor: Tensor) -> Tensor | None:
+    """The numbers of a fake tensor, or of a small real one; None where they are not known."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor if tensor.numel() <= FEW and tensor.is_cpu and type(tensor) is Tensor else None
+    found: _Known | None = getattr(tensor, "_fullframe_known", None)
+    return found.values if found is not None and found.memory.is_known else None
+
+
+def know(fake: Tensor, values: Tensor, of: Sequence[Any] = ()) -> None:
+    """Say what numbers a fake tensor has, if they are few; `of` are the fakes that may have its memory."""
+    if values.numel() > FEW or not values.is_cpu or not isinstance(fake, FakeTensor):
+        return
+    place = values.untyped_storage()._cdata
+    memories = (each._fullframe_known.memory for each in _known_ones(of) if _place(each) == place)
+    fake._fullframe_known = _Known(values, next(memories, None) or _Memory())  # type: ignore[attr-defined]
+
+
+def numbers_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+    """The arguments with numbers in the place of fake tensors; None where one's are not known."""
+    for arg in args:
+        if isinstance(arg, FakeTensor) and "_fullframe_known" not in arg.__dict__:
+            return None  # as of most, and at once
+    try:
+        return [_number(arg) for arg in args], {name: _number(arg) for name, arg in kwargs.items()}
+    except NotKnown:
+        return None
+
+
+def computed(func: Any, numbers: tuple[list[Any], dict[str, Any]]) -> Any:
+    """What an op gives of known numbers, unseen by any mode; raises NotKnown where the CPU has no such kernel, say."""
+    try:
+        with torch._C._DisableTorchDispatch():
+            return func(*numbers[0], **numbers[1])
+    except Exception as error:
+        raise NotKnown from error
+
+
+def follow(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], numbers: tuple[list[Any], dict[str, Any]] | None, out: Any
+) -> None:
+    """After an op that gave `out`: what is known of that, and of what the op has written to."""
+    written = _written(func)
+    if written == [] and numbers is None:
+        return
+    if written is None:
+        _forget([args, kwargs])
+    elif written:
+        into = [args[n] if n < len(args) else kwargs.get(name) for n, name in written]
+        if not _follow_into(func, into, numbers):
+            _forget(into)
+    elif numbers is not None and _is_few(out) and not _is_unset(func):
+        with suppress(NotKnown):
+            for fake, values in zip(tree_iter(out), tree_iter(computed(func, numbers)), strict=True):
+                if isinstance(fake, Tensor):
+                    know(fake, values, args)
+
+
+def _follow_into(func: Any, into: list[Any], numbers: tuple[list[Any], dict[str, Any]] | None) -> bool:
+    """Whether what an op has written to fake tensors could be written to their numbers, and so to those of views."""
+    whole = any(isinstance(each, Tensor) and not isinstance(each, FakeTensor) for each in tree_iter(into))
+    if numbers is None or whole or torch.Tag.inplace_view in func.tags or _is_unset(func):
+        return False
+    try:
+        computed(func, numbers)
+    except NotKnown:
+        return False
+    return True
+
+
+class NotKnown(Exception):
+    """The numbers that an op gives are not known."""
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        found = known(value)
+        if found is None:
+            raise NotKnown
+        return found
+    return [_number(each) for each in value] if type(value) in (list, tuple) else value
+
+
+def _known_ones(tree: Any) -> Iterator[Any]:
+    for leaf in tree_iter(tree):
+        if isinstance(leaf, FakeTensor) and known(leaf) is not None:
+            yield leaf
+
+
+def _place(fake: Any) -> int:
+    return fake._fullframe_known.values.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def _forget(tree: Any) -> None:
+    for fake in _known_ones(tree):
+        fake._fullframe_known.memory.is_known = False
+
+
+def _is_few(out: Any) -> bool:
+    sizes = [leaf.numel() for leaf in tree_iter(out) if isinstance(leaf, Tensor)]
+    return len(sizes) > 0 and max(sizes) <= FEW
+
+
+@functools.cache
+def _is_unset(func: Any) -> bool:
+    """Whether what it gives are no numbers that another call gives too."""
+    return torch.Tag.nondeterministic_seeded in func.tags or func._opname.startswith((*_UNSET, "lift"))
+
+
+@functools.cache
+def _written(func: Any) -> list[tuple[int, str]] | None:
+    """The arguments that an op writes to, by place and name; None where it may be any (messages, running averages)."""
+    if func.namespace not in ("aten", "prim") or func._opname.endswith("batch_norm"):
+        return None
+    arguments = enumerate(func._schema.arguments)
+    return [(n, a.name) for n, a in arguments if a.alias_info is not None and a.alias_info.is_write]
