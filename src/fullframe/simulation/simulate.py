@@ -30,6 +30,7 @@ from fullframe.simulation.compiled.blocks import SimulatedPrograms
 from fullframe.simulation.devices.table import Cluster, Device, cpu_device, parse_cluster
 from fullframe.simulation.evaluation import evaluate_fakes, read_evaluation
 from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, plain_tensors, read_sample
+from fullframe.simulation.fake.arrays import arrays_of_fakes
 from fullframe.simulation.fake.autocast import cuda_autocast
 from fullframe.simulation.fake.blame import blamed, place
 from fullframe.simulation.fake.cuda_kernels import cuda_kernels
@@ -169,8 +170,8 @@ class _Simulation:
     def prediction(self, on_trace: Callable[[Trace], None]) -> Prediction:
         """Take the steps and account for them."""
         tracer = self._tracer
-        told = functions_told_to(self._clock, self.shares.add)
-        with tracer, told, _readable_errors(tracer), torch.compiler.set_stance("force_eager"):
+        told, arrays = functions_told_to(self._clock, self.shares.add), arrays_of_fakes(self._outcomes.numbers)
+        with tracer, told, arrays, _readable_errors(tracer), torch.compiler.set_stance("force_eager"):
             model, step = self._prepared()
             samples = self._recipe.batch_size // self._strategy.data
             batch, *ahead = [self._batch(self._sample, samples) for _ in range(1 + self._terms.has("prefetched_batch"))]

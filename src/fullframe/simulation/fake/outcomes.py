@@ -11,7 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from fullframe.simulation.fake.full_masks import FULL_MASKS, as_if_all_were_true, picks_by_value
@@ -33,6 +38,7 @@ NUMBERS_READ = (
 _COMPARISONS = frozenset(
     ["gt", "ge", "lt", "le", "eq", "ne", "isnan", "isinf", "logical_not", "logical_and", "logical_or", "any", "all"]
 )
+_SMALL = 2**20  # elements that may have memory
 _BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _Kind = Literal["new", "compared", "in place", "all in place", "view", "other"]
 
@@ -147,12 +153,30 @@ class Outcomes:
     def _number(self, tensor: Tensor) -> Any:
         if self.updating and tensor.is_floating_point():
             return 1.0  # a norm, by which an update is scaled
-        taken = _taken_for(tensor) if self.evaluating or self.in_loss() else None
-        if taken is not None:
-            self.notes.add(NUMBERS_READ.format("evaluate()" if self.evaluating else "the loss"))
-            with torch._C._DisableTorchDispatch():
-                return taken.item()
-        return _number_of(tensor)
+        taken = _taken_for(tensor) if self._may_take() else None
+        if taken is None:
+            return _number_of(tensor)
+        self._note_taken()
+        with torch._C._DisableTorchDispatch():
+            return taken.item()
+
+    def numbers(self, tensor: FakeTensor) -> Tensor:
+        """Those that are known, or as many times 1 where they may be taken so; else DataDependentOutputException."""
+        found = known(tensor)
+        if found is not None:
+            return found
+        if not self._may_take():
+            raise DataDependentOutputException(_number_of)
+        self._note_taken()
+        with torch._C._DisableTorchDispatch():
+            one = torch.ones((), dtype=tensor.dtype).expand(tensor.shape)
+            return one.clone() if tensor.numel() <= _SMALL else one
+
+    def _may_take(self) -> bool:
+        return self.evaluating or self.in_loss()
+
+    def _note_taken(self) -> None:
+        self.notes.add(NUMBERS_READ.format("evaluate()" if self.evaluating else "the loss"))
 
 
 def _is_fake(leaf: Any) -> bool:
