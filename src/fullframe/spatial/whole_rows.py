@@ -79,7 +79,7 @@ def picked(local: Tensor, spec: Spec, dim: int, numbers: Tensor, values: Tensor)
     held = held_numbers(spec, dim, local.device)
     if not len(held):  # this rank has no part in them, but in the messages of backward
         held, local = held.new_full((1,), -1), local.sum(dim, keepdim=True)
-    place = torch.searchsorted(held, numbers).clamp_max(len(held) - 1)
+    place = torch.searchsorted(held.contiguous(), numbers.contiguous()).clamp_max(len(held) - 1)  # or torch warns
     mine = local.gather(dim, place).where(held[place] == numbers, 0)
     group = spec.spatial.group([p.axis for p in spec.cuts(dim)])
     add = partial(all_sum_no_grad, group=group)
