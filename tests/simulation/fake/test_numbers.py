@@ -82,6 +82,22 @@ def test_what_is_not_known_is_not_read(name: str) -> None:
         UNKNOWN[name](torch.empty(2, 3, 4, 5))
 
 
+PICKED: dict[str, Program] = {
+    "index": lambda x: x[torch.tensor([True, False])],
+    "index of rows": lambda x: x[:, :, torch.arange(4) > 2],
+    "masked_select": lambda x: x[0, 0].masked_select(torch.arange(5) < 3),
+    "writing": lambda x: x.index_put((torch.arange(2) > 0,), x[torch.arange(2) > 0] * 2),
+}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_a_known_mask_picks_what_it_picks_also_of_an_image(name: str) -> None:
+    real, outcomes = PICKED[name](torch.ones(2, 3, 4, 5)), Outcomes(fake := FakeTensorMode())
+    with fake, Remembering(outcomes):
+        assert PICKED[name](torch.empty(2, 3, 4, 5)).shape == real.shape
+    assert not outcomes.notes
+
+
 class Grid(nn.Module):
     """A view from above whose size a parameter and a buffer hold, as Lift-Splat's; a count that it reads of labels."""
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fullframe.simulation.fake.numbers import known
+
 FULL_MASKS = (
     "a mask or nms picks by values, which a simulation does not have: all elements are taken as picked, an upper bound"
 )
@@ -30,6 +32,12 @@ def picks_by_value(func: Any, args: Sequence[Any]) -> bool:
     return _is_nms(func) and isinstance(args[0], FakeTensor)
 
 
+def are_known(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the numbers of the masks by which such an op picks are known."""
+    masks = [index for index in args[1] if _is_mask(index)] if func is _index else [args[-1]]
+    return func in (_select, _index) and all(known(mask) is not None for mask in masks)
+
+
 def _is_nms(func: Any) -> bool:  # by its name, as torchvision need not be there
     return str(func) == "torchvision.nms.default"
 
@@ -39,12 +47,13 @@ def _is_mask(index: Any) -> bool:
 
 
 def as_if_all_were_true(func: Any, args: Sequence[Any]) -> Tensor:
-    """The outcome of such an op; called with the fake mode on."""
+    """The outcome of such an op; called with the fake mode on. Of a mask whose numbers are known it is the true one."""
     x = args[0]
     if func is _nonzero:
         return torch.empty(x.dim(), x.numel(), dtype=torch.int64).t()
     if func is _select:
-        return torch.empty(torch.broadcast_shapes(x.shape, args[1].shape).numel(), dtype=x.dtype)
+        shape = torch.broadcast_shapes(x.shape, args[1].shape)
+        return torch.empty(_picked(args[1], shape), dtype=x.dtype)
     if _is_nms(func):
         return torch.empty(len(x), dtype=torch.int64)
     if func is _bincount:  # of numbers below `minlength`: it is the number of classes
@@ -52,7 +61,16 @@ def as_if_all_were_true(func: Any, args: Sequence[Any]) -> Tensor:
     indices: list[Tensor | None] = []
     for index in args[1]:
         if _is_mask(index):
-            indices += torch.empty(index.dim(), index.numel(), dtype=torch.int64).unbind()
+            indices += torch.empty(index.dim(), _picked(index, index.shape), dtype=torch.int64).unbind()
         else:
             indices.append(index)
     return _index(x, indices)  # type: ignore[no-any-return]
+
+
+def _picked(mask: Tensor, shape: torch.Size) -> int:
+    """How many elements of a tensor of this shape a mask picks: all, where it is not known."""
+    values = known(mask)
+    if values is None:
+        return shape.numel()
+    with torch._C._DisableTorchDispatch():
+        return int(values.expand(shape).count_nonzero())

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from fullframe.simulation.fake.full_masks import FULL_MASKS, as_if_all_were_true, picks_by_value
+from fullframe.simulation.fake.full_masks import FULL_MASKS, are_known, as_if_all_were_true, picks_by_value
 from fullframe.simulation.fake.numbers import NotKnown, computed, follow, know, known, numbers_of
 from fullframe.simulation.fake.recurrent import CUDNN_KEEPS_MORE, LSTM_LAYER, with_workspace
 from fullframe.simulation.fake.sharded import on_parts
@@ -76,7 +76,7 @@ class Outcomes:
     def _outcome(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         kind = _kind(func)
         if picks_by_value(func, args):
-            self.notes.add(FULL_MASKS)
+            self.notes |= set() if are_known(func, args) else {FULL_MASKS}
             with self._fake:
                 return as_if_all_were_true(func, args)
         if func is LSTM_LAYER:
