@@ -31,7 +31,7 @@ def test_known_numbers_are_in_the_array_and_others_are_refused() -> None:
         outcomes.in_loss = lambda: True
         assert torch.empty(2, 3).numpy().tolist() == [[1, 1, 1], [1, 1, 1]]
         assert torch.empty(2000, 3000).numpy().shape == (2000, 3000)
-    assert Tensor.numpy is before and torch.ones(2).numpy().tolist() == [1, 1]
+    assert Tensor.numpy is before and "numpy" not in vars(Tensor) and torch.ones(2).numpy().tolist() == [1, 1]
 
 
 class Queries(nn.Module):

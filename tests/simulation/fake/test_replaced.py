@@ -17,6 +17,12 @@ def test_an_attribute_is_put_back() -> None:
     assert owner.number == 1
 
 
+def test_what_a_base_has_is_not_left_on_the_class() -> None:
+    with replaced(Tensor, "numpy", None):
+        assert torch.ones(2).numpy is None
+    assert "numpy" not in vars(Tensor) and torch.ones(2).numpy().tolist() == [1, 1]
+
+
 def test_a_kernel_is_put_back() -> None:
     def twice(x: Tensor) -> Tensor:
         return x + x

@@ -12,12 +12,16 @@ from torch.library import Library
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """Inside, the attribute `name` of `owner` is `value`."""
     # As it stands there: of a class's C++ method getattr gives a function that would no longer be bound.
-    original = vars(owner)[name] if name in getattr(owner, "__dict__", ()) else getattr(owner, name)
+    is_own = name in vars(owner)
+    original = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if is_own:
+            setattr(owner, name, original)
+        else:  # of a base, which has it still
+            delattr(owner, name)
 
 
 @contextmanager
