@@ -14,14 +14,11 @@ from fullframe.simulation.fake.replaced import replaced
 @contextmanager
 def arrays_of_fakes(numbers: Callable[[FakeTensor], Tensor]) -> Iterator[None]:
     """Inside, a fake tensor's array is that of `numbers(tensor)`."""
-    array_of: Any = Tensor.numpy
 
-    def numpy(tensor: Tensor, *, force: bool = False) -> Any:
-        if not isinstance(tensor, FakeTensor):
-            return array_of(tensor, force=force)
-        values = numbers(tensor)
+    def numpy(fake: FakeTensor, *, force: bool = False) -> Any:
+        values = numbers(fake)
         with torch._C._DisableTorchDispatch():
-            return array_of(values, force=force)
+            return values.numpy(force=force)
 
-    with replaced(Tensor, "numpy", numpy):
+    with replaced(FakeTensor, "numpy", numpy):
         yield
