@@ -67,9 +67,9 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _is_constant(parameter: nn.Parameter) -> bool:
+def _is_constant(tensor: Tensor) -> bool:
     """Whether a program may read its numbers, as of a grid's size that is kept as a parameter."""
-    return not parameter.requires_grad and parameter.numel() <= FEW
+    return not tensor.requires_grad and tensor.numel() <= FEW
 
 
 def _is_large(tensor: Tensor) -> bool:
@@ -89,7 +89,7 @@ def _abstract(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
         vars(made).update(vars(tensor))  # marks, by which an optimizer groups them
-    if not made.requires_grad and tensor.device.type != "meta" and tensor.numel() <= FEW:
+    if _is_constant(made) and tensor.device.type != "meta":
         with torch._C._DisableTorchDispatch():
             know(made, tensor.detach().clone())
     return made

@@ -71,12 +71,9 @@ def follow(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], numbers: tuple[list[Any], dict[str, Any]] | None, out: Any
 ) -> None:
     """After an op that gave `out`: what is known of that, and of what the op has written to."""
-    written = _written(func)
-    if written == [] and numbers is None:
-        return
-    if written is None:
+    if _writes_unsaid(func):
         _forget([args, kwargs])
-    elif written:
+    elif written := written_by(func):
         into = [args[n] if n < len(args) else kwargs.get(name) for n, name in written]
         if not _follow_into(func, into, numbers):
             _forget(into)
@@ -139,9 +136,13 @@ def _is_unset(func: Any) -> bool:
 
 
 @functools.cache
-def _written(func: Any) -> list[tuple[int, str]] | None:
-    """The arguments that an op writes to, by place and name; None where it may be any (messages, running averages)."""
-    if func.namespace not in ("aten", "prim") or func._opname.endswith("batch_norm"):
-        return None
+def written_by(func: Any) -> list[tuple[int, str]]:
+    """The arguments that an op says it writes to, by place and name."""
     arguments = enumerate(func._schema.arguments)
     return [(n, a.name) for n, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+@functools.cache
+def _writes_unsaid(func: Any) -> bool:
+    """Whether it may write to more than it says: messages, and running averages."""
+    return func.namespace not in ("aten", "prim") or func._opname.endswith("batch_norm")

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from fullframe.simulation.fake.full_masks import FULL_MASKS, are_known, as_if_all_were_true, picks_by_value
-from fullframe.simulation.fake.numbers import NotKnown, computed, follow, know, known, numbers_of
+from fullframe.simulation.fake.numbers import NotKnown, computed, follow, know, known, numbers_of, written_by
 from fullframe.simulation.fake.recurrent import CUDNN_KEEPS_MORE, LSTM_LAYER, with_workspace
 from fullframe.simulation.fake.sharded import on_parts
 
@@ -215,9 +215,7 @@ class _NotPlain(Exception):
 def _kind(func: Any) -> _Kind:
     schema = func._schema
     name = func._opname
-    written = [
-        argument for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    written = written_by(func)
     if written and not schema.returns and (name.startswith(("_foreach", "_fused")) or func.namespace == "fsdp"):
         return "all in place"
     if func.namespace != "aten" or torch.Tag.inplace_view in func.tags or name.startswith("lift"):
@@ -225,7 +223,7 @@ def _kind(func: Any) -> _Kind:
     if not all(str(value.type) in ("Tensor", "List[Tensor]") for value in schema.returns):
         return "other"
     if written:
-        first_only = len(schema.returns) <= 1 and written[0].name == schema.arguments[0].name
+        first_only = len(schema.returns) <= 1 and written[0][0] == 0
         return "in place" if len(written) == 1 and first_only and schema.returns else "other"
     if all(value.alias_info is not None for value in schema.returns):
         return "view" if func.is_view and len(schema.returns) == 1 else "other"
