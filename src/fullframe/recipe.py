@@ -60,6 +60,8 @@ class Recipe:
     schedule:        (step) -> what the optimizer's learning rates are multiplied by at this step, counted from 1
     workers:         loader processes per rank; 0 reads in the main process
     collate:         (samples) -> batch, as a DataLoader's collate_fn; for training and evaluation
+    cut:             (batch, count) -> `count` batches of equally many samples in order, for microbatches of a batch
+                     whose tensors do not all have the samples in their first dim: boxes of all images in one, say
     evaluation_data: () -> Dataset of such samples, read in order, one sample at a time
     evaluate:        (model, batch) -> {name: (sum, count) or a torchmetrics Metric}, under no_grad in eval mode; the
                      run records sum / count, or what the metric computes, over the whole of `evaluation_data`. A metric
@@ -89,6 +91,7 @@ class Recipe:
     schedule: Callable[[int], float] = lambda step: 1.0
     workers: int = 0
     collate: Callable[[list[Any]], Any] | None = None
+    cut: Callable[[Any, int], Iterable[Any]] | None = None
     evaluation_data: Callable[[], Dataset[Any]] | None = None
     evaluate: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
     evaluate_every: int = 100
@@ -100,7 +103,7 @@ class Recipe:
             _require_callable(name, getattr(self, name))
         for name, form in (("model", "() -> nn.Module"), ("loss", "(model, batch) -> scalar")):
             _require_no_module(name, form, getattr(self, name))
-        for name in ("sample", "collate", "evaluation_data", "evaluate", "finish"):
+        for name in ("sample", "collate", "cut", "evaluation_data", "evaluate", "finish"):
             if getattr(self, name) is not None:
                 _require_callable(name, getattr(self, name))
         if self.unsupported not in ("error", "gather"):

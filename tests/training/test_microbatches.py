@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from fullframe.errors import ShapeError
+import fullframe as ff
+from fullframe.errors import RecipeError, ShapeError
 from fullframe.training.microbatches import fresh, microbatches
+from tests.rank_group import rank_group
+from tests.training.tiny import Frames, Plain
 
 
 class Pair(NamedTuple):
@@ -67,8 +70,79 @@ def test_one_slice_is_the_batch_itself() -> None:
         ({"a": torch.zeros(2), "b": [torch.zeros(2, 4), torch.zeros(2, 4)]}, "b has 2 entries, as there are samples"),
         ({"a": torch.zeros(2), "b": SimpleNamespace(boxes=torch.zeros(2))}, "b is a SimpleNamespace, of which it is"),
         ({"a": torch.zeros(2), "b": [torch.zeros(3)]}, r"b\[0\] has 3 rows, the batch 2 samples"),
+        ({"img": torch.zeros(2), "batch_idx": torch.zeros(2)}, "batch_idx counts the images of the whole batch"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(batch: object, said: str) -> None:
     with pytest.raises(ShapeError, match=said):
         list(microbatches(batch, 2))
+
+
+IMAGES = Frames(augment=False).images
+BOXES = (2, 0, 1, 3, 1, 0, 4, 1)  # of each image
+
+
+def collated(samples):
+    """Boxes of all images in one tensor, as many YOLOs have them, each with the number of its image in this batch."""
+    return {
+        "img": torch.stack([IMAGES[sample] for sample in samples]),
+        "places": torch.tensor([[5 * box % 9, sample] for sample in samples for box in range(BOXES[sample])]),
+        "batch_idx": torch.tensor([n for n, sample in enumerate(samples) for _ in range(BOXES[sample])]),
+    }
+
+
+def cut(batch, count):
+    size = len(batch["img"]) // count
+    for start in range(0, len(batch["img"]), size):
+        mine = (batch["batch_idx"] >= start) & (batch["batch_idx"] < start + size)
+        yield {
+            "img": batch["img"][start : start + size],
+            "places": batch["places"][mine],
+            "batch_idx": batch["batch_idx"][mine] - start,
+        }
+
+
+def loss_of_boxes(model, batch):
+    y, x = batch["places"].unbind(1)
+    at = model(batch["img"])[batch["batch_idx"], :, y, x]
+    return (at - 1).square().sum(), at.shape[0]
+
+
+def step_on_boxes(strategy, given=cut):
+    mesh = ff.init_mesh(height=strategy.height, width=strategy.width)
+    torch.manual_seed(0)
+    model = ff.parallelize(Plain(), mesh)
+    share, replica = 8 // strategy.data, mesh.get_local_rank("data")
+    batch = collated(range(replica * share, (replica + 1) * share))
+    if strategy.parts > 1:
+        batch["img"] = ff.shard(batch["img"], mesh)
+    step = ff.TrainStep(model, loss_of_boxes, torch.optim.SGD(model.parameters(), lr=0.5), strategy, cut=given)
+    return step(batch).loss, [parameter.detach() for parameter in model.parameters()]
+
+
+def test_boxes_of_all_images_in_one_tensor_are_cut_as_the_recipe_says():
+    loss, parameters = step_on_boxes(ff.Strategy())
+    for strategy in (
+        ff.Strategy(microbatches=4),
+        ff.Strategy(width=2, microbatches=2),
+        ff.Strategy(data=2, microbatches=2),
+    ):
+        for found in rank_group(strategy.ranks).run(step_on_boxes, strategy):
+            assert found[0] == pytest.approx(loss, rel=1e-12)
+            torch.testing.assert_close(found[1], parameters, rtol=1e-10, atol=1e-13)
+    with pytest.raises(RecipeError, match=r"recipe.cut\(batch, 4\) gave 1 batches; it must give 4"):
+        step_on_boxes(ff.Strategy(microbatches=4), lambda batch, count: [batch])
+
+
+def test_a_recipe_that_cuts_is_simulated():
+    recipe = ff.Recipe(
+        model=Plain,
+        loss=loss_of_boxes,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        data=lambda: range(8),
+        collate=collated,
+        batch_size=8,
+        cut=cut,
+    )
+    whole, sliced = (ff.simulate(recipe, ff.Strategy(microbatches=count), "V100-16GB") for count in (1, 4))
+    assert sliced.peak_bytes < whole.peak_bytes

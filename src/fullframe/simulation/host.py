@@ -1,7 +1,7 @@
 """Where a simulated step runs: there are no numbers to read, no seconds to wait and no host memory."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +14,6 @@ from fullframe.simulation.memory.trace import Tracer
 from fullframe.strategy import Strategy
 from fullframe.techniques.budget import Costs, measured
 from fullframe.techniques.offload import LEAVING_BYTES, Offload
-from fullframe.training.microbatches import microbatches
 from fullframe.training.step import TrainStep
 
 _MOST_STEPS = 8
@@ -94,9 +93,9 @@ class SimulatedHost:
         """By the simulated clock."""
         return measured(model, names, forward, lambda: self._clock.step_seconds)
 
-    def microbatches(self, batch: Any, count: int) -> Iterator[tuple[int, Any]]:
+    def numbered(self, slices: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         """The first microbatch makes the gradients, the last one sends them; those between are all like the second."""
-        first, *others = enumerate(microbatches(batch, count), start=1)
+        first, *others = enumerate(slices, start=1)
         between, last = others[:-1], others[-1:]
         yield first
         for second in between[:1]:

@@ -1,6 +1,6 @@
 """What of a step depends on where it runs: on devices, or in a simulation, which has neither numbers nor a clock."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -13,7 +13,6 @@ from fullframe.ranks.randomness import kept_random_state
 from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.techniques.budget import Costs, agreed, device_clock, measured
 from fullframe.techniques.offload import saving_to_host
-from fullframe.training.microbatches import microbatches
 from fullframe.training.phases import Phases
 
 
@@ -32,8 +31,8 @@ class StepHost(Protocol):
     def block_costs(self, model: nn.Module, names: Sequence[str], forward: Callable[[], object]) -> Costs:
         """What it costs to keep the activations of the named blocks, the same on all ranks, by running `forward`."""
 
-    def microbatches(self, batch: Any, count: int) -> Iterator[tuple[int, Any]]:
-        """The slices of a batch that are run, each with its number from 1 to `count`."""
+    def numbered(self, slices: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """Those slices of a batch that are run, each with its number, counted from 1."""
 
     def update(self, step: Callable[[], object]) -> None:
         """Take the optimizer's `step`."""
@@ -84,9 +83,9 @@ class RealHost:
             measured(model, names, forward, clock)  # the first pass is slower: kernels are loaded and chosen
             return agreed(measured(model, names, forward, clock))
 
-    def microbatches(self, batch: Any, count: int) -> Iterator[tuple[int, Any]]:
+    def numbered(self, slices: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         """All of them."""
-        return enumerate(microbatches(batch, count), start=1)
+        return enumerate(slices, start=1)
 
     def update(self, step: Callable[[], object]) -> None:
         """Once."""

@@ -1,6 +1,6 @@
 """A batch in slices: nested tensors and arrays cut along the first dim, and lists with an entry for each sample."""
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -8,25 +8,36 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from fullframe.data.nested import like, with_items
-from fullframe.errors import ShapeError
+from fullframe.errors import RecipeError, ShapeError
 
-_WHOLE = "use microbatches=1"
+Cut = Callable[[Any, int], Iterable[Any]]
+
+_WHOLE = "give recipe.cut, or use microbatches=1"
 _TOP = "the batch"
+_IMAGE_OF_EACH = "batch_idx"  # Ultralytics' name for which image each box is of: one's boxes may be as many as images
 
 
-def microbatches(batch: Any, count: int) -> Iterator[Any]:
-    """`count` equal slices of a nested batch along its first dim; scalars and strings go to every slice.
+def microbatches(batch: Any, count: int, cut: Cut | None = None) -> Iterator[Any]:
+    """What the user's `cut(batch, count)` gives, else `count` equal slices of a nested batch along its first dim.
 
-    A list within the batch is cut where it has an entry for each sample, a tuple where these hold no tensors; else what
-    is in it is.
+    Scalars and strings go to every slice. A list within the batch is cut where it has an entry for each sample, a tuple
+    where these hold no tensors; else what is in it is.
 
     Raises ShapeError when the tensors' first dims differ or are no multiple of `count`, where a list could be meant
-    either way, and for an object of a class of its own that holds tensors.
+    either way, and for an object of a class of its own that holds tensors; RecipeError where `cut` gives fewer or more.
     """
     if count == 1:
         yield batch
         return
+    if cut is not None:
+        slices = list(cut(batch, count))
+        if len(slices) != count:
+            raise RecipeError(f"recipe.cut(batch, {count}) gave {len(slices)} batches; it must give {count}")
+        yield from slices
+        return
     sizes = dict(_lengths(batch, _TOP)) or dict(_lengths(batch, _TOP, into_lists=True))
+    if _IMAGE_OF_EACH in sizes:
+        raise ShapeError(f"{_IMAGE_OF_EACH} counts the images of the whole batch, not of a microbatch; {_WHOLE}")
     if len(set(sizes.values())) != 1:
         found = ", ".join(f"{name}: {length}" for name, length in sizes.items()) or "no tensor"
         raise ShapeError(f"microbatches need one common first dim, got {found}; {_WHOLE}")

@@ -75,7 +75,7 @@ def prepare(
         data_parallel=data_parallel,
     )
     optimizer = build_optimizer(recipe.optimizer, model, strategy)
-    return model, optimizer, TrainStep(model, recipe.loss, optimizer, strategy, host=host)
+    return model, optimizer, TrainStep(model, recipe.loss, optimizer, strategy, cut=recipe.cut, host=host)
 
 
 def _require_dense_gradients(plain: nn.Module) -> None:

@@ -36,7 +36,7 @@ from fullframe.techniques.unrolling.models import keep_states
 from fullframe.techniques.update_in_backward import UpdateInBackward
 from fullframe.training.changes import Changes
 from fullframe.training.host import RealHost, StepHost
-from fullframe.training.microbatches import fresh, microbatches
+from fullframe.training.microbatches import Cut, fresh, microbatches
 from fullframe.training.phases import Phases
 from fullframe.wording import plural
 
@@ -59,8 +59,8 @@ class TrainStep:
 
     `model` is what `parallelize` returned (in one process a plain module will do). `loss(model, batch)` returns a
     scalar mean, or (sum, count). `optimizer` has the model's parameters. Gradients are sent on the last microbatch
-    only. Afterwards `parameter.grad` holds the gradient of the whole batch's mean loss, clipped. `host` is where the
-    step runs: here, unless a simulation says otherwise.
+    only. Afterwards `parameter.grad` holds the gradient of the whole batch's mean loss, clipped. `cut` is as the
+    recipe's. `host` is where the step runs: here, unless a simulation says otherwise.
 
     Raises StrategyError when the strategy does not match the ranks, the model is not parallelized, or the optimizer
     cannot be given some of the parameters at a time as it asks, RecipeError for an optimizer that needs a closure;
@@ -76,6 +76,7 @@ class TrainStep:
         strategy: Strategy,
         *,
         host: StepHost | None = None,
+        cut: Cut | None = None,
     ):
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         if strategy.ranks != self._ranks:
@@ -102,6 +103,7 @@ class TrainStep:
         if host is None and strategy.update_in_backward:
             require_separable(optimizer, "update_in_backward")
         self._model, self._loss, self._optimizer, self._strategy = model, loss, optimizer, strategy
+        self._cut = cut
         parameter = next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         self._device_type = device.type
@@ -233,7 +235,7 @@ class TrainStep:
         """The forward passes of a step alone; buffers are as before."""
         self._buffers.keep()
         with torch.no_grad(), computing(self._strategy.precision, self._device_type):
-            for microbatch in microbatches(batch, self._slices):
+            for microbatch in microbatches(batch, self._slices, self._cut):
                 self._loss(self._model, microbatch)
         self._buffers.restore()
 
@@ -260,7 +262,7 @@ class TrainStep:
         no_sync = getattr(self._model, "no_sync", nullcontext)
         if self._strategy.shard_parameters:
             no_sync = nullcontext  # until they are sent, gradients are whole on every rank
-        for number, microbatch in self._host.microbatches(batch, pieces):
+        for number, microbatch in self._host.numbered(microbatches(batch, pieces, self._cut)):
             with nullcontext() if number == pieces else no_sync():
                 self._host.phase("forward")
                 loss_sum, count = self._forward(microbatch)
