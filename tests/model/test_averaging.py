@@ -159,3 +159,62 @@ def test_models_that_share_parameters_are_trained_by_turns() -> None:
     expected = _by_turns(None)
     for found in rank_group(2).run(_by_turns, 2):
         assert max(map(relative, expected, found)) < 1e-12
+
+
+def _head_of_seed(net: Any, seed: int = 7) -> None:
+    torch.manual_seed(seed)
+    net.mask, net.head = nn.Conv2d(4, 2, 1).double(), nn.Linear(4, 3).double()
+
+
+def _in_parts(what: str, width: int | None) -> list[Tensor]:
+    """The parameters after steps in which parts of the model are called and never the whole."""
+    torch.manual_seed(0)
+    net: Any = Net().double()
+    on = None if width is None else mesh(1, width)
+    model: Any = net if on is None else ff.parallelize(net, on)
+    net.body.requires_grad_(what != "unfrozen")
+    for step in range(STEPS):
+        if step == 2:
+            if what == "unfrozen":
+                net.body.requires_grad_(True)
+            else:
+                _head_of_seed(net, dist.get_rank() if what == "other seeds" else 7)
+            if what.startswith("head alone"):
+                net.body.requires_grad_(False)
+            if what == "hook, of .module":
+                net.head.weight.register_hook(torch.sign)
+        images = torch.randn(4, 2, 9, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        if on is not None:
+            images = ff.shard(images.chunk(on.size(0))[on.get_local_rank("data")], on)
+        called = net if what.endswith(".module") else model
+        features = called.body(images)
+        loss = called.mask(features).sin().mean() + called.head(features.mean((2, 3))).square().mean()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+def test_parts_of_a_model_train_what_is_new_as_in_one_process() -> None:
+    for what in ("new heads", "unfrozen", "head alone"):
+        expected = _in_parts(what, None)
+        for width in (1, 2):
+            for found in rank_group(4).run(_in_parts, what, width):
+                assert max(map(relative, expected, found)) < 1e-10, (what, width)
+
+
+def _refusals(width: int) -> list[str]:
+    said = []
+    for what in ("other seeds", "hook, of .module", "head alone, of .module"):
+        with pytest.raises(GradientError) as raised:
+            _in_parts(what, width)
+        said.append(str(raised.value))
+    return said
+
+
+def test_what_only_parts_of_a_model_have_shown_is_refused_where_ranks_differ() -> None:
+    for values, hooks, gradients in rank_group(2).run(_refusals, 1):
+        assert values.startswith("mask.weight, mask.bias, head.weight, head.bias: trained only since")
+        assert "each rank has drawn its own values" in values
+        assert "their hooks have seen one rank's gradients" in hooks and "each rank has its own gradients" in gradients

@@ -7,7 +7,6 @@ same forward pass, a part of the model called on its own, `autograd.grad` and th
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -16,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import GradientError
 from fullframe.model.gradient_memory import Buckets, Placed
+from fullframe.model.trained import Trained, frozen, late, trained
 from fullframe.model.unused import Unused, give_zeros, has_hooks
-from fullframe.ranks.agreement import on_any_rank_each
+from fullframe.ranks.agreement import on_any_rank, on_any_rank_each
 from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.raw_bytes import share_values
 from fullframe.spatial.gradients import Hook, is_accumulated, manage, mean_over_ranks, reaches_any
@@ -31,16 +32,16 @@ if _SYNC_BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
     _SYNC_BUFFERS = "broadcast_buffers"
 _CHUNK_NUMBERS = 1 << 22  # of a message in which gradients travel together
 
-Trained = dict[nn.Parameter, tuple[torch.dtype, torch.device]]  # torch takes hooks like DDP's off where these change
-
 _owners: Any = WeakIdKeyDictionary()  # of a parameter, the `Averaging`s that train it
+_all: Any = weakref.WeakSet()  # every `Averaging` that there is
 
 
 class Averaging:
     """DDP around `door`, which calls `model`; made anew when other parameters of the model are trained.
 
     So it is when they are moved or get another dtype, and when a backward pass has ended by an error. Parameters that
-    the model did not have before take the first rank's values, as all do in `parallelize`.
+    the model did not have before take the first rank's values, as all do in `parallelize`, where it is called; a part
+    of it that is called on its own wants them equal.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Averaging:
         self._unused = Unused(model, varies=find_unused_parameters)
         self._several = dist.get_world_size() > spatial.size and spatial.channel.tagged  # replicas, which may differ
         self._shared: Any = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))  # equal on all ranks
+        self._unshared: list[nn.Parameter] = []  # which may not be
         self._parameters: Trained = {}  # those that are trained
         self._ddp: Any = None
         self._for: Trained = {}  # those that `_ddp` averages
@@ -70,6 +72,9 @@ class Averaging:
         self._began = False  # that pass
         self._pass: Any = lambda: None  # the backward pass that is running
         self.syncing = True  # outside no_sync()
+        if not _all:
+            register_optimizer_step_pre_hook(_require_known)
+        _all.add(self)
         self.arrange()
 
     @property
@@ -80,7 +85,7 @@ class Averaging:
     def arrange(self) -> None:
         """See which parameters are trained now."""
         self._placed.note(self._for)
-        found, self._has_frozen = _trained(self._model)
+        found, self._has_frozen = trained(self._model)
         self._lent = not all(parameter.is_leaf for parameter in found)
         if self._lent:
             return
@@ -90,6 +95,8 @@ class Averaging:
             self._take_up(found)
         elif self._unused.is_known:
             return
+        if self._unshared:  # a head that was put in the place of another, say, which each rank has drawn by itself
+            self._share()
         wanted = self._unused.others(found)
         if wanted and wanted != self._for:
             self._wrap(wanted)
@@ -98,17 +105,22 @@ class Averaging:
         new = [parameter for parameter in found if parameter not in self._parameters]
         self._parameters = found
         self._unused.forget()
-        self._share([parameter for parameter in new if parameter not in self._shared])
+        self._unshared += [parameter for parameter in new if parameter not in self._shared]
         for parameter in new:
             owners = _owners.setdefault(parameter, weakref.WeakSet())
             owners.add(self)
             manage(parameter, _hook(weakref.ref(self), owners, weakref.ref(parameter), self._spatial))
 
-    def _share(self, parameters: list[nn.Parameter]) -> None:
-        """A head that was put in the place of another, say, which each rank has drawn by itself."""
-        if parameters:
-            share_values(parameters)
-            self._shared.update(dict.fromkeys(parameters))
+    def _share(self) -> None:
+        share_values(self._unshared)
+        self._shared.update(dict.fromkeys(self._unshared))
+        self._unshared = []
+
+    def look(self) -> None:
+        """See which parameters are trained beside those that are known, and send nothing."""
+        found, self._has_frozen = trained(self._model)
+        if found.keys() - self._parameters.keys() and all(parameter.is_leaf for parameter in found):
+            self._take_up(found)
 
     def _wrap(self, wanted: Trained) -> None:
         if self._ddp is not None and hasattr(self._ddp, "reducer"):
@@ -117,7 +129,7 @@ class Averaging:
         self._for, self._expects, self._began, self._buckets = wanted, False, False, Buckets()
         self._placed.note(wanted)
         self._ddp = None  # with its buckets
-        with _frozen([parameter for parameter in self._parameters if parameter not in wanted]):
+        with frozen([parameter for parameter in self._parameters if parameter not in wanted]):
             self._ddp = self._make_ddp(
                 self._door,
                 gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
@@ -144,9 +156,7 @@ class Averaging:
         if self.syncing and self.run is self._ddp:
             self._expects = True
         if self._has_frozen and not self._lent:  # which the model may unfreeze in its forward pass
-            found, self._has_frozen = _trained(self._model)
-            if found.keys() - self._parameters.keys():
-                self._take_up(found)
+            self.look()
 
     def reached(self) -> None:
         """In backward: a result of the model is; the pass may well be one that does not go on to parameters."""
@@ -211,6 +221,10 @@ class Averaging:
         """After a pass, when DDP has waited for what it sent; `made` are those whose gradient torch has made in it."""
         simulated = self._ddp is not None and not hasattr(self._ddp, "reducer")
         if not self._expects:
+            came = self._with_new(came)
+        if self._unshared:
+            self._require_shared()
+        if not self._expects:
             if not self.syncing:
                 self._alone |= came.used
             elif not simulated:
@@ -225,6 +239,22 @@ class Averaging:
         self._expects = self._began = False
         self._alone.clear()
         self._settle(*self._on_any_rank(came), simulated)
+
+    def _with_new(self, came: "_Came") -> "_Came":
+        """With parameters that have come to be trained since the model was called, in a pass that parts of it made."""
+        known = self._parameters
+        self.look()
+        new = {parameter for parameter in self._parameters if parameter not in known and parameter.grad is not None}
+        if any(map(has_hooks, new - came.used)):
+            raise late(self._model, new, "their hooks have seen one rank's gradients")
+        return came._replace(used=came.used | new)
+
+    def _require_shared(self) -> None:
+        """Raises GradientError on all ranks where a pass has made gradients by values that were not the same on all."""
+        before = {parameter: parameter.detach().clone() for parameter in self._unshared}
+        self._share()
+        if on_any_rank(not all(torch.equal(parameter, old) for parameter, old in before.items())):
+            raise late(self._model, before, "each rank has drawn its own values")
 
     def average_left(self) -> None:
         """Average what is not averaged yet, in which all ranks are alike."""
@@ -262,6 +292,17 @@ class Averaging:
             means = flat.split([gradient.numel() for gradient in gradients])
             for parameter, gradient, mean in zip(chunk, gradients, means, strict=True):
                 parameter.grad = gradient.copy_(mean.view(gradient.shape))
+
+
+def _require_known(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step. Raises GradientError for gradients of which each rank has its own."""
+    known: set[nn.Parameter] = set().union(*(averaging._parameters for averaging in _all))
+    given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    strangers = {parameter for parameter in given if parameter.grad is not None and parameter not in known}
+    for averaging in _all if strangers else ():
+        unknown = strangers.intersection(trained(averaging._model)[0])
+        if unknown:
+            raise late(averaging._model, unknown, "each rank has its own gradients")
 
 
 class _Came(NamedTuple):
@@ -304,27 +345,6 @@ def _hook_of_shares(parameter: Any, spatial: Spatial) -> Hook:
     return hook
 
 
-def _trained(model: nn.Module) -> tuple[Trained, bool]:
-    """The parameters that require a gradient, and whether there are others; quicker than `model.parameters()`."""
-    found: Trained = {}
-    has_frozen = False
-    modules, seen = [model], {model}
-    while modules:
-        module = modules.pop()
-        for parameter in module._parameters.values():
-            if parameter is None:
-                continue
-            if parameter.requires_grad:
-                found[parameter] = parameter.dtype, parameter.device
-            else:
-                has_frozen = True
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                modules.append(child)
-    return found, has_frozen
-
-
 def _the_one_called(owners: Iterable[Averaging]) -> Averaging | None:
     """Of those that train a parameter, whose models share it, the one whose DDP expects this pass.
 
@@ -354,18 +374,6 @@ def _hook(averaging: Any, owners: Any, parameter: Any, spatial: Spatial) -> Hook
         return owner.arrives(own, gradient)  # type: ignore[no-any-return]
 
     return hook
-
-
-@contextmanager
-def _frozen(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Inside, DDP leaves them out."""
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
 
 
 def _at_the_end(callback: Callable[[], None]) -> None:

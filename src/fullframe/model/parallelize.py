@@ -174,6 +174,8 @@ class ParallelModel(nn.Module):
         if name in self._modules or name.startswith("_"):
             return super().__getattr__(name)
         found = getattr(self.module, name)
+        if isinstance(found, nn.Module) and self._averaging is not None:  # a part, to be called on its own
+            self._averaging.look()
         if not inspect.ismethod(found) or found.__self__ is not self.module:
             return found
 

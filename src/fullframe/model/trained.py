@@ -1,0 +1,54 @@
+"""Which parameters of a model are trained now, as users freeze, add and replace some in the middle of training."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from fullframe.errors import GradientError
+
+Trained = dict[nn.Parameter, tuple[torch.dtype, torch.device]]  # torch takes hooks like DDP's off where these change
+
+
+def trained(model: nn.Module) -> tuple[Trained, bool]:
+    """The parameters that require a gradient, and whether there are others; quicker than `model.parameters()`."""
+    found: Trained = {}
+    has_frozen = False
+    modules, seen = [model], {model}
+    while modules:
+        module = modules.pop()
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            if parameter.requires_grad:
+                found[parameter] = parameter.dtype, parameter.device
+            else:
+                has_frozen = True
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+    return found, has_frozen
+
+
+@contextmanager
+def frozen(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Inside, DDP leaves them out."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+def late(model: nn.Module, parameters: Iterable[nn.Parameter], fault: str) -> GradientError:
+    """What to say of parameters that none of the model's calls has shown; `fault` is what came of it."""
+    unknown = set(parameters)
+    names = ", ".join(name for name, parameter in model.named_parameters() if parameter in unknown)
+    return GradientError(
+        f"{names}: trained only since the model was last called, of which parts have been called on their own since; "
+        f"{fault}. Call the model as a whole once after such a change, before parts of it"
+    )
