@@ -6,6 +6,7 @@ each other as those of several machines do.
 """
 
 import json
+import linecache
 import sys
 import traceback
 import warnings
@@ -147,7 +148,8 @@ def allreduce_by_the_old_average(average: bool) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = hvd.allreduce(given[hvd.rank()], average=average)
-    assert any("replaced with `op`" in str(warning.message) for warning in said)
+    (warning,) = (warning for warning in said if "replaced with `op`" in str(warning.message))
+    assert "hvd.allreduce(" in linecache.getline(warning.filename, warning.lineno)  # the line of the program
     same(found, summed(given) / (hvd.size() if average else 1))
 
 

@@ -66,7 +66,7 @@ def reduction(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
     if op is not None and average is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
     if average is not None:
-        warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=4)
+        warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=3)
         return ReduceOp.Average if average else ReduceOp.Sum
     return ReduceOp.Average if op is None else ReduceOp(op)
 
