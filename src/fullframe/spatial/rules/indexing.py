@@ -102,7 +102,7 @@ def write_nothing(local: Tensor, value: Tensor) -> None:
 
 
 @rule(torch.select, Tensor.select)
-def select(func: Any, x: Tensor, dim: int, index: int) -> Tensor:
+def _select(func: Any, x: Tensor, dim: int, index: int) -> Tensor:
     """Row `index` of a dim, which is removed: a view of `x`."""
     dim, index = dim % x.dim(), index % x.shape[dim]
     if isinstance(x, SpatialTensor) and x.spec.is_split(dim):

@@ -209,8 +209,6 @@ def _triplet_margin(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The margin between the distances to a near and a far example, by any distance written in torch."""
     (anchor, positive, negative), options = _options(func, 3, args, kwargs)
     reduction, margin = _reduction_of(options), options.get("margin", 1.0)
-    if margin <= 0:
-        raise ValueError(f"margin must be greater than 0, got {margin}")
 
     def between(x: Tensor, y: Tensor) -> Tensor:
         given = options.get("distance_function")

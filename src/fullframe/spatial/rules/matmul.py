@@ -142,8 +142,6 @@ def _matmul(func: Any, a: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
     (b,) = (*others, *named.values())  # torch calls it other, mat2 or vec
     if func is Tensor.__rmatmul__:
         a, b = b, a
-    if a.dim() == 0 or b.dim() == 0:
-        raise RuntimeError("both arguments to matmul need to be at least 1D")
     batch = max(a.dim(), b.dim(), 2) - 2
     letters = string.ascii_lowercase[:batch]
     a_term = (letters[batch - max(a.dim() - 2, 0) :] if batch else "") + ("mk" if a.dim() > 1 else "k")

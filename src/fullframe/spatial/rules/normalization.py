@@ -249,8 +249,6 @@ def _group_norm(
         return func(moved_from(input, 1, (0,)), num_groups, weight, bias, eps)  # type: ignore[no-any-return]
     spec, x = input.spec, local_of(input)
     channels = x.shape[1]
-    if channels % num_groups:
-        raise ValueError(f"{channels} channels are not divisible by {num_groups} groups")
     own = _of_own_samples(spec, x)
     if not own.placements or 0 in own.shape:  # not by `func`, which refuses a single value, as one rank's part may be
         return wrap(torch.group_norm(x, num_groups, weight, bias, eps, torch.backends.cudnn.enabled), spec)

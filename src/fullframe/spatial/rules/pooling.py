@@ -51,12 +51,7 @@ def _plan(
 ) -> tuple[WindowPlan, tuple[Window, ...], Ints]:
     dims = range(len(spec.shape) - len(kernel), len(spec.shape))
     windows = tuple(Window(k, s, d, p) for k, s, d, p in zip(kernel, stride, dilation, padding, strict=True))
-    for k, p in zip(kernel, padding, strict=True):
-        if p > k // 2:
-            raise RuntimeError(f"padding {p} must be at most half of the kernel {k}")
     sizes = tuple(w.output_size(spec.shape[d], ceil_mode=ceil_mode) for w, d in zip(windows, dims, strict=True))
-    if min(sizes) < 1:
-        raise RuntimeError(f"pooling {tuple(spec.shape[d] for d in dims)} by {kernel} leaves size {sizes}")
     return plan_windows(spec, dims, windows, sizes, (*spec.shape[: dims[0]], *sizes)), windows, sizes
 
 

@@ -60,8 +60,6 @@ def _kept_channels(x: SpatialTensor, p: float, batched: bool) -> Tensor:
 @rule(F.alpha_dropout, F.feature_alpha_dropout)
 def _dropout(func: Any, x: SpatialTensor, p: float, training: bool, inplace: bool = False) -> Tensor:
     """Elements dropped, drawn differently on each part, or whole channels, alike on all ranks."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
         return x
     alpha, local = func in (F.alpha_dropout, F.feature_alpha_dropout), local_of(x)

@@ -270,8 +270,6 @@ def _pixel_shuffle(func: Any, x: SpatialTensor, upscale_factor: int) -> Tensor:
     """(..., C * r * r, H, W) to (..., C, H * r, W * r): each row becomes r rows where it lies."""
     *lead, channels, height, width = x.spec.shape
     r = upscale_factor
-    if channels % (r * r):
-        raise RuntimeError(f"pixel_shuffle by {r} needs a multiple of {r * r} channels, got {channels}")
     n = len(lead)
     split = x.reshape(*lead, channels // (r * r), r, r, height, width)
     woven = split.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2)
@@ -283,8 +281,6 @@ def _pixel_unshuffle(func: Any, x: SpatialTensor, downscale_factor: int) -> Tens
     """(..., C, H, W) to (..., C * r * r, H / r, W / r); boundaries are moved to multiples of r first."""
     *lead, channels, height, width = x.spec.shape
     r = downscale_factor
-    if height % r or width % r:
-        raise RuntimeError(f"pixel_unshuffle by {r} needs sizes divisible by {r}, got {height} x {width}")
     n = len(lead)
     split = x.reshape(*lead, channels, height // r, r, width // r, r)
     woven = split.permute(*range(n), n, n + 2, n + 4, n + 1, n + 3)
