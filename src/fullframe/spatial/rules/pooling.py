@@ -55,7 +55,7 @@ def _plan(
     return plan_windows(spec, dims, windows, sizes, (*spec.shape[: dims[0]], *sizes)), windows, sizes
 
 
-@rule(*_MAX)
+@rule(*_MAX, *_MAX_INDEXED)
 def _max_pool(
     func: Any,
     input: SpatialTensor,
@@ -67,7 +67,7 @@ def _max_pool(
     return_indices: bool = False,
 ) -> Any:
     """(..., H, W) pooled over borrowed rows too, -inf outside the image; indices are those of the whole image."""
-    count = _MAX.get(func) or _MAX_INDEXED[func]
+    count, return_indices = _MAX.get(func) or _MAX_INDEXED[func], return_indices or func in _MAX_INDEXED
     kernel, padding, dilation = ints(kernel_size, count), ints(padding, count), ints(dilation, count)
     stride = ints(stride, count) if stride not in (None, [], ()) else kernel
     if count == 1:
@@ -88,12 +88,6 @@ def _max_pool(
     if plan.borrows or any(p for here, p in zip(cut, padding, strict=True) if here):
         return wrap(_MaxPool.apply(local, plan, options, None)[0], plan.spec)  # type: ignore[no-untyped-call]
     return wrap(func(region(local, plan, _lowest(local.dtype)), *options), plan.spec)
-
-
-@rule(*_MAX_INDEXED)
-def _max_pool_with_indices(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The pooled map, and where in the whole image each of its elements lies."""
-    return _max_pool(func, *args[:6], **{**kwargs, "return_indices": True})
 
 
 class _MaxPool(torch.autograd.Function):
@@ -250,10 +244,11 @@ def _adaptive_average_pool(func: Any, input: SpatialTensor, output_size: Any) ->
     return in_format(wrap(local, spec.with_((*spec.shape[:-count], *sizes), spec.placements)), input, input.dtype)
 
 
-@rule(*_ADAPTIVE_MAX)
+@rule(*_ADAPTIVE_MAX, *_ADAPTIVE_MAX_INDEXED)
 def _adaptive_max_pool(func: Any, input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Any:
     """(..., H, W) to the given size, dim by dim; indices are those of the whole image."""
     count = _ADAPTIVE_MAX.get(func) or _ADAPTIVE_MAX_INDEXED[func]
+    return_indices = return_indices or func in _ADAPTIVE_MAX_INDEXED
     first = input.dim() - count
     input.spec.require_plain(range(first, input.dim()))
     sizes = _targets(input, output_size, count)
@@ -274,14 +269,6 @@ class _Largest(NamedTuple):
     def each(self, op: Callable[[Tensor], Tensor]) -> "_Largest":
         """`op` of both."""
         return _Largest(op(self.values), None if self.numbers is None else op(self.numbers))
-
-
-@rule(*_ADAPTIVE_MAX_INDEXED)
-def _adaptive_max_pool_with_indices(
-    func: Any, input: SpatialTensor, output_size: Any, return_indices: bool = True
-) -> Any:
-    """The pooled map, and where in the whole image each of its elements lies."""
-    return _adaptive_max_pool(func, input, output_size, True)
 
 
 def _adaptive_max_rows(x: _Largest, dim: int, size: int, area: int) -> _Largest:
