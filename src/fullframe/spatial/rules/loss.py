@@ -1,7 +1,6 @@
 """Losses: the loss of each element or row on its rank, then the sum or mean of the whole, as in torch's kernels."""
 
 import inspect
-import sys
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn import _reduction  # what torch itself makes of size_average, redu
 from fullframe.ranks.collectives import all_sum
 from fullframe.spatial.operands import aligned, merged
 from fullframe.spatial.rules.reduction import total_of, without
-from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.registry import Unsupported, kept_back, rule
 from fullframe.spatial.rules.transposing import moved_from
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, wrap
@@ -80,7 +79,7 @@ def _weighted_loss(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     weight = options.pop("weight", None)
     reduction = _reduction_of(options)
     if weight is None and func is F.l1_loss:
-        weight = _forgotten_weight()
+        weight = kept_back(F.l1_loss, "weight")
     each = _each(func, options, *operands)
     if weight is None:
         return _reduced(each, reduction)
@@ -88,15 +87,6 @@ def _weighted_loss(func: Any, *args: Any, **kwargs: Any) -> Tensor:
         raise ValueError("Weights and input must have the same size.")
     each = each * weight
     return each.sum() / weight.sum() if reduction == "mean" else _reduced(each, reduction)
-
-
-def _forgotten_weight() -> Tensor | None:
-    """The `weight` of the running `F.l1_loss`, which torch 2.13 does not hand on with its other arguments."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code is not F.l1_loss.__code__:
-        frame = frame.f_back
-    weight: Tensor | None = frame.f_locals.get("weight") if frame.f_code is F.l1_loss.__code__ else None
-    return weight
 
 
 @rule(F.cross_entropy, F.nll_loss)

@@ -3,6 +3,7 @@
 Beside it: the short ways of functions that are called so often that microseconds count, and which functions write.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -71,6 +72,14 @@ def getter(name: str) -> Any:
 def setters(name: str) -> tuple[Any, Any]:
     """What torch passes as the function when the property `name` of a tensor is set, and when it is deleted."""
     return getattr(Tensor, name).__set__, getattr(Tensor, name).__delete__
+
+
+def kept_back(function: Any, name: str) -> Any:
+    """An argument of the running call of a function that torch does not hand on to rules; None where none runs."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame.f_locals.get(name) if frame.f_code is function.__code__ else None
 
 
 def rule_of(function: Any) -> Rule | None:

@@ -3,7 +3,6 @@
 Torch's C++ kernels of whole layers are not taken, as torch itself leaves them out for tensors like split ones.
 """
 
-import sys
 from inspect import signature
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.spatial.rules.registry import COMPOSED, Unsupported, rule
+from fullframe.spatial.rules.registry import COMPOSED, Unsupported, kept_back, rule
 from fullframe.spatial.tensor import whole
 
 COMPOSED.add(F.multi_head_attention_forward)
@@ -23,7 +22,7 @@ def _multi_head(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any
     call = _SIGNATURE.bind(query, key, value, *args, **kwargs)
     call.apply_defaults()
     options = call.arguments
-    options["is_causal"] = options["is_causal"] or _causal_hint()
+    options["is_causal"] = options["is_causal"] or bool(kept_back(F.multi_head_attention_forward, "is_causal"))
     if options["is_causal"] and options["attn_mask"] is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     if query.dim() == 3:
@@ -35,14 +34,6 @@ def _multi_head(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any
 
 
 _SIGNATURE = signature(F.multi_head_attention_forward)
-
-
-def _causal_hint() -> bool:
-    """The option `is_causal` of the call, which torch does not hand on to `__torch_function__`."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code is not F.multi_head_attention_forward.__code__:
-        frame = frame.f_back
-    return bool(frame.f_locals.get("is_causal"))
 
 
 def _on_batch(num_heads: int, attn_mask: Any, key_padding_mask: Any, **given: Any) -> tuple[Tensor, Tensor | None]:
