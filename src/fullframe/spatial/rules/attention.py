@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.refetch import fetching_again
 from fullframe.spatial.rules.autocast import autocast_inputs
 from fullframe.spatial.rules.matmul import Shared, result_spec, shared, whole_in
@@ -69,22 +68,14 @@ def _attention(
 
 def _causal(parts: Shared, queries: int, keys: int) -> Tensor:
     """(L, S), True where a query sees a key, of the queries and keys that this rank has."""
-    device = parts.locals[0].device
-    rows, columns = (_held(parts, "L", queries, device), _held(parts, "S", keys, device))
-    return rows[:, None] >= columns
-
-
-def _held(parts: Shared, letter: str, size: int, device: torch.device) -> Tensor:
-    """The positions that this rank has of a dim."""
-    cuts = tuple(p.at(0) for own, p in parts.cuts.values() if own == letter)
-    return sliced(torch.arange(size, device=device), parts.spec.with_((size,), cuts))
+    return parts.places("L", queries)[:, None] >= parts.places("S", keys)
 
 
 def _partial(parts: Shared, mask: Tensor | None, dropout: float, scale: float | None, grouped: bool) -> Tensor:
     """Local attention whose parts, of keys, are put together over the ranks."""
     q, k, v = parts.locals[:3]
     spatial = parts.spec.spatial
-    axes = [axis for axis, (letter, _) in parts.cuts.items() if letter == "S"]
+    axes = parts.axes_of("S")
     seed = spatial.draw_seed(None) + spatial.coordinate_along(list(parts.cuts)) if dropout else 0
     how = How(q.shape[-1] ** -0.5 if scale is None else scale, spatial.group(axes) if axes else None, dropout, seed)
     if grouped:

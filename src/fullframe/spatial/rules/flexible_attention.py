@@ -16,7 +16,6 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from fullframe.ranks.collectives import all_gather, all_sum
 from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.gradients import enter, mean_over_ranks
-from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules.matmul import Shared, result_spec, shared, whole_in
 from fullframe.spatial.rules.registry import TooSmall, Unsupported, rule
 from fullframe.spatial.tensor import SpatialTensor, wrap
@@ -73,11 +72,13 @@ def _flex_attention(
     heads = "K" if grouped else "H"
     parts = shared(given, ["BHLE", f"B{heads}SE", f"B{heads}SF"])
     _require_rows(parts)
-    over = [axis for axis, (letter, _) in parts.cuts.items() if letter == "S"]
+    over = parts.axes_of("S")
     aux = return_aux or AuxRequest(lse=return_lse)
     if over and aux.max_scores:
         raise Unsupported("it asks for the largest scores, of split keys")
-    places = [_places(parts, letter, sizes[letter]) for letter in "BHLS"]
+    places = [
+        parts.places(letter, sizes[letter], torch.int32) if parts.axes_of(letter) else None for letter in "BHLS"
+    ]  # None where this rank has all
     if score_mod is not None:
         options["score_mod"] = _at_places(score_mod, places, 1)
     if block_mask is not None:
@@ -98,13 +99,6 @@ def _require_rows(parts: Shared) -> None:
     for axis, (_, placement) in parts.cuts.items():
         if placement.extents.has_empty:
             raise TooSmall([axis])
-
-
-def _places(parts: Shared, letter: str, size: int) -> Tensor | None:
-    """Where the rows of a dim that this rank has stand in the whole tensor; None where it has all."""
-    cuts = tuple(p.at(0) for own, p in parts.cuts.values() if own == letter)
-    numbers = torch.arange(size, dtype=torch.int32, device=parts.locals[0].device)
-    return sliced(numbers, parts.spec.with_((size,), cuts)) if cuts else None
 
 
 def _at_places(function: Any, places: list[Tensor | None], before: int) -> Any:

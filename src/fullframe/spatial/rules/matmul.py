@@ -15,7 +15,7 @@ from fullframe.geometry.placement import Placement
 from fullframe.ranks.collectives import all_sum
 from fullframe.ranks.mesh import axes_in
 from fullframe.spatial.operands import aligned, alike, placements_of
-from fullframe.spatial.redistribute import gather_axes
+from fullframe.spatial.redistribute import gather_axes, sliced
 from fullframe.spatial.refetch import Loan, borrow, fetching_again
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.spec import Spec
@@ -31,6 +31,17 @@ class Shared(NamedTuple):
     cuts: Cuts
     loans: list[Loan]
     spec: Spec  # of one of the operands
+
+    def axes_of(self, letter: str) -> list[str]:
+        """The mesh axes that cut a dim."""
+        return [axis for axis, (own, _) in self.cuts.items() if own == letter]
+
+    def places(self, letter: str, size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Where the rows of a dim that this rank has stand in the whole tensor."""
+        numbers = torch.arange(size, dtype=dtype, device=self.locals[0].device)
+        return sliced(
+            numbers, self.spec.with_((size,), tuple(self.cuts[axis][1].at(0) for axis in self.axes_of(letter)))
+        )
 
 
 def shared(operands: list[Tensor], terms: list[str]) -> Shared:
