@@ -262,8 +262,9 @@ def spec_in(value: Any) -> Spec | None:
 
 
 def wrapped_as(values: Iterable[Any], specs: Sequence[Spec | None]) -> list[Any]:
-    """The split tensors of these specs, of which `values` are the local ones; what has no spec as it is."""
-    return [value if spec is None else wrap(value, spec) for value, spec in zip(values, specs, strict=True)]
+    """The split tensors of these specs, of which `values` are the local ones; None and what has no spec as they are."""
+    pairs = zip(values, specs, strict=True)
+    return [value if value is None or spec is None else wrap(value, spec) for value, spec in pairs]
 
 
 def whole(value: Any) -> Any:

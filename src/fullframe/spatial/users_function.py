@@ -19,7 +19,7 @@ from fullframe.spatial.fallback import plain
 from fullframe.spatial.gradients import mean_over_ranks, seen, unseen
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import local_or_whole, spec_in, whole, wrap
+from fullframe.spatial.tensor import local_or_whole, spec_in, whole, wrap, wrapped_as
 
 Specs = tuple[Spec | None, ...]  # of tensors in their order, None for what is not split
 
@@ -62,7 +62,7 @@ class _Call:
 
     def __init__(self, function: Any, operands: Sequence[Any]):
         self.function = function
-        self.specs = _specs(operands)
+        self.specs = tuple(map(spec_in, operands))
         self.spatial = next(spec.spatial for spec in self.specs if spec is not None)
         self.results: Specs = ()
         self.saved: Specs = ()
@@ -114,23 +114,16 @@ def _is_compiled(value: Any) -> bool:
     return spec.name.split(".")[0] not in (*sys.stdlib_module_names, "torch")
 
 
-def _specs(values: Sequence[Any]) -> Specs:
-    return tuple(map(spec_in, values))
-
-
-def _shells(values: Sequence[Any], specs: Specs) -> tuple[Any, ...]:
-    return tuple(v if v is None or spec is None else wrap(v, spec) for v, spec in zip(values, specs, strict=True))
-
-
 class _Composed(torch.autograd.Function):
     """A call's local results from its local operands."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *operands: Any) -> tuple[Any, ...]:
         call.context = context = _Context(ctx.needs_input_grad[1:])
-        results = call.forward(_shells(operands, call.specs))
+        results = call.forward(wrapped_as(operands, call.specs))
         saved = tuple(map(plain, context._saved))
-        call.results, call.saved, context._saved = _specs(results), _specs(saved), ()
+        call.results, call.saved = tuple(map(spec_in, results)), tuple(map(spec_in, saved))
+        context._saved = ()
         ctx.save_for_backward(*map(local_or_whole, saved))
         ctx.mark_non_differentiable(*map(local_or_whole, context._constants))
         context._constants = ()
@@ -142,7 +135,7 @@ class _Composed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         call: _Call = ctx.call
         arrived = map(call.gradient_of_result, gradients, call.results)
-        call.context._read = lambda: _shells(ctx.saved_tensors, call.saved)
+        call.context._read = lambda: tuple(wrapped_as(ctx.saved_tensors, call.saved))
         try:
             found = call.function.backward(call.context, *arrived)
         finally:
@@ -163,5 +156,5 @@ _composed = applied(_Composed)
 def composed(function: Any, operands: Sequence[Any]) -> Any:
     """`function.apply(*operands)`, some of which are split, by the rules of what its forward and backward do."""
     call = _Call(function, operands)
-    results = _shells(_composed(call, *map(local_or_whole, operands)), call.results)
-    return results if call.several else results[0]
+    results = wrapped_as(_composed(call, *map(local_or_whole, operands)), call.results)
+    return tuple(results) if call.several else results[0]
