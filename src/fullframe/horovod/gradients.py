@@ -16,53 +16,45 @@ from fullframe.horovod.request import ReduceOp, Request
 from fullframe.horovod.requests_of import request_of
 
 
-class Allreduce(torch.autograd.Function):
-    """The reduction of a group; the gradient is reduced likewise."""
+class _OfGroup(torch.autograd.Function):
+    """What is asked of several tensors as one."""
 
     @staticmethod
     def forward(ctx: Any, request: Request, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """One request for all of them."""
-        if request.op not in (ReduceOp.Sum, ReduceOp.Average):
-            request_op = request.op.name
-            ctx.refused = f"allreduce with {request_op} has no gradient; use it on tensors without one"
-        else:
-            ctx.refused = None
         ctx.request, ctx.process_set = request, process_set
         return tuple(complete(request, tensors, process_set, list))
+
+
+class Allreduce(_OfGroup):
+    """The reduction of a group; the gradient is reduced likewise."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """The same reduction of the gradients."""
-        if ctx.refused:
-            raise NotImplementedError(ctx.refused)
         asked: Request = ctx.request
+        if asked.op not in (ReduceOp.Sum, ReduceOp.Average):
+            raise NotImplementedError(f"allreduce with {asked.op.name} has no gradient; use it on tensors without one")
         scales = {"op": asked.op, "prescale": asked.prescale, "postscale": asked.postscale}
         grads = tuple(grad.contiguous() for grad in grads)
         request = request_of("allreduce", grads, asked.name and f"{asked.name}.grad", **scales)
         return None, None, *Allreduce.apply(request, ctx.process_set, *grads)  # type: ignore[no-untyped-call]
 
 
-class Allgather(torch.autograd.Function):
+class Allgather(_OfGroup):
     """Rows of all ranks; the gradient of a rank's own rows is the mean of what the ranks have for them."""
-
-    @staticmethod
-    def forward(ctx: Any, request: Request, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """One request for all of them."""
-        ctx.process_set, ctx.name = process_set, request.name
-        ctx.rows = [tensor.shape[0] for tensor in tensors]
-        return tuple(complete(request, tensors, process_set, list))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """The mean, of which the own rows are taken."""
-        name = ctx.name and f"{ctx.name}.grad"
+        asked: Request = ctx.request
+        name, own = asked.name and f"{asked.name}.grad", [shape[0] for shape in asked.shapes]
         grads = tuple(grad.contiguous() for grad in grads)
         request = request_of("allreduce", grads, name, op=ReduceOp.Average)
         means = Allreduce.apply(request, ctx.process_set, *grads)  # type: ignore[no-untyped-call]
-        mine = torch.tensor([ctx.rows])
+        mine = torch.tensor([own])
         rows = complete(request_of("allgather", [mine], name and f"{name}.rows"), [mine], ctx.process_set, list)[0]
         firsts = rows[: ctx.process_set.rank()].sum(dim=0).tolist()
-        return None, None, *(m.narrow(0, first, n) for m, first, n in zip(means, firsts, ctx.rows, strict=True))
+        return None, None, *(m.narrow(0, first, n) for m, first, n in zip(means, firsts, own, strict=True))
 
 
 class Broadcast(torch.autograd.Function):
@@ -104,14 +96,8 @@ class Alltoall(torch.autograd.Function):
         return None, None, Alltoall.apply(request, ctx.process_set, grad)[0]  # type: ignore[no-untyped-call]
 
 
-class Reducescatter(torch.autograd.Function):
+class Reducescatter(_OfGroup):
     """This rank's rows of the reduction; the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, request: Request, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """One request for all of them."""
-        ctx.request, ctx.process_set = request, process_set
-        return tuple(complete(request, tensors, process_set, list))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

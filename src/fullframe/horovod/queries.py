@@ -102,11 +102,9 @@ def ccl_built() -> bool:
 
 def cuda_built() -> bool:
     """Whether torch is built for CUDA."""
-
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
     """Whether torch is built for ROCm."""
-
     return torch.version.hip is not None
