@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from benchmarks.networks import convnext_tiny
 from fullframe.model.parallelize import parallelize_for
 from fullframe.simulation.memory.trace import storages
 from fullframe.techniques.optimizers import build_optimizer
+from tests.simulation.real_steps import held_bytes
 
 STEPS = 3  # of which the last is measured; optimizers make their state in the first
 SHAPE = (2, 3, 64, 64)  # small: activations are not the question
@@ -103,8 +103,7 @@ def _profiled(optimizer: torch.optim.Optimizer, peaks: list[int]) -> Callable[[]
             return step()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             result = step()
-        events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-        peaks.append(max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())), default=0))
+        peaks.append(max(held_bytes(profiler), default=0))
         return result
 
     return run
