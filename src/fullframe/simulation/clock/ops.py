@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from fullframe.simulation.fake.numbers import written_by
+
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm"}
 _CONVOLUTIONS = {"convolution", "_convolution", "convolution_backward", "cudnn_convolution", "mkldnn_convolution"}
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_", "resize_"}
@@ -30,9 +32,7 @@ class Op:
     def of(cls, func: Any) -> "Op":
         name = func._opname if hasattr(func, "_opname") else func.__name__
         schema = func._schema
-        changed = tuple(
-            (at, a.name) for at, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-        )
+        changed = tuple(written_by(func))
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
         return cls(

@@ -13,7 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,8 +200,7 @@ class _Timer:
             a, b = (torch.randn(side, side, device=self.device, dtype=DTYPES[dtype]) for _ in range(2))
             return lambda: a @ b
 
-        with fp32_math(Fp32Math.of("tf32" if dtype == "tf32" else "fp32")):
-            return self._rates([(2.0 * side**3, product(side)) for side in sides], tiny=product(2))
+        return self._rates([(2.0 * side**3, product(side)) for side in sides], tiny=product(2), dtype=dtype)
 
     def convolution(self, dtype: str, maps: Sequence[tuple[int, int]]) -> Points:
         """3x3 convolutions of 4 maps, (channels, side) to the same."""
@@ -212,8 +211,7 @@ class _Timer:
             return lambda: F.conv2d(x, weight, padding=1)
 
         work = [(2.0 * 4 * side**2 * channels**2 * 9, convolve(channels, side)) for channels, side in maps]
-        with fp32_math(Fp32Math.of("tf32" if dtype == "tf32" else "fp32")):
-            return self._rates(work, tiny=convolve(1, 3))
+        return self._rates(work, tiny=convolve(1, 3), dtype=dtype)
 
     def depthwise(self, dtype: str) -> Points:
         """7x7, forward and backward by both operands."""
@@ -235,14 +233,14 @@ class _Timer:
 
         return self._rates([(float(size), copies(size)) for size in sizes], tiny=copies(16))
 
-    def _rates(self, work: Sequence[tuple[float, Callable[[], object]]], tiny: Callable[[], object]) -> Points:
-        """(size, size a second); what a call costs that does nothing is not the device's time."""
-        overhead = 0.0 if self.device.type == "cuda" else self(tiny)  # a GPU works while the host prepares the next
-        points = []
-        for size, call in work:
-            took = self(call)
-            points.append((size, size / max(took - overhead, took / 4)))
-        return tuple(points)
+    def _rates(
+        self, work: Sequence[tuple[float, Callable[[], object]]], tiny: Callable[[], object], dtype: str = ""
+    ) -> Points:
+        """(size, size a second), with fp32 as `dtype` wants it; what a call costs that does nothing is left out."""
+        with fp32_math(Fp32Math.of("tf32" if dtype == "tf32" else "fp32")) if dtype else nullcontext():
+            overhead = 0.0 if self.device.type == "cuda" else self(tiny)  # a GPU works while the host prepares the next
+            took = [(size, self(call)) for size, call in work]
+        return tuple((size, size / max(seconds - overhead, seconds / 4)) for size, seconds in took)
 
     def to_host(self) -> float:
         """Bytes a second from the GPU to pinned host memory."""
