@@ -105,10 +105,6 @@ def summarize(run: RunFiles, now: float | None = None) -> Summary:
         peak=_peak(run),
         findings=(),
     )
-    return _with_findings(summary, run, now)
-
-
-def _with_findings(summary: Summary, run: RunFiles, now: float) -> Summary:
     order = {"bad": 0, "warn": 1, "info": 2}
     return replace(summary, findings=tuple(sorted(_findings(run, summary, now), key=lambda f: order[f.level])))
 

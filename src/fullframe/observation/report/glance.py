@@ -17,6 +17,7 @@ _WORDS = {
     "died": "Died",
     "unknown": "State not known",
 }
+_TONES = {"good": ", all well", "warn": ", needs a look", "bad": ", something is wrong"}
 Say = Callable[[float], str]
 Row = tuple[str, list[float | None], bool, Say]  # label, a value for each run, whether less is better, for people
 
@@ -30,14 +31,10 @@ def _verdict(one: Shown) -> str:
     level = one.summary.level
     level = "info" if one.run.state == "unknown" and level == "good" else level
     return (
-        f'<header class="verdict {level}"><span class="badge">{_WORDS[one.run.state]}{_tone(level)}</span>'
+        f'<header class="verdict {level}"><span class="badge">{_WORDS[one.run.state]}{_TONES.get(level, "")}</span>'
         f"<h1>{escape(one.name)}</h1>"
         f'<p class="lead">{escape(" ".join(_lead(one)))}</p><small>{escape(" · ".join(_facts(one)))}</small></header>'
     )
-
-
-def _tone(level: str) -> str:
-    return {"good": ", all well", "warn": ", needs a look", "bad": ", something is wrong"}.get(level, "")
 
 
 def _lead(one: Shown) -> Iterator[str]:

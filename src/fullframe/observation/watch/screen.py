@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fullframe.observation.kinds import CATEGORIES, KINDS, OF_STEP, in_order
 from fullframe.observation.run_files import RunFiles
-from fullframe.observation.summary import Finding, RankNow, Summary, smoothed
+from fullframe.observation.summary import RankNow, Summary, smoothed
 from fullframe.observation.units import duration_text, number_text, seconds_text, size_text
 from fullframe.observation.watch.drawing import Glyphs, bar, curve, keys, rule
 
@@ -24,7 +24,7 @@ _ROOMY = 4.0  # times what is held: where the device has more than this, bars ar
 def screen(run: RunFiles, summary: Summary, width: int, height: int, glyphs: Glyphs, footer: str = "") -> list[Text]:
     """The lines, at most `height`, each at most `width` wide."""
     head = list(_head(run, summary, width, glyphs))
-    findings = [_finding(finding, glyphs) for finding in summary.findings]
+    findings = [Text(f"{glyphs.dot} {finding.text}", _LEVELS[finding.level]) for finding in summary.findings]
     foot = [Text(footer, "grey50")] if footer else []
     room = height - len(head) - len(foot)
     shown_findings = min(len(findings), max(_LEAST_FINDINGS, room - 14))
@@ -185,7 +185,3 @@ def _memory(run: RunFiles, summary: Summary) -> _Section:
 
 def _held(rank: RankNow) -> int:
     return rank.peak_bytes or rank.host_bytes or 0
-
-
-def _finding(finding: Finding, glyphs: Glyphs) -> Text:
-    return Text(f"{glyphs.dot} {finding.text}", _LEVELS[finding.level])
