@@ -240,7 +240,8 @@ def _gradients(
         grad, x = grad.to(weight.dtype), x.to(weight.dtype)
     if apart:
         x, grad = by_sample(x), by_sample(grad)
-    fixed = mean, var, *((None, None) if mean.is_cpu else _saved(mean, var, eps)), False, eps
+    saved = (None, None) if mean.is_cpu else (mean, torch.rsqrt(var + eps))  # which a GPU's kernel wants once more
+    fixed = mean, var, *saved, False, eps
     size = x.numel()
     if size:
         wanted = _ALL if size <= _LARGE else _OF_PARAMETERS
@@ -271,11 +272,6 @@ def _gradients(
             of_x.add_(moved, alpha=alpha)
     of_x = of_x if dtype is of_x.dtype else of_x.to(dtype)
     return of_x.view(shape) if apart else of_x, of_weight, of_bias
-
-
-def _saved(mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """What the backward of a normalization by given statistics wants besides on a GPU: these again, as it was saved."""
-    return mean, torch.rsqrt(var + eps)
 
 
 def differentiable_norm(

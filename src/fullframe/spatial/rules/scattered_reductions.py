@@ -22,14 +22,14 @@ class Reduction(NamedTuple):
 
 def extremes_at(x: Tensor, dim: int, index: Tensor, src: Tensor, how: Reduction) -> Tensor:
     """`scatter_reduce` by "amax" or "amin" into a whole `x`, of an index or a source that is split along `dim`."""
-    *parts, group = _own(x, dim, index, src)
+    *parts, group = own_part(x, dim, index, src)
     found: Tensor = _ExtremesAt.apply(x, dim, *parts, how, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def sums_at(x: Tensor, dim: int, index: Tensor, src: Tensor, how: Reduction) -> Tensor:
     """`scatter_reduce` by "sum", or by "mean" into a whole `x` of floating numbers, else as `extremes_at`."""
-    index, src, group = _own(x, dim, index, src)
+    index, src, group = own_part(x, dim, index, src)
     zeros = x.new_zeros(x.shape)
     total = all_sum(zeros.scatter_add(dim, index, src), group)
     if how.reduce == "sum" and how.include_self:
@@ -40,7 +40,7 @@ def sums_at(x: Tensor, dim: int, index: Tensor, src: Tensor, how: Reduction) -> 
     return torch.where(count > 0, total if how.reduce == "sum" else total / count.clamp(min=1), x)
 
 
-def _own(x: Tensor, dim: int, index: Tensor, src: Tensor) -> tuple[Tensor, Tensor, dist.ProcessGroup]:
+def own_part(x: Tensor, dim: int, index: Tensor, src: Tensor) -> tuple[Tensor, Tensor, dist.ProcessGroup]:
     """This rank's part of an index and its source that are split along `dim`, and who has the others."""
     src = src[tuple(map(slice, index.shape))]
     spec = merged([index, src])

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fullframe.geometry.extents import Extents
@@ -22,7 +23,7 @@ from fullframe.spatial.rules.points import (
     require_inside,
 )
 from fullframe.spatial.rules.registry import Unsupported, rule, writes
-from fullframe.spatial.rules.scattered_reductions import Reduction, extremes_at, sums_at
+from fullframe.spatial.rules.scattered_reductions import Reduction, extremes_at, own_part, sums_at
 from fullframe.spatial.rules.tables import landing
 from fullframe.spatial.rules.unsupported import INTO_WHOLE
 from fullframe.spatial.spec import Spec
@@ -53,9 +54,9 @@ def _scatter(
     if over and _are_many(x, dim, index, src):
         return _scattered_rows(func, x, dim, index, src, *args, **kwargs)
     rows = _cut(index, x, dim, over, others, index.shape)
-    local = [_cut(t, x, dim, over, others, index.shape) if isinstance(t, Tensor) else t for t in (src,)]
+    src = _cut(src, x, dim, over, others, index.shape) if isinstance(src, Tensor) else src
     if not over:
-        result = func(local_of(x), dim, rows, *local, *args, **kwargs)
+        result = func(local_of(x), dim, rows, src, *args, **kwargs)
         return x if result is local_of(x) else wrap(result, spec)
     if isinstance(index, SpatialTensor):
         require_all_inside(rows, spec, dim)
@@ -64,9 +65,9 @@ def _scatter(
     size, place = own.shape[dim], points[dim]
     assert place is not None and held is not None
     place = place.masked_fill(~held, size)  # what other ranks hold goes to a row that is thrown away, as a 1: no NaN
-    local = [t[tuple(map(slice, held.shape))].masked_fill(~held, 1) if isinstance(t, Tensor) else t for t in local]
+    src = src[tuple(map(slice, held.shape))].masked_fill(~held, 1) if isinstance(src, Tensor) else src
     shape = (*own.shape[:dim], 1, *own.shape[dim + 1 :])
-    result = func(torch.cat([own, own.new_zeros(shape)], dim), dim, place, *local, *args, **kwargs).narrow(dim, 0, size)
+    result = func(torch.cat([own, own.new_zeros(shape)], dim), dim, place, src, *args, **kwargs).narrow(dim, 0, size)
     if writes(func, kwargs):
         own.copy_(result)
         return x
@@ -163,10 +164,8 @@ def _scattered_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, src: An
     if any(t.spec.is_split(dim) for t in given):
         if not func.__name__.startswith("scatter_add") or src.shape != index.shape:
             raise Unsupported("it scatters along a split dim into a whole tensor; ranks add up sums, means, extremes")
-        spec = merged([index, src])
-        spec.require_whole("along other dims the index is split too", *(d for d in range(x.dim()) if d != dim))
-        parts = aligned(index, spec), aligned(src, spec)
-        return _added(func, x, torch.scatter_add(x.new_zeros(x.shape), dim, *parts), spec, kwargs)
+        *parts, group = own_part(x, dim, index, src)
+        return _added(func, x, torch.scatter_add(x.new_zeros(x.shape), dim, *parts), group, kwargs)
     if in_place:
         raise Unsupported("it writes split values into a whole tensor", INTO_WHOLE)
     tensors = [t for t in (x, index, src) if isinstance(t, Tensor)]
@@ -176,9 +175,9 @@ def _scattered_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, src: An
     return wrap(func(cut[0], dim, *cut[1:], *args, **kwargs), spec.with_(x.shape, spec.placements))
 
 
-def _added(func: Any, x: Tensor, mine: Tensor, spec: Spec, kwargs: dict[str, Any]) -> Tensor:
-    """A whole `x` and what the ranks add to it, on all of them."""
-    total = all_sum(mine, spec.group)
+def _added(func: Any, x: Tensor, mine: Tensor, group: dist.ProcessGroup, kwargs: dict[str, Any]) -> Tensor:
+    """A whole `x` and what the ranks of the group add to it, on all of them."""
+    total = all_sum(mine, group)
     return x.add_(total) if writes(func, kwargs) else x + total
 
 
@@ -247,7 +246,7 @@ def _rows_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, source: Any,
     index, source = (
         aligned(t, spec.with_(t.shape, tuple(p.at(d) for p in spec.placements))) for t, d in ((index, 0), (source, dim))
     )
-    return _added(func, x, torch.index_add(x.new_zeros(x.shape), dim, index, source, alpha=alpha), spec, kwargs)
+    return _added(func, x, torch.index_add(x.new_zeros(x.shape), dim, index, source, alpha=alpha), spec.group, kwargs)
 
 
 @rule(torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_)
@@ -325,7 +324,7 @@ def _put_into_whole(func: Any, x: Tensor, points: Sequence[Tensor | None], value
     positions = spec.with_(shape, tuple(p.at(p.dim - at) for p in cuts))
     mine = [None if i is None else aligned(i, positions) for i in points]
     mine_of = torch.ops.aten.index_put(x.new_zeros(x.shape), mine, aligned(values, spec.with_(goal, cuts)), True)
-    return _added(func, x, mine_of, spec, {})
+    return _added(func, x, mine_of, spec.group, {})
 
 
 @rule(torch.put, Tensor.put, Tensor.put_)
