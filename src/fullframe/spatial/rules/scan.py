@@ -11,7 +11,7 @@ from torch import Tensor
 from fullframe.ranks.collectives import all_gather, all_sum_no_grad
 from fullframe.ranks.exchange import joined
 from fullframe.spatial.rules.reduction import wide
-from fullframe.spatial.rules.registry import Unsupported, rule
+from fullframe.spatial.rules.registry import rule
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 from fullframe.spatial.whole_rows import sent_home, whole_rows
 
@@ -36,8 +36,6 @@ def _cumsum(func: Any, x: SpatialTensor, dim: int, *, dtype: Any = None) -> Tens
 @rule(Tensor.cumsum_, Tensor.cumprod_)
 def _in_place(func: Any, x: SpatialTensor, dim: int, *, dtype: Any = None) -> Tensor:
     """Written over `x`, whose dtype stays."""
-    if dtype not in (None, x.dtype):
-        raise Unsupported("it changes the dtype in place", "Use the form that is not in place.")
     return x.copy_((torch.cumsum if func is Tensor.cumsum_ else torch.cumprod)(x, dim, dtype=x.dtype))
 
 
