@@ -12,6 +12,7 @@ CASES: dict[str, Case] = {
     "fold of unfold": one(lambda x: F.fold(F.unfold(x, 3, padding=1, stride=2).sin(), x.shape[2:], 3, 1, 1, 2)),
     "unfold and fold of one image": one(
         lambda x: F.fold(F.unfold(x[0], 3, padding=1, stride=2).sin(), x.shape[2:], 3, 1, 1, 2)),
+    "fold of split channels": one(lambda x: F.fold(x[:, 0, : x.shape[2] // 4 * 4], (2, x.shape[3] + 1), 2)),
     "Tensor.unfold": one(lambda x: x.unfold(3, 5, 2).sin().sum(-1)),
 }  # fmt: skip
 CORNERS = Corners()

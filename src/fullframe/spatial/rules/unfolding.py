@@ -11,6 +11,7 @@ from fullframe.geometry.window import Window
 from fullframe.ranks.adjoint import linear
 from fullframe.spatial.operands import aligned
 from fullframe.spatial.rules.registry import TooSmall, rule
+from fullframe.spatial.rules.transposing import moved_from
 from fullframe.spatial.rules.window_plan import WindowPlan, ints, plan_windows, region, region_gradient
 from fullframe.spatial.tensor import SpatialTensor, local_of, wrap
 
@@ -53,10 +54,15 @@ def _fold(
     padding: Any = 0,
     stride: Any = 1,
 ) -> Tensor:
-    """The windows (N, C * k * k, rows * columns) added up into the image (N, C, H, W), which is cut evenly."""
+    """The windows (N, C * k * k, rows * columns) added up into the image (N, C, H, W), which is cut evenly.
+
+    Split channels are made whole: the split moves to the windows.
+    """
     if input.dim() == 2:
         image = func(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride)
         return image.squeeze(0)  # type: ignore[no-any-return]
+    if input.spec.is_split(1):
+        return func(moved_from(input, 1), output_size, kernel_size, dilation, padding, stride)  # type: ignore[no-any-return]
     given = [ints(value, 2) for value in (kernel_size, stride, dilation, padding)]
     windows = [Window(*row) for row in zip(*given, strict=True)]
     sizes = ints(output_size, 2)
