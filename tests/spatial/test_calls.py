@@ -54,6 +54,23 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "beyond the rows": lambda x: [
         x[..., -99:99], x[..., 5:2], x.tensor_split((-5, -2), 3), x.tensor_split((2, 99), 3), x[..., 12:],
     ],
+    "forms that few use": lambda x: [
+        torch.atleast_2d(x[0, 0, 0]), torch.atleast_3d(x[0, 0], x[0, 0, 0]), torch.vstack([x[0, 0, 0], x[0, 0, 1]]),
+        x.rot90(4, (2, 3)), torch.max(x, x.sin()), torch.min(x, x.sin()), torch.fft.fftn(x, dim=[]).real,
+        torch.stack(list(x.permute(3, 0, 1, 2))), x[0, 0].fliplr(), x[0, 0].flipud(), torch.ravel(x),
+        torch.einsum("nchw,wd", x, torch.ones(13, 3).double()), torch.einsum("...w,wd", x, torch.ones(13, 3).double()),
+        x.__rmatmul__(torch.ones(5, 7).double()), (x * 1).detach_(), F.prelu(x, torch.arange(4).double()),
+        torch.linalg.multi_dot([x[0, 0, :, :7], x[0, 1, :, :7], x[1, 0, :, :7]]), F.upsample_bilinear(x, (9, 15)),
+        torch.quantile(x, x[0, 0, 0].sigmoid(), dim=3), torch.softmax(x, 3, torch.float64), next(iter(reversed(x))),
+        F.cross_entropy(torch.ones(SHAPE).double(), x.softmax(1)), x * float(x.flatten()[3] in x), x * len(f"{x}"[:1]),
+        x * torch._shape_as_tensor(x).sum(),
+    ],
+    "one row or none": lambda x: [
+        torch.unique_consecutive(x[0, 0, 0, :1]), torch.unique(x[:1, :1, :1], dim=3), torch.trapezoid(x[:, :0], dim=1),
+        F.fold(x[0, 0, :4, :1].expand(4, 4)[None], (4, 4), 2, stride=2), x * x[:, :0].roll(3).numel(),
+        F.grid_sample(x[:, :, :1], torch.ones(2, 3, 13, 2).double() / 3, padding_mode="reflection", align_corners=True),
+    ],
+    "lists of tensors": lambda x: [*torch.atleast_1d([x, torch.tensor(1.0)]), *torch.atleast_3d([x[0, 0], x[0, 0, 0]])],
     "cat with an empty start": lambda x: torch.cat([torch.empty(0, dtype=x.dtype), x, x], 1),
     "compared with nothing": lambda x: [x * (x == None), x * (x != None)],  # noqa: E711
     "facts": lambda x: [

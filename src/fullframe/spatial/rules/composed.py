@@ -32,7 +32,11 @@ def _raised(x: Tensor, dims: int) -> Tensor:
     return x.unsqueeze(-1) if x.dim() == 2 and dims > 2 else x
 
 
-@rule(torch.atleast_1d, torch.atleast_2d, torch.atleast_3d)
+# The second are what torch's own call for a list.
+_AT_LEAST = [getattr(home, f"atleast_{n}d") for home in (torch, torch._C._VariableFunctions) for n in (1, 2, 3)]
+
+
+@rule(*_AT_LEAST)
 def _at_least(func: Any, *tensors: Any) -> Any:
     """As many dims as the name says; whole tensors among them stay whole."""
     dims = int(func.__name__[-2])
