@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import string_at
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +113,7 @@ class Capture:
 
             graph = torch.fx.Graph()
             called = graph.call_function(on_used, tuple(graph.placeholder(f"x{n}") for n in used))
-            graph.output(tuple(graph.call_function(_item, (called, n)) for n in range(outputs)))
+            graph.output(tuple(graph.call_function(getitem, (called, n)) for n in range(outputs)))
             module = torch.fx.GraphModule(nn.Module(), graph)
             stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(fake)))
             run = _compiled(module, inputs, backend, options, stack)
@@ -316,7 +317,3 @@ def _inputs_taken_as_they_are() -> Iterator[None]:
         yield
     finally:
         PythonWrapperCodegen.codegen_input_size_asserts = before  # type: ignore[method-assign]
-
-
-def _item(values: Any, number: int) -> Any:
-    return values[number]

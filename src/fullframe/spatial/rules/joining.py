@@ -85,8 +85,8 @@ def _roll(func: Any, x: Tensor, shifts: Any, dims: Any = None) -> Tensor:
 
 def _rolled_over(x: Tensor, shift: int, dim: int) -> Tensor:
     """`x` with its elements moved on by `shift` in the order of dims 0 to `dim`, dim by dim as an odometer turns."""
-    size = x.shape[dim] if x.dim() else 0
-    if dim < 0 or not size:
+    size = x.shape[dim]
+    if not size:
         return x.clone()
     turns, rest = divmod(shift, size)
     if dim == 0:
