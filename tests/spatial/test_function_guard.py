@@ -190,3 +190,21 @@ def _scripted() -> float:
 
 def test_a_scripted_function_is_one_process_s() -> None:
     assert max(rank_group(3).run(_scripted)) < 1e-15
+
+
+def _variables() -> list[Any]:
+    x = ff.shard(torch.arange(6.0).view(1, 6), ff.init_mesh(width=2))
+    torch.autograd.Variable(x).add_(1)  # of the same memory
+    leaf = torch.autograd.Variable(data=x, requires_grad=True)
+    (leaf * leaf).sum().backward()
+    bare = torch.autograd.Variable(leaf * 2)
+    assert leaf.grad is not None
+    with pytest.raises(ValueError, match="volatile and require_grad"), pytest.warns(UserWarning, match="no_grad"):
+        torch.autograd.Variable(x, requires_grad=True, volatile=True)
+    return [x.full().tolist(), leaf.grad.full().tolist(), leaf.is_leaf, bare.requires_grad, bare.is_leaf]
+
+
+def test_a_variable_of_a_split_tensor_is_the_same_memory_without_its_graph() -> None:
+    whole = [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]
+    for found in rank_group(2).run(_variables):
+        assert found == [whole, [[2.0, 4.0, 6.0, 8.0, 10.0, 12.0]], True, False, True]

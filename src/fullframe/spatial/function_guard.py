@@ -1,9 +1,10 @@
-"""What torch hands to no `__torch_function__`, made to do so: `autograd.Function.apply`, TorchScript's, checkpoints.
+"""What torch hands to no `__torch_function__`, made to do so: `Function.apply`, TorchScript, checkpoints, `Variable`.
 
 The first would see a shell without a graph: a plain result would backpropagate into the shell, and be lost. A user's
 own runs on split tensors instead (`users_function.py`). The second runs its ops where no rule sees them; the Python
 function that `torch.jit.script` was given runs instead. The third keeps local tensors, which hooks on saved tensors
-know, with their versions. Importing this module puts the guards in place.
+know, with their versions. The fourth is how older programs write `detach`. Importing this module puts the guards in
+place.
 """
 
 from typing import Any
@@ -119,6 +120,17 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return unsupported(function, args, kwargs, reason, "Call the function that torch.jit.trace was given.")
 
 
+def _variable(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    split = next(shells_in(args, kwargs), None)
+    if split is None:
+        return type.__call__(kind, *args, **kwargs)
+    # What else it is given, torch reads itself, of a tensor without elements.
+    empty = torch.empty(0, dtype=split.dtype)
+    args = tuple(empty if arg is split else arg for arg in args)
+    kwargs = {name: empty if value is split else value for name, value in kwargs.items()}
+    return split.detach().requires_grad_(type.__call__(kind, *args, **kwargs).requires_grad)
+
+
 _frame: Any = torch.utils.checkpoint._CheckpointFrame
 if hasattr(_frame, "save_inputs"):
     _save_plain_inputs, _plain_inputs_of = _frame.save_inputs, _frame.get_inputs
@@ -126,3 +138,4 @@ if hasattr(_frame, "save_inputs"):
 _call_compiled = torch.jit.ScriptFunction.__call__
 torch.jit.ScriptFunction.__call__ = _call  # type: ignore[assignment,method-assign]
 torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+type(torch.autograd.Variable).__call__ = _variable  # type: ignore[assignment]
