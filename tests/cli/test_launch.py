@@ -13,6 +13,7 @@ import pytest
 
 from fullframe.cli import launch
 from fullframe.cli.application import run
+from fullframe.launching.jobs import Files, jobs
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -102,6 +103,21 @@ def test_a_recipe_is_named_as_the_container_has_it(project: Path, capsys: pytest
     recipe = str(project / "recipe.py")
     assert run(["launch", recipe, "--on", "docker", "--run-dir", "r", "--dry-run"]) == 0
     assert "fullframe train recipe.py --run-dir /runs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("docker", "code", "known"), [("exit 125", 125, 125), (None, 2, 127)])
+def test_how_a_container_ended_is_known_to_jobs(
+    docker: str | None, code: int, known: int, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = project.parent / "tools"
+    tools.mkdir()
+    if docker is not None:
+        (tools / "docker").write_text(f"#!/bin/sh\n{docker}\n")
+        (tools / "docker").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", str(tools))
+    assert run(["launch", "recipe.py", "--on", "docker", "--run-dir", "r"]) == code
+    (row,), _ = jobs([project / "r"], Files())
+    assert (row.state, row.reason) == ("lost", f"docker has ended with exit code {known}")
 
 
 @pytest.mark.parametrize(

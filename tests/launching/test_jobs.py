@@ -5,6 +5,7 @@ import math
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ def run(folder: Path, facts: dict[str, Any], *records: dict[str, Any], log: str 
     (folder / "log.txt").write_text(log)
 
 
-def launched(folder: Path, places: list[str], job: str | None = "7") -> None:
+def launched(folder: Path, places: list[str], job: str | None = "7", on: str = "slurm", **more: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     runs = [{"place": place, "values": [f"v={place}"]} for place in places]
-    (folder / "launch.json").write_text(json.dumps({"on": "slurm", "job_id": job, "runs": runs}))
+    (folder / "launch.json").write_text(json.dumps({"on": on, "job_id": job, **more, "runs": runs}))
 
 
 def slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str, fails: str = "") -> None:
@@ -120,6 +121,34 @@ def test_runs_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rows["waits"].reason, rows["waits"].job, rows["waits"].values) == ("Why", "7_0", ("v=waits",))
     assert (rows["cut"].reason, rows["again"].requeues) == ("its job node_fail", 2)
     assert {row.state for row in rows.values()} <= set(STATES)
+
+
+def test_runs_of_docker_and_kubernetes(tmp_path: Path) -> None:
+    of_container = GONE | {"host": "0123456789ab"}
+    waits, gone = ({"launcher": facts | {"changed": time.time()}} for facts in (ALIVE, GONE))
+    for name, on, job, more in (
+        ("no-image", "docker", None, {"exit_code": 125}),
+        ("pulls", "docker", None, waits),
+        ("left", "docker", None, gone),
+        ("killed", "docker", None, {"exit_code": 137}),
+        ("trains", "docker", None, waits),
+        ("done", "docker", None, {"exit_code": 0}),
+        ("refused", "kubernetes", None, {}),
+        ("taken", "kubernetes", "job.batch/x", {}),
+    ):  # fmt: skip
+        launched(tmp_path / name, ["."], job, on, **more)
+    for name, state in (("killed", "running"), ("trains", "running"), ("done", "finished")):
+        run(tmp_path / name, of_container | {"state": state})
+    assert {name: (row.state, row.reason) for name, row in found(tmp_path).items()} == {
+        "no-image": ("lost", "docker has ended with exit code 125"),
+        "pulls": ("starting", ""),
+        "left": ("lost", "what waited for docker is gone; launch it again"),
+        "killed": ("died", "docker has ended with exit code 137"),
+        "trains": ("running", ""),
+        "done": ("finished", ""),
+        "refused": ("lost", "kubectl has not taken it; launch it again"),
+        "taken": ("unknown", "what it writes lies on the cluster's volume; see kubectl get job.batch/x"),
+    }
 
 
 def test_a_controller_that_does_not_answer_hides_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def _memory(row: JobRow) -> str:
 
 
 def _warning(row: JobRow) -> str:
-    return row.reason if row.state in ("failed", "died", "lost") and row.reason else row.warning or ""
+    return row.reason if row.state in ("failed", "died", "lost", "unknown") and row.reason else row.warning or ""
 
 
 def _summary(rows: list[JobRow]) -> str:

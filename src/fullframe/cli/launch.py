@@ -3,12 +3,13 @@
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, arg
 
@@ -21,6 +22,7 @@ from fullframe.launching.kubernetes import MANIFEST, KubernetesOptions, apply, m
 from fullframe.launching.slurm import SCRIPT, SlurmOptions, ids_of, queue, script_of, submit
 from fullframe.recipe import require_file, require_names, values_of
 
+_NO_COMMAND = 127  # as a shell says it
 _OURS = ("node_rank", "rendezvous")  # what the allocation says
 
 
@@ -131,10 +133,14 @@ class Launch:
             self._print_dry(job, f"{shlex.join(command)}\n", "command")
             return 0
         make_folders(job)
-        self._remember(job, None)
+        here = {"pid": os.getpid(), "host": socket.gethostname(), "changed": datetime.now().timestamp()}
+        self._remember(job, None, launcher={"state": "running", **here})
         try:
-            return subprocess.run(command).returncode
+            code = subprocess.run(command).returncode
+            self._remember(job, None, exit_code=code)
+            return code
         except FileNotFoundError:
+            self._remember(job, None, exit_code=_NO_COMMAND)
             raise LaunchError("there is no docker here; install it, or train without by fullframe train") from None
 
     def _print_dry(self, job: Job, text: str, name: str) -> None:
@@ -144,11 +150,11 @@ class Launch:
         else:
             print(text, end="")
 
-    def _remember(self, job: Job, identity: str | None) -> None:
+    def _remember(self, job: Job, identity: str | None, **more: Any) -> None:
         from fullframe.training.run_file import commit_of
 
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        facts = {"on": self.on, "submitted": now, "commit": commit_of(job.directory), "job_id": identity}
+        facts = {"on": self.on, "submitted": now, "commit": commit_of(job.directory), "job_id": identity, **more}
         write_launch(job, facts)
 
     def _check(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from fullframe.errors import LaunchError
 from fullframe.launching.job import read_launch
 from fullframe.launching.slurm import Queued, queue
-from fullframe.observation.json_files import number, parsed, whole_number
+from fullframe.observation.json_files import mapping, number, parsed, record, whole_number
 from fullframe.observation.run_files import Facts, facts_of, state_of
 
 STATES = ("running", "starting", "pending", "requeued", "stopped", "finished", "failed", "died", "lost", "unknown")
@@ -34,7 +34,8 @@ class JobRow:
     """One run. What is not known is None.
 
     state:      one of STATES; "lost": it was submitted, is in no queue and has written nothing; "died": it says that
-                it runs, and its process or job is gone; "unknown": Slurm does not answer
+                it runs, and its process, container or job is gone; "unknown": Slurm does not answer, or it runs on
+                Kubernetes and writes elsewhere
     peak_bytes: the most that a rank has held; predicted_bytes: what was predicted of it
     """
 
@@ -175,8 +176,7 @@ def _state(facts: Facts | None, launch: Mapping[str, Any], entry: Queued | None,
     """The state, and what is to be said of it."""
     said, reason = ("", "") if facts is None else (facts.state, facts.reason)
     if launch.get("on") != "slurm":
-        state = state_of(facts)
-        return state, _died(facts) if facts is not None and state == "died" else reason
+        return _state_beside_slurm(facts, launch)
     if not launch.get("job_id"):
         return "lost", "Slurm has given it no id; submit it again"
     if entry is not None and entry.state in _WAITING:
@@ -192,6 +192,24 @@ def _state(facts: Facts | None, launch: Mapping[str, Any], entry: Queued | None,
     return (
         ("died", f"its job {ended}") if said else ("lost", f"its job {ended} and has written nothing; see slurm-*.log")
     )
+
+
+def _state_beside_slurm(facts: Facts | None, launch: Mapping[str, Any]) -> tuple[str, str]:
+    on, code, state = launch.get("on"), launch.get("exit_code"), state_of(facts)
+    if (
+        on == "docker" and code is not None and state in ("running", "unknown")
+    ):  # a container's process is not seen here
+        return ("died" if facts else "lost"), f"docker has ended with exit code {code}"
+    if facts is not None:
+        return state, _died(facts) if state == "died" else facts.reason
+    if on == "docker":
+        waits = state_of(record(Facts, mapping(launch.get("launcher")))) == "running"
+        return ("starting", "") if waits else ("lost", "what waited for docker is gone; launch it again")
+    if on == "kubernetes" and not launch.get("job_id"):
+        return "lost", "kubectl has not taken it; launch it again"
+    if on == "kubernetes":
+        return "unknown", f"what it writes lies on the cluster's volume; see kubectl get {launch['job_id']}"
+    return state, ""
 
 
 def _died(facts: Facts) -> str:
