@@ -11,6 +11,7 @@ import pytest
 from fullframe.errors import MeshError
 from fullframe.processes import rendezvous
 from fullframe.processes.background import AskedToStop
+from fullframe.processes.exit_reasons import StartAgain
 from fullframe.processes.rendezvous import News, Nodes, Rendezvous
 from tests.processes.network import free_port
 
@@ -109,6 +110,14 @@ def test_where_fewer_may_do_whoever_holds_the_lease_leads(nodes: Nodes, tmp_path
         met.end()
         assert met.place.listening is not None
         met.place.listening.close()
+
+
+def test_node_0_at_an_address_that_is_not_its_own_says_so(nodes: Nodes, capfd: pytest.CaptureFixture[str]) -> None:
+    elsewhere = replace(nodes, host="192.0.2.1", patience_seconds=0.5)  # of a network for examples, which no one has
+    with Rendezvous(elsewhere) as alone, pytest.raises(StartAgain):
+        alone.join(lambda: 0)
+    (said,) = capfd.readouterr().err.splitlines()  # and no stacks of torch's
+    assert "(192.0.2.1 is no address of this machine, which is node 0)" in said
 
 
 def test_machines_that_do_not_fit_each_other_are_refused(nodes: Nodes) -> None:

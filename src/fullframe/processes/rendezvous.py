@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fullframe.errors import MeshError, RunError
+from fullframe.processes import stores
 from fullframe.processes.background import AskedToStop, in_background
 from fullframe.processes.exit_reasons import StartAgain
 from fullframe.processes.lease import NOBODY, Leader, Lease
@@ -26,7 +27,6 @@ from fullframe.wording import first_line, plural
 
 _POLL_SECONDS = 0.1
 _BEATS = 5  # signs of life in the time after which a node is taken for lost
-_CONNECTING_SECONDS = 5.0  # for one attempt of many
 _LEAVING_SECONDS = 5.0  # the store's holder waits so long for those that still read in it
 
 
@@ -223,6 +223,8 @@ class Rendezvous:
                 reason = first_line(error)
                 self._forget()
                 time.sleep(min(1.0, max(left, 0)))
+        if nodes.rank == 0 and not _is_own(nodes.host):
+            reason = f"{nodes.host} is no address of this machine, which is node 0"
         wanted = f"{nodes.count}" if nodes.least == nodes.count else f"at least {nodes.least} of {nodes.count}"
         raise StartAgain(
             f"error: node {nodes.rank} waited {nodes.patience_seconds:g} s for {wanted} nodes at "
@@ -271,7 +273,7 @@ class Rendezvous:
         lease, nodes = self._lease, self._nodes
         if lease is None:
             if nodes.rank == 0 and self._held is None:
-                self._held = self._listening(nodes.host, nodes.port)
+                self._held = self._listening()
             return
         lease.start()
         if lease.is_mine():
@@ -282,7 +284,7 @@ class Rendezvous:
             raise RendezvousClosedError
         if lease.may_take():
             own = nodes.host if nodes.rank == 0 else _address_toward(nodes.host, nodes.port)
-            store = self._listening(own, nodes.port)
+            store = self._listening()
             if not lease.take(own, store.port):
                 raise RuntimeError("another machine leads now")
             self._held, self._leader = store, Leader(node=nodes.rank, host=own, port=store.port)
@@ -300,30 +302,21 @@ class Rendezvous:
         found = None if self._lease is None or self._handler is None else self._lease.leader
         return found is not None and found.address != self._leader.address
 
-    def _listening(self, host: str, port: int) -> Any:
+    def _listening(self) -> Any:
         """A new store. Raises MeshError where nothing else may be tried."""
-        from torch.distributed import TCPStore
-
+        port = self._nodes.port
         try:
-            return TCPStore(host, port, is_master=True, wait_for_workers=False)
+            return stores.held(port)
         except (OSError, RuntimeError) as error:
             if self._nodes.rank or self._met:
-                return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+                return stores.held(0)
             raise MeshError(
                 f"node 0 cannot listen on port {port} ({first_line(error)}); end what uses it, or give another port to "
                 "--rendezvous on all nodes"
             ) from None
 
     def _connected(self, seconds: float) -> Any:
-        from torch.distributed import TCPStore
-
-        host, port, store = self._leader.host, self._leader.port, self._held
-        if store is None:
-            timeout = timedelta(seconds=min(seconds, _CONNECTING_SECONDS))
-            # First by a socket of our own, as torch says at length that nobody listens yet.
-            socket.create_connection((host, port), timeout.total_seconds()).close()
-            client = partial(TCPStore, host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-            store = in_background(client, 2 * _CONNECTING_SECONDS)  # a machine that is frozen takes the call, no more
+        store = self._held or stores.reached(self._leader.host, self._leader.port, seconds)
         store.set_timeout(timedelta(seconds=self._nodes.silence_seconds))
         return store
 
@@ -388,6 +381,13 @@ def _address_toward(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def _is_own(host: str) -> bool:
+    """Whether this machine has the address that `host` stands for; also where that is not known."""
+    with contextlib.suppress(OSError):
+        return _address_toward(host, 1) == socket.getaddrinfo(host, 1)[0][4][0]
+    return True
 
 
 def _interface(address: str) -> str:
