@@ -1,6 +1,5 @@
 """What a program reads of its DataLoaders: which samples, and how long it waits for them."""
 
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data import dataloader as torch_dataloader
 
+from fullframe.doctor.probes.clock import seconds
 from fullframe.doctor.probes.notes import BatchRead, Event, Loader
 from fullframe.doctor.probes.sketches import checksum_of_batch, tensors_in
 from fullframe.simulation.fake.replaced import replaced
@@ -47,9 +47,9 @@ class Loading:
             return found
 
         def __next__(iterator: Any) -> Any:
-            started = time.perf_counter()
+            started = seconds()
             batch = take(iterator)
-            waited = time.perf_counter() - started
+            waited = max(seconds() - started, 0.0)
             if iterator in self._iterations:
                 self._note(self._iterations[iterator].read(batch, waited))
             return batch

@@ -5,7 +5,6 @@ They note and send nothing, so that a probe can neither hang a rank nor mend wha
 
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fullframe.doctor.probes.clock import seconds
 from fullframe.doctor.probes.loading import Loading
 from fullframe.doctor.probes.modules import Modules, wrapper_of
 from fullframe.doctor.probes.notes import Backward, Event, Job, Oddity, Scaling, Untrained, Update, Weights
@@ -61,7 +61,7 @@ class Probes:
         self._pending: dict[int, Update] = {}  # steps that are taken inside backward, a parameter at a time
         self._before: dict[str, int] = {}
         self._said_untrained = False
-        self._clock, self._own_seconds = time.perf_counter(), 0.0
+        self._clock, self._own_seconds = seconds(), 0.0
         self._names: dict[int, str] = {}
 
     @property
@@ -198,23 +198,23 @@ class Probes:
     def _finish(self, event: Update) -> None:
         self._updates[event.optimizer] = event.number
         self._since_update = 0
-        seconds = time.perf_counter() - self._clock - self._own_seconds
+        took = seconds() - self._clock - self._own_seconds
         alive, holder = self._graphs.count()
-        self._note(replace(event, alive=alive, held_by=holder, seconds=seconds))
+        self._note(replace(event, alive=alive, held_by=holder, seconds=took))
         if event.number == 2 and not self._said_untrained:
             self._said_untrained = True
             every = {name: p for name, p in self.modules.named_parameters() if id(p) not in self.modules.trained}
             self._note(Untrained(names=tuple(name for name, p in every.items() if p.grad is not None)))
-        self._clock, self._own_seconds = time.perf_counter(), 0.0
+        self._clock, self._own_seconds = seconds(), 0.0
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """What runs inside is the probes' own, and no part of a step's time."""
-        started = time.perf_counter()
+        started = seconds()
         try:
             yield
         finally:
-            self._own_seconds += time.perf_counter() - started
+            self._own_seconds += seconds() - started
 
     def _all_names(self) -> dict[int, str]:
         self.modules.trained = {id(p) for o in self._optimizers.values() for g in o.param_groups for p in g["params"]}
