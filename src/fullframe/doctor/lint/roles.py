@@ -41,6 +41,7 @@ _NAMED = {
     "GradScaler": Role.SCALER,
     "ShardedGradScaler": Role.SCALER,
     "Optimizer": Role.OPTIMIZER,
+    "DistributedOptimizer": Role.OPTIMIZER,
     "LRScheduler": Role.SCHEDULER,
     "Module": Role.MODEL,
     "PreTrainedModel": Role.MODEL,

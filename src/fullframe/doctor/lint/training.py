@@ -118,7 +118,9 @@ class Training:
             if isinstance(event, Call) and not event.followed and not event.value.path.startswith(_INNOCENT):
                 given = (m for argument in event.value.inputs[1:] for m in argument.members())
                 receiver = event.value.receiver
-                is_known = receiver is not None and self.is_a(receiver, Role.SCALER)
+                is_known = receiver is not None and (
+                    self.is_a(receiver, Role.SCALER) or receiver.path.endswith((".Accelerator", ".Fabric"))
+                )
                 if not is_known and any(id(m) in ids for m in given):
                     return True
         return False

@@ -10,7 +10,9 @@ _WORDS = re.compile(
     r"\bamp\b|autocast|GradScaler|DataParallel|\bVariable\b|local.rank|clip_grad_|\bsave\(|detect_anomaly|__getitem__|"
     r"upsample|nn\.init\.|apex|convert_sync|fully_shard|OutOfMemory|out of memory|CrossEntropy|cross_entropy|"
     r"\bcat\(|interpolate\(|_with_logits|WithLogits|nll_loss|NLLLoss|set_to_none|"
-    r"\b(?:all_reduce|barrier|broadcast\w*|all_gather\w*|reduce\w*|scatter|gather\w*|all_to_all)\("
+    r"def training_step|criterion\w*\(|loss_f\w*\(|"
+    r"\b(?:wait_for_everyone|allreduce\w*|allgather|all_reduce|barrier|broadcast\w*)\(|"
+    r"\b(?:all_gather\w*|reduce\w*|scatter|gather\w*|all_to_all)\("
 )
 _COLLECTS = re.compile(r"self\.\w+\.(?:append|extend|add|update|insert)\(")
 _IN_FORWARD = re.compile(r"self\.\w+[^=\n]{0,40}?(?<![=!<>])=(?!=)|\)\.(?:to|cuda)\(")

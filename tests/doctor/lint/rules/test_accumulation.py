@@ -23,9 +23,11 @@ TABLE = {
         bad=[
             loop("criterion(model(x), y)", "loss.backward()  # here", before="criterion = nn.CrossEntropyLoss()"),
             loop(MEAN, "scaler.scale(loss).backward()  # here"),
+            loop(MEAN, "loss.backward()  # here").replace("loss.backward", "average.mul_(0.9); loss.backward"),
             loop(f"{MEAN} + F.l1_loss(model(x), y)", "loss.backward()  # here", due="not (i % steps)"),
         ],
         good=[
+            loop(MEAN, "loss.backward(); p.grad.div_(4)"),
             loop(f"{MEAN} / 4"),
             loop(MEAN, "loss /= 4; loss.backward()"),
             loop(MEAN, "(0.25 * loss).backward()"),

@@ -100,12 +100,14 @@ TABLE = {
     "FF176": Samples(
         bad=[
             DDP + train("DataLoader(d, batch_size=8)" + HERE, "enumerate(loader)").replace(", DistributedSampler", ""),
+            DDP + train("DataLoader(d, batch_size=8)" + HERE) + "val = DataLoader(v, sampler=DistributedSampler(v))\n",
             DDP + train("DataLoader(d, 8, True)" + HERE, epochs=True).replace(", DistributedSampler", ""),
             "import torch.distributed as dist\n"
             + (DDP + train("DataLoader(d, batch_size=8)" + HERE)).replace(", DistributedSampler", ""),
         ],
         good=[
             DDP + train("DataLoader(d, sampler=DistributedSampler(d))"),
+            DDP + train("DataLoader(d, sampler=DistributedSampler(d)) if w > 1 else DataLoader(d, shuffle=True)"),
             DDP + train("DataLoader(d[rank::8])").replace(", DistributedSampler", ""),
             train("DataLoader(d)").replace(", DistributedSampler", ""),
             DDP + train("DataLoader(d, **options)").replace(", DistributedSampler", ""),
@@ -136,6 +138,18 @@ TABLE = {
             "def f(d, net):\n    net(next(iter(d))).mean().backward()\n",
             "def f(d, net):\n    it = iter(d)\n    for i in range(9):\n        net(next(it)).mean().backward()\n",
             "def f(d, net):\n    for b in d:\n        net(next(iter(b.values()))).mean().backward()\n",
+        ],
+    ),
+    "FF179": Samples(
+        bad=[
+            IMPORT + "import random\ndef seeded(worker):\n    random.seed(0)  # here\n"
+            "loader = DataLoader(d, num_workers=2, worker_init_fn=seeded)\n",
+            IMPORT + "loader = DataLoader(d, num_workers=2, worker_init_fn=lambda w: np.random.seed(7))  # here\n",
+        ],
+        good=[
+            IMPORT + "def seeded(worker):\n    np.random.seed(torch.initial_seed() % 2**32)\n"
+            "loader = DataLoader(d, num_workers=2, worker_init_fn=seeded)\n",
+            IMPORT + "np.random.seed(0)\nloader = DataLoader(d, worker_init_fn=lambda w: np.random.seed(7 + w))\n",
         ],
     ),
 }

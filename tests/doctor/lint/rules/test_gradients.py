@@ -14,6 +14,16 @@ def train(net, data, opt):
             {last}
 """
 
+GAN = """
+net_d, net_g = nn.Linear(2, 1), nn.Linear(2, 2)
+d_opt = torch.optim.Adam(net_d.parameters())
+g_opt = torch.optim.Adam(net_g.parameters())
+for x in data:
+    {first}
+    (net_d(x).mean() + net_d(net_g(x)).mean()).backward()
+    d_opt.step()
+    g_opt.step(){mark}
+"""
 STEP = "for x in d:\n    model(x).mean().backward()\n    optimizer.step()\n"
 
 REDUCED = """
@@ -74,8 +84,31 @@ TABLE = {
                 scaler.step(opt)  # here
                 scaler.update()
             """,
+            GAN.format(first="d_opt.zero_grad()", mark="  # here"),
+            GAN.format(first="net_d.zero_grad()", mark="  # here"),
+            """
+            from accelerate import Accelerator
+            accelerator = Accelerator()
+            opt = torch.optim.Adam(net.parameters())
+            net, opt, data = accelerator.prepare(net, opt, data)
+            for x, y in data:
+                with accelerator.accumulate(net):
+                    accelerator.backward(F.mse_loss(net(x), y))
+                    opt.step()  # here
+            """,
+            """
+            import horovod.torch as hvd
+            opt = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1))
+            for x, y in data:
+                F.mse_loss(net(x), y).backward()
+                opt.step()  # here
+            """,
         ],
         good=[
+            GAN.format(first="d_opt.zero_grad(); g_opt.zero_grad()", mark=""),
+            GAN.format(first="both.zero_grad()", mark="").replace(
+                "d_opt =", "both = nn.Sequential(net_d, net_g)\nd_opt ="
+            ),
             "for x in d:\n    model(x).mean().backward()\n    optimizer.step()\n    model.zero_grad()\n",
             STEP + "    for p in ps:\n        p.grad = None\n",
             STEP + "    for p in ps:\n        p.grad.zero_()\n",
@@ -91,6 +124,13 @@ TABLE = {
     ),
     "FF132": Samples(
         bad=[
+            """
+            for x, y in data:
+                loss = F.mse_loss(model(x), y)
+                optimizer.zero_grad()  # here
+                optimizer.step()
+                loss.backward()
+            """,
             """
             for x, y in data:
                 loss = F.mse_loss(model(x), y)

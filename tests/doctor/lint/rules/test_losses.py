@@ -22,6 +22,10 @@ TABLE = {
             "p = model(x).softmax(dim=1)\nloss = nn.CrossEntropyLoss()(p, y)  # here\n",
             "criterion = nn.BCEWithLogitsLoss()\nloss = criterion(torch.sigmoid(model(x)), y)  # here\n",
             "soft = nn.Softmax(dim=1)\np = soft(model(x))\nloss = F.nll_loss(p, y)  # here\n",
+            "import lightning as L\nclass Net(L.LightningModule):\n    def __init__(self):\n"
+            "        self.net, self.criterion = nn.Linear(2, 2), nn.CrossEntropyLoss()\n"
+            "    def training_step(self, batch, index):\n"
+            "        return self.criterion(self.net(batch[0]).softmax(1), batch[1])  # here\n",
         ],
         good=[
             "loss = F.nll_loss(F.log_softmax(model(x), 1), y)\n",

@@ -20,7 +20,29 @@ STEP, UPDATE, UNSCALE = "scaler.step(optimizer)", "scaler.update()", "scaler.uns
 CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 BF16 = "with torch.autocast('cuda', dtype=torch.bfloat16):\n        "
 
+HALF = """
+for x, y in loader:
+    with {block}:
+        loss = F.cross_entropy(model(x), y)
+    {backward}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+IN_HALF = "torch.autocast('cuda', dtype=torch.float16)"
+
 TABLE = {
+    "FF140": Samples(
+        bad=[
+            HALF.format(block=IN_HALF, backward="loss.backward()  # here"),
+            HALF.format(block="torch.amp.autocast('cuda', torch.half)", backward="loss.backward()  # here"),
+        ],
+        good=[
+            HALF.format(block="torch.autocast('cuda', dtype=torch.bfloat16)", backward="loss.backward()"),
+            HALF.format(block="torch.autocast('cuda', dtype=torch.float16, enabled=amp)", backward="loss.backward()"),
+            HALF.format(block=IN_HALF, backward="accelerator.backward(loss)"),
+            HALF.format(block=IN_HALF, backward="scaler.scale(loss).backward()"),
+        ],
+    ),
     "FF141": Samples(
         bad=[
             "from torch.cuda import amp\nwith amp.autocast():\n    model(x).mean().backward()  # here\n",

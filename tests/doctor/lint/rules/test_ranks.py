@@ -34,8 +34,13 @@ TABLE = {
             "    dist.barrier()  # here\n",
             DIST + "def f(self, x):\n    if self.rank == 0:\n        print(x)\n        return x\n"
             "    for y in x:\n        dist.all_reduce(y)  # here\n",
+            "from accelerate import Accelerator\na = Accelerator()\nif a.is_main_process:\n"
+            "    a.wait_for_everyone()  # here\n",
+            "import horovod.torch as hvd\nif hvd.rank() == 0:\n    hvd.allreduce(x)  # here\n",
         ],
         good=[
+            "from accelerate import Accelerator\na = Accelerator()\nif a.is_main_process:\n    show(x)\n"
+            "a.wait_for_everyone()\n",
             DIST + "def f(rank, x):\n    if rank != 0:\n        dist.barrier()\n        return load()\n"
             "    fetch()\n    dist.barrier()\n",
             DIST + "def f(rank, x):\n    if rank != 0:\n        return wait_for_first()\n    dist.barrier()\n",
@@ -71,8 +76,12 @@ TABLE = {
             START + "net = nn.Linear(2, 2).to('cuda')  # here\n",
             DIST + "def main():\n    dist.init_process_group(backend='cpu:gloo,cuda:nccl')\n"
             "    net = nn.Sequential(nn.ReLU()).cuda()  # here\nmain()\n",
+            DIST + "dist.init_process_group('nccl' if torch.cuda.is_available() else 'gloo')\n"
+            "device = torch.device('cuda') if torch.cuda.is_available() else torch.device('cpu')\n"
+            "net = nn.Linear(2, 2).to(device)  # here\n",
         ],
         good=[
+            START + "net = nn.Linear(2, 2).to(torch.device('cuda', local_rank))\n",
             START + "torch.cuda.set_device(n)\nnet = nn.Linear(2, 2).cuda()\n",
             DIST + "dist.init_process_group('nccl', device_id=d)\nnet = nn.Linear(2, 2).cuda()\n",
             DIST + "dist.init_process_group('gloo')\nnet = nn.Linear(2, 2).cuda()\n",
@@ -86,6 +95,7 @@ TABLE = {
         ],
         good=[
             EVALUATE.format(sampler=OWN, mark="", after="torch.distributed.all_reduce(total)"),
+            EVALUATE.format(sampler=OWN, mark="", after="total = hvd.allreduce(torch.tensor(total))"),
             EVALUATE.format(sampler="None", mark="", after="pass"),
             EVALUATE.format(sampler=OWN, mark="", after="total = gather(total)"),
         ],
@@ -94,8 +104,11 @@ TABLE = {
         bad=[
             START + "torch.save(net.state_dict(), 'a.pt')  # here\n",
             START + "import os\ndef save(path):\n    torch.save(x, path)  # here\nsave(os.path.join('a', 'b'))\n",
+            "import horovod.torch as hvd\nhvd.init()\ntorch.save(x, 'a.pt')  # here\n",
+            "from accelerate import Accelerator\na = Accelerator()\ntorch.save(x, 'a.pt')  # here\n",
         ],
         good=[
+            "import horovod.torch as hvd\nhvd.init()\nif hvd.rank() == 0:\n    torch.save(x, 'a.pt')\n",
             START + "if rank == 0:\n    torch.save(x, 'a.pt')\n",
             START + "torch.save(x, f'a{rank}.pt')\n",
             START + "def save():\n    if dist.get_rank() != 0:\n        return\n    torch.save(x, 'a.pt')\n",

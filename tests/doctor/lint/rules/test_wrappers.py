@@ -37,8 +37,15 @@ TABLE = {
             + loop("inner = net.module; loss = F.mse_loss(inner(x), y); loss.backward()").replace(
                 "backward()", "backward()  # here"
             ),
+            DDP
+            + "import torch.distributed as dist\n"
+            + loop("net.module(x).mean().backward()  # here")
+            + "dist.all_reduce(accuracy)\n",
         ],
         good=[
+            DDP
+            + "import torch.distributed as dist\n"
+            + loop("net.module(x).mean().backward(); dist.all_reduce(w.grad)"),
             DDP + loop("net(x).mean().backward()"),
             DDP + "net = DDP(model)\nwith torch.no_grad():\n    print(net.module(x))\nloss.backward()\n",
             loop("net.module(x).mean().backward()").replace("DDP(nn.Linear(2, 2))", "Own()"),

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from fullframe.doctor.lint.program import Call, Frame, FrameKind
 from fullframe.doctor.lint.roles import Role
 from fullframe.doctor.lint.rule import ERROR, NOTE, WARNING, Found, rule, said
-from fullframe.doctor.lint.rules.gradients import accumulation, optimizers_made
+from fullframe.doctor.lint.rules.gradients import accumulation, of_gradients, optimizers_made
 from fullframe.doctor.lint.training import Backward, Training, Update
 from fullframe.doctor.lint.values import Origin, Value, cone
 
@@ -79,10 +79,9 @@ def _is_opaque(loss: Value) -> bool:
 def _scales_gradients(training: Training, loop: Frame) -> bool:
     if any(store.name == "grad" for store in training.program.stores_in(loop)):
         return True
-    calls = training.program.calls_in(
-        loop, "div_", "mul_", "_foreach_div_", "_foreach_mul_", "register_hook", "accumulate"
-    )
-    return any(calls)
+    if any(training.program.calls_in(loop, "_foreach_div_", "_foreach_mul_", "register_hook", "accumulate")):
+        return True
+    return any(of_gradients(call.receiver) for call in training.program.calls_in(loop, "div_", "mul_"))
 
 
 def _sums(backward: Backward) -> bool:

@@ -227,7 +227,7 @@ def same_order(training: Training) -> Iterator[Found]:
 )  # fmt: skip
 def not_distributed(training: Training) -> Iterator[Found]:
     """A DistributedDataParallel model is trained from a loader that was given no sampler."""
-    words = ("DistributedSampler", "split_dataset_by_node", "prepare", "distributed", "shard", "Subset", "random_split")
+    words = ("split_dataset_by_node", "prepare", "distributed", "shard", "Subset", "random_split")
     paths = training.program.paths.keys() - {"torch.distributed"}  # which divides nothing
     if any(path.rpartition(".")[2] in words for path in paths) or any(training.program.calls(*words)):
         return
@@ -238,7 +238,10 @@ def not_distributed(training: Training) -> Iterator[Found]:
             continue
         if any("rank" in v.text.lower() for v in cone([data], 100)) or _iterates(data):
             continue
+        sampled = [c.value for c in loaders(training) if {"sampler", "batch_sampler"} & set(c.value.keywords or {})]
         for loop in loops_over(training, call.value):
+            if any(_comes_from(loop.value, other) for other in sampled if loop.value is not None):
+                continue  # another branch has one
             used = {id(v) for b in training.backwards_in(loop) for v in cone(b.losses)}
             if any(
                 id(c.value) in used and training.is_a(c.value.function, Role.PARALLEL)
@@ -309,6 +312,37 @@ def begun_again(training: Training) -> Iterator[Found]:
             yield Found(call.node, f"{said(call.node)} starts from the first batch each time")
 
 
+@rule(
+    "FF179", ERROR, "all workers draw the same numbers",
+    "A worker_init_fn that sets a fixed seed gives every worker, in every epoch and on every rank, the same random "
+    "augmentations.",
+    "Leave it out: torch seeds random and numpy in each worker by itself; or seed by `torch.initial_seed() % 2**32`.",
+    """
+    + from torch.utils.data import DataLoader
+    - import numpy as np
+    - from torch.utils.data import DataLoader
+
+    - def seeded(worker):
+    -     np.random.seed(42)
+
+    - loader = DataLoader(data, num_workers=4, worker_init_fn=seeded)
+    + loader = DataLoader(data, num_workers=4)
+    """,
+)  # fmt: skip
+def seeded_alike(training: Training) -> Iterator[Found]:
+    """A function of this file that is given as worker_init_fn calls `seed` or `manual_seed` with a literal number."""
+    for call in loaders(training):
+        given = call.value.argument(9, "worker_init_fn")
+        for member in given.members() if given is not None else ():
+            body = member.definition.node if member.definition is not None else ast.Module([], [])
+            for node in ast.walk(body):
+                if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
+                    continue
+                if isinstance(node.func, ast.Attribute) and node.func.attr in ("seed", "manual_seed"):
+                    yield Found(node, f"{said(node)} is the same in every worker")
+
+
 RULES = (
     no_workers, not_pinned, not_persistent, shuffled_twice, same_order, not_distributed, gpu_in_data, begun_again,
+    seeded_alike,
 )  # fmt: skip

@@ -24,6 +24,11 @@ def optimizers_made(training: Training) -> Iterator[Call]:
             yield event
 
 
+def of_gradients(value: Value) -> bool:
+    """Whether a value is a gradient, or is called one."""
+    return any("grad" in v.text.lower() for v in cone([value], 60))
+
+
 def counted_branch(frame: Frame, loop: Frame) -> Frame | None:
     """The branch between `frame` and `loop` that is taken every n-th time only: its test has a remainder."""
     for inner in frame.up_to(loop):
@@ -118,14 +123,32 @@ def never_emptied(training: Training) -> Iterator[Found]:
     """A loop with backward pass and update, in which nothing empties gradients."""
     for update in training.updates:
         loop = training.step_loop(update.call.frame)
-        if loop is None or update.optimizer is None or empties(training, loop) or _empties_by_hand(training, loop):
+        if loop is None or update.optimizer is None or _empties_by_hand(training, loop):
+            continue
+        if _may_be_emptied(training, loop, update):
             continue
         models = [c.value.function for c in training.model_calls_in(loop)]
         if training.escapes([update.optimizer, *models], loop) or _may_empty(training, loop):
             continue
-        outer = next((f for f in loop.enclosing() if f is not loop and empties(training, f)), None)
+        outer = next((f for f in loop.enclosing() if f is not loop and _may_be_emptied(training, f, update)), None)
         what = "only outside the loop" if outer is not None and outer.kind is FrameKind.LOOP else "nowhere in the loop"
         yield Found(update.call.node, f"gradients of {said(_object(update))} are emptied {what}")
+
+
+def _may_be_emptied(training: Training, frame: Frame, update: Update) -> bool:
+    return any(not _is_of_another(training, call.receiver, update) for call in empties(training, frame))
+
+
+def _is_of_another(training: Training, receiver: Value, update: Update) -> bool:
+    """Whether both optimizers, or optimizer and model, were made in this file and share no model."""
+    assert update.optimizer is not None
+    known = [m for value in (receiver, update.optimizer) for m in value.members()]
+    if not all(m.path.startswith("torch.optim.") or training.is_a(m, Role.MODEL) for m in known):
+        return False
+    theirs, ours = (
+        {id(v) for v in cone([value]) if training.is_a(v, Role.MODEL)} for value in (receiver, update.optimizer)
+    )
+    return bool(theirs and ours) and not theirs & ours
 
 
 def _object(update: Update) -> ast.AST:
@@ -148,6 +171,8 @@ def _may_empty(training: Training, frame: Frame) -> bool:
         base = event.value.receiver
         is_own = base is not None and base.origin in (Origin.INSTANCE, Origin.PARAMETER) and base.text == "self"
         name = event.value.function.text.lower()
+        if name == "zero_grad":  # is asked about by itself
+            continue
         is_suspect = any(word in name for word in ("zero", "reset", "clear"))
         is_suspect = is_suspect or (base is not None and base.origin is Origin.INSTANCE)
         if is_suspect and not training.is_a(event.value.function, Role.MODEL | Role.CRITERION):
@@ -182,7 +207,9 @@ def emptied_too_early(training: Training) -> Iterator[Found]:
             earlier = [u for u in training.updates_in(loop) if u.optimizer is update.optimizer and u is not update]
             if any(before and before[-1].call.index < u.call.index < call.index for u in earlier):
                 continue
-            if before and not between and call.frame.is_run_before(update.call.frame, loop):
+            rounds = loop.kind is FrameKind.LOOP and update.call.frame.is_always_run_in(loop)
+            last = any(b.call.frame.is_always_run_in(loop) for b in training.backwards_in(loop))  # of the round before
+            if (before or (rounds and last)) and not between and call.frame.is_run_before(update.call.frame, loop):
                 yield Found(
                     call.node, f"{said(call.node.func)} throws away what backward made before the step reads it"
                 )

@@ -7,7 +7,7 @@ from fullframe.doctor.lint.roles import Role
 from fullframe.doctor.lint.rule import ERROR, NOTE, WARNING, Found, is_false, rule, said
 from fullframe.doctor.lint.rules.gradients import CLIPS
 from fullframe.doctor.lint.training import Training
-from fullframe.doctor.lint.values import Value, cone
+from fullframe.doctor.lint.values import Origin, Value, cone
 
 
 def _is_autocast(context: Value) -> bool:
@@ -32,6 +32,47 @@ def _never_both(a: Frame, b: Frame) -> bool:
     """Whether two frames lie in different arms of one `if`."""
     arms = {id(frame.node): frame.arm for frame in a.enclosing() if frame.kind is FrameKind.IF}
     return any(arms.get(id(f.node), f.arm) is not f.arm for f in b.enclosing() if f.kind is FrameKind.IF)
+
+
+@rule(
+    "FF140", WARNING, "float16 without loss scaling",
+    "Gradients below 6e-8 are zero in float16, and those of most activations are: what lies far from the loss learns "
+    "little or nothing, without an error.",
+    "Scale the loss by `torch.amp.GradScaler`, or use bfloat16, which has float32's range.",
+    """
+      for x, y in loader:
+          optimizer.zero_grad()
+    -     with torch.autocast("cuda", dtype=torch.float16):
+    +     with torch.autocast("cuda", dtype=torch.bfloat16):
+              loss = F.cross_entropy(model(x), y)
+          loss.backward()
+          optimizer.step()
+    """,
+)  # fmt: skip
+def never_scaled(training: Training) -> Iterator[Found]:
+    """A loss from within autocast that is told float16 goes backward plainly, and nothing in the file scales one."""
+    program = training.program
+    if any(program.calls("GradScaler", "ShardedGradScaler", "scale", "scale_loss", "unscale_")):
+        return
+    blocks = [f for f in program.frames if f.kind is FrameKind.WITH and f.value is not None and _is_half(f.value)]
+    for backward in training.backwards:
+        loop = training.step_loop(backward.call.frame)
+        if loop is None or backward.call.value.arguments:
+            continue
+        born = [v.born for v in cone(backward.losses, 200) if v.origin is Origin.CALL and training.has_graph(v)]
+        if any(block.inside(loop) and block.start <= at < block.stop for block in blocks for at in born):
+            yield Found(
+                backward.call.node, f"{said(backward.call.node.func)} is not scaled, and autocast is told float16"
+            )
+
+
+def _is_half(context: Value) -> bool:
+    given = context.keywords or {}
+    return (
+        _is_autocast(context)
+        and "enabled" not in given
+        and any(v.path in ("torch.float16", "torch.half") for v in context.inputs[1:])
+    )
 
 
 @rule(
@@ -292,6 +333,6 @@ def needless_scaler(training: Training) -> Iterator[Found]:
 
 
 RULES = (
-    inside_autocast, unscaled_twice, stepped_twice, updated_often, clipped_scaled, plain_step, never_updated,
-    half_weights, needless_scaler,
+    never_scaled, inside_autocast, unscaled_twice, stepped_twice, updated_often, clipped_scaled, plain_step,
+    never_updated, half_weights, needless_scaler,
 )  # fmt: skip

@@ -8,7 +8,7 @@ from fullframe.doctor.lint.roles import Role
 from fullframe.doctor.lint.rule import ERROR, WARNING, Found, rule, said
 from fullframe.doctor.lint.rules.data import loops_over
 from fullframe.doctor.lint.training import Training
-from fullframe.doctor.lint.values import Origin, cone
+from fullframe.doctor.lint.values import Origin, Value, cone
 
 _COLLECTIVES = frozenset({"all_reduce", "barrier", "broadcast", "all_gather", "all_gather_object",
                           "all_gather_into_tensor", "reduce", "reduce_scatter", "gather", "scatter",
@@ -16,7 +16,10 @@ _COLLECTIVES = frozenset({"all_reduce", "barrier", "broadcast", "all_gather", "a
                           "monitored_barrier"})  # fmt: skip
 _SENDS = frozenset({"all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "reduce", "gather",
                     "gather_object", "gather_for_metrics", "sync", "synchronize_between_processes", "compute",
-                    "reduce_dict"})  # fmt: skip
+                    "reduce_dict", "allreduce", "allreduce_", "allgather"})  # fmt: skip
+_METHODS = frozenset({"wait_for_everyone", "gather_for_metrics"})  # of Accelerate's Accelerator, that all ranks call
+_HOROVODS = frozenset({"allreduce", "allreduce_", "allgather", "broadcast", "broadcast_", "broadcast_parameters",
+                       "broadcast_optimizer_state", "broadcast_object", "alltoall", "barrier"})  # fmt: skip
 _RANK_WORDS = ("rank", "is_main", "is_master", "main_process", "is_world", "primary", "is_zero", "master")
 
 
@@ -57,7 +60,7 @@ def on_one_rank(call: Call) -> bool:
 )  # fmt: skip
 def not_reached(training: Training) -> Iterator[Found]:
     """A collective of the whole world in one arm of a branch that compares the rank, or behind one that returns."""
-    calls = [c for c in training.program.calls(*_COLLECTIVES) if c.value.path.startswith("torch.distributed.")]
+    calls = [c for c in training.program.calls(*_COLLECTIVES, *_METHODS, *_HOROVODS) if _is_of_all(c)]
     for call in calls:
         if "group" in "".join(map(ast.unparse, call.node.args)) or "group" in (call.value.keywords or {}):
             continue
@@ -74,6 +77,13 @@ def not_reached(training: Training) -> Iterator[Found]:
                     call.node, f"{said(call.node.func)} is reached only where {said(getattr(frame.node, 'test', None))}"
                 )
             break
+
+
+def _is_of_all(call: Call) -> bool:
+    path, name = call.value.path, call.value.function.text.rpartition(".")[2]
+    if name in _METHODS:
+        return call.value.receiver is not None and call.receiver.path.endswith("Accelerator")
+    return path.startswith("torch.distributed.") if name in _COLLECTIVES else path.startswith("horovod.")
 
 
 def _left_before(program: Program, call: Call) -> Frame | None:
@@ -98,13 +108,15 @@ def _may_send(call: Call) -> bool:
 def _compares_rank(frame: Frame) -> bool:
     """`rank == 0` and its likes, by where the value comes from or, for a parameter, by its name."""
     value = frame.value
+    if value is not None and value.origin is Origin.ATTRIBUTE and value.text == "is_main_process":
+        return value.inputs[0].path.endswith("Accelerator")
     if value is None or value.origin is not Origin.OPERATION or value.text not in ("Eq", "NotEq", "Not", "Gt"):
         return False
     if value.text != "Not" and not any(isinstance(m.constant, int) for i in value.inputs for m in i.members()):
         return False  # of a rank that has a name, more is known elsewhere
     for operand in value.inputs:
         for member in operand.members():
-            if member.path in ("torch.distributed.get_rank",):
+            if member.path in ("torch.distributed.get_rank", "horovod.torch.rank"):
                 return True
             is_named = member.origin in (Origin.PARAMETER, Origin.ATTRIBUTE, Origin.UNKNOWN)
             if is_named and member.text.lower() in ("rank", "global_rank", "world_rank"):
@@ -179,13 +191,22 @@ def no_device(training: Training) -> Iterator[Found]:
         is_bare = call.value.method == "cuda" and given is None
         if receiver is None or not training.is_a(receiver, Role.MODEL):
             continue
-        if is_bare or (given is not None and given.constant == "cuda"):
+        if is_bare or (given is not None and _is_current(given)):
             yield Found(call.node, f"{said(call.node)} is cuda:0 on every rank")
 
 
 def _uses_nccl(call: Call) -> bool:
     backend = call.value.argument(0, "backend")
-    return backend is not None and isinstance(backend.constant, str) and "nccl" in backend.constant
+    return backend is not None and any(isinstance(m.constant, str) and "nccl" in m.constant for m in backend.members())
+
+
+def _is_current(place: Value) -> bool:
+    """Whether a place is, or may be, a GPU without a number."""
+    for member in place.members():
+        of_device = member.path == "torch.device" and len(member.inputs) == 2
+        if (member.inputs[1] if of_device else member).constant == "cuda":
+            return True
+    return False
 
 
 @rule(
@@ -243,7 +264,8 @@ def not_reduced(training: Training) -> Iterator[Found]:
 )  # fmt: skip
 def saved_by_all(training: Training) -> Iterator[Found]:
     """`torch.save` to a literal path under no branch that asks the rank, where the file starts a process group."""
-    if not any(training.program.calls("init_process_group")):
+    starts = (*training.program.calls("init_process_group", "Accelerator"), *training.program.calls("init"))
+    if not any(c.value.path.startswith(("torch.distributed.", "accelerate.", "horovod.")) for c in starts):
         return
     for call in training.program.calls("save"):
         target = call.value.argument(1, "f")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fullframe.doctor.lint.program import Call
 from fullframe.doctor.lint.roles import Role
 from fullframe.doctor.lint.rule import ERROR, NOTE, Found, is_true, rule, said
-from fullframe.doctor.lint.rules.gradients import accumulation, optimizers_made
+from fullframe.doctor.lint.rules.gradients import accumulation, of_gradients, optimizers_made
 from fullframe.doctor.lint.training import Training
 from fullframe.doctor.lint.values import Origin, cone
 
@@ -52,7 +52,8 @@ def past_wrapper(training: Training) -> Iterator[Found]:
     for event in training.program.events:
         if not isinstance(event, Call) or id(event.value) not in used or event.value.method != "module":
             continue
-        if training.is_a(event.receiver, Role.PARALLEL) and not any(training.program.calls("all_reduce")):
+        sums = any(of_gradients(a) for call in training.program.calls("all_reduce") for a in call.value.arguments)
+        if training.is_a(event.receiver, Role.PARALLEL) and not sums:
             yield Found(event.node, f"{said(event.node.func)} goes past DistributedDataParallel")
 
 
