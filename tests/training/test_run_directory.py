@@ -2,9 +2,13 @@
 
 import json
 import math
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import fullframe as ff
 from fullframe.errors import RunError
@@ -17,6 +21,7 @@ from fullframe.training.run_directory import (
     strategy_of_restart,
     write_strategy,
 )
+from tests.training import tiny
 
 
 def test_records_are_lines_of_json_and_only_one_rank_writes(tmp_path: Path) -> None:
@@ -36,6 +41,15 @@ def test_what_cannot_be_written_is_left_to_be_agreed_on(tmp_path: Path) -> None:
     first = run.trouble
     run.log("again")
     assert run.trouble == first
+
+
+def test_a_directory_that_is_removed_under_way_is_said_to_be_gone(tmp_path: Path) -> None:
+    def removing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        return tiny.loss(model, batch)
+
+    with pytest.raises(RunError, match=r"No such file or directory; the run directory is gone; put it back"):
+        ff.fit(tiny.recipe(loss=removing), ff.Strategy(), tmp_path / "run", steps=4)
 
 
 def test_later_steps_and_a_broken_line_are_forgotten(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 A launcher looks into it before any rank starts, so that this module loads no torch.
 """
 
+import errno
 import json
 import math
 import os
@@ -75,7 +76,10 @@ class RunDirectory:
             with open(path, "a") as file:
                 file.write(line + "\n")
         except OSError as error:
-            self.trouble = f"cannot write {path}: {error.strerror}; make room, then go on with --resume"
+            remedy = "make room, then go on with --resume"
+            if error.errno == errno.ENOENT:
+                remedy = "the run directory is gone; put it back and go on with --resume, or begin anew"
+            self.trouble = f"cannot write {path}: {error.strerror}; {remedy}"
 
     def forget_after(self, step: int) -> None:
         """Drop the metrics of later steps, which a resumed run will do again, and a line that a crash cut off."""

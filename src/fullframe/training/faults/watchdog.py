@@ -74,8 +74,8 @@ class Watchdog:
         self._ended.set()
         thread.join()
         faulthandler.cancel_dump_traceback_later()
-        if not os.path.getsize(stuck.name):
-            os.unlink(stuck.name)
+        if not os.fstat(stuck.fileno()).st_size:
+            Path(stuck.name).unlink(missing_ok=True)  # the run's directory may be gone
 
     def _watch(self, stuck: TextIO) -> None:
         answered, rang = _changed(self._folder / "alarm"), self._since
