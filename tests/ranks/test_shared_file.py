@@ -22,6 +22,25 @@ def test_what_one_writes_another_reads() -> None:
     assert other[100:104] == b"here"
 
 
+KILLED = """
+import os
+from fullframe.ranks.shared_file import reserve
+print(reserve(4096), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(not can_share_memory(), reason="only on x86-64 with /dev/shm")
+def test_what_a_killed_process_has_left_is_removed_and_no_other() -> None:
+    mine = reserve(4096)
+    left = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True).stdout.strip()
+    assert mine is not None and Path(mine).exists() and Path(left).exists()
+    other = reserve(4096)
+    assert other is not None and not Path(left).exists() and Path(mine).exists()
+    for name in (mine, other):
+        os.unlink(name)
+
+
 def test_a_full_shared_memory_is_noticed_before_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(descriptor: int, start: int, size: int) -> None:
         raise OSError(28, "No space left on device")

@@ -3,6 +3,7 @@
 What one writes another sees in the order of the program on x86-64 alone: Python has no memory fence.
 """
 
+import contextlib
 import mmap
 import os
 import platform
@@ -19,8 +20,9 @@ def can_share_memory() -> bool:
 
 def reserve(size: int) -> str | None:
     """A new file with room for everything: to write beyond a full /dev/shm would kill the process. None: no room."""
+    _remove_those_of_the_dead()
     try:
-        descriptor, name = tempfile.mkstemp(prefix="fullframe-", dir=_FOLDER)
+        descriptor, name = tempfile.mkstemp(prefix=f"{_family()}{os.getpid()}-{life_of(os.getpid())}-", dir=_FOLDER)
     except OSError:
         return None
     try:
@@ -31,6 +33,21 @@ def reserve(size: int) -> str | None:
     finally:
         os.close(descriptor)
     return name
+
+
+def _family() -> str:
+    """How names of files begin whose makers' numbers mean the same processes as here; containers may share a folder."""
+    return f"fullframe-{os.stat('/proc/self/ns/pid').st_ino}-"
+
+
+def _remove_those_of_the_dead() -> None:
+    """Files whose maker was killed before all had mapped them: they hold their memory until the machine starts anew."""
+    family = _family()
+    for path in _FOLDER.glob(f"{family}*-*-*"):
+        pid, life, _ = path.name.removeprefix(family).split("-", 2)
+        if pid.isdecimal() and life_of(int(pid)) != life:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def mapped(name: str, size: int) -> mmap.mmap | None:
