@@ -318,14 +318,10 @@ def begun_again(training: Training) -> Iterator[Found]:
     "augmentations.",
     "Leave it out: torch seeds random and numpy in each worker by itself; or seed by `torch.initial_seed() % 2**32`.",
     """
-    + from torch.utils.data import DataLoader
     - import numpy as np
-    - from torch.utils.data import DataLoader
+      from torch.utils.data import DataLoader
 
-    - def seeded(worker):
-    -     np.random.seed(42)
-
-    - loader = DataLoader(data, num_workers=4, worker_init_fn=seeded)
+    - loader = DataLoader(data, num_workers=4, worker_init_fn=lambda worker: np.random.seed(42))
     + loader = DataLoader(data, num_workers=4)
     """,
 )  # fmt: skip
