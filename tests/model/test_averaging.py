@@ -218,3 +218,30 @@ def test_what_only_parts_of_a_model_have_shown_is_refused_where_ranks_differ() -
         assert values.startswith("mask.weight, mask.bias, head.weight, head.bias: trained only since")
         assert "each rank has drawn its own values" in values
         assert "their hooks have seen one rank's gradients" in hooks and "each rank has its own gradients" in gradients
+
+
+def _cast_with_gradients(width: int | None) -> list[Tensor]:
+    """Gradients of two passes, between which DDP is made anew, and the model cast there and back with the first's."""
+    torch.manual_seed(0)
+    net = Net().double()
+    on = None if width is None else mesh(1, width)
+    model = net if on is None else ff.parallelize(net, on)
+    net.head.requires_grad_(False)
+    for step in range(2):
+        images = torch.randn(4, 2, 9, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        if on is not None:
+            images = ff.shard(images.chunk(on.size(0))[on.get_local_rank("data")], on)
+        mask, scores = model(images)
+        (mask.sin().mean() + scores.square().mean()).backward()
+        net.head.requires_grad_(True)
+        model.train()
+        model.float()
+        model.double()
+    return [parameter.grad for parameter in net.parameters()]  # type: ignore[misc]
+
+
+def test_gradients_that_are_cast_with_the_model_are_added_to() -> None:
+    expected = _cast_with_gradients(None)
+    for width in (1, 2):
+        for found in rank_group(4).run(_cast_with_gradients, width):
+            assert max(map(relative, expected, found)) < 1e-6, width
