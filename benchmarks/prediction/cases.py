@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from benchmarks.networks import UNet, UNet3D, convnext_tiny, resnet50
+from benchmarks.prediction import detector
 from benchmarks.spatial_memory.models import nine_layers
 from fullframe.recipe import Recipe, load_recipe
 from fullframe.strategy import Strategy
@@ -99,12 +100,17 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def _recipe(
     model: Callable[[], nn.Module],
-    loss: Callable[..., Tensor],
+    loss: Callable[..., Tensor | tuple[Tensor, Tensor]],
     batch_size: int,
     size: tuple[int, ...],
     optimizer: Callable[..., torch.optim.Optimizer] = adamw,
 ) -> Recipe:
     return Recipe(model=model, loss=loss, optimizer=optimizer, data=lambda: Frames(*size), batch_size=batch_size)
+
+
+def _detector() -> Recipe:
+    trained = _recipe(detector.Detector, detector.loss, 2, (384, 512))
+    return replace(trained, data=lambda: detector.Boxes(384, 512), collate=detector.collate, cut=detector.cut)
 
 
 def _evaluated(model: Callable[[], nn.Module], crop: tuple[int, ...], frame: tuple[int, ...]) -> Recipe:
@@ -124,6 +130,7 @@ _RECIPES: dict[str, Callable[[], Recipe]] = {
     "3-D UNet": lambda: _recipe(UNet3D, segmentation, 1, (48, 64, 64)),
     "unrolled": lambda: _recipe(Iterations, square, 2, (256, 384)),
     "stereo network": lambda: replace(load_recipe(STEREO), evaluate=None, evaluation_data=None),
+    "detector": _detector,
     "UNet, evaluated": lambda: _evaluated(UNet, (96, 128), (768, 1024)),
     "3-D UNet, evaluated": lambda: _evaluated(UNet3D, (16, 32, 32), (64, 96, 96)),
 }
@@ -212,4 +219,9 @@ CASES = [
     Case("UNet, evaluated", Strategy(data=2, shard_parameters=True)),
     Case("3-D UNet, evaluated", Strategy()),
     Case("3-D UNet, evaluated", Strategy(depth=2)),
+    Case("detector", Strategy()),
+    Case("detector", Strategy(width=2)),
+    Case("detector", Strategy(microbatches=2)),
+    Case("detector", Strategy(height=2, precision="bf16")),
+    Case("detector", Strategy(data=2, recompute="blocks")),
 ]
