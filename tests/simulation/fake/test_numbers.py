@@ -112,7 +112,8 @@ class Grid(nn.Module):
         return above + self.lift(x).mean((2, 3), keepdim=True)
 
 
-def test_a_model_reads_its_buffers_and_a_loss_the_labels_of_the_first_sample() -> None:
+@pytest.mark.parametrize("strategy", [ff.Strategy(), ff.Strategy(width=2), ff.Strategy(data=2)])
+def test_a_model_reads_its_buffers_and_a_loss_the_labels_of_the_first_sample(strategy: ff.Strategy) -> None:
     counts = list[int]()
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -128,7 +129,7 @@ def test_a_model_reads_its_buffers_and_a_loss_the_labels_of_the_first_sample() -
         data=lambda: [sample],  # type: ignore[arg-type,return-value]
         batch_size=2,
     )
-    prediction = simulate(recipe, ff.Strategy(), "1xA100-80GB")
-    assert prediction.peak_bytes and counts[0] == 4
+    prediction = simulate(recipe, strategy, "2xA100-80GB")
+    assert prediction.peak_bytes and counts[0] == 4 // strategy.data
     assert not any("numbers" in note for note in prediction.notes)
     assert (made.size.device.type, sample["boxes"].tolist()) == ("cpu", [1, 1, 5])

@@ -71,6 +71,8 @@ def follow(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], numbers: tuple[list[Any], dict[str, Any]] | None, out: Any
 ) -> None:
     """After an op that gave `out`: what is known of that, and of what the op has written to."""
+    if func is torch.ops.c10d.broadcast_.default:
+        return  # the first rank, too, knows what this one does
     if _writes_unsaid(func):
         _forget([args, kwargs])
     elif written := written_by(func):
