@@ -143,7 +143,7 @@ def _module_tree(module: str) -> dict[str, ast.AST]:
 def raised(public: Public) -> set[str]:
     """The errors that the bodies raise, or functions and methods of the same file that they call."""
     found: set[str] = set()
-    for body in public.bodies:
+    for body in map(inspect.unwrap, public.bodies):
         if not inspect.isfunction(body) or body.__code__.co_filename == "<string>":  # of a dataclass
             continue
         tree = _module_tree(body.__module__)

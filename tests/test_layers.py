@@ -9,7 +9,7 @@
     3  model
     2  spatial
     1  ranks  strategy  recipe  data
-    0  geometry  processes  technique
+    0  geometry  processes  technique  arguments
        errors  wording, for all
 
 A module imports from its own folder and from lower numbers; never from a higher one, never from another folder of the
@@ -30,6 +30,7 @@ PACKAGE = "fullframe"
 LAYERS = {
     "errors": -1,
     "wording": -1,
+    "arguments": 0,
     "geometry": 0,
     "processes": 0,
     "technique": 0,
@@ -52,7 +53,7 @@ LAYERS = {
     "__main__": 10,
 }
 TORCH = {"torch", "torchvision"}
-NEVER_TORCH = {"geometry", "errors", "wording"}  # not even inside a function
+NEVER_TORCH = {"geometry", "errors", "wording", "arguments"}  # not even inside a function
 TORCH_ONLY_IN_FUNCTIONS = {"cli", "launching", "processes", "strategy", "technique", "recipe", "__init__", "__main__"}
 
 

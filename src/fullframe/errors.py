@@ -1,6 +1,7 @@
 """The exceptions a user can meet.
 
 FullframeError
+├── ArgumentError     a function was called with what it does not take, or without what it needs
 ├── MeshError         the mesh does not fit the ranks that are there
 ├── ShapeError        a size, a boundary or an agreement between ranks does not hold
 ├── DivergenceError   the ranks of a replica do not run the same program any more
@@ -19,6 +20,10 @@ FullframeError
 
 class FullframeError(Exception):
     """Anything fullframe refuses to do; the message says what, with values, and the remedy."""
+
+
+class ArgumentError(FullframeError, TypeError, ValueError):
+    """A function was called with what it does not take, or without what it needs."""
 
 
 class MeshError(FullframeError, ValueError):

@@ -15,7 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from fullframe.arguments import checked
 from fullframe.errors import RecipeError, require_count
+from fullframe.wording import described
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,6 +42,23 @@ class Parameters:
         return iter(self._named)
 
 
+_FORMS = {  # of the recipe's functions: what they are called with, and what they give
+    "model": ("", "nn.Module"),
+    "loss": ("model, batch", "scalar"),
+    "optimizer": ("parameters", "Optimizer"),
+    "data": ("", "Dataset"),
+    "schedule": ("step", "number"),
+    "sample": ("", "sample"),
+    "collate": ("samples", "batch"),
+    "cut": ("batch, count", "batches"),
+    "evaluation_data": ("", "Dataset"),
+    "evaluate": ("model, batch", "{name: (sum, count)}"),
+    "finish": ("model, run_dir", "None"),
+}
+_ALWAYS = ("model", "loss", "optimizer", "data", "schedule")
+
+
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What to train. Every callable is called on every rank.
@@ -99,13 +118,10 @@ class Recipe:
     finish: Callable[[nn.Module, Path], None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss", "optimizer", "data", "schedule"):
-            _require_callable(name, getattr(self, name))
-        for name, form in (("model", "() -> nn.Module"), ("loss", "(model, batch) -> scalar")):
-            _require_no_module(name, form, getattr(self, name))
-        for name in ("sample", "collate", "cut", "evaluation_data", "evaluate", "finish"):
-            if getattr(self, name) is not None:
-                _require_callable(name, getattr(self, name))
+        for name, (takes, gives) in _FORMS.items():
+            value = getattr(self, name)
+            if value is not None or name in _ALWAYS:
+                _require_form(name, takes, gives, value)
         if self.unsupported not in ("error", "gather"):
             raise RecipeError(f"recipe.unsupported must be 'error' or 'gather', got {self.unsupported!r}")
         if (self.evaluate is None) != (self.evaluation_data is None):
@@ -119,8 +135,13 @@ class Recipe:
             require_count(RecipeError, f"recipe.{name}", getattr(self, name), least=0)
 
     def training_model(self) -> nn.Module:
-        """What `model` gives, in training mode, where the whole of it came in eval mode; that is said."""
+        """What `model` gives, in training mode, where the whole of it came in eval mode; that is said.
+
+        Raises RecipeError where it gives no module.
+        """
         model = self.model()
+        if not hasattr(model, "named_parameters") or isinstance(model, type):
+            raise RecipeError(f"recipe.model() must return an nn.Module, got {described(model)}")
         if not getattr(model, "training", True):
             warnings.warn(
                 "recipe.model() gives a model in eval mode, as from_pretrained does; it is trained in training mode. "
@@ -241,15 +262,21 @@ def _where(path: Path, error: Exception) -> str:
     return f"{path}, line {line} ({text.strip()})" if text else f"{path}, line {line}"
 
 
-def _require_callable(name: str, value: object) -> None:
+def _require_form(name: str, takes: str, gives: str, value: object) -> None:
+    """Raises RecipeError unless `value` can be called with as many arguments as `takes` has."""
+    form = f"({takes}) -> {gives}"
     if not callable(value):
-        raise RecipeError(f"recipe.{name} must be a function, got {value!r}")
-
-
-def _require_no_module(name: str, form: str, value: object) -> None:
-    """A module can be called, but not as `form` says; one that is no part of torch may know what it does."""
+        raise RecipeError(f"recipe.{name} must be a function, got {described(value)}; its form is {form}")
+    # A module can be called, but not so; one that is no part of torch may know what it does.
     is_module = hasattr(value, "named_parameters") and not isinstance(value, type)
-    if is_module and (name == "model" or type(value).__module__.startswith("torch.nn.")):
+    if is_module and (name == "model" or (name == "loss" and type(value).__module__.startswith("torch.nn."))):
         raise RecipeError(
             f"recipe.{name} must be a function {form}, got the module {type(value).__name__}; use a lambda"
         )
+    try:
+        inspect.signature(value).bind(*filter(None, takes.split(", ")))
+    except TypeError as error:
+        what = getattr(value, "__name__", type(value).__name__)
+        raise RecipeError(f"recipe.{name} is called as {what}({takes}), and it does not take that: {error}") from None
+    except ValueError:  # it does not say what it takes
+        pass

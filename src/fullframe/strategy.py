@@ -9,14 +9,17 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from operator import attrgetter
 from typing import get_args
 
+from fullframe.arguments import checked
 from fullframe.errors import StrategyError, require_count
 from fullframe.technique import Compile, OptimizerName, Precision, Recompute, Rough, Technique
 from fullframe.wording import amount, plural
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How one batch is spread and what is done to fit it. The update is that of the whole batch for any of these, but
@@ -82,9 +85,9 @@ class Strategy:
             ):
                 choices = ", ".join(map(repr, values))
                 raise StrategyError(f"strategy.{technique.name} must be one of {choices}, got {value!r}")
-        object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))  # JSON has lists only
-        if isinstance(self.compile, list):
-            object.__setattr__(self, "compile", tuple(self.compile))
+        vars(self).update({n: tuple(v) for n, v in vars(self).items() if isinstance(v, list)})  # JSON has lists only
+        for name, kind in {"recompute_modules": tuple, "clip_norm": Real, "ema_decay": Real}.items():
+            _require(isinstance(vars(self)[name], (kind, type(None))), f"{name} must be a {kind.__name__}")
         for technique in TECHNIQUES:
             technique.check(self)
         for technique in TECHNIQUES:
@@ -116,7 +119,7 @@ class Strategy:
         """The strategy whose `text` `to_json` wrote; raises StrategyError on broken JSON or an unknown field."""
         try:
             fields = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, TypeError) as error:
             raise StrategyError(f"the strategy is not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise StrategyError(f"the strategy must be one JSON object, got {type(fields).__name__}")

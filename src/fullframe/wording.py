@@ -1,8 +1,10 @@
 """Counts, amounts, lists of names and errors in sentences, and their beginning."""
 
 from collections.abc import Collection, Iterable
+from types import FunctionType
 
 GIB, MIB = 2**30, 2**20
+SHOWN = (int, float, str, bool, type(None))  # whose values are short enough for a sentence
 
 
 def amount(bytes: float) -> str:
@@ -46,3 +48,19 @@ def capital(sentence: str) -> str:
 def first_line(error: BaseException) -> str:
     """What an error says, to go on with in a sentence: its first line without a full stop, or its class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def described(value: object) -> str:
+    """What was given in place of something else: 'the class Conv2d', "'4'", 'a Tensor of shape (3, 4)'."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, FunctionType):
+        return f"the function {value.__name__}"
+    shape = getattr(value, "shape", None)
+    of_shape = f" of shape {tuple(shape)}" if isinstance(shape, tuple) else ""
+    return repr(value) if isinstance(value, SHOWN) else indefinite(type(value).__name__) + of_shape
+
+
+def indefinite(noun: str) -> str:
+    """'a Tensor', 'an ndarray'."""
+    return f"{'an' if noun[:1] in 'aeiouAEIO' or noun.startswith('nd') else 'a'} {noun}"

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_iter
 
-from fullframe.errors import CheckpointError, GradientError, MeshError, ShapeError, StrategyError
+from fullframe.arguments import checked
+from fullframe.errors import ArgumentError, CheckpointError, GradientError, MeshError, ShapeError, StrategyError
 from fullframe.model.averaging import Averaging, leave_shares
 from fullframe.model.buffers import require_whole_buffers, share_buffers
 from fullframe.model.compiled.blocks import CompiledBlocks, compiled_blocks
@@ -38,6 +39,7 @@ from fullframe.spatial.tensor import leave_own_frames, left_whole, warn_of_dynam
 from fullframe.strategy import Strategy
 
 
+@checked
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -61,7 +63,7 @@ def parallelize(
     blocks, the modules of these names (fnmatch patterns), or with "all" the whole of it as one program, run compiled
     (experimental). `data_parallel` is called in the place of DistributedDataParallel, with its arguments.
 
-    Raises ValueError for options that contradict each other, MeshError for a model that is wrapped already or a mesh
+    Raises ArgumentError for options that contradict each other, MeshError for a model that is wrapped already or a mesh
     that `init_mesh` did not make, ShapeError for lazy parameters, and on all ranks where they have different models.
     """
     _require_one_way(unsupported, shard_parameters, average_gradients, compile)
@@ -352,13 +354,11 @@ class ParallelModel(nn.Module):
 def _require_one_way(
     unsupported: str, shard_parameters: bool, average_gradients: bool, compile: bool | str | Sequence[str]
 ) -> None:
-    """Raises ValueError for options of `parallelize` that contradict each other."""
-    if unsupported not in ("error", "gather"):
-        raise ValueError(f"unsupported must be 'error' or 'gather', got {unsupported!r}")
+    """Raises ArgumentError for options of `parallelize` that contradict each other."""
     if shard_parameters and not average_gradients:
-        raise ValueError("shard_parameters averages gradients; leave out average_gradients=False")
+        raise ArgumentError("shard_parameters averages gradients; leave out average_gradients=False")
     if shard_parameters and compile == "all":
-        raise ValueError(
+        raise ArgumentError(
             'compile="all" makes one program, inside which sharded parameters cannot be gathered block by block; use '
             "compile=True, or leave out shard_parameters"
         )

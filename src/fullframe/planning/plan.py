@@ -4,13 +4,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
-from fullframe.errors import RecipeError, StrategyError
+from fullframe.arguments import checked
+from fullframe.errors import ArgumentError, RecipeError, StrategyError, require_count
 from fullframe.model.blocks import blocks_that_repeat
 from fullframe.planning.candidates import Frame, Job, precisions_of
 from fullframe.planning.plans import Plans
@@ -78,6 +80,7 @@ class PlanRequest:
         return replace(cluster, device=replace(cluster.device, memory_bytes=self.memory_limit_bytes))
 
 
+@checked
 def plan(
     recipe: Recipe,
     devices: str | Cluster,
@@ -100,9 +103,12 @@ def plan(
     seconds:            a simulation that is not done by then is given up; the reason of what may fit and was not tried
                         says so
 
-    Raises DeviceError for an unknown device, RecipeError for a recipe without a frame, StrategyError for a precision
-    that the device does not have; what the first simulation of the recipe's own model raises.
+    Raises ArgumentError for a limit below one byte, DeviceError for an unknown device, RecipeError for a recipe without
+    a frame, StrategyError for a precision that the device does not have; what the first simulation of the recipe's own
+    model raises.
     """
+    if memory_limit_bytes is not None:
+        require_count(ArgumentError, "memory_limit_bytes", memory_limit_bytes)
     request = PlanRequest(
         recipe=recipe,
         devices=devices,
@@ -163,6 +169,8 @@ def _read_once(recipe: Recipe) -> Recipe:
 def _job(recipe: Recipe, cluster: Cluster, request: PlanRequest) -> Job:
     slices, rows, columns = _frame(recipe)
     device, precisions = cluster.device, request.precisions
+    if unknown := [name for name in precisions or () if name not in get_args(Precision)]:
+        raise StrategyError(f"there is no precision {unknown[0]!r}; there are {', '.join(get_args(Precision))}")
     if "bf16" in (precisions or ()) and not device.has_bf16:
         raise StrategyError(f"{device.name} has no bf16; use fp16, which scales the loss")
     if "tf32" in (precisions or ()) and "tf32" not in device.matmul_flops_per_second:

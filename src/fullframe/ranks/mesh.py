@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullframe.arguments import checked
 from fullframe.errors import MeshError
 from fullframe.processes.place import launched_place, restarts
 from fullframe.ranks import device
@@ -171,6 +172,7 @@ def axes_in(name: str) -> tuple[str, ...]:
     return tuple(name.split(_AND))
 
 
+@checked
 def init_mesh(
     height: int = 1, width: int = 1, *, depth: int = 1, stages: int = 1, timeout_seconds: float = 600.0
 ) -> DeviceMesh:
@@ -240,7 +242,7 @@ def _compare_hashing(ranks: torch.Tensor) -> None:
             "the ranks hash strings differently, so a loop over a set of names (`a.keys() & b.keys()`, `set(losses)`) "
             "has another order on each, and what it adds up or sends is mixed up; set PYTHONHASHSEED=0 for all ranks "
             "(PYTHONHASHSEED=0 torchrun ...), or sort such sets",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -18,6 +18,7 @@ from torch.utils import _foreach_utils as foreach
 from torch.utils._pytree import tree_iter
 from torch.utils.data import default_collate
 
+from fullframe.arguments import checked
 from fullframe.errors import FullframeError, RecipeError, StrategyError
 from fullframe.model.parallelize import ParallelModel
 from fullframe.ranks.mesh import STAGE, has_stages, init_mesh, spatial_of, stage_axis
@@ -59,6 +60,7 @@ class ReadsNumbers(RecipeError):
     """What a step does depends on numbers in tensors, which no simulation of it has."""
 
 
+@checked
 def simulate(
     recipe: Recipe,
     strategy: Strategy,

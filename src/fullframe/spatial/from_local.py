@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullframe.arguments import checked_but, fits
 from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement, Placements, local_shape
@@ -21,11 +22,13 @@ from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split ten
 from fullframe.spatial.shard import MOST_DIMS, even_spec, fingerprint, image_dims, shard
 from fullframe.spatial.spec import Spec, spec_of, strides_of
 from fullframe.spatial.tensor import SpatialTensor, left_whole, wrap
+from fullframe.wording import described
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _FORMATS = [torch.contiguous_format, torch.channels_last, torch.channels_last_3d]
 
 
+@checked_but("local", "like", "placements")
 def from_local(
     local: Tensor, mesh: DeviceMesh, *, like: Tensor | None = None, placements: Mapping[str, int] | None = None
 ) -> Tensor:
@@ -78,9 +81,13 @@ def _problem(local: object, spatial: Spatial, like: Tensor | None, placements: M
     if local.dim() > MOST_DIMS:
         return f"a part has at most {MOST_DIMS} dims, got shape {tuple(local.shape)}"
     if like is not None:
+        if not isinstance(like, Tensor):
+            return f"like is a split tensor, got {described(like)}"
         return "" if like.dim() == local.dim() else f"like has {like.dim()} dims, the part {local.dim()}"
     names = [axis.name for axis in spatial.axes]
     dims = image_dims(spatial) if placements is None else placements
+    if not fits(dims, Mapping) or not all(fits(dim, int) for dim in dims.values()):
+        return f'placements says by mesh axis which dim it cuts, as in {{"width": 3}}, got {dims!r}'
     unknown = [name for name in dims if name not in names]
     if unknown:
         return f"placements names {unknown}; the mesh axes that cut are {names}"
@@ -187,6 +194,7 @@ def _in_order(sizes: list[list[int]], spatial: Spatial, dims: dict[str, int]) ->
     return shape, tuple(cuts)
 
 
+@checked_but("full", "src")
 def scatter(full: Tensor | None, mesh: DeviceMesh, *, src: int = 0) -> Tensor:
     """`shard` of a tensor (..., H, W) that one rank of each replica has: each other rank is sent its part alone.
 

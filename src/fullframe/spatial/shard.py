@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullframe.arguments import checked
 from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
@@ -23,6 +24,7 @@ MOST_DIMS = 8
 _LOOKED_AT = 12  # rows, or a little more, of each dim
 
 
+@checked
 def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTensor:
     """This rank's part of `full`, whose last two dims are H and W, and the one before D on a mesh with depth.
 

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fullframe.errors import UnsupportedOp
+from fullframe.errors import ArgumentError, UnsupportedOp
 from fullframe.geometry.placement import Placements
 from fullframe.ranks.channel import announce
 from fullframe.spatial.gradients import see_leaf
@@ -46,6 +46,9 @@ class SpatialTensor(Tensor):
     _local: Tensor
     spec: Spec  # what all ranks know of it
     _view: View | None  # set where memory that torch would share is not shared
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "SpatialTensor":
+        raise ArgumentError("a SpatialTensor is not made by its class, but by ff.shard, ff.scatter or ff.from_local")
 
     @classmethod
     def __torch_function__(

@@ -1,6 +1,7 @@
 """The optimizer a strategy asks for: the recipe's own, or a leaner one in its place."""
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
-from fullframe.errors import StrategyError
+from fullframe.errors import RecipeError, StrategyError
 from fullframe.model.fsdp import is_sharded
 from fullframe.model.parallelize import ParallelModel
 from fullframe.recipe import Parameters
@@ -16,6 +17,7 @@ from fullframe.strategy import Strategy
 from fullframe.technique import OptimizerName
 from fullframe.techniques.evaluation_point import has_evaluation_point, to_training_point
 from fullframe.techniques.zero import shard_state, trainable
+from fullframe.wording import described
 
 _MOMENTUM = 0.9  # of "sgd" in the place of an optimizer that has none
 
@@ -29,6 +31,8 @@ def build_optimizer(make: Callable[[Parameters], Optimizer], model: nn.Module, s
     Raises StrategyError when the optimizer is not installed or cannot update what is sharded.
     """
     optimizer = make(Parameters((model.module if isinstance(model, ParallelModel) else model).named_parameters()))
+    if not hasattr(optimizer, "param_groups"):
+        raise RecipeError(f"recipe.optimizer(parameters) must return an Optimizer, got {described(optimizer)}")
     if strategy.optimizer != "recipe":
         optimizer = _replaced(optimizer, strategy.optimizer)
     if isinstance(optimizer, Adafactor) and any(map(is_sharded, trainable(optimizer))):
@@ -48,7 +52,16 @@ def build_optimizer(make: Callable[[Parameters], Optimizer], model: nn.Module, s
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float | Tensor) -> None:
-    """Set every group's learning rate to `factor`, which may be a tensor, times the one it began with."""
+    """Set every group's learning rate to `factor`, which may be a tensor, times the one it began with.
+
+    Raises RecipeError where that is no finite number.
+    """
+    try:
+        finite = math.isfinite(factor)
+    except (TypeError, ValueError, RuntimeError):
+        finite = False
+    if not finite:
+        raise RecipeError(f"recipe.schedule(step) must return a finite number, got {factor!r}")
     for group in optimizer.param_groups:  # all of them first, for groups may share a tensor
         group.setdefault("initial_lr", float(group["lr"]))
     for group in optimizer.param_groups:

@@ -32,6 +32,7 @@ from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.precision import computing
 from fullframe.training.loading.delivery import mesh_device
 from fullframe.training.loading.loader import evaluation_batches, require_indexed
+from fullframe.wording import described
 
 NEEDS_LESS = (
     "An evaluation takes one sample at a time: give recipe.evaluation_data smaller frames, measure without whole maps "
@@ -125,6 +126,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise RecipeError(f"evaluate() gives {described(value)} in (sum, count) of {name!r}; give numbers") from None
+
+
 class _Found(NamedTuple):
     """What one rank measured under one name."""
 
@@ -143,6 +151,8 @@ class _Tally:
 
     def add(self, measured: Mapping[str, Any]) -> None:
         """Take in what `recipe.evaluate` returned for one batch."""
+        if not isinstance(measured, Mapping):
+            raise RecipeError(f"evaluate() must return a dict {{name: (sum, count)}}, got {type(measured).__name__}")
         for name, value in measured.items():
             part = isinstance(value, OfPart)
             value = value.value if isinstance(value, OfPart) else value
@@ -152,7 +162,7 @@ class _Tally:
                 self._metrics.setdefault(name, {})[id(value)] = value
             elif isinstance(value, tuple) and len(value) == 2:
                 total, count = self._sums.get(name, (0.0, 0.0))
-                self._sums[name] = (total + float(value[0]), count + float(value[1]))
+                self._sums[name] = (total + _number(name, value[0]), count + _number(name, value[1]))
             else:
                 raise RecipeError(
                     f"evaluate() must give (sum, count) or a torchmetrics Metric for {name!r}, "

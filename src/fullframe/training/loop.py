@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullframe.errors import RecipeError, RunError, require_count
+from fullframe.arguments import checked
+from fullframe.errors import ArgumentError, RecipeError, RunError, require_count
 from fullframe.model.fsdp import is_sharded, whole_value
 from fullframe.processes.exit_reasons import restart_reason
 from fullframe.ranks import device
@@ -31,6 +32,7 @@ from fullframe.wording import plural
 Record = Mapping[str, Any]  # one step: step, loss, grad_norm, skipped, step_seconds, and what evaluate() measured
 
 
+@checked
 def fit(
     recipe: Recipe,
     strategy: Strategy,
@@ -67,13 +69,13 @@ def fit(
     about:            what run.json is to say beside what is known here, e.g. {"recipe": path}
 
     Asked to stop by SIGTERM, SIGUSR1 or Ctrl-C, it writes a checkpoint after the step and raises `Stopped`, a
-    SystemExit. Raises MeshError, StrategyError, RecipeError, RunError or CheckpointError, on all ranks.
+    SystemExit. Raises ArgumentError, MeshError, StrategyError, RecipeError, RunError or CheckpointError, on all ranks.
     """
     steps = recipe.steps if steps is None else steps
-    every = {"checkpoint_every": checkpoint_every, "check_every": check_every, "max_skipped": max_skipped}
+    every = _counts(steps=steps, checkpoint_every=checkpoint_every, check_every=check_every, max_skipped=max_skipped)
     start_process_group(_group_timeout(hang_timeout))
     about = {**facts(device=device.name(), world_size=dist.get_world_size(), steps=steps), **(about or {})}
-    reason = _met(recipe, strategy, {"steps": steps, "resume": resume, "patience": patience, **every}, about)
+    reason = _met(recipe, strategy, {"resume": resume, "patience": patience, **every}, about)
     mesh = _mesh(strategy, hang_timeout)
     if reason:
         resume, strategy = "auto", strategy_of_restart(Path(run_dir), strategy, recipe.batch_size)
@@ -91,6 +93,13 @@ def fit(
         to_evaluation_point(session.state.optimizer)
         plain = _finished(recipe, session.state.model, strategy, directory.path)
     return plain
+
+
+def _counts(**numbers: int) -> dict[str, int]:
+    """The numbers by name; raises ArgumentError where one is no whole number, or less than 0."""
+    for name, value in numbers.items():
+        require_count(ArgumentError, name, value, least=0)
+    return numbers
 
 
 def _met(recipe: Recipe, strategy: Strategy, options: Mapping[str, Any], about: Mapping[str, Any]) -> str:
@@ -204,6 +213,8 @@ def _mesh(strategy: Strategy, hang_timeout: float) -> DeviceMesh:
 
 def _group_timeout(hang_timeout: float) -> float:
     """How long a rank waits in the process group: for one that gets on, and until after the watch on hangs."""
+    if not hang_timeout >= 0:
+        raise ArgumentError(f"hang_timeout must be seconds >= 0, got {hang_timeout}")
     return max(1800.0, 2 * hang_timeout) if hang_timeout else 24 * 3600.0
 
 

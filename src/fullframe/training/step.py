@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullframe.arguments import checked
 from fullframe.errors import GradientError, RecipeError, StrategyError
 from fullframe.model.buffers import KeptBuffers
 from fullframe.model.compiled.blocks import compiled_blocks
@@ -54,6 +56,7 @@ class StepRecord:
     hands: int = 0  # ranks that raised theirs
 
 
+@checked
 class TrainStep:
     """`record = step(batch)`: one update from this rank's batch, split over `strategy.microbatches` slices.
 
@@ -339,8 +342,12 @@ def sum_and_count(output: Any) -> tuple[Tensor, Tensor]:
         if isinstance(value, Mapping):
             remedy = f"return one of {', '.join(map(str, value))}"
         elif isinstance(value, Tensor):
-            got, remedy = f"shape {tuple(value.shape)}", "reduce it with .sum()"
+            got, remedy = f"shape {tuple(value.shape)}", "take its .mean(), or return (its .sum(), its .numel())"
         raise RecipeError(f"the loss must be a scalar tensor or a pair (sum, count), got {got}; {remedy}")
+    if value.is_complex():
+        raise RecipeError("the loss is a complex number, which has no gradient; return its .abs() or .real")
+    if not isinstance(count, (Tensor, Real)):
+        raise RecipeError(f"the loss's count must be one number, got {type(count).__name__}; return (sum, count)")
     if isinstance(count, Tensor) and count.dim() != 0:
         raise RecipeError(f"the loss's count must be one number, got shape {tuple(count.shape)}; reduce it with .sum()")
     if not isinstance(count, Tensor):  # made on the device: to send it there would wait for the forward pass

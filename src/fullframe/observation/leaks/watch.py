@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fullframe.arguments import checked
 from fullframe.observation.leaks.graph import next_number
 from fullframe.observation.leaks.growth import Growth, Series
 from fullframe.observation.leaks.origin import Investigation, Line, class_file, keeping_lines, seems_emptied
@@ -221,6 +222,7 @@ class LoopWatch(LeakWatch):
             warnings.warn(f"the watch on leaks has ended: {type(error).__name__}: {error}", stacklevel=2)
 
 
+@checked
 def watch_leaks(*, say: Callable[[str], None] | None = None, **objects: Any) -> LoopWatch:
     """Watch a training loop of one's own for what grows from step to step.
 

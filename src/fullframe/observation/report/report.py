@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from fullframe.arguments import checked
 from fullframe.errors import RunError
 from fullframe.observation.report.page import names_of, page, write_page
 from fullframe.observation.run_files import read_run
@@ -41,6 +42,7 @@ class Report:
         )
 
 
+@checked
 def report(*run_dirs: str | Path) -> Report:
     """The report of a run directory, or of several `run_dirs` side by side, as `fullframe report` writes it.
 

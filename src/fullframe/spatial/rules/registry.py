@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
+from fullframe.errors import ArgumentError
+
 Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
 
@@ -102,14 +104,22 @@ def rule(*functions: Any, checked: bool = True) -> Callable[[R], R]:
     global shapes: what torch refuses is refused, and the result is held to torch's shape and dtype. `checked=False`
     leaves that out, for functions that cannot run on meta tensors or have side effects; functions that are not
     torch's are never so run. An op of a library that need not be there is given by its name, "library::op". A function
-    that has a rule already raises ValueError.
+    that has a rule already raises ArgumentError, and so does
+    what is no function.
     """
 
+    wrong = [f for f in functions if not (callable(f) or (isinstance(f, str) and "::" in f))]
+    if wrong or not functions:
+        got = repr(wrong[0]) if wrong else "none"
+        raise ArgumentError(f'ff.rule: functions must be torch functions or names "library::op", got {got}')
+
     def register(function_rule: R) -> R:
+        if not callable(function_rule):
+            raise ArgumentError(f"ff.rule: a rule is a function, got {function_rule!r}")
         for function in dict.fromkeys(functions):  # some names of torch are the same function
             table: dict[Any, Rule] = NAMED if isinstance(function, str) else RULES
             if function in table:
-                raise ValueError(f"{function} has a rule already: {table[function].__qualname__}")
+                raise ArgumentError(f"{function} has a rule already: {table[function].__qualname__}")
             table[function] = function_rule
             if table is RULES and not (checked and _of_torch(function)):
                 UNCHECKED.add(function)

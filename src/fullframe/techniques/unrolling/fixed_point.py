@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from fullframe.arguments import checked
 from fullframe.errors import ShapeError, StrategyError, require_count
 from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.ranks.recording import as_they_are
@@ -32,6 +33,7 @@ class Solved(NamedTuple):
     converged: bool
 
 
+@checked
 def fixed_point(
     block: nn.Module,
     *,
@@ -112,7 +114,7 @@ class FixedPoint(nn.Module):
         result = self.block(state, *inputs)
         (old, form), (new, of_result) = tree_flatten(state), tree_flatten(result)
         if form != of_result or [getattr(t, "shape", None) for t in old] != [getattr(t, "shape", None) for t in new]:
-            shapes = [tuple(t.shape) for t in old], [tuple(t.shape) for t in new]
+            shapes = [[tuple(t.shape) if isinstance(t, Tensor) else t for t in leaves] for leaves in (old, new)]
             raise ShapeError(
                 f"{type(self.block).__name__} got a state of shapes {shapes[0]} and returned {shapes[1]}; a fixed "
                 "point needs the same ones"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullframe.arguments import checked
 from fullframe.errors import ShapeError, StrategyError, require_count
 from fullframe.spatial.tensor import local_or_whole
 from fullframe.techniques.offload import saving_to_host
@@ -34,6 +35,7 @@ from fullframe.techniques.unrolling.states import (
 _KINDS = ("none", "iterations", "nested")
 
 
+@checked
 def unroll(
     block: nn.Module | Sequence[nn.Module],
     iterations: int,

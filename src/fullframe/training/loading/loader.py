@@ -26,6 +26,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import default_collate
 
+from fullframe.arguments import checked
 from fullframe.data.slices import SliceReader
 from fullframe.errors import CheckpointError, RecipeError
 from fullframe.processes.forking import worker_context
@@ -33,9 +34,10 @@ from fullframe.processes.stop_signals import STOP_SIGNALS
 from fullframe.ranks.randomness import mixed_seed, sample_randomness
 from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split
 from fullframe.training.loading.generators import generators_of, seed_generators
-from fullframe.wording import plural
+from fullframe.wording import described, plural
 
 
+@checked
 class ShardedLoader:
     """Iterates over one epoch of `loader`, from where it stands; the next iteration is the next epoch.
 
@@ -136,6 +138,8 @@ class ShardedLoader:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from `state`, on a mesh of any size; raises CheckpointError when the order would be another."""
+        if lacking := [name for name in self.state_dict() if name not in state]:
+            raise CheckpointError(f"this is no state of a ShardedLoader: it lacks {', '.join(lacking)}")
         for name, value in self._order.identity().items():
             if state[name] != value:
                 raise CheckpointError(
@@ -273,6 +277,9 @@ def require_indexed(dataset: Any) -> None:
             f"{type(dataset).__name__} is an IterableDataset, which ranks cannot share out; "
             "give a dataset with __len__ and __getitem__"
         )
+    has_both = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, (type, str, Mapping)) or not has_both:
+        raise RecipeError(f"a dataset with __len__ and __getitem__(number) is needed, got {described(dataset)}")
 
 
 def _require_spreadable(loader: "DataLoader[Any]", replicas: int, weighted: bool) -> bool:
