@@ -417,6 +417,14 @@ def _refused(what: str) -> None:
         model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
         model.module.head = nn.Conv2d(1, 1, 1)
         model(_mine(_images(), mesh(1, 2)))
+    elif what == ".data":
+        model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)  # which is taken
+        model.double()
+        model(_mine(_images(), mesh(1, 2)))
+        model.module.head.weight.data = 0.9 * model.module.head.weight.data  # type: ignore[union-attr,operator]
+        model(_mine(_images(), mesh(1, 2)))
     elif what == "dtypes":
         model.blocks[1].norm.float()  # type: ignore[index,union-attr]
         ff.parallelize(model, mesh(1, 2), shard_parameters=True)
@@ -432,11 +440,12 @@ REFUSED = {
     "hook": "parameter head.weight has a gradient hook",
     "later hook": "parameter head.weight has a gradient hook",
     "frozen later": "requires_grad of head.bias, head.weight has changed",
+    ".data": "to .data of head.weight something was assigned",
     "a new head": "head.bias, head.weight came into the model after",
 }
 
 
-GRADIENTS = ("hook", "later hook", "frozen later", "a new head")
+GRADIENTS = ("hook", "later hook", "frozen later", "a new head", ".data")
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -492,3 +501,31 @@ def test_a_penalty_on_sharded_parameters_is_taken_of_whole_ones() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     with pytest.raises(RankFailure, match=r"values of sharded parameters .* take them of parameter.full_tensor\(\)"):
         rank_group(2).run(_penalised, 2, False)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1), nn.Conv2d(4, 1, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x).sin()
+        return self.one(x), self.other(x)
+
+
+def _one_loss_after_the_other(width: int) -> list[Tensor]:
+    """Each backward pass passes over the other's head."""
+    on = mesh(1, width)
+    torch.manual_seed(0)
+    net, x = TwoHeads().double(), torch.randn(1, 3, 4, 6).double()
+    model = ff.parallelize(net, on, shard_parameters=width > 1)
+    one, other = model(ff.shard(x, on) if width > 1 else x)
+    one.square().mean().backward(retain_graph=True)
+    other.square().mean().backward()
+    return [whole_value(parameter.grad) for parameter in model.parameters()]
+
+
+def test_a_second_loss_of_one_forward_pass_leaves_the_gradients_of_the_first() -> None:
+    expected = _one_loss_after_the_other(1)
+    for found in rank_group(2).run(_one_loss_after_the_other, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

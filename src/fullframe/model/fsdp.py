@@ -75,6 +75,7 @@ class ShardedParameters:
                 fully_shard(module, mesh=mesh, reshard_after_forward=True)
         self._root: Any = model
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._data = {name: _Data(p) for name, p in self._parameters.items()}
         self._got: set[str] = set()  # parameters that got a gradient on this rank since the last exchange
         self._had: set[str] = set()  # parameters that had one before this forward pass
         is_real = spatial.channel.tagged  # no simulation
@@ -133,6 +134,12 @@ class ShardedParameters:
                 "parameters were sharded, and its gradient would not be averaged; freeze and unfreeze before "
                 "parallelize, or do without shard_parameters"
             )
+        lost = [name for name, p in trained.items() if name in self._data and self._data[name].is_lost(p)]
+        if lost:
+            raise GradientError(
+                f"to .data of {first_of(lost)} something was assigned, which torch's DTensor does not take; write into "
+                "it (parameter.data.mul_(0.9), parameter.data.copy_(value)), or do without shard_parameters"
+            )
         _require_no_hooks(self._root)
         self._had = {name for name, p in self._parameters.items() if p.grad is not None}
 
@@ -186,13 +193,33 @@ class ShardedParameters:
         if unused and not self._is_said:
             self._is_said = True
             say_unused(unused)
-        for name in unused:
-            if name not in self._had:
+        for name, is_used in zip(self._parameters, used, strict=True):
+            if is_used:
+                self._had.add(name)  # also where another loss of the same forward pass gives it none
+            elif name not in self._had:
                 self._parameters[name].grad = None
 
     def set_gradient_sync(self, on: bool) -> None:
         """Whether backward averages gradients over the ranks, or adds them up whole on each."""
         self._root.set_requires_gradient_sync(on)
+
+
+class _Data:
+    """What a sharded parameter's values are in: assigned to `.data`, others are in the shell alone, and never used."""
+
+    def __init__(self, parameter: Any):
+        self._note(parameter)
+
+    def _note(self, parameter: Any) -> None:
+        self._shell, self._local = parameter.untyped_storage(), getattr(parameter, "_local_tensor", None)
+
+    def is_lost(self, parameter: Any) -> bool:
+        """Since the last time; a cast or moved parameter has other values, too."""
+        is_same = self._local is getattr(parameter, "_local_tensor", None)
+        lost = is_same and parameter.untyped_storage()._cdata != self._shell._cdata
+        if not is_same:
+            self._note(parameter)
+        return lost
 
 
 class _WrittenIn:
