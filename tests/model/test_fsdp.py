@@ -417,6 +417,11 @@ def _refused(what: str) -> None:
         model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
         model.module.head = nn.Conv2d(1, 1, 1)
         model(_mine(_images(), mesh(1, 2)))
+    elif what == "optimizer before":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()  # which is right
+        optimizer.step()
     elif what == ".data":
         model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
         for parameter in model.parameters():
@@ -440,12 +445,13 @@ REFUSED = {
     "hook": "parameter head.weight has a gradient hook",
     "later hook": "parameter head.weight has a gradient hook",
     "frozen later": "requires_grad of head.bias, head.weight has changed",
+    "optimizer before": "the optimizer was made before parallelize(..., shard_parameters=True)",
     ".data": "to .data of head.weight something was assigned",
     "a new head": "head.bias, head.weight came into the model after",
 }
 
 
-GRADIENTS = ("hook", "later hook", "frozen later", "a new head", ".data")
+GRADIENTS = ("hook", "later hook", "frozen later", "a new head", ".data", "optimizer before")
 
 
 @pytest.mark.parametrize("what", REFUSED)

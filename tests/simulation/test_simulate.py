@@ -385,7 +385,7 @@ def test_microbatches_may_be_copied_from_the_second(device: str, monkeypatch: py
     )
     options: dict[str, Any] = {"timings": {}} if device == "cpu" else {}
     copied = ff.simulate(recipe(model=Normalized, batch_size=12), strategy, device, **options)
-    monkeypatch.setattr(SimulatedHost, "microbatches", RealHost.microbatches)
+    monkeypatch.setattr(SimulatedHost, "numbered", RealHost.numbered)
     taken = ff.simulate(recipe(model=Normalized, batch_size=12), strategy, device, **options)
     assert taken.peak_bytes - 6 * 512 <= copied.peak_bytes <= taken.peak_bytes  # the sums of losses are not copied
     assert copied.reserved_bytes == taken.reserved_bytes or device == "cpu"

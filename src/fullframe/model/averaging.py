@@ -72,8 +72,6 @@ class Averaging:
         self._began = False  # that pass
         self._pass: Any = lambda: None  # the backward pass that is running
         self.syncing = True  # outside no_sync()
-        if not _all:
-            register_optimizer_step_pre_hook(_require_known)
         _all.add(self)
         self.arrange()
 
@@ -299,6 +297,8 @@ class Averaging:
 
 def _require_known(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before any optimizer's step. Raises GradientError for gradients of which each rank has its own."""
+    if not _all:
+        return
     known: set[nn.Parameter] = set().union(*(averaging._parameters for averaging in _all))
     given = (parameter for group in optimizer.param_groups for parameter in group["params"])
     strangers = {parameter for parameter in given if parameter.grad is not None and parameter not in known}
@@ -306,6 +306,9 @@ def _require_known(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
         unknown = strangers.intersection(trained(averaging._model)[0])
         if unknown:
             raise late(averaging._model, unknown, "each rank has its own gradients")
+
+
+register_optimizer_step_pre_hook(_require_known)
 
 
 class _Came(NamedTuple):

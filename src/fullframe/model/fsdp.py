@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import DivergenceError, GradientError, MeshError, StrategyError
 from fullframe.model.blocks import repeated_blocks
@@ -31,6 +33,7 @@ from fullframe.wording import first_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+_replaced: Any = WeakIdKeyDictionary()  # parameters in whose place sharded ones are
 _MOST_RUN = 10_000  # units that are remembered, of forward passes that no backward pass follows
 
 
@@ -64,6 +67,7 @@ class ShardedParameters:
         _require_all_ranks(model)
         _require_no_hooks(model)
         mesh = DeviceMesh(spatial.mesh.device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
+        whole = list(model.parameters())
         for name in ("", *_blocks_to_shard(model))[::-1]:
             module = model.get_submodule(name)
             if not isinstance(module, FSDPModule):
@@ -73,6 +77,9 @@ class ShardedParameters:
                 # Also the root: torch would keep its parameters whole after a forward pass without a backward pass,
                 # and go on with those when the optimizer or an average has long changed the sharded ones.
                 fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        _replaced.update(dict.fromkeys(whole))
+        for parameter in model.parameters():
+            _replaced.pop(parameter, None)
         self._root: Any = model
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._data = {name: _Data(p) for name, p in self._parameters.items()}
@@ -202,6 +209,18 @@ class ShardedParameters:
     def set_gradient_sync(self, on: bool) -> None:
         """Whether backward averages gradients over the ranks, or adds them up whole on each."""
         self._root.set_requires_gradient_sync(on)
+
+
+def _require_sharded(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step. Raises GradientError where it has parameters that were sharded since."""
+    if _replaced and any(parameter in _replaced for group in optimizer.param_groups for parameter in group["params"]):
+        raise GradientError(
+            "the optimizer was made before parallelize(..., shard_parameters=True), which has put other parameters in "
+            "the place of those that it has, so it would train nothing; make it afterwards, of model.parameters()"
+        )
+
+
+register_optimizer_step_pre_hook(_require_sharded)
 
 
 class _Data:
