@@ -196,9 +196,8 @@ def _state(facts: Facts | None, launch: Mapping[str, Any], entry: Queued | None,
 
 def _state_beside_slurm(facts: Facts | None, launch: Mapping[str, Any]) -> tuple[str, str]:
     on, code, state = launch.get("on"), launch.get("exit_code"), state_of(facts)
-    if (
-        on == "docker" and code is not None and state in ("running", "unknown")
-    ):  # a container's process is not seen here
+    # A container's process is not seen here.
+    if on == "docker" and code is not None and state in ("running", "unknown"):
         return ("died" if facts else "lost"), f"docker has ended with exit code {code}"
     if facts is not None:
         return state, _died(facts) if state == "died" else facts.reason
