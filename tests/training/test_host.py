@@ -3,6 +3,7 @@
 import torch
 
 from fullframe.training.host import RealHost
+from fullframe.training.microbatches import microbatches
 from tests.rank_group import rank_group
 
 CPU = torch.device("cpu")
@@ -11,7 +12,7 @@ CPU = torch.device("cpu")
 def test_numbers_slices_and_updates_are_as_they_are() -> None:
     host, taken = RealHost(CPU, 1, offload=False), []
     assert host.read([torch.tensor(2), torch.tensor(0.5, dtype=torch.bfloat16)]) == [2.0, 0.5]
-    slices = list(host.microbatches({"x": torch.arange(6)}, 3))
+    slices = list(host.numbered(microbatches({"x": torch.arange(6)}, 3)))
     assert [(number, part["x"].tolist()) for number, part in slices] == [(1, [0, 1]), (2, [2, 3]), (3, [4, 5])]
     host.update(lambda: taken.append(1))
     assert taken == [1]
