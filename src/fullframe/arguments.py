@@ -140,7 +140,7 @@ def _named(kind: Any) -> str:
         return " or ".join(map(repr, get_args(kind)))
     if kind is type(None):
         return "None"
-    if origin is Callable or origin is get_origin(Callable[[], None]):
+    if origin is Callable:
         return "a function"
     name = getattr(origin or kind, "__name__", str(kind))
     inside = [getattr(each, "__name__", "") for each in get_args(kind)]

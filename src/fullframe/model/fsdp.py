@@ -77,9 +77,8 @@ class ShardedParameters:
                 # Also the root: torch would keep its parameters whole after a forward pass without a backward pass,
                 # and go on with those when the optimizer or an average has long changed the sharded ones.
                 fully_shard(module, mesh=mesh, reshard_after_forward=True)
-        _replaced.update(dict.fromkeys(whole))
-        for parameter in model.parameters():
-            _replaced.pop(parameter, None)
+        kept = set(model.parameters())
+        _replaced.update(dict.fromkeys(parameter for parameter in whole if parameter not in kept))
         self._root: Any = model
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._data = {name: _Data(p) for name, p in self._parameters.items()}

@@ -104,8 +104,7 @@ def rule(*functions: Any, checked: bool = True) -> Callable[[R], R]:
     global shapes: what torch refuses is refused, and the result is held to torch's shape and dtype. `checked=False`
     leaves that out, for functions that cannot run on meta tensors or have side effects; functions that are not
     torch's are never so run. An op of a library that need not be there is given by its name, "library::op". A function
-    that has a rule already raises ArgumentError, and so does
-    what is no function.
+    that has a rule already raises ArgumentError, and so does what is no function.
     """
 
     wrong = [f for f in functions if not (callable(f) or (isinstance(f, str) and "::" in f))]
