@@ -22,15 +22,15 @@ from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
 from fullframe.spatial.fallback import derived, memory_of, name_of, plain, settle, unsupported
 from fullframe.spatial.gradients import entered
 from fullframe.spatial.module_path import module_path
+from fullframe.spatial.on_whole import as_too_small, called_whole
 from fullframe.spatial.operands import aligned, shells_in
 from fullframe.spatial.out import into
-from fullframe.spatial.redistribute import gather_axes, in_runs
+from fullframe.spatial.redistribute import in_runs
 from fullframe.spatial.rules.registry import (
     COMPOSED,
     RULES,
     UNCHECKED,
     Merged,
-    TooSmall,
     Unsupported,
     general,
     rule_of,
@@ -39,7 +39,7 @@ from fullframe.spatial.rules.registry import (
 )
 from fullframe.spatial.rules.unsupported import BY_MEMORY, REASONS
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, described, left_whole, local_of, shell_of, wrap
+from fullframe.spatial.tensor import SpatialTensor, described, left_whole, local_of, shell_of
 from fullframe.spatial.views import View, share_memory, version_of
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x1": "input", "x2": "other"}  # as torch itself translates them
@@ -219,10 +219,10 @@ def _run(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _answered(error: Exception, rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result on a whole map where the rule raised TooSmall; any other error is raised again."""
+    """The result on a whole map that is too small for the rule; any other error is raised again."""
     try:
-        if isinstance(error, TooSmall):
-            return _called_whole(error, func, args, kwargs)
+        if (small := as_too_small(error, func, args, kwargs)) is not None:
+            return called_whole(small, func, args, kwargs)
         raise error
     except Unsupported:
         raise
@@ -250,19 +250,6 @@ def _in_fp32(rule: Any) -> Any:
             return rule(func, *args, **kwargs)
 
     return wide_rule
-
-
-def _called_whole(small: TooSmall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` again, on operands made whole along the mesh axes that the map is too small for."""
-    is_operand = any(shell.spec is small.spec for shell in shells_in(args, kwargs))  # or made on the way to it
-
-    def gather(shell: SpatialTensor) -> Tensor:
-        if is_operand and shell.spec is not small.spec:
-            return shell
-        return wrap(*gather_axes(local_of(shell), shell.spec, small.axes))
-
-    args, kwargs = tree_map_only(SpatialTensor, gather, (args, kwargs))
-    return func(*args, **kwargs)
 
 
 def _explain(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:

@@ -182,14 +182,16 @@ def _run(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], cast: tuple[str, torch.dtype, int] | None
 ) -> Expected | None:
     made: list[Tensor] = []
-    device = "meta" if cast is None else cast[0]
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    # Kernels take empty tensors that torch without values refuses.
+    empty = all(0 in (t.spec if isinstance(t, SpatialTensor) else t).shape for t in tensors)
+    device = ("cpu" if empty else "meta") if cast is None else cast[0]
     if func in _LAID_OUT_BY_KERNEL or (func in _LAID_OUT_AS_OPERANDS and any(map(_has_gaps_or_order, tensors))):
         device = next((t.device.type for t in tensors), device)
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _fake_log.disabled = True  # it reports what torch refuses as a fault of its own
-        with nullcontext() if device == "meta" else FakeTensorMode():
+        with nullcontext() if device == "meta" or (empty and cast is None) else FakeTensorMode():
             args, kwargs = (_without_values(tree, device, made) for tree in (args, kwargs))
             try:
                 with _BySize() if func in _WRITTEN_OUT else nullcontext():  # type: ignore[no-untyped-call]

@@ -40,6 +40,9 @@ CASES: dict[str, Case] = {
     "rows by a split index": small(lambda x: x.index_select(2, along(x, 2)[0, 0, 0])),
     "index_select": small(lambda x: [x.index_select(3, XS % 11), torch.index_select(x, -2, YS % 7)]),
     "take": small(lambda x: [x.take(torch.tensor([[0, 100], [-1, 7]])), torch.take(x, along(x, 0)[0, 0] * 70)]),
+    "take at one place": small(lambda x: [x.take(torch.tensor(40)), x.take(torch.tensor(-1)).sin()]),
+    "gather at no place": small(lambda x: [x.gather(d, torch.empty(*sizes, dtype=torch.int64))
+                                           for d, sizes in ((0, (0,)), (3, (2, 0)), (2, (2, 4, 0, 11)))]),
     "gather along a split dim": small(lambda x: x.gather(3, XS.expand(2, 4, 7, 5) % 11).sin()),
     "gather of fewer rows": small(lambda x: x.gather(2, YS[:, None].expand(1, 3, 5, 6) % 7)),
     "gather of one row": small(

@@ -51,6 +51,7 @@ INTEGERS: dict[str, Op] = {
     "running": lambda x: [x.cumprod(3), *x.cummax(3), *x.cummin(2), x.diff(prepend=x), (x + 0).cumsum_(3),
                           torch.trapezoid(x, x * 3), torch.cumulative_trapezoid(x, x * 3, dim=2)]
     if x.dtype != torch.bool else [x.cumprod(2), x.diff(append=x), *x.cummax(3)],
+    "of one row": lambda x: [*x[:1, :1, :1].cummin(3), *x[:1, :1, :, :1].cummax(2)],
 }  # fmt: skip
 
 test_as_in_one_process = as_in_one_process(__name__, CASES)

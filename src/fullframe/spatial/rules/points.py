@@ -16,7 +16,7 @@ from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.tables import FEW, landing, looked_up
 from fullframe.spatial.rules.transposing import along
 from fullframe.spatial.spec import Spec
-from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, wrap
+from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, whole, wrap
 from fullframe.spatial.whole_rows import sent_home, whole_rows
 
 
@@ -43,7 +43,7 @@ def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
     found = local[_items(points)]
     if held is None:
         return wrap(found, result)
-    held = held.view(*held.shape, *(1 for _ in rest[at:]))
+    held = held.view((*held.shape, *(1 for _ in rest[at:])))
     return wrap(_put_together(found, held, spec, rest), result)
 
 
@@ -203,7 +203,9 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
 
     Along a split dim an index that is split over the same ranks is made whole, and its result is cut again.
     """
-    dim %= x.dim()
+    dim %= max(x.dim(), 1)
+    if not index.numel() and isinstance(x, SpatialTensor):  # of whatever dims
+        return wrap(func(local_of(x), dim, whole(index)), x.spec.with_(index.shape, ()))
     for d in range(x.dim()):
         if d != dim and index.shape[d] < x.shape[d]:
             x = x.narrow(d, 0, index.shape[d])

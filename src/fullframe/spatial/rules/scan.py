@@ -45,7 +45,7 @@ def _in_whole_rows(func: Any, x: SpatialTensor, dim: int) -> Any:
     spec, rows = x.spec, whole_rows(local_of(x), x.spec, dim)
     count = len(rows)
     if not count:  # of no rows torch's gradient is a constant, and this rank would not take part in its gradient
-        rows = joined([rows, rows.sum(0, keepdim=True)], 0)
+        rows = joined([rows, rows.sum(0, keepdim=True, dtype=rows.dtype)], 0)
     found = func(rows, -1)
     if isinstance(found, Tensor):
         return wrap(sent_home(found[:count], spec, dim), spec)

@@ -47,6 +47,9 @@ def _scatter(
     if not isinstance(x, SpatialTensor):
         return _scattered_into_whole(func, x, dim, index, src, *args, **kwargs)
     spec = x.spec
+    if not index.numel():  # of whatever dims
+        result = func(local_of(x), dim, whole(index), whole(src), *args, **kwargs)
+        return x if result is local_of(x) else wrap(result, spec)
     over = [p.axis for p in spec.cuts(dim)]
     others = tuple(_clipped(p, index.shape) for p in spec.placements if p.dim != dim)
     if not isinstance(index, SpatialTensor):
