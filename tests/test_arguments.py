@@ -139,6 +139,7 @@ def wrong_calls() -> dict[str, Callable[[], object]]:
         "fit: resume": lambda: f.fit(recipe, strategy, "nowhere", resume="yes"),
         "fit: steps": lambda: f.fit(recipe, strategy, "nowhere", steps=-1),
         "fit: hang_timeout": lambda: f.fit(recipe, strategy, "nowhere", hang_timeout=-1),
+        "fit: no end": lambda: f.fit(recipe, strategy, "nowhere", hang_timeout=float("inf")),
         "simulate: a mesh": lambda: f.simulate(mesh, recipe),
         "simulate: names": lambda: f.simulate(recipe, strategy, without="context"),
         "plan: a path": lambda: f.plan("recipe.py", "2xcpu"),

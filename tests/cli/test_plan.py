@@ -238,6 +238,8 @@ WRONG = [
     (("simulate", "{recipe}", "--gpus", "2xT4", "--strategy", "{plan}", "--width", "2"), "leave out the options of"),
     (("simulate", "{recipe}", "--gpus", "T4", "--strategy", "{plan}", "--batch-size", "0"), "must be at least 1"),
     (("plan", "{recipe}", "--gpus", "T4", "--out", "none/plan.json"), "cannot write none/plan.json: the folder none"),
+    (("plan", "{recipe}", "--gpus", "T4", "--out", "."), "cannot write .: it is a folder; name a file with --out"),
+    (("simulate", "{recipe}", "--gpus", "T4", "--trace", "."), "it is a folder; name a file with --trace"),
     (("plan", "{recipe}", "--gpus", "T4", "--html", "none/plan.html"), "name another with --html"),
     (("simulate", "{recipe}", "--gpus", "T4", "--trace", "none/trace"), "name another with --trace"),
     (("plan", "nowhere.py", "--gpus", "T4"), "there is no recipe file nowhere.py"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fullframe.cli.tracebacks import of_users
+from fullframe.cli.tracebacks import lines_of_users, of_users
 
 RECIPE = """
 import json
@@ -83,3 +83,13 @@ def test_without_a_users_line_nothing_is_shortened() -> None:
 def test_syntax_errors_have_their_line(tmp_path: Path) -> None:
     text = said(lambda: compile("a = (\n", str(tmp_path / "recipe.py"), "exec"))
     assert "recipe.py" in text and "line 1" in text and "SyntaxError" in text
+
+
+def test_the_users_lines_alone(users: dict[str, Callable[[str], object]]) -> None:
+    with pytest.raises(KeyError) as raised:
+        users["wrapped"]("{")
+    raised.value.__traceback__ = raised.tb.tb_next  # this file's own
+    (where, line) = lines_of_users(raised.value).splitlines()
+    assert where.endswith(", in wrapped") and "recipe.py" in where
+    assert line == '    raise KeyError("no batch") from error'
+    assert lines_of_users(KeyError("never raised")) == ""

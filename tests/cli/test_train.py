@@ -131,6 +131,7 @@ def test_a_run_that_finds_nothing_better_ends(tmp_path, capsys):
         ),
         (["--width", "0"], "--width must be at least 1, got 0"),
         (["--depth", "0"], "--depth must be at least 1, got 0"),
+        (["--stopped-code", "300"], "--stopped-code must be from 0 to 255, as all exit codes are, got 300"),
         (["--max-restarts", "-1"], "--max-restarts must be at least 0, got -1"),
         (["--processes", "2", "--resume"], "--resume needs --run-dir"),
         (["--processes", "2", "--auto-resume"], "--auto-resume needs --run-dir"),
@@ -245,6 +246,14 @@ def test_an_exception_in_the_recipe_is_one_traceback(tmp_path, for_ranks, capfd)
     said = capfd.readouterr().err
     assert said.count("Traceback") == 1 and said.rstrip().endswith("KeyError: 'no mask'")
     assert f'File "{recipe}", line 9, in loss' in said
+
+
+def test_what_is_refused_has_the_line_of_the_recipe_that_asked_for_it(tmp_path, capsys):
+    recipe = written(tmp_path, trouble="ff.init_mesh(width=0)")
+    assert run(["train", str(recipe), "--processes", "1", "--run-dir", str(tmp_path / "run")]) == 2
+    error, where, line = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and "width" in error
+    assert where == f'  File "{recipe}", line 9, in loss' and line == "    ff.init_mesh(width=0)"
 
 
 def test_ctrl_c_ends_all_ranks_after_the_step(tmp_path):

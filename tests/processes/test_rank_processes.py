@@ -4,9 +4,12 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
+import pytest
 
+from fullframe.errors import MeshError
 from fullframe.processes.rank_processes import Death, Ranks
 
 
@@ -64,3 +67,10 @@ def test_leaving_ends_those_that_run_with_their_children(tmp_path: Path) -> None
         while runs(pid):
             assert time.monotonic() < deadline, f"process {pid} was left behind"
             time.sleep(0.05)
+
+
+def test_more_ranks_than_there_is_memory_for_are_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=250 * 2**20))
+    with pytest.raises(MeshError, match=r"^3 ranks on this machine need more memory than it has, .*; start 2 at "):
+        ended(tmp_path, "pass", count=3)
+    assert not (tmp_path / "ranks").exists()

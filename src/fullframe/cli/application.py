@@ -31,7 +31,7 @@ from fullframe.cli.node_options import NodeOptions
 from fullframe.cli.plan import Plan
 from fullframe.cli.report import Report
 from fullframe.cli.simulate import Simulate
-from fullframe.cli.tracebacks import of_users
+from fullframe.cli.tracebacks import lines_of_users, of_users
 from fullframe.cli.train import Train
 from fullframe.cli.verify import Verify
 from fullframe.cli.watch import Watch
@@ -134,7 +134,8 @@ def _run(arguments: Sequence[str]) -> int:
         return command.run()
     except FullframeError as error:
         consequence = isinstance(error, DivergenceError) and error.consequence  # the other rank says it better
-        report(f"error: {error}", f"{type(error).__name__}: {error}", consequence=consequence)
+        text = "\n".join(filter(None, [f"error: {error}", lines_of_users(error)]))
+        report(text, f"{type(error).__name__}: {error}", consequence=consequence)
         _say_as_json(arguments, str(error))
         return 1 if consequence else 2
     except Exception as error:

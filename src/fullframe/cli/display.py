@@ -115,6 +115,8 @@ def writing(path: Path, option: str) -> Iterator[None]:
 
 def require_writable(path: Path | None, option: str) -> None:
     """Raises RunError where `path`, which is written when all is done, cannot be."""
+    if path is not None and path.is_dir():
+        raise RunError(f"cannot write {path}: it is a folder; name a file with {option}")
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
         where = "it" if path.exists() else f"the folder {path.parent}"
         raise RunError(f"cannot write {path}: {where} cannot be written, or is not there; name another with {option}")

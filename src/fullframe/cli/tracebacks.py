@@ -28,6 +28,12 @@ def of_users(error: BaseException) -> str:
     return "".join(text).rstrip()
 
 
+def lines_of_users(error: BaseException) -> str:
+    """The user's own lines on the way to `error`, as a traceback has them; "" where there are none."""
+    stack = TracebackException.from_exception(error).stack
+    return "".join(StackSummary.from_list([frame for frame in stack if _is_users(frame)]).format()).rstrip()
+
+
 def _links(last: TracebackException) -> Iterator[TracebackException]:
     """The exception, and those before it."""
     link: TracebackException | None = last

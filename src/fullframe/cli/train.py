@@ -149,6 +149,8 @@ class Train:
         names = ("batch_size", "steps", "checkpoint_every", "keep_checkpoints", "max_skipped", "patience", "trace_step")
         require_counts(self, ("processes", "data", "depth", "height", "width", *names))
         require_counts(self, ("check_every", "hang_timeout", "max_restarts"), least=0)
+        if not 0 <= self.stopped_code <= 255:
+            raise RunError(f"--stopped-code must be from 0 to 255, as all exit codes are, got {self.stopped_code}")
         require_file(self.recipe)
 
     def _ranks_to_start(self) -> int:

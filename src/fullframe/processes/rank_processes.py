@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped, unused-ignore]
+
+from fullframe.errors import MeshError
 from fullframe.processes.exit_reasons import COMMAND, RESTART_REASON, STOPPED
 
 _LOCAL = "127.0.0.1"  # not the name, which may mean an IPv6 address that nobody listens on
+_OWN_BYTES = 100 * 2**20  # at least, of a process that has loaded torch: 145 MiB that it shares with no other, measured
 _REAP_SECONDS = 30.0  # a process that waits in the kernel, for a GPU say, does not even die of SIGKILL
 
 
@@ -82,7 +86,7 @@ class Ranks:
 
     The first shares this terminal, the others write into `folder`. Every rank leads a session of its own, so that
     Ctrl-C reaches it only through `send`. Leaving the `with` block kills those that did not end well, with their
-    children.
+    children. Raises MeshError for more of them than this machine has memory for before their first tensor.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Ranks:
         environment: Mapping[str, str],
         place: Place | None = None,
     ):
+        _require_memory(count)
         folder.mkdir(parents=True)
         self._folder = folder
         self._deaths: dict[int, Death] = {}
@@ -178,6 +183,15 @@ class Ranks:
 
     def _report(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}.json"
+
+
+def _require_memory(ranks: int) -> None:
+    most = psutil.virtual_memory().total // _OWN_BYTES
+    if ranks > most:
+        raise MeshError(
+            f"{ranks} ranks on this machine need more memory than it has, before their first tensor; start {most} at "
+            "the very most"
+        )
 
 
 def _store(listening: socket.socket) -> Any:

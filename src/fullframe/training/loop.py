@@ -29,6 +29,8 @@ from fullframe.training.session import Session, assemble
 from fullframe.training.steps import Run, Steps, due, watched
 from fullframe.wording import plural
 
+_YEAR = 365 * 24 * 3600.0  # seconds
+
 Record = Mapping[str, Any]  # one step: step, loss, grad_norm, skipped, step_seconds, and what evaluate() measured
 
 
@@ -213,8 +215,8 @@ def _mesh(strategy: Strategy, hang_timeout: float) -> DeviceMesh:
 
 def _group_timeout(hang_timeout: float) -> float:
     """How long a rank waits in the process group: for one that gets on, and until after the watch on hangs."""
-    if not hang_timeout >= 0:
-        raise ArgumentError(f"hang_timeout must be seconds >= 0, got {hang_timeout}")
+    if not 0 <= hang_timeout <= _YEAR:
+        raise ArgumentError(f"hang_timeout must be seconds from 0, which is never, to {_YEAR:.0f}, got {hang_timeout}")
     return max(1800.0, 2 * hang_timeout) if hang_timeout else 24 * 3600.0
 
 
