@@ -1,6 +1,8 @@
 """What the site is made of: every link leads somewhere, every page stands in the navigation, every command is one."""
 
+import contextlib
 import importlib.util
+import io
 import re
 import shlex
 import tomllib
@@ -13,12 +15,17 @@ import pytest
 import tyro
 
 import fullframe
-from fullframe.cli.application import COMMANDS
+from fullframe.cli.application import COMMANDS, run
 from fullframe.cli.horovodrun import separated
 from tests.docs.page import ROOT, blocks, commands
 
 DOCS = ROOT / "docs"
 OPTIONAL = ("...", "[", "$")
+OTHERS = {  # options of torchrun, docker, kubectl, Slurm, the tests, and of fullframe itself that no command has
+    *("--nproc-per-node", "--ipc", "--shm-size", "--ulimit", "--tag", "--mem", "--write", "--version", "--completion"),
+    *("--local", "--lr", "--training"),  # a script's own --local_rank and --lr; torchtitan's --training.steps
+    "--half-activations",  # the worked example of a technique
+}
 
 
 def module(path: Path) -> ModuleType:
@@ -86,6 +93,25 @@ def test_commands_are_understood(source: Path) -> None:
         words = shlex.split(re.split(r" [|>]| 2>", command)[0], comments=True)
         if words[:1] == ["fullframe"] and not any(word.startswith(OPTIONAL) for word in words):
             understood(words[1:])
+
+
+@pytest.fixture(scope="module")
+def options() -> set[str]:
+    """All that --help of the commands tells of."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        for words in [*([name] for name in COMMANDS), *(["doctor", name] for name in ("all", "env", "lint", "run"))]:
+            with contextlib.suppress(SystemExit):
+                run([*words, "--help"])
+    return set(re.findall(r"--[a-z][a-z0-9-]+", told.getvalue()))
+
+
+def test_options_that_are_spoken_of_are_there(options: set[str]) -> None:
+    """In tables and sentences too, which no command line shows."""
+    assert {"--width", "--min-np", "--sweep", "--select"} < options
+    for source in [path for path in TEXTS if path.parts[0] == "docs" and path.name != "log.md"] + [Path("README.md")]:
+        spoken = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (ROOT / source).read_text()))
+        assert spoken <= options | OTHERS, f"{source}: {sorted(spoken - options - OTHERS)}"
 
 
 def understood(words: list[str]) -> None:
