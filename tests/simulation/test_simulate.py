@@ -440,6 +440,12 @@ def test_a_loss_may_read_numbers() -> None:
     assert any(note.startswith("the loss reads numbers") for note in found.notes)
 
 
+def test_a_precision_that_the_device_has_not_is_noted() -> None:
+    (note,) = simulated(ff.Strategy(precision="bf16"), "T4").notes
+    assert note == "T4 has no bf16; use fp16, which scales the loss; products are timed at the rate of fp32"
+    assert not simulated(ff.Strategy(precision="fp16"), "T4").notes
+
+
 class Choosy(Network):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)

@@ -294,7 +294,7 @@ BAD = {
     "fails in one process": (
         "Needy()",
         "class Needy(nn.Module):\n    def __init__(self):\n        super().__init__()\n        dist.get_world_size()\n",
-        ["the step fails already in one process", "Default process group has not been initialized"],
+        ["the step fails already in one process: ValueError: Default process group has not been initialized"],
     ),
     "loss not finite": (
         "Zero()",

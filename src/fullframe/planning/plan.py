@@ -171,10 +171,8 @@ def _job(recipe: Recipe, cluster: Cluster, request: PlanRequest) -> Job:
     device, precisions = cluster.device, request.precisions
     if unknown := [name for name in precisions or () if name not in get_args(Precision)]:
         raise StrategyError(f"there is no precision {unknown[0]!r}; there are {', '.join(get_args(Precision))}")
-    if "bf16" in (precisions or ()) and not device.has_bf16:
-        raise StrategyError(f"{device.name} has no bf16; use fp16, which scales the loss")
-    if "tf32" in (precisions or ()) and "tf32" not in device.matmul_flops_per_second:
-        raise StrategyError(f"{device.name} has no tf32; use fp32, which is the same there")
+    if lacking := next(filter(None, map(device.lack_of, precisions or ())), ""):
+        raise StrategyError(lacking)
     model = abstract_model(recipe, FakeTensorMode())
     return Job(
         cluster=cluster,

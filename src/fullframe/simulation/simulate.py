@@ -251,7 +251,9 @@ class _Simulation:
 
     @property
     def _notes(self) -> tuple[str, ...]:
-        return tuple(sorted({*self._outcomes.notes, *self._programs.notes, *self._host.notes}))
+        lacking = self._clock.device.lack_of(self._strategy.precision)
+        own = [f"{lacking}; products are timed at the rate of fp32"] if lacking else []
+        return tuple(sorted({*self._outcomes.notes, *self._programs.notes, *self._host.notes, *own}))
 
     def _accounted(self, trace: Trace, model: ParallelModel, ahead: list[Any]) -> Prediction:
         terms = self._terms

@@ -94,8 +94,9 @@ def compute(recipe: Path, folder: Path, values: Sequence[str] = ()) -> None:
     command = [sys.executable, "-m", "fullframe.verification.reference", str(recipe), str(folder), *values]
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
-        said = done.stderr.strip() or f"it ended with exit code {done.returncode}, without a word"
-        raise RecipeError(f"the step fails already in one process: {said}")
+        silent = f"it ended with exit code {done.returncode}, without a word"
+        *before, last = done.stderr.strip().splitlines() or [silent]
+        raise RecipeError("\n".join([f"the step fails already in one process: {last}", *before]))
 
 
 def read(folder: Path, replica: int) -> tuple[Answers, Part]:

@@ -98,6 +98,8 @@ def test_a_dtype_without_matrix_units_runs_on_the_vector_units() -> None:
     v100, t4 = device_named("V100-16GB"), device_named("T4")
     assert v100.rate("bf16") == v100.rate("tf32") == v100.rate("fp32") == 15.7e12
     assert t4.rate("fp64") == t4.rate("fp32") / 32
+    assert v100.lack_of("tf32") == "V100-16GB has no tf32; use fp32, which is the same there"
+    assert t4.lack_of("bf16") and not t4.lack_of("fp16") and not device_named("A100-40GB").lack_of("bf16")
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,14 @@ class Device:
         rates = self.matmul_flops_per_second
         return rates.get(dtype) or rates["fp32"] / (32 if dtype == "fp64" else 1)
 
+    def lack_of(self, precision: str) -> str:
+        """That the device has nothing for a strategy's precision, and what to take; "" where it has."""
+        if precision == "bf16" and not self.has_bf16:
+            return f"{self.name} has no bf16; use fp16, which scales the loss"
+        if precision == "tf32" and "tf32" not in self.matmul_flops_per_second:
+            return f"{self.name} has no tf32; use fp32, which is the same there"
+        return ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
