@@ -5,6 +5,7 @@ FullframeError
 ├── MeshError         the mesh does not fit the ranks that are there
 ├── ShapeError        a size, a boundary or an agreement between ranks does not hold
 ├── DivergenceError   the ranks of a replica do not run the same program any more
+├── RankError         another rank has ended, or does not come, while this one waits for it
 ├── UnsupportedOp     a torch function has no exact rule for the placements it got
 ├── GradientError     a gradient could not be averaged, or not be given
 ├── StrategyError     a strategy's field is unknown, out of range, or contradicts another
@@ -44,6 +45,10 @@ class DivergenceError(FullframeError, RuntimeError):
     def __init__(self, message: str, consequence: bool = False):
         self.consequence = consequence
         super().__init__(message)
+
+
+class RankError(FullframeError, RuntimeError):
+    """Another rank has ended, or does not come, while this one waits for it; that rank's own error is the cause."""
 
 
 class UnsupportedOp(FullframeError, NotImplementedError):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fullframe.errors import RankError
 from fullframe.geometry.extents import Extents
 from fullframe.ranks import exchange
 from fullframe.ranks import shared_memory as mailbox
@@ -19,7 +20,7 @@ from fullframe.ranks.exchange import InFlight, Message, fetch
 from fullframe.ranks.mesh import init_mesh, spatial_of
 from fullframe.ranks.shared_memory import SLOT_BYTES, SLOTS
 from fullframe.ranks.tags import HEAD_BYTES, padded
-from tests.rank_group import RankGroup, rank_group
+from tests.rank_group import RankGroup, _forget_meshes, rank_group
 
 HEAD = padded("a message", HEAD_BYTES)
 
@@ -161,6 +162,36 @@ def test_a_rank_that_waits_for_a_dead_one_learns_it():
     finally:
         group.close()
     assert not failed and text.startswith("rank 1 died")
+    assert "and rank 0 waits for it at: a message." in text and "take out of what one rank alone does" in text
+
+
+def wait_in_vain():
+    boxes, other = boxes_and_other()
+    if dist.get_rank() == 1:
+        return ""
+    kept, boxes.patience = boxes.patience, 0.05
+    place = boxes.expect(other)
+    try:
+        boxes.receive(place, HEAD, torch.empty(1))
+    except RankError as error:
+        return str(error)
+    finally:
+        boxes.patience = kept
+        boxes.abandon(place)
+
+
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_job_says():
+    text, _ = rank_group(2).run(wait_in_vain)
+    rank_group(2).run(_forget_meshes)
+    assert text.startswith("rank 1 did not come for 0 s, and rank 0 waits for it at: a message.")
+
+
+def patience():
+    return boxes_and_other()[0].patience
+
+
+def test_the_patience_is_that_of_the_process_group():
+    assert len(set(rank_group(2).run(patience))) == 1
 
 
 def test_nothing_is_left_in_shared_memory():

@@ -2,7 +2,7 @@
 
 import torch
 
-from fullframe.ranks.tags import HEAD_BYTES, Rows, head_of, line, padded, text_of
+from fullframe.ranks.tags import HEAD_BYTES, Rows, head_of, line, line_of, padded, text_of
 
 
 def test_a_head_names_exchange_rows_dtype_shape_line_and_errors() -> None:
@@ -43,3 +43,11 @@ def test_the_line_is_the_user_s_own_wherever_torch_calls_from() -> None:
     module.register_forward_hook(lambda *args: seen.append(line()))
     module(torch.ones(1))
     assert seen[0].startswith("ranks/test_tags.py:") and seen[0] != here
+
+
+def test_the_line_of_an_error_is_the_users_own_that_led_to_it() -> None:
+    try:
+        torch.zeros(2) + torch.zeros(3)
+    except RuntimeError as error:
+        assert line_of(error.__traceback__).startswith("ranks/test_tags.py:")
+    assert line_of(None) == "?"

@@ -22,6 +22,29 @@ def fitted(folder, strategies, changes, options, abouts):
     )
 
 
+def into_two_places(folder):
+    ff.fit(recipe(), ONE, folder / f"run{dist.get_rank()}", steps=1)
+
+
+def test_another_run_directory_on_each_rank_is_named_at_once(tmp_path):
+    with pytest.raises(RankFailure, match=r"run_dir is '.*run0' on rank 0, '.*run1' on rank 1") as caught:
+        rank_group(2).run(into_two_places, tmp_path, timeout_seconds=60.0)
+    assert [kind for _, kind, _, _ in caught.value.errors] == ["RunError", "RunError"]
+    assert not list(tmp_path.iterdir())
+
+
+def measured_on_other_data(folder):
+    """Ranks that would measure samples of unequal numbers, and wait for each other's batches for ever."""
+    samples = [0] * (2 + dist.get_rank())
+    evaluated = {"evaluate": lambda model, batch: {}, "evaluation_data": lambda: samples}
+    ff.fit(recipe(**evaluated), ONE, folder / "run", steps=1)
+
+
+def test_evaluation_data_of_another_length_is_named(tmp_path):
+    with pytest.raises(RankFailure, match=r"len\(recipe.evaluation_data\(\)\) is 2 on rank 0, 3 on rank 1"):
+        rank_group(2).run(measured_on_other_data, tmp_path, timeout_seconds=60.0)
+
+
 NOTHING = ({}, {})
 ONE = ff.Strategy(data=2)
 STARTS = {

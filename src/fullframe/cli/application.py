@@ -133,11 +133,12 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         return command.run()
     except FullframeError as error:
-        consequence = isinstance(error, DivergenceError) and error.consequence  # the other rank says it better
+        machine = is_machines_fault(error)
+        consequence = machine or (isinstance(error, DivergenceError) and error.consequence)  # another says it better
         text = "\n".join(filter(None, [f"error: {error}", lines_of_users(error)]))
         report(text, f"{type(error).__name__}: {error}", consequence=consequence)
         _say_as_json(arguments, str(error))
-        return 1 if consequence else 2
+        return AGAIN if machine else 1 if consequence else 2
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
             raise

@@ -6,7 +6,7 @@ same forward pass, a part of the model called on its own, `autograd.grad` and th
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -19,18 +19,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import GradientError
-from fullframe.model.gradient_memory import Buckets, Placed
+from fullframe.model.gradient_memory import Buckets, Placed, chunks
+from fullframe.model.same_weights import WeightsInTurn
 from fullframe.model.trained import Trained, frozen, late, trained
 from fullframe.model.unused import Unused, give_zeros, has_hooks
-from fullframe.ranks.agreement import on_any_rank, on_any_rank_each
+from fullframe.ranks.agreement import on_any_rank
 from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.raw_bytes import share_values
+from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.spatial.gradients import Hook, is_accumulated, manage, mean_over_ranks, reaches_any
 
 _SYNC_BUFFERS = "forward_sync_buffers"  # in each forward; torch before 2.13 calls it broadcast_buffers
 if _SYNC_BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
     _SYNC_BUFFERS = "broadcast_buffers"
-_CHUNK_NUMBERS = 1 << 22  # of a message in which gradients travel together
 
 _owners: Any = WeakIdKeyDictionary()  # of a parameter, the `Averaging`s that train it
 _all: Any = weakref.WeakSet()  # every `Averaging` that there is
@@ -59,7 +60,7 @@ class Averaging:
         self._several = dist.get_world_size() > spatial.size and spatial.channel.tagged  # replicas, which may differ
         self._shared: Any = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))  # equal on all ranks
         self._unshared: list[nn.Parameter] = []  # which may not be
-        self._parameters: Trained = {}  # those that are trained
+        self.parameters: Trained = {}  # those that are trained, as far as is known
         self._ddp: Any = None
         self._for: Trained = {}  # those that `_ddp` averages
         self._edges: dict[nn.Parameter, GradientEdge] = {}  # of theirs, to where DDP's hooks are
@@ -72,13 +73,14 @@ class Averaging:
         self._began = False  # that pass
         self._pass: Any = lambda: None  # the backward pass that is running
         self.syncing = True  # outside no_sync()
+        self._weights = WeightsInTurn()
         _all.add(self)
         self.arrange()
 
     @property
     def run(self) -> nn.Module:
         """What to call in the place of the door."""
-        return self._door if self._ddp is None or not self._parameters or self._lent else self._ddp
+        return self._door if self._ddp is None or not self.parameters or self._lent else self._ddp
 
     def arrange(self) -> None:
         """See which parameters are trained now."""
@@ -89,7 +91,7 @@ class Averaging:
             return
         if self._astray or (self._began and self._pass() is None):  # it ended by an error, and DDP waits for the rest
             self._wrap(self._for)
-        if found != self._parameters:
+        if found != self.parameters:
             self._take_up(found)
         elif self._unused.is_known:
             return
@@ -100,8 +102,8 @@ class Averaging:
             self._wrap(wanted)
 
     def _take_up(self, found: Trained) -> None:
-        new = [parameter for parameter in found if parameter not in self._parameters]
-        self._parameters = found
+        new = [parameter for parameter in found if parameter not in self.parameters]
+        self.parameters = found
         self._unused.forget()
         self._unshared += [parameter for parameter in new if parameter not in self._shared]
         for parameter in new:
@@ -117,7 +119,7 @@ class Averaging:
     def look(self) -> None:
         """See which parameters are trained beside those that are known, and send nothing."""
         found, self._has_frozen = trained(self._model)
-        if found.keys() - self._parameters.keys() and all(parameter.is_leaf for parameter in found):
+        if found.keys() - self.parameters.keys() and all(parameter.is_leaf for parameter in found):
             self._take_up(found)
 
     def _wrap(self, wanted: Trained) -> None:
@@ -127,7 +129,7 @@ class Averaging:
         self._for, self._expects, self._began, self._buckets = wanted, False, False, Buckets()
         self._placed.note(wanted)
         self._ddp = None  # with its buckets
-        with frozen([parameter for parameter in self._parameters if parameter not in wanted]):
+        with frozen([parameter for parameter in self.parameters if parameter not in wanted]):
             self._ddp = self._make_ddp(
                 self._door,
                 gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
@@ -161,7 +163,7 @@ class Averaging:
 
     def reached(self) -> None:
         """In backward: a result of the model is; the pass may well be one that does not go on to parameters."""
-        if self._pass() is None and reaches_any(self._parameters):
+        if self._pass() is None and reaches_any(self.parameters):
             self.begin()
 
     def begin(self) -> "_Pass":
@@ -243,9 +245,9 @@ class Averaging:
 
     def _with_new(self, came: "_Came") -> "_Came":
         """With parameters that have come to be trained since the model was called, in a pass that parts of it made."""
-        known = self._parameters
+        known = self.parameters
         self.look()
-        new = {parameter for parameter in self._parameters if parameter not in known and parameter.grad is not None}
+        new = {parameter for parameter in self.parameters if parameter not in known and parameter.grad is not None}
         if any(map(has_hooks, new - came.used)):
             raise late(self._model, new, "their hooks have seen one rank's gradients")
         return came._replace(used=came.used | new)
@@ -277,19 +279,20 @@ class Averaging:
         """What came or is lacking on whichever rank, by one message; within a replica all ranks have the same."""
         if not self._several:
             return came
-        parameters, lacking = list(self._parameters), set(came.lacking)
+        parameters, lacking = list(self.parameters), set(came.lacking)
         mine = [parameter in came.used for parameter in parameters] + [parameter in lacking for parameter in parameters]
-        flags = on_any_rank_each(mine)
+        flags = self._weights.on_any_rank_each(mine, self._model, parameters)
         used, lacks = flags[: len(parameters)], flags[len(parameters) :]
         return _Came(set(compress(parameters, used)), list(compress(parameters, lacks)))
 
     @torch.no_grad()
     def _average(self, parameters: set[nn.Parameter]) -> None:
         """Average the gradients of parameters, the same on all ranks, of which some may have none."""
-        for chunk in _chunks([parameter for parameter in self._parameters if parameter in parameters]):
+        for chunk in chunks([parameter for parameter in self.parameters if parameter in parameters]):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in chunk]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) / dist.get_world_size()
-            dist.all_reduce(flat)
+            with waiting_for_ranks():
+                dist.all_reduce(flat)
             means = flat.split([gradient.numel() for gradient in gradients])
             for parameter, gradient, mean in zip(chunk, gradients, means, strict=True):
                 parameter.grad = gradient.copy_(mean.view(gradient.shape))
@@ -299,7 +302,7 @@ def _require_known(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     """Before any optimizer's step. Raises GradientError for gradients of which each rank has its own."""
     if not _all:
         return
-    known: set[nn.Parameter] = set().union(*(averaging._parameters for averaging in _all))
+    known: set[nn.Parameter] = set().union(*(averaging.parameters for averaging in _all))
     given = (parameter for group in optimizer.param_groups for parameter in group["params"])
     strangers = {parameter for parameter in given if parameter.grad is not None and parameter not in known}
     for averaging in _all if strangers else ():
@@ -384,16 +387,3 @@ def _hook(averaging: Any, owners: Any, parameter: Any, spatial: Spatial) -> Hook
 
 def _at_the_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def _chunks(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype and device whose gradients make a message."""
-    chunk: list[nn.Parameter] = []
-    for parameter in parameters:
-        other = chunk and (parameter.dtype, parameter.device) != (chunk[0].dtype, chunk[0].device)
-        if other or sum(p.numel() for p in chunk) > _CHUNK_NUMBERS:
-            yield chunk
-            chunk = []
-        chunk.append(parameter)
-    if chunk:
-        yield chunk

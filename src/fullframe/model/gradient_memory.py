@@ -2,12 +2,13 @@
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+_CHUNK_NUMBERS = 1 << 22  # of a message in which gradients travel together
 _NOBODYS = nn.Parameter(torch.zeros(()))
 _NOBODYS.grad = torch.zeros(())  # to which nothing else refers
 
@@ -112,3 +113,16 @@ def _memory(tensor: Tensor) -> int:
 def _tensors_in(bucket: Tensor) -> int:
     storage: Any = bucket.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def chunks(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype and device whose gradients make a message."""
+    chunk: list[nn.Parameter] = []
+    for parameter in parameters:
+        other = chunk and (parameter.dtype, parameter.device) != (chunk[0].dtype, chunk[0].device)
+        if other or sum(p.numel() for p in chunk) > _CHUNK_NUMBERS:
+            yield chunk
+            chunk = []
+        chunk.append(parameter)
+    if chunk:
+        yield chunk

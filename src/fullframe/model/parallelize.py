@@ -32,6 +32,7 @@ from fullframe.ranks.agreement import first_difference, from_all_ranks
 from fullframe.ranks.mesh import Axis, Spatial, has_stages, spatial_of, stage_axis
 from fullframe.ranks.random_states import share_random_states
 from fullframe.ranks.raw_bytes import share_values
+from fullframe.ranks.waiting import naming_lost_ranks
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
 from fullframe.spatial.shard import even_spec
@@ -40,6 +41,7 @@ from fullframe.strategy import Strategy
 
 
 @checked
+@naming_lost_ranks()
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -234,6 +236,7 @@ class ParallelModel(nn.Module):
             return torch._dynamo.disable(self._as_it_is)(*args, **kwargs)
         return self._called("", args, kwargs)
 
+    @naming_lost_ranks()
     def _called(self, method: str, args: Any, kwargs: Any) -> Any:
         """The model, or a method of it, called by way of the door and DDP."""
         leave_own_frames()
@@ -254,7 +257,8 @@ class ParallelModel(nn.Module):
                 results, shells, within = run(leaves, shells)
         else:
             results, shells, within = run(leaves, shells, method)
-        self._agreement.after_forward([*results, *within])
+        trained = () if self._averaging is None else self._averaging.parameters
+        self._agreement.after_forward([*results, *within], trained, self.module)
         if self._sharded is not None:
             self._sharded.end()
         if self._averaging is not None:

@@ -5,14 +5,15 @@ ranks meet at the start of backward, and what they have drawn from random states
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullframe.errors import DivergenceError
+from fullframe.model.same_weights import Weights, WeightsInTurn, require_same_weights
 from fullframe.ranks.channel import compare_records
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.mesh import Spatial
@@ -25,6 +26,7 @@ class Agreement:
     """The checks of one model on one mesh; none where a replica is one rank, or ranks are not real."""
 
     def __init__(self, spatial: Spatial | None):
+        self._weights = WeightsInTurn()
         self._spatial = spatial if spatial is not None and spatial.size > 1 and spatial.channel.tagged else None
         self._before: tuple[int, ...] = ()
         self._last = () if self._spatial is None else digests()  # after the forward pass before
@@ -42,8 +44,12 @@ class Agreement:
         if self._looks:
             self._before = digests()
 
-    def after_forward(self, results: Sequence[Any]) -> None:
+    def after_forward(
+        self, results: Sequence[Any], trained: Collection[nn.Parameter] = (), model: nn.Module | None = None
+    ) -> None:
         """Raise DivergenceError on all ranks if they drew random numbers from different states.
+
+        Likewise where they hold other values of `trained`, the parameters of `model` that are.
 
         A state that differs and was not drawn from does no harm. What all have drawn since the last forward pass, of
         which it is not known what for, is a warning, once. The ranks meet when the first of `results` gets its
@@ -51,12 +57,12 @@ class Agreement:
         """
         if self._spatial is None or not self._looks:
             return
-        self._compare_random_states(self._spatial)
+        self._compare(self._spatial, trained, model)
         for result in results:
             if isinstance(result, Tensor) and result.requires_grad:
                 when_gradient_arrives(result, self._gradient_arrived)
 
-    def _compare_random_states(self, spatial: Spatial) -> None:
+    def _compare(self, spatial: Spatial, trained: Collection[nn.Parameter], model: nn.Module | None) -> None:
         after = digests()
         drawn = [int(a != b) for a, b in zip(self._before, after, strict=True)]
         if spatial.channel.record is not None:
@@ -69,9 +75,16 @@ class Agreement:
             spatial.channel.record.note(padded(text, HEAD_BYTES))
             return
         drawn_before = [int(a != b) for a, b in zip(self._last, self._before, strict=True)]
-        facts = torch.tensor([after, drawn, self._before, drawn_before], device=spatial.mesh.device_type)
+        weights = self._weights.look(trained)
+        own = [after, drawn, self._before, drawn_before, [*weights, 0]]
+        facts = torch.tensor(own, device=spatial.mesh.device_type)
         self._last = after
-        states, used, states_before, used_before = all_gather_no_grad(facts, spatial.replica, "random states").unbind(1)
+        everyone = all_gather_no_grad(facts, spatial.replica, "random states").unbind(1)
+        states, used, states_before, used_before, held = everyone
+        if (held != held[0]).any():
+            of_ranks = zip(spatial.replica_ranks, held.tolist(), strict=True)
+            named = () if model is None else model.named_parameters()
+            require_same_weights({rank: Weights(*said[:3]) for rank, said in of_ranks}, named)
         doubtful = (states_before != states_before[0]).any(0) & used_before.all(0)
         if names := _names(doubtful):
             self._warn(names, spatial)

@@ -31,7 +31,8 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
         except (FullframeError, OSError) as error:
             outcome[1] = error
     if dist.is_initialized():
-        dist.broadcast_object_list(outcome, group=group, group_src=0)
+        with waiting_for_ranks():
+            dist.broadcast_object_list(outcome, group=group, group_src=0)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]  # type: ignore[no-any-return]
@@ -56,7 +57,16 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    with waiting_for_ranks():
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def at_first_rank(value: T) -> list[T] | None:
+    """`value` of every rank of the job, in rank order, on the first rank; None on the others."""
+    values: list[Any] | None = [None] * dist.get_world_size() if is_first_rank() else None
+    with waiting_for_ranks():
+        dist.gather_object(value, values)
     return values
 
 
@@ -68,6 +78,12 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> tuple[str, int, str]:
     return first[0], rank, first[rank]
 
 
+def first_to_say(what: str, said: str) -> str:
+    """What the first rank of the job has said of `what`, which this one perhaps is; nobody waits for another."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.compare_set(f"fullframe: {what}", "", said).decode()  # type: ignore[no-any-return]
+
+
 def on_any_rank(flag: bool) -> bool:
     """Whether `flag` is set on any rank, on every rank."""
     return on_any_rank_each([flag])[0]
@@ -75,9 +91,14 @@ def on_any_rank(flag: bool) -> bool:
 
 def on_any_rank_each(flags: Sequence[bool]) -> list[bool]:
     """For each of some flags whether it is set on any rank, on every rank; one message."""
-    if not dist.is_initialized() or not flags:
-        return list(flags)
-    found = torch.tensor(flags, dtype=torch.int32, device=place_of_numbers())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [bool(number) for number in largest_on_any_rank(flags)]
+
+
+def largest_on_any_rank(numbers: Sequence[int]) -> list[int]:
+    """The largest of each of some numbers of 32 bits that a rank has, on every rank; one message."""
+    if not dist.is_initialized() or not numbers:
+        return list(numbers)
+    found = torch.tensor(numbers, dtype=torch.int32, device=place_of_numbers())
     with waiting_for_ranks():
-        return [bool(number) for number in found.tolist()]
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.tolist()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import _StopRecomputationError
 
 from fullframe.errors import DivergenceError, FullframeError
+from fullframe.processes.exit_reasons import is_machines_fault
 from fullframe.ranks import shared_memory as mailbox
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.device import accelerator, is_short_of_memory, place_of_numbers, sends_between_devices
@@ -227,6 +228,11 @@ def share_channel(group: dist.ProcessGroup, within: Channel) -> Channel:
     return _channels[group]
 
 
+def generation() -> int:
+    """How often channels were forgotten, alike on all ranks."""
+    return _generation[0]
+
+
 def forget_channels() -> None:
     """Make new ones from now on, on all ranks."""
     _channels.clear()
@@ -245,8 +251,8 @@ def _channel(group: dist.ProcessGroup) -> Channel:
     return Channel(ranks, boxes, heads, record, place)
 
 
-def announce(error: Exception, even_ours: bool = False) -> None:
-    """A rule has raised `error`, which the other ranks may not meet: tell them, once.
+def announce(error: Exception, even_ours: bool = False, at: str | None = None) -> None:
+    """This rank has met `error`, at line `at`, which the other ranks may not meet: tell them, once.
 
     Not what is decided alike everywhere, but with `even_ours`, nor what the whole job is started again for: another
     rank's or memory's end. Nor that by which recompute ends when it has what it needs.
@@ -254,12 +260,12 @@ def announce(error: Exception, even_ours: bool = False) -> None:
     alike = DivergenceError if even_ours else FullframeError
     if recorder() is not None:  # this rank's block will run as it is
         return
-    if isinstance(error, (alike, dist.DistError, _StopRecomputationError)) or is_out_of_memory(error):
+    if isinstance(error, (alike, _StopRecomputationError)) or is_machines_fault(error) or is_out_of_memory(error):
         return
     if not getattr(error, "_fullframe_announced", False):
         error._fullframe_announced = True  # type: ignore[attr-defined]
         _announced[0] += 1
-        mailbox.announce(f"{type(error).__name__}: {error} (at {line()})")
+        mailbox.announce(f"{type(error).__name__}: {error} (at {at or line()})")
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -26,6 +26,7 @@ from fullframe.ranks import device
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_channel
 from fullframe.ranks.groups import groups_of
+from fullframe.ranks.last_words import speak_last
 
 AXES = ("data", "depth", "height", "width")  # of a mesh; "depth" where that has more than one rank along it
 STAGE = "stage"  # the axis along which ranks hold consecutive parts of a model, and the same samples
@@ -274,6 +275,7 @@ def start_process_group(timeout_seconds: float) -> None:
     """That of all ranks, as `init_mesh` says, where there is none yet."""
     timeout = timedelta(seconds=timeout_seconds)
     if dist.is_initialized():
+        speak_last()
         return
     if launched_place() is not None:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
@@ -283,6 +285,7 @@ def start_process_group(timeout_seconds: float) -> None:
         store, rank, ranks = dist.HashStore(), 0, 1
     device.take(store, rank, ranks)
     dist.init_process_group(device.backends(), timeout=timeout, store=store, rank=rank, world_size=ranks)
+    speak_last()
 
 
 def _of_attempt(store: dist.Store) -> dist.Store:

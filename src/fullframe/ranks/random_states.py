@@ -15,6 +15,7 @@ from torch import Tensor
 from fullframe.ranks import device
 from fullframe.ranks.mesh import Axis, Spatial
 from fullframe.ranks.randomness import random_state, set_random_state
+from fullframe.ranks.waiting import waiting_for_ranks
 
 NAMES = ("torch", "random", "numpy.random", "torch's on the GPU")
 
@@ -29,7 +30,8 @@ def share_random_states(spatial: Spatial, stages: Axis | None = None) -> None:
             continue
         device.begin()  # `random_state` leaves out a generator that is not there yet
         states = [random_state()]
-        dist.broadcast_object_list(states, ranks[0], group=group, device=place)
+        with waiting_for_ranks():
+            dist.broadcast_object_list(states, ranks[0], group=group, device=place)
         set_random_state(states[0])
 
 

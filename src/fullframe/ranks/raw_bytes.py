@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullframe.ranks.waiting import naming_lost_ranks
+
 KNOWN = {  # to NCCL, through torch 2.13
     torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -39,6 +41,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@naming_lost_ranks()
 def share_values(tensors: Iterable[Tensor]) -> None:
     """Every rank of the job takes the first rank's values, in few messages; all ranks call it with equal shapes."""
     together = []

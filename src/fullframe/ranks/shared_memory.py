@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullframe.errors import DivergenceError
+from fullframe.ranks.groups import timeout_of_job
 from fullframe.ranks.shared_file import can_share_memory, life_of, mapped, reserve
 from fullframe.ranks.tags import HEAD_BYTES, padded, text_of
-from fullframe.ranks.waiting import waiting_for_ranks
+from fullframe.ranks.waiting import ALONE_RULE, LostRank, waiting_for_ranks
 
 SLOTS = 4
 SLOT_BYTES = 512 * 1024
@@ -33,8 +34,8 @@ _MOST_VIEWS = 4096
 _SPIN_SECONDS = 0.01
 _LOOKS = 20  # at the flag alone, before one at what the other ranks say
 _NAP_SECONDS = 0.0002
+_PATIENCE_SECONDS = 1800.0  # as gloo's, where the job does not say
 _LOOK_SECONDS = 0.02  # between looks whether the other rank runs, each of which takes as long as half a nap
-_TIMEOUT_SECONDS = 1800.0  # as gloo's
 
 # A rank's cell: words of 8 bytes, then texts. The first word of the first cell's line, `_APART`, is for all ranks.
 _APART = 0  # number (from 1) of the rank that found that the ranks run apart, for good
@@ -62,7 +63,8 @@ class Place(NamedTuple):
 class Mailboxes:
     """The slots between this rank and the other `ranks` of one machine; made by `mailboxes_between`."""
 
-    def __init__(self, ranks: Sequence[int], pids: Sequence[int], memory: mmap.mmap):
+    def __init__(self, ranks: Sequence[int], pids: Sequence[int], memory: mmap.mmap, patience: float):
+        self.patience = patience  # seconds that it waits for another rank
         self._me = ranks.index(dist.get_rank())
         self._ranks = tuple(ranks)
         self._index = {rank: index for index, rank in enumerate(ranks)}
@@ -239,7 +241,7 @@ class _Wait:
         self._looked_at = 0.0  # after how many seconds of waiting
 
     def until_there(self) -> None:
-        """Return when it has; raises DivergenceError, or DistNetworkError when the other rank died."""
+        """Return when it has; raises DivergenceError, or RankError when the other rank died or does not come."""
         flags, flag, state, boxes = self._flags, self._place.flag, self._state, self._boxes
         start = time.perf_counter()
         try:
@@ -272,8 +274,12 @@ class _Wait:
         if waited < self._looked_at + _LOOK_SECONDS:
             return
         self._looked_at = waited
-        if waited > _TIMEOUT_SECONDS or life_of(self._boxes._pids[self._place.rank]) is None:
-            raise dist.DistNetworkError(f"rank {self._place.rank} died or sent nothing for {waited:.0f} s")
+        rank, boxes = self._place.rank, self._boxes
+        is_gone = life_of(boxes._pids[rank]) is None
+        if is_gone or waited > boxes.patience:
+            what = "died or left (its own last words say why)" if is_gone else f"did not come for {waited:.0f} s"
+            where = f"rank {boxes._ranks[boxes._me]} waits for it at: {text_of(self._head)}"
+            raise LostRank(f"rank {rank} {what}, and {where}. {ALONE_RULE}")
 
     def _say_for_whom(self) -> None:
         words, mine = self._flags, self._mine
@@ -329,4 +335,6 @@ def mailboxes_between(ranks: tuple[int, ...], group: dist.ProcessGroup) -> Mailb
     dist.all_gather_object(pids, os.getpid() if memory is not None else 0, group=group)
     if name[0] and dist.get_rank() == ranks[0]:
         os.unlink(name[0])  # it lives as long as it is mapped, and no longer
-    return Mailboxes(ranks, pids, memory) if memory is not None and all(pids) else None
+    timeout = timeout_of_job()
+    patience = _PATIENCE_SECONDS if timeout is None else timeout.total_seconds()
+    return Mailboxes(ranks, pids, memory, patience) if memory is not None and all(pids) else None

@@ -8,7 +8,7 @@ import os
 import sys
 import zlib
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,17 @@ def line() -> str:
         if outer is None:
             return _named(frame, code.co_filename, op)
         frame = outer
+
+
+def line_of(trace: TracebackType | None) -> str:
+    """Where an error was raised, by its traceback: likewise the innermost line of the program's own."""
+    found = "?"
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        file = (_files.get(id(code)) or _kept(code))[1]
+        found = f"{file or code.co_filename}:{trace.tb_lineno}" if file or found == "?" else found
+        trace = trace.tb_next
+    return found
 
 
 def count_as_inside(folder: str) -> None:

@@ -15,14 +15,13 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset
 
 from fullframe.errors import RecipeError
 from fullframe.model.buffers import share_buffers
-from fullframe.ranks.agreement import on_all_ranks, on_first_rank
+from fullframe.ranks.agreement import at_first_rank, on_all_ranks, on_first_rank
 from fullframe.ranks.mesh import has_stages, spatial_of, stage_axis
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.recipe import Recipe
@@ -190,8 +189,7 @@ class _Tally:
 
 
 def _over_ranks(found: dict[str, _Found], mesh: DeviceMesh) -> dict[str, float]:
-    packed: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(on_all_ranks(lambda: _packed(found)), packed)
+    packed = at_first_rank(on_all_ranks(lambda: _packed(found)))
     replicas = mesh.mesh.flatten(1).tolist()
 
     def total() -> dict[str, float]:

@@ -66,9 +66,9 @@ class RealHost:
         place = device_of_facts(dist.group.WORLD, self._device)
         order = torch.tensor([*mine, *(n for n in range(parameters) if n not in own)], device=place)
         used = torch.tensor([n in own for n in range(parameters)], device=place, dtype=torch.int32)
-        dist.broadcast(order, 0)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)
         with waiting_for_ranks():
+            dist.broadcast(order, 0)
+            dist.all_reduce(used, op=dist.ReduceOp.MAX)
             is_used = used.tolist()
         return [number for number in order.tolist() if is_used[number]]
 

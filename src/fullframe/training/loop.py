@@ -15,6 +15,7 @@ from fullframe.model.fsdp import is_sharded, whole_value
 from fullframe.processes.exit_reasons import restart_reason
 from fullframe.ranks import device
 from fullframe.ranks.agreement import from_all_ranks
+from fullframe.ranks.last_words import telling_others
 from fullframe.ranks.mesh import init_mesh, start_process_group
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
@@ -35,6 +36,7 @@ Record = Mapping[str, Any]  # one step: step, loss, grad_norm, skipped, step_sec
 
 
 @checked
+@telling_others()
 def fit(
     recipe: Recipe,
     strategy: Strategy,
@@ -77,7 +79,7 @@ def fit(
     every = _counts(steps=steps, checkpoint_every=checkpoint_every, check_every=check_every, max_skipped=max_skipped)
     start_process_group(_group_timeout(hang_timeout))
     about = {**facts(device=device.name(), world_size=dist.get_world_size(), steps=steps), **(about or {})}
-    reason = _met(recipe, strategy, {"resume": resume, "patience": patience, **every}, about)
+    reason = _met(recipe, strategy, {"run_dir": str(run_dir), "resume": resume, "patience": patience, **every}, about)
     mesh = _mesh(strategy, hang_timeout)
     if reason:
         resume, strategy = "auto", strategy_of_restart(Path(run_dir), strategy, recipe.batch_size)
@@ -108,10 +110,10 @@ def _met(recipe: Recipe, strategy: Strategy, options: Mapping[str, Any], about: 
     """Why the ranks were started again, "" where they were not; once all are known to be started alike."""
     reason = next((found for found in from_all_ranks(restart_reason()) if found), "")
     known = {**options, "resume": "auto"} if reason else options  # a machine may have come later, by other words
+    if recipe.evaluate is not None:  # now rather than at the first evaluation
+        known = {**known, "len(recipe.evaluation_data())": len(evaluation_data(recipe))}  # type: ignore[arg-type]
     require_same_options(recipe, strategy, known, about)
     _require_measure(recipe, options["patience"])
-    if recipe.evaluate is not None:
-        evaluation_data(recipe)  # now rather than at the first evaluation
     return reason
 
 

@@ -26,6 +26,7 @@ from fullframe.model.forward_patch import restore
 from fullframe.model.fsdp import whole_value
 from fullframe.model.parallelize import ParallelModel, require_parallelized_for
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
+from fullframe.ranks.waiting import naming_lost_ranks
 from fullframe.strategy import Strategy, multiplied
 from fullframe.techniques.budget import Costs
 from fullframe.techniques.ema import ParameterAverage
@@ -132,6 +133,7 @@ class TrainStep:
         self.staged = staged(plain, strategy)
         self.updating = False  # parameters may be neither those before the step nor those after it
 
+    @naming_lost_ranks()
     def __call__(self, batch: Any, hand: bool = False) -> StepRecord:
         """Take the step. With `hand` this rank asks for the others' attention: all learn how many did."""
         started = time.perf_counter()

@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -474,3 +475,36 @@ def test_evaluation_reads_every_sample_once():
     for found in rank_group(2).run(evaluated, 2):
         for (_, image, counts), (_, expected, _) in zip(found, alone, strict=True):
             assert torch.equal(image, expected) and counts
+
+
+def orders(case):
+    """On two replicas; whoever comes to a pass as the second finds that the other reads in another order."""
+    mesh = ff.init_mesh()
+    rank = dist.get_rank()
+    samples = 8 - 2 * (rank * (case == "length"))
+    options = {"batch_size": 2 + 2 * (rank * (case == "batch")), "shuffle": True}
+    loader = ff.ShardedLoader(DataLoader(list(range(samples)), **options), mesh, seed=rank * (case == "seed"))
+    if case == "epoch" and rank:
+        loader.set_epoch(1)
+    try:
+        for _ in range(2):
+            for number, _ in enumerate(loader):
+                if number == 1 and rank and case == "break":
+                    break
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_that_read_in_different_orders_are_refused():
+    for case, said in {
+        "length": "6 samples in an order shuffled by seed 0, 2 a batch, from batch 0 of epoch 0 on",
+        "batch": "8 samples in an order shuffled by seed 0, 4 a batch, from batch 0 of epoch 0 on",
+        "seed": "8 samples in an order shuffled by seed 1, 2 a batch, from batch 0 of epoch 0 on",
+        "epoch": "from batch 0 of epoch 1 on",
+        "break": "from batch 2 of epoch 0 on",
+    }.items():
+        messages = rank_group(2).run(orders, case)
+        assert sorted(map(bool, messages)) == [False, True], (case, messages)
+        assert said in "".join(messages) and "read twice or never" in "".join(messages)
+    assert rank_group(2).run(orders, "") == ["", ""]

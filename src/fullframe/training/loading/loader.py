@@ -10,10 +10,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import (
     DataLoader,
@@ -31,10 +34,15 @@ from fullframe.data.slices import SliceReader
 from fullframe.errors import CheckpointError, RecipeError
 from fullframe.processes.forking import worker_context
 from fullframe.processes.stop_signals import STOP_SIGNALS
+from fullframe.ranks.agreement import first_to_say
+from fullframe.ranks.channel import generation
+from fullframe.ranks.mesh import spatial_of
 from fullframe.ranks.randomness import mixed_seed, sample_randomness
 from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split
 from fullframe.training.loading.generators import generators_of, seed_generators
 from fullframe.wording import described, plural
+
+_numbers: "WeakKeyDictionary[DeviceMesh, count[int]]" = WeakKeyDictionary()  # the next loader's that is looped over
 
 
 @checked
@@ -55,7 +63,7 @@ class ShardedLoader:
     and what a data set draws, follow from `seed`.
 
     Raises RecipeError when the loader cannot be spread over the mesh, or when ranks of a replica read different
-    samples.
+    samples; MeshError for a mesh that `init_mesh` did not make.
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class ShardedLoader:
         prefetch: int | None = None,
         weighted: bool = False,
     ):
+        spatial_of(mesh)  # raises MeshError for another mesh
         replica, replicas = mesh.get_local_rank("data"), mesh.size(0)
         shuffle = _require_spreadable(loader, replicas, weighted)
         if prefetch is not None and prefetch < 0:
@@ -76,6 +85,8 @@ class ShardedLoader:
         self._order = _Order(samples, loader.batch_size or 1, replica, replicas, shuffle, seed, loader.drop_last)
         self._deliver, self._prefetch = Delivery(mesh, split), prefetch
         self._all_taken = False  # of the current epoch's batches
+        self._mesh, self._passes = mesh, 0
+        self._number = -1  # among the mesh's loaders, from its first pass on
         self._dataset: Dataset[Any] = loader.dataset
         grid = Grid.of(mesh)
         self._loader = DataLoader(
@@ -100,12 +111,33 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._all_taken:  # by a loop that counted them, and did not ask for the end
             self.set_epoch(self.epoch + 1)
+        self._require_one_order()
         for batch in self._deliver(self._loader, self._prefetch):
             self._order.position += 1
             self._all_taken = self._order.position == len(self)
             yield batch
             del batch  # or it would be there until the next one but one is
         self.set_epoch(self.epoch + 1)
+
+    def _require_one_order(self) -> None:
+        """Raises RecipeError where another rank, at as many loops over its loader before, reads in another order.
+
+        Replicas read different samples, so nothing else would tell. The ranks do not wait for each other here.
+        """
+        if dist.get_world_size() == 1:
+            return
+        if self._number < 0:
+            self._number = next(_numbers.setdefault(self._mesh, count()))
+        what = f"pass {self._passes} of loader {self._number} on {tuple(self._mesh.shape)}, {generation()}"
+        self._passes += 1
+        mine = f"{self._order.words}, from batch {self._order.position} of epoch {self._order.epoch} on"
+        first = first_to_say(what, mine)
+        if first != mine:
+            raise RecipeError(
+                f"rank {dist.get_rank()} reads {mine}, another rank {first}, so samples would be read twice or never. "
+                "Make and loop over each ShardedLoader on all ranks, of the same data and with the same options; leave "
+                "a loop early, and call set_epoch, on all of them"
+            )
 
     @property
     def dataset(self) -> Dataset[Any]:
@@ -202,6 +234,13 @@ class _Order(Sampler[list[tuple[int, int]]]):
         self._replica, self._replicas = replica, replicas
         self._left = 0 if drop_last else samples % batch_size  # samples of a last incomplete batch
         self.epoch = self.position = 0
+
+    @property
+    def words(self) -> str:
+        """What the order follows from, beside the place in it."""
+        order = f"in an order shuffled by seed {self._seed}" if self._shuffle else "in order"
+        rest = " and the rest" if self._left else ""
+        return f"{self._samples} samples {order}, {self._batch_size} a batch{rest}"
 
     def identity(self) -> dict[str, int]:
         return {"samples": self._samples, "batch_size": self._batch_size, "seed": self._seed}

@@ -1,0 +1,120 @@
+"""Weights that one rank alone has changed are found at the next pass, in a replica and over replicas."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullframe as ff
+from fullframe.errors import DivergenceError
+from fullframe.model.same_weights import Weights, WeightsInTurn, require_same_weights
+from tests.rank_group import rank_group
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)).double()
+
+
+def test_each_parameter_has_its_turn_and_a_change_of_any_is_seen() -> None:
+    parameters = list(small().parameters())
+    before, after = WeightsInTurn(), WeightsInTurn()
+    first = [before.look(parameters) for _ in parameters]
+    with torch.no_grad():
+        parameters[2].view(-1)[5] += 1e-12
+    second = [after.look(parameters) for _ in parameters]
+    assert [found.turn for found in first] == [0, 1, 2, 3] == [found.turn for found in second]
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, True]
+    assert all(0 <= found.digest < 2**31 for found in first)
+
+
+def test_a_large_parameter_is_looked_at_row_by_row() -> None:
+    large = [nn.Parameter(torch.zeros(3, 8000))]
+    before, after = WeightsInTurn(), WeightsInTurn()
+    first = [before.look(large) for _ in range(3)]
+    with torch.no_grad():
+        large[0][1, 7] = 1
+    assert [found == after.look(large) for found in first] == [True, False, True]
+
+
+def test_what_is_elsewhere_is_not_looked_at() -> None:
+    look = WeightsInTurn().look
+    assert look([]) == look([]) == (0, 0, look([]).digest)
+    meta = [nn.Parameter(torch.zeros(3, device="meta"))]
+    assert look(meta).digest == look(meta).digest
+
+
+def test_the_parameter_and_the_ranks_are_named() -> None:
+    named = list(small().named_parameters())
+    with pytest.raises(DivergenceError, match=r"rank 5 holds other weights than rank 4, as those of 2\.weight show"):
+        require_same_weights({4: Weights(4, 2, 7), 5: Weights(4, 2, 8)}, named)
+    with pytest.raises(
+        DivergenceError, match="other parameters that are trained than rank 0: 4 on rank 0, 2 on rank 1"
+    ):
+        require_same_weights({0: Weights(4, 2, 7), 1: Weights(2, 0, 8)}, named)
+    require_same_weights({0: Weights(4, 2, 7), 1: Weights(4, 2, 7)}, named)
+
+
+def _rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 2
+
+
+def _skips(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def _clips(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def _loads(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    module = model.module
+    module.load_state_dict({name: 2 * value for name, value in module.state_dict().items()})
+
+
+CHANGES = {change.__name__: change for change in (_rate, _skips, _clips, _loads)}
+
+
+def trained(width: int, change: str) -> tuple[str, list[float]]:
+    """Three steps; in the first, rank 1 does something of its own."""
+    mesh = ff.init_mesh(width=width)
+    generator = torch.Generator().manual_seed(0)
+    image = ff.shard(torch.randn(1, 3, 8, 9, dtype=torch.float64, generator=generator), mesh)
+    model = ff.parallelize(small(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for number in range(3):
+            model(image).square().mean().backward()
+            if change and number == 0 and dist.get_rank() == 1:
+                CHANGES[change](model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    except DivergenceError as error:
+        return str(error), []
+    return "", [parameter.sum().item() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_weights_of_one_rank_alone_are_refused_on_all(width: int) -> None:
+    for change in CHANGES:
+        for said, _ in rank_group(2).run(trained, width, change):
+            assert said.startswith("rank 1 holds other weights than rank 0, as those of "), (change, said)
+    (said, first), (_, second) = rank_group(2).run(trained, width, "")
+    assert not said and first == second
+
+
+def freezes(width: int) -> str:
+    mesh = ff.init_mesh(width=width)
+    model = ff.parallelize(small(), mesh)
+    if dist.get_rank() == 1:
+        model.module[2].requires_grad_(False)
+    try:
+        model(ff.shard(torch.ones(1, 3, 8, 9, dtype=torch.float64), mesh))
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_that_one_rank_alone_trains_are_refused() -> None:
+    for said in rank_group(2).run(freezes, 2):
+        assert "other parameters that are trained than rank 0: 4 on rank 0, 2 on rank 1" in said
