@@ -167,6 +167,13 @@ def test_what_cannot_be_resized_or_sampled_is_refused_as_in_torch(name: str) -> 
     assert type(refused) is RuntimeError and why in str(refused)
 
 
+def test_shapes_are_told_where_torch_refuses_without_a_number() -> None:
+    refused = asked(F.conv2d, IMAGE, torch.rand(4, IMAGE.shape[1] + 1, 3, 3)).error
+    assert f"the operands have the shapes {tuple(IMAGE.shape)}, (4, {IMAGE.shape[1] + 1}, 3, 3)" in str(refused)
+    refused = asked(torch.add, torch.rand(2), torch.rand(3)).error  # which torch says itself
+    assert "the operands" not in str(refused)
+
+
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
 def test_a_sampled_map_is_told_by_its_sizes(mode: str) -> None:
     for x in (IMAGE, IMAGE.mT, IMAGE.contiguous(memory_format=torch.channels_last)):

@@ -149,6 +149,8 @@ def _refused(what: str) -> None:
         ff.scatter(part, on, src=int(second))
     elif what == "no such rank":
         ff.scatter(part, on, src=2)
+    elif what == "a word for a rank":
+        ff.scatter(part, on, src="1" if second else 0)  # type: ignore[arg-type]
     elif what == "no rows":
         ff.scatter(torch.zeros(3), on, src=1)
 
@@ -169,6 +171,7 @@ REFUSED = {
     "nothing to scatter": "rank 0 of the replica must pass a plain tensor",
     "other sources": "the same on all; got [0, 1]",
     "no such rank": "src is one of the replica's ranks 0 to 1",
+    "a word for a rank": "src is one of the replica's ranks 0 to 1, the same on all; got",
     "no rows": "with dims (..., H, W), passed",
 }
 

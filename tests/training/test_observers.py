@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fullframe as ff
+from fullframe.errors import ArgumentError
 from fullframe.training.observers import Observer, Observers
 from tests.training.tiny import loss, recipe
 
@@ -85,3 +86,8 @@ def test_one_that_breaks_at_the_start_ends_those_before_it():
     with pytest.raises(ValueError, match="no"), Observers([Told(log, "a"), Broken(log, "b")]).looking_on(Run()):
         raise AssertionError("never entered")
     assert log == [("a", "begin", 0, "NoneType"), ("a", "end")]
+
+
+def test_what_is_no_observer_is_refused():
+    with pytest.raises(ArgumentError, match=r"derives from fullframe\.training\.observers\.Observer, got .*on_record"):
+        Observers([print])

@@ -200,7 +200,7 @@ def _run(
                 home = type(error).__module__
                 if "meta" in str(error).lower() or home.startswith("torch._subclasses"):  # it would read a value
                     return None
-                if said := _of_channels_last(func, made):
+                if said := _of_channels_last(func, made) or _of_shapes(error, made):
                     error = type(error)(f"{error}; {said}")
                 if isinstance(error, AssertionError):  # only functions without values have them, kernels do not
                     error = RuntimeError(str(error))
@@ -235,6 +235,13 @@ def _of_channels_last(func: Any, operands: list[Tensor]) -> str:
         f"an image of shape {tuple(image.shape)} seems to have its channels last, but its last dims are taken for rows "
         "and columns: give image.movedim(-1, 0) in the data set"
     )
+
+
+def _of_shapes(error: Exception, operands: list[Tensor]) -> str:
+    """The operands' shapes, for what functions without values refuse without a number, and kernels with; else ""."""
+    if any(letter.isdigit() for letter in str(error)):
+        return ""
+    return f"the operands have the shapes {', '.join(str(tuple(operand.shape)) for operand in operands)}"
 
 
 def _without_values(value: Any, device: str, made: list[Tensor]) -> Any:

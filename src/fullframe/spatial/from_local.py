@@ -205,11 +205,12 @@ def scatter(full: Tensor | None, mesh: DeviceMesh, *, src: int = 0) -> Tensor:
     (..., D, H, W), of at most eight dims, or the ranks name different ones.
     """
     spatial = spatial_of(mesh)
+    given, src = src, src if fits(src, int) else -1  # else this rank alone would raise
     is_here = spatial.coordinate == src
     least = len(spatial.axes)
-    fits = isinstance(full, Tensor) and not isinstance(full, SpatialTensor) and least <= full.dim() <= MOST_DIMS
+    is_whole = isinstance(full, Tensor) and not isinstance(full, SpatialTensor) and least <= full.dim() <= MOST_DIMS
     facts = [src, -1 if is_here else 0] + [0] * (MOST_DIMS + 3)
-    if is_here and fits:
+    if is_here and is_whole:
         assert full is not None
         facts = [src, full.dim(), *full.shape] + [0] * (MOST_DIMS - full.dim())
         facts += [_DTYPES.index(full.dtype), _FORMATS.index(memory_format_of(full)), int(full.requires_grad)]
@@ -219,7 +220,8 @@ def scatter(full: Tensor | None, mesh: DeviceMesh, *, src: int = 0) -> Tensor:
     everyone = all_gather_no_grad(mine, spatial.replica, "scatter").tolist()
     named = sorted({other[0] for other in everyone})
     if len(named) > 1 or not 0 <= src < spatial.size:
-        raise ShapeError(f"src is one of the replica's ranks 0 to {spatial.size - 1}, the same on all; got {named}")
+        got = named if src >= 0 else f"{given!r}"
+        raise ShapeError(f"src is one of the replica's ranks 0 to {spatial.size - 1}, the same on all; got {got}")
     dims, *told = everyone[src][1:]
     if dims < 0:
         got = f"{type(full).__name__} {tuple(getattr(full, 'shape', ()))}" if is_here else "something else"

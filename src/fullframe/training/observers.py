@@ -8,9 +8,12 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullframe.arguments import fits
+from fullframe.errors import ArgumentError
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
 from fullframe.training.session import Session
+from fullframe.wording import described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,11 @@ class Observers(Observer):
     """Several as one."""
 
     def __init__(self, observers: Sequence[Observer]):
+        if wrong := [observer for observer in observers if not fits(observer, Observer)]:
+            raise ArgumentError(
+                f"observers are objects of a class that derives from {Observer.__module__}.Observer, got "
+                f"{described(wrong[0])}; a function of the records is on_record"
+            )
         self._observers = tuple(observers)
 
     @contextmanager
