@@ -250,7 +250,7 @@ class ParallelModel(nn.Module):
         leaves, shells = unwrapped((args, kwargs))
         is_split = any(spec is not None for spec in shells.specs)
         if not is_split and not self._said_whole and self.training and torch.is_grad_enabled():
-            self._say_whole(leaves, 4 if method else 6)
+            self._say_whole(leaves, 5 if method else 7)
         self._agreement.before_forward(is_split)
         if method and self._sharded is not None:
             with self._sharded.as_forward(method):

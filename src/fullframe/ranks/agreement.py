@@ -4,17 +4,22 @@ Without a process group this process is the only rank.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from fullframe.errors import FullframeError
+from fullframe.processes.place import restarts
 from fullframe.ranks.device import place_of_numbers
 from fullframe.ranks.waiting import waiting_for_ranks
 
 T = TypeVar("T")
+
+_jobs: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()  # of this process, by their groups
+_numbers = count()
 
 
 def is_first_rank(group: dist.ProcessGroup | None = None) -> bool:
@@ -80,8 +85,15 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> tuple[str, int, str]:
 
 def first_to_say(what: str, said: str) -> str:
     """What the first rank of the job has said of `what`, which this one perhaps is; nobody waits for another."""
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return said
     store: Any = dist.distributed_c10d._get_default_store()
-    return store.compare_set(f"fullframe: {what}", "", said).decode()  # type: ignore[no-any-return]
+    world: Any = dist.group.WORLD
+    if world not in _jobs:
+        _jobs[world] = next(_numbers)
+    # A launcher's store may outlive the job, and ranks that are started again.
+    key = f"fullframe: {what}, in job {_jobs[world]} of start {restarts()}"
+    return store.compare_set(key, "", said).decode()  # type: ignore[no-any-return]
 
 
 def on_any_rank(flag: bool) -> bool:

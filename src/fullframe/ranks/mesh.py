@@ -5,7 +5,6 @@ images the stages are so many replicas, which happen to get the same samples.
 """
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -23,10 +22,11 @@ from fullframe.arguments import checked
 from fullframe.errors import MeshError
 from fullframe.processes.place import launched_place, restarts
 from fullframe.ranks import device
-from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_channel
 from fullframe.ranks.groups import groups_of
 from fullframe.ranks.last_words import speak_last
+from fullframe.ranks.same_meshes import compare_hashing, require_one_mesh
+from fullframe.ranks.waiting import naming_lost_ranks
 
 AXES = ("data", "depth", "height", "width")  # of a mesh; "depth" where that has more than one rank along it
 STAGE = "stage"  # the axis along which ranks hold consecutive parts of a model, and the same samples
@@ -174,6 +174,7 @@ def axes_in(name: str) -> tuple[str, ...]:
 
 
 @checked
+@naming_lost_ranks()
 def init_mesh(
     height: int = 1, width: int = 1, *, depth: int = 1, stages: int = 1, timeout_seconds: float = 600.0
 ) -> DeviceMesh:
@@ -189,7 +190,8 @@ def init_mesh(
     wakes a hundred times a second for as long as the job lasts.
 
     Raises MeshError when RANK and WORLD_SIZE are no place in a job, the product of the axes does not divide the world,
-    or the ranks have not a GPU each or none at all; DeviceError when there is a GPU that torch cannot use.
+    another rank asks for another mesh, or the ranks have not a GPU each or none at all; DeviceError when there is a GPU
+    that torch cannot use; RankError when another rank does not come.
     """
     sizes = {"stages": stages} if stages != 1 else {}
     sizes |= ({"depth": depth} if depth != 1 else {}) | {"height": height, "width": width}
@@ -206,6 +208,7 @@ def init_mesh(
     made = _made.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
     shape = tuple(sizes.items())
     if shape not in made:
+        require_one_mesh(len(made), asked)
         within = init_mesh(height, width, depth=depth) if stages > 1 else None
         ranks = torch.arange(world).view(-1, *sizes.values())
         names = ("data", *(STAGE if name == "stages" else name for name in sizes))
@@ -216,7 +219,7 @@ def init_mesh(
         # From torch 2.13 on it keeps the groups too, and their threads would outlive the job; it finds them by name.
         getattr(mesh, "_pg_registry", {}).clear()
         if parts > 1 and within is None:
-            _compare_hashing(ranks)
+            compare_hashing(ranks)
     return made[shape]
 
 
@@ -231,20 +234,6 @@ def _world() -> int:
             "process of its own, or start the ranks by torchrun, which sets both"
         )
     return 1 if place is None else place.world
-
-
-def _compare_hashing(ranks: torch.Tensor) -> None:
-    """Warn where the ranks of a replica hash strings differently, and so walk through sets of them in another order."""
-    everyone = from_all_ranks(hash("fullframe"))
-    if dist.get_rank() == 0 and any(
-        len({everyone[rank] for rank in replica}) > 1 for replica in ranks.flatten(1).tolist()
-    ):
-        warnings.warn(
-            "the ranks hash strings differently, so a loop over a set of names (`a.keys() & b.keys()`, `set(losses)`) "
-            "has another order on each, and what it adds up or sends is mixed up; set PYTHONHASHSEED=0 for all ranks "
-            "(PYTHONHASHSEED=0 torchrun ...), or sort such sets",
-            stacklevel=4,
-        )
 
 
 _made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[str, int], ...], DeviceMesh]]" = WeakKeyDictionary()

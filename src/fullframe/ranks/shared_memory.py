@@ -329,10 +329,12 @@ def mailboxes_between(ranks: tuple[int, ...], group: dist.ProcessGroup) -> Mailb
     size = _CELLS + len(ranks) * _CELL_BYTES + len(ranks) ** 2 * _PAIR_BYTES
     if possible and dist.get_rank() == ranks[0]:
         name = [reserve(size)]
-    dist.broadcast_object_list(name, src=ranks[0], group=group)
+    with waiting_for_ranks():
+        dist.broadcast_object_list(name, src=ranks[0], group=group)
     memory = mapped(name[0], size) if possible and name[0] else None
     pids = [0] * len(ranks)  # 0: could not map it
-    dist.all_gather_object(pids, os.getpid() if memory is not None else 0, group=group)
+    with waiting_for_ranks():
+        dist.all_gather_object(pids, os.getpid() if memory is not None else 0, group=group)
     if name[0] and dist.get_rank() == ranks[0]:
         os.unlink(name[0])  # it lives as long as it is mapped, and no longer
     timeout = timeout_of_job()

@@ -20,7 +20,7 @@ ALONE_RULE = (
     "Where it did not fail, it did something else than the others, or left early: take out of what one rank alone "
     "does (`if rank == 0:`), skips, catches or breaks off whatever needs the other ranks"
 )
-_TOO_LATE = ("timed out", "timeout", "did not come")
+_TOO_LATE = ("timed out", "timeout")
 
 _waiting: dict[int, int] = {}  # thread -> how many waits it is inside of
 _waited: dict[int, float] = {}  # thread -> seconds

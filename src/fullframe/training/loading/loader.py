@@ -124,8 +124,6 @@ class ShardedLoader:
 
         Replicas read different samples, so nothing else would tell. The ranks do not wait for each other here.
         """
-        if dist.get_world_size() == 1:
-            return
         if self._number < 0:
             self._number = next(_numbers.setdefault(self._mesh, count()))
         what = f"pass {self._passes} of loader {self._number} on {tuple(self._mesh.shape)}, {generation()}"
