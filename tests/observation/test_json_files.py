@@ -1,6 +1,7 @@
 """What a file says when it is torn, gone, or of other types than it should."""
 
 import math
+import tracemalloc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +21,29 @@ from fullframe.observation.json_files import (
 def test_lines_are_given_once_and_again_when_the_file_is_another(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     lines = JsonLines(path)
-    assert lines.fresh() == ([], False), "not there yet"
+
+    def fresh() -> tuple[list[dict[str, object]], bool]:
+        found, again = lines.fresh()
+        return list(found), again
+
+    assert fresh() == ([], False), "not there yet"
     path.write_text('{"a": 1}\n\n[2]\n{"a": 3')
-    assert lines.fresh() == ([{"a": 1}], True) and lines.unreadable == 1
-    assert lines.fresh() == ([], False)
+    assert fresh() == ([{"a": 1}], True) and lines.unreadable == 1
+    assert fresh() == ([], False)
     path.write_text('{"b": 1}\n')  # shorter
-    assert lines.fresh() == ([{"b": 1}], True) and lines.unreadable == 0
+    assert fresh() == ([{"b": 1}], True) and lines.unreadable == 0
     path.unlink()
-    assert lines.fresh() == ([], True), "what was read is no longer there"
+    assert fresh() == ([], True), "what was read is no longer there"
+
+
+def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text('{"a": 1}\n' * 50_000)
+    tracemalloc.start()
+    count = sum(1 for _ in JsonLines(path).fresh()[0])
+    most_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 50_000 and most_bytes < path.stat().st_size
 
 
 def test_values_of_other_types_are_none() -> None:

@@ -67,11 +67,36 @@ def test_later_steps_and_a_broken_line_are_forgotten(tmp_path: Path) -> None:
     assert last_step(tmp_path / "nowhere") == 0
 
 
-def test_the_last_step_of_a_long_file_is_read_from_its_end(tmp_path: Path) -> None:
+def test_of_a_long_file_the_end_alone_is_read(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path, writes=True)
     for step in range(1, 40):
-        run.append({"step": step, "padding": "x" * 4000})
+        run.append({"step": step, "padding": "x" * 4000 * (1 + step % 40)})
     assert last_step(tmp_path) == 39
+    whole = (tmp_path / "metrics.jsonl").read_bytes().replace(b'"step": 2,', b'"step": 2;')  # is not looked at
+    (tmp_path / "metrics.jsonl").write_bytes(whole)
+    run.append({"after_step": 39, "leak": "tensors"})
+    run.forget_after(35)
+    kept = (tmp_path / "metrics.jsonl").read_bytes()
+    assert kept.count(b"\n") == 35 and whole.startswith(kept) and last_step(tmp_path) == 35
+    inode = (tmp_path / "metrics.jsonl").stat().st_ino
+    run.forget_after(35)
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == inode, "there is nothing to forget"
+    run.forget_after(0)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"" and not list(tmp_path.glob("*.partial"))
+
+
+def test_the_last_record_is_replaced(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path, writes=True)
+    assert run.last_record() == {}
+    for record in ({"step": 1, "loss": 2.0}, {"step": 2, "loss": 3.0}, {"leak": "tensors", "step": 2}):
+        run.append(record)
+    assert run.last_record() == {"step": 2, "loss": 3.0}
+    run.put_in_place({"step": 2, "loss": 3.0, "score": math.nan})
+    assert list(run.records()) == [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": 3.0, "score": None},
+        {"leak": "tensors", "step": 2},
+    ]
 
 
 def test_a_run_is_gone_on_with_exactly_when_asked(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -20,31 +21,36 @@ class JsonLines:
         self._path, self._offset, self._file_number = path, 0, 0
         self.unreadable = 0
 
-    def fresh(self) -> tuple[list[dict[str, Any]], bool]:
-        """What came since the last call; and whether the file is another one than then, and this all of it."""
+    def fresh(self) -> tuple[Iterator[dict[str, Any]], bool]:
+        """What came since the last call; and whether the file is another one than then, and this all of it.
+
+        A line is read when it is asked for, as there may be millions: go through all of them before the next call.
+        """
         try:
-            with open(self._path, "rb") as file:
-                found = os.fstat(file.fileno())
-                again = found.st_ino != self._file_number or found.st_size < self._offset
-                if again:
-                    self._offset, self._file_number, self.unreadable = 0, found.st_ino, 0
-                file.seek(self._offset)
-                data = file.read()
+            found = self._path.stat()
         except OSError:
             again = self._offset > 0
             self._offset = self._file_number = self.unreadable = 0
-            return [], again
-        whole, newline, _ = data.rpartition(b"\n")  # what follows the last newline may still be written
-        self._offset += len(whole) + len(newline)
-        return list(self._parsed(whole)), again
+            return iter(()), again
+        again = found.st_ino != self._file_number or found.st_size < self._offset
+        if again:
+            self._offset, self._file_number, self.unreadable = 0, found.st_ino, 0
+        return self._read(), again
 
-    def _parsed(self, lines: bytes) -> Iterator[dict[str, Any]]:
-        for line in lines.splitlines():
-            found = parsed(line)
-            if found is not None:
-                yield found
-            elif line.strip():
-                self.unreadable += 1
+    def _read(self) -> Iterator[dict[str, Any]]:
+        with suppress(OSError), open(self._path, "rb") as file:
+            if os.fstat(file.fileno()).st_ino != self._file_number:
+                return  # it was replaced just now; the next call sees it
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):  # it may still be written
+                    return
+                self._offset += len(line)
+                found = parsed(line)
+                if found is not None:
+                    yield found
+                elif line.strip():
+                    self.unreadable += 1
 
 
 def parsed(text: bytes | str) -> dict[str, Any] | None:

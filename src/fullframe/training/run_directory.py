@@ -8,19 +8,19 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from fullframe.errors import RunError, StrategyError
 from fullframe.processes.lock import ProcessLock
-from fullframe.processes.whole_files import replace_text
+from fullframe.processes.whole_files import replace_end, replace_text
 from fullframe.strategy import Strategy
 from fullframe.training.run_file import LOCK, RunFile, read_run_file
 
-_LINE_BYTES = 65536  # more than two lines of metrics.jsonl
+_BLOCK_BYTES = 65536  # of metrics.jsonl, that are read at a time from its end
 Resume = bool | Literal["auto"]  # "auto": go on if there is a run, else start one
 
 
@@ -57,13 +57,31 @@ class RunDirectory:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl; a value that is not finite is written as null, which JSON knows."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._add(self._metrics, json.dumps(finite))
+        self._add(self._metrics, _text(record))
 
-    def records(self) -> list[dict[str, Any]]:
-        """The steps in metrics.jsonl, oldest first; where `forget_after` has left no line cut off."""
-        lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
-        return [record for record in map(json.loads, lines) if "step" in record]
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The lines of metrics.jsonl, oldest first; where `forget_after` has left none cut off."""
+        if self._metrics.exists():
+            with open(self._metrics) as file:
+                yield from map(json.loads, file)
+
+    def last_record(self) -> dict[str, Any]:
+        """That of the last step; {} where there is none."""
+        with suppress(OSError), open(self._metrics, "rb") as file:
+            for _, line in _from_the_end(file):
+                if _step_of(line) < math.inf and (record := json.loads(line)).keys() >= {"step", "loss"}:
+                    return dict(record)
+        return {}
+
+    def put_in_place(self, record: Mapping[str, Any]) -> None:
+        """Replace the line of the last step; what came after that, a leak that was found say, stays."""
+        number = record["step"]
+
+        def changed(line: bytes) -> bytes:
+            is_step = (found := json.loads(line)).get("step") == number and "loss" in found
+            return (_text(record) + "\n").encode() if is_step else line
+
+        self._end_anew(number - 1, lambda lines: map(changed, lines))
 
     def log(self, message: str) -> None:
         """Add a line to log.txt, with the time."""
@@ -83,10 +101,23 @@ class RunDirectory:
 
     def forget_after(self, step: int) -> None:
         """Drop the metrics of later steps, which a resumed run will do again, and a line that a crash cut off."""
+        self._end_anew(step, lambda lines: ())
+
+    def _end_anew(self, step: int, end: Callable[[list[bytes]], Iterable[bytes]]) -> None:
+        """Put `end` of the lines of later steps in their place. The lines before them are copied and not read."""
         if not self._writes or not self._metrics.exists():
             return
-        kept = [line for line in self._metrics.read_text().splitlines() if _step_of(line) <= step]
-        replace_text(self._metrics, "".join(line + "\n" for line in kept))
+        later: list[bytes] = []  # the last one first
+        with open(self._metrics, "rb") as file:
+            size_bytes = kept_bytes = file.seek(0, os.SEEK_END)
+            for start, line in _from_the_end(file):
+                if _step_of(line) <= step and line.endswith(b"\n"):
+                    break
+                kept_bytes = start
+                later.append(line)
+        if kept_bytes < size_bytes:
+            whole = [line for line in reversed(later) if _step_of(line) < math.inf and line.endswith(b"\n")]
+            replace_end(self._metrics, kept_bytes, b"".join(end(whole)))
 
 
 @contextmanager
@@ -188,20 +219,34 @@ def check_run_directory(path: Path, resume: Resume) -> None:
 
 def last_step(path: Path) -> int:
     """The last step that the run in `path` has recorded; 0 where there is none."""
-    try:
-        with open(path / "metrics.jsonl", "rb") as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - _LINE_BYTES, 0))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return 0
-    return int(max((step for step in map(_step_of, lines) if step < math.inf), default=0))
+    with suppress(OSError), open(path / "metrics.jsonl", "rb") as file:
+        return int(next((step for _, line in _from_the_end(file) if (step := _step_of(line)) < math.inf), 0))
+    return 0
+
+
+def _from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file from the last on, and where each begins."""
+    end, rest = file.seek(0, os.SEEK_END), b""
+    while end:
+        start = max(end - _BLOCK_BYTES, 0)
+        file.seek(start)
+        lines = (file.read(end - start) + rest).splitlines(keepends=True)
+        at, end = end + len(rest), start
+        rest = lines.pop(0) if start else b""  # it may begin before
+        for line in reversed(lines):
+            at -= len(line)
+            yield at, line
 
 
 def _has_steps(path: Path) -> bool:
     return (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
 
 
-def _step_of(line: str) -> float:
+def _text(record: Mapping[str, Any]) -> str:
+    return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()})
+
+
+def _step_of(line: bytes) -> float:
     try:
         record = json.loads(line)
         return float(record["step"] if "step" in record else record["after_step"])  # the latter is no step itself

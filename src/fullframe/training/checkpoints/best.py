@@ -1,7 +1,7 @@
 """Which of a run's checkpoints is the best by what the recipe measures; it stays when older ones are removed."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -34,14 +34,14 @@ def better(measure: str, measured: Mapping[str, float], step: int, than: Best | 
     return Best(step, measure, value) if is_better else None
 
 
-def in_vain(measure: str, records: Sequence[Mapping[str, Any]], best: Best | None) -> int:
+def in_vain(measure: str, records: Iterable[Mapping[str, Any]], best: Best | None) -> int:
     """How many evaluations in a row gave no better value, by a run's records (a step each, growing).
 
     Those after the `best`. Where none is known by this measure, the last ones that gave no number: one that had given
     any would be the best.
     """
     name = measure.removeprefix("-")
-    evaluated = [record for record in records if name in record]
+    evaluated = [record for record in records if "step" in record and name in record]
     if best is not None and best.measure == measure:
         return sum(record["step"] > best.step for record in evaluated)
     return len(list(takewhile(lambda record: record[name] is None, reversed(evaluated))))
