@@ -14,7 +14,7 @@ from fullframe.errors import ArgumentError, RecipeError, RunError, require_count
 from fullframe.model.fsdp import is_sharded, whole_value
 from fullframe.processes.exit_reasons import restart_reason
 from fullframe.ranks import device
-from fullframe.ranks.agreement import from_all_ranks
+from fullframe.ranks.agreement import from_all_ranks, on_first_rank
 from fullframe.ranks.last_words import telling_others
 from fullframe.ranks.mesh import init_mesh, start_process_group
 from fullframe.recipe import Recipe
@@ -31,7 +31,7 @@ from fullframe.training.steps import Run, Steps, due, watched
 from fullframe.wording import plural
 
 _YEAR = 365 * 24 * 3600.0  # seconds
-
+_OF_STEP = {"step", "loss", "grad_norm", "skipped", "step_seconds", "learning_rate"}  # of a record; others are measured
 Record = Mapping[str, Any]  # one step: step, loss, grad_norm, skipped, step_seconds, and what evaluate() measured
 
 
@@ -140,6 +140,9 @@ def _train(
     if todo.done >= steps:
         done = f"the run has all of its {plural(steps, 'step')} already"
         run.say(f"{done}; more steps go on, `fullframe export` writes the weights")
+    elif _made_up_for(recipe, todo, run, looking) and (ended := todo.stops_early):
+        _stop_early(run, todo.done, ended)
+        return
     elif ended := todo.stops_early:
         run.directory.file.update(reason=f"stopped early: {ended}")
         run.say(f"nothing is left to do: {ended}; a larger --patience goes on")
@@ -152,11 +155,11 @@ def _train(
         looking.before_step(number)
         record = todo.take(number)
         line = {**_line(number, record), "learning_rate": todo.learning_rate}
-        best = None
+        best, left_out = None, False
         if recipe.evaluate and (due(number, recipe.evaluate_every) or last) and not todo.stuck:
             try:
                 measured = todo.evaluate(number, last)
-                line = _joined(line, measured)
+                line, left_out = _joined(line, measured), not measured
                 best = todo.better(number, measured)
             except BaseException:
                 run.directory.append(line)  # the step itself was taken
@@ -172,10 +175,29 @@ def _train(
         if compiled is not None and todo.done <= first + 1 and compiled.summary != told:
             told = compiled.summary  # a block that changes itself at its first call is compiled at the second
             run.say(told)
-        todo.secure(number, record.hands > 0, last, checkpoint_every, check_every, best)
+        todo.secure(number, record.hands > 0 or left_out, last, checkpoint_every, check_every, best)
         if ended:
             _stop_early(run, number, ended)
             return
+
+
+def _made_up_for(recipe: Recipe, todo: Steps, run: Run, looking: Observer) -> bool:
+    """Make the evaluation after the last step, where it was due and the run was stopped, or out of memory, in it.
+
+    Without it the best checkpoint, and where the run ends early, would be others than those of a run that went through.
+    """
+    number, line = todo.done, on_first_rank(run.directory.last_record)
+    was_due = recipe.evaluate is not None and due(number, recipe.evaluate_every)
+    if not was_due or line.get("step") != number or not _OF_STEP.issuperset(line):
+        return False
+    run.say(f"making the evaluation after step {number}, which the run had left out")
+    measured = todo.evaluate(number, last=False)
+    best = todo.better(number, measured)
+    if measured:
+        run.directory.put_in_place(_joined(line, measured))
+        looking.after_step(number, line | measured)
+    todo.secure(number, asks=True, last=False, checkpoint_every=0, check_every=0, best=best)
+    return bool(measured)
 
 
 def _stop_early(run: Run, number: int, why: str) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 import fullframe as ff
 from fullframe.cli.application import run
 from fullframe.errors import RecipeError, RunError
+from fullframe.processes.stop_signals import Stopped
 from fullframe.training.checkpoints.best import Best, better, in_vain
 from fullframe.training.checkpoints.export import export
 from fullframe.training.checkpoints.manifest import MANIFEST
@@ -151,6 +154,54 @@ def impatient(run_dir, scores):
 def test_ranks_end_together(tmp_path):
     said = rank_group(2).run(impatient, tmp_path, [1.0, 4.0, 2.0])
     assert said == ["stopped early after step 3: 1 evaluation in a row gave no better score than 4 (step 2)"] * 2
+
+
+def stopped(run_dir, scores, strategy=None, stops=1, **options):
+    """Asked to stop in the evaluation after the last of the steps that have scores here, so many times."""
+    for _ in range(stops):
+        left = list(scores)
+
+        def evaluate(model, batch, left=left):
+            if len(left) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return {"score": (left.pop(0), 1)}
+
+        data = {"evaluation_data": lambda: Frames(1, augment=False), "evaluate_every": 1, "best": "score"}
+        options = {"keep_checkpoints": 1, "steps": 9, "patience": 2, **options}
+        with pytest.raises(Stopped):
+            ff.fit(recipe(evaluate=evaluate, **data), strategy or ff.Strategy(), run_dir, resume="auto", **options)
+        scores = scores[-1:]
+
+
+def of_steps(run_dir):
+    """What is in metrics.jsonl, but for what a clock says; and which checkpoints there are, and which is the best."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    known = [{name: value for name, value in line.items() if name != "step_seconds"} for line in lines]
+    return known, steps_in(run_dir), best_checkpoint(run_dir / "checkpoints")
+
+
+def through_and_stopped(folder, strategy):
+    """One run that goes through, one that is asked to stop in the evaluation of its best step, and again when that is
+    made up for, and one that is to end early by the evaluation that it was stopped in: how all of them end.
+    """
+    scores = [2.0, 4.0, 3.0, 3.0]
+    said = [ended(folder / "calm", scores, strategy=strategy, steps=9, patience=2)]
+    for name, at, stops in (("best", 2, 2), ("last", 4, 1)):
+        stopped(folder / name, scores[:at], strategy, stops)
+        rest = scores[at - 1 :]
+        said.append(ended(folder / name, rest, strategy=strategy, steps=9, patience=2, resume=True))
+    return said
+
+
+def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(tmp_path):
+    through_and_stopped(tmp_path / "one", ff.Strategy())
+    rank_group(2).run(through_and_stopped, tmp_path / "two", ff.Strategy(width=2))
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        calm, steps, best = of_steps(folder / "calm")
+        assert calm[-1]["after_step"] == 4 and steps == [2, 4] and best == Best(2, "score", 4.0)
+        for name in ("best", "last"):
+            assert of_steps(folder / name) == (calm, steps, best), name
+            assert read_run_file(folder / name)["state"] == "finished"
 
 
 def test_patience_needs_a_measure(tmp_path):
