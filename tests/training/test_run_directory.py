@@ -128,6 +128,23 @@ def test_microbatches_hold_no_more_samples_on_fewer_replicas(tmp_path: Path) -> 
         assert strategy_of_restart(tmp_path, Strategy(data=data), batch_size).microbatches == slices
 
 
+def test_what_a_run_is_told_otherwise_when_it_goes_on_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def go_on(steps: int, strategy: Strategy, values: list[str] | None) -> None:
+        about = {} if values is None else {"values": values}
+        ff.fit(tiny.recipe(), strategy, tmp_path, steps=steps, resume="auto", on_message=said.append, about=about)
+
+    go_on(1, Strategy(clip_norm=0.5), ["lr=1e-3", "a=2"])
+    go_on(2, Strategy(clip_norm=0.5), ["a=2", "lr=1e-3"])
+    go_on(3, Strategy(microbatches=2), [])
+    go_on(4, Strategy(microbatches=2), None)
+    assert [message for message in said if "otherwise" in message] == [
+        "warning: the run goes on otherwise than it was started: microbatches was 1 and is 2, clip_norm was 0.5 and is "
+        "None, --set was a=2 lr=1e-3 and is None"
+    ]
+
+
 def test_a_run_of_another_recipe_is_not_gone_on_with(tmp_path: Path) -> None:
     ff.init_mesh()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')

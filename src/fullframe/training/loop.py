@@ -260,8 +260,8 @@ def _take_up(session: Session, run: Run, strategy: Strategy, goes_on: bool, step
     run.checkpoints.require_storable(session.state)  # now rather than at the first checkpoint
     if goes_on and session.state.step >= steps:
         run.directory.file.is_done = True
-    else:
-        run.directory.take_up(strategy)
+    elif (changed := run.directory.take_up(strategy)) and goes_on:
+        run.say(f"warning: the run goes on otherwise than it was started: {changed}")
 
 
 def _go_on(session: Session, run: Run) -> None:

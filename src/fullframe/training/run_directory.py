@@ -18,9 +18,10 @@ from fullframe.errors import RunError, StrategyError
 from fullframe.processes.lock import ProcessLock
 from fullframe.processes.whole_files import replace_end, replace_text
 from fullframe.strategy import Strategy
-from fullframe.training.run_file import LOCK, RunFile, read_run_file
+from fullframe.training.run_file import LOCK, RunFile, read_json, read_run_file
 
 _BLOCK_BYTES = 65536  # of metrics.jsonl, that are read at a time from its end
+_SAID_ELSEWHERE = ("data", "depth", "height", "width", "stages", "precision")  # by the checkpoint, where they differ
 Resume = bool | Literal["auto"]  # "auto": go on if there is a run, else start one
 
 
@@ -39,21 +40,25 @@ class RunDirectory:
         self._writes = writes
         self._metrics = path / "metrics.jsonl"
 
-    def take_up(self, strategy: Strategy) -> None:
+    def take_up(self, strategy: Strategy) -> str:
         """What there was to go on with has been taken up: from here on the run is this one, by `strategy`.
 
-        All ranks call it. Raises RunError on all of them where it cannot be written.
+        All ranks call it; gives what the run was told otherwise before, "" where nothing is known of that. Raises
+        RunError on all of them where it cannot be written.
         """
         from fullframe.ranks.agreement import on_first_rank
 
-        def write() -> None:
+        def write() -> str:
+            before = _told(self.path, self.file.before)
             try:
                 write_strategy(self.path, strategy)
             except OSError as error:
                 raise _unusable(self.path, error) from error
+            return _differences(before, _told(self.path, read_run_file(self.path)))
 
-        on_first_rank(write)
+        changed = on_first_rank(write)
         self.file.accepted = True
+        return changed
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl; a value that is not finite is written as null, which JSON knows."""
@@ -183,6 +188,18 @@ def _require_alone(path: Path, lock: ProcessLock) -> None:
 def write_strategy(path: Path, strategy: Strategy) -> None:
     """Write strategy.json: how the run goes on from here."""
     replace_text(path / "strategy.json", strategy.to_json() + "\n")
+
+
+def _told(path: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run in `path`, of which run.json has these `facts`, was told that changes its numbers."""
+    strategy, values = read_json(path / "strategy.json"), facts.get("values")
+    told = {name: value for name, value in strategy.items() if name not in _SAID_ELSEWHERE}
+    return told if values is None else told | {"--set": " ".join(sorted(values)) or None}
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    return ", ".join(f"{name} was {before[name]} and is {now[name]}" for name in changed)
 
 
 def strategy_of_restart(path: Path, strategy: Strategy, batch_size: int) -> Strategy:

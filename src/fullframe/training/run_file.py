@@ -40,6 +40,7 @@ class RunFile:
     def __init__(self, path: Path, writes: bool):
         self._path, self._writes, self._written = path, writes, 0.0
         self._step = 0
+        self.before: Mapping[str, Any] = {}  # what it said when this run began
         self.accepted = False  # what there was to go on with was taken up
         self.is_done = False  # there was nothing left to do
 
@@ -69,7 +70,7 @@ class RunFile:
 
         A run that is refused before it is `accepted`, or has nothing left to do, leaves what is said of the one before.
         """
-        before = read_run_file(self._path) if self._writes else {}
+        before = self.before = read_run_file(self._path) if self._writes else {}
         self.begin(facts)
         try:
             yield
@@ -108,8 +109,13 @@ class RunFile:
 
 def read_run_file(path: Path) -> dict[str, Any]:
     """The run.json of the run in `path`; {} where there is none that can be read."""
+    return read_json(path / _NAME)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} where there is none that can be read."""
     try:
-        found = json.loads((path / _NAME).read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
