@@ -1,5 +1,6 @@
 """Scripts of users on real ranks, started as torchrun would."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,13 @@ def test_a_script_is_run_until_enough_was_seen(name: str, tmp_path: Path) -> Non
         assert "script.py" in findings[0].evidence
     if name == "is killed":
         assert "SIGKILL" in findings[0].message
+
+
+def test_a_clock_that_is_put_forward_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = time.time() + 7200
+    monkeypatch.setattr(time, "time", lambda: hours)
+    found = outcome(SCRIPTS["ends by itself"][0], tmp_path)
+    assert not found.stacks and judge(found.whole, found.stacks, at_full_size=False) == []
 
 
 @pytest.mark.slow  # cli/doctor/test_run.py has another fault in a script of one's own

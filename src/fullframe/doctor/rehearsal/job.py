@@ -47,11 +47,15 @@ def rehearsal(request: Request, arguments: Sequence[str], *, patience_seconds: f
 
 def _watch(ranks: Ranks, folder: Path, count: int, patience_seconds: float) -> list[int]:
     """The ranks that run and do not get on."""
+    newest, since = 0.0, time.monotonic()
     while ranks.running():
         time.sleep(_POLL_SECONDS)
         codes = ranks.codes()
         running = [rank for rank, code in enumerate(codes) if code is None]
-        idle = time.time() - max(_last_note(folder, rank) for rank in range(count))
+        found = max(_last_note(folder, rank) for rank in range(count))
+        if found != newest:  # by the file system's clock, which may be another than ours
+            newest, since = found, time.monotonic()
+        idle = time.monotonic() - since
         if idle > patience_seconds or (len(running) < count and idle > _LEFT_ALONE_SECONDS):
             return running
     return []
