@@ -145,6 +145,16 @@ def test_what_a_run_is_told_otherwise_when_it_goes_on_is_said(tmp_path: Path) ->
     ]
 
 
+def test_records_that_are_lost_are_said_to_be(tmp_path: Path) -> None:
+    said: list[str] = []
+    for steps in (3, 4, 5):
+        ff.fit(tiny.recipe(), Strategy(), tmp_path, steps=steps, resume="auto", on_message=said.append)
+        if steps == 3:  # a copy that was made while the run wrote
+            (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    lost = "warning: metrics.jsonl ends with step 1; what was recorded of the steps since is lost"
+    assert [message for message in said if "metrics" in message] == [lost]
+
+
 def test_a_run_of_another_recipe_is_not_gone_on_with(tmp_path: Path) -> None:
     ff.init_mesh()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')

@@ -23,7 +23,7 @@ from fullframe.techniques.evaluation_point import to_evaluation_point
 from fullframe.training.checkpoints.writer import load, newest_checkpoint
 from fullframe.training.evaluation import evaluating, evaluation_data
 from fullframe.training.observers import Observed, Observer, Observers
-from fullframe.training.run_directory import Resume, opened, strategy_of_restart
+from fullframe.training.run_directory import Resume, last_step, opened, strategy_of_restart
 from fullframe.training.run_file import facts
 from fullframe.training.same_start import require_same_options
 from fullframe.training.session import Session, assemble
@@ -282,6 +282,9 @@ def _go_on(session: Session, run: Run) -> None:
     run.directory.forget_after(state.step)
     run.checkpoints.forget_after(state.step)
     run.say(f"resumed after step {state.step}")
+    recorded = on_first_rank(lambda: last_step(run.directory.path))
+    if recorded < state.step:  # a folder that was copied under way, or a machine that lost its power
+        run.say(f"warning: metrics.jsonl ends with step {recorded}; what was recorded of the steps since is lost")
 
 
 def _line(number: int, record: Any) -> dict[str, Any]:
