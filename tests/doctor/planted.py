@@ -238,6 +238,42 @@ def frozen_layer() -> None:
     train(DistributedDataParallel(plain), optimizer=SGD(plain.parameters(), lr=0.1))
 
 
+def frozen_part(freeze: Callable[[Network], None], after: Callable[[Network], None] = lambda plain: None) -> None:
+    torch.manual_seed(0)
+    plain = Network()
+    freeze(plain)
+    model = DistributedDataParallel(plain)
+    trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    train(model, optimizer=SGD(trained, lr=0.1), after=lambda optimizer, loss: after(plain))
+
+
+def frozen_norm() -> None:
+    def freeze(plain: Network) -> None:
+        plain.conv.requires_grad_(False)
+        plain.norm.requires_grad_(False)
+
+    frozen_part(freeze)
+
+
+def sound_frozen_norm() -> None:
+    def freeze(plain: Network) -> None:
+        plain.conv.requires_grad_(False)
+        plain.norm.requires_grad_(False).eval()
+
+    frozen_part(freeze)
+
+
+def sound_momentum_encoder() -> None:
+    def freeze(plain: Network) -> None:
+        plain.momentum = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).requires_grad_(False)
+        plain.register_forward_hook(lambda module, inputs, output: output + 0 * plain.momentum(inputs[0]).mean())
+
+    def move(plain: Network) -> None:
+        plain.momentum[0].weight.lerp_(plain.conv.weight.detach(), 1e-3)
+
+    frozen_part(freeze, move)
+
+
 def late_head() -> None:
     """The optimizer was made before the head was replaced."""
     torch.manual_seed(0)
@@ -459,6 +495,10 @@ FAULTS: dict[Callable[[], None], str] = {
     left_in_eval_mode: "FF331",
     sent_every_microbatch: "FF333",
     sought_in_vain: "FF338",
+    frozen_norm: "FF341",
 }
 GROWING = (carried_graph, kept_losses, summed_loss, falling_scale)  # which show after some steps
-SOUND = (sound, sound_with_microbatches, sound_with_scaler, sound_adversarial, sound_with_evaluation)
+SOUND = (
+    sound, sound_with_microbatches, sound_with_scaler, sound_adversarial, sound_with_evaluation, sound_frozen_norm,
+    sound_momentum_encoder,
+)  # fmt: skip

@@ -40,6 +40,7 @@ def test_a_sound_run() -> None:
         ([Repeated(first={"loss": 1.0}, second={"loss": 1.5}, contents=(1, 1))], "FF325"),
         ([Repeated(first={"loss": 1.0}, second={"loss": 1.5}, contents=(1, 2))], "FF326"),
         ([Oddity(kind="few values in a batch norm", text="4", where="tail")], "FF328"),
+        ([Oddity(kind="statistics of a frozen part", text="2 batch norms", where="a, b")], "FF341"),
         ([Oddity(kind="statistics of evaluation", text="Net", where="norm")], "FF329"),
         ([backward(modules=("norm",))], "FF330"),
         ([backward(1), *(backward(n, evaluating=("Net",)) for n in (2, 3))], "FF331"),

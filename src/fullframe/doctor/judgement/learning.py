@@ -24,6 +24,10 @@ _ODDITIES = {
     "statistics of evaluation": (kinds.STATISTICS_OF_EVALUATION, "{text} runs without gradients in training mode"),
     "evaluation keeps a graph": (kinds.EVALUATION_KEEPS_GRAPH, "{text} runs in eval mode with grad mode on"),
     "nothing updated": (kinds.NOT_FINITE, "{text}, so nothing was updated"),
+    "statistics of a frozen part": (
+        kinds.FROZEN_STATISTICS,
+        "{text} with frozen weights took statistics of the batches",
+    ),
     "few values in a batch norm": (kinds.FEW_VALUES, "{where} takes its statistics of {text} values a channel"),
 }
 

@@ -214,12 +214,19 @@ SOUGHT_IN_VAIN = Kind(
 NO_JOB = Kind(
     "FF339", _WRONG, "the ranks never meet",
     "Each process trains alone on all data: the script makes no process group.",
-    "torch.distributed.init_process_group() (or fullframe.init_mesh()) at the start of the script",
+    "torch.distributed.init_process_group() (or fullframe.init_mesh()) at the start of the script; "
+    "where it is to run alone, fullframe doctor run --processes 1",
 )  # fmt: skip
 NOTHING_SEEN = Kind(
     "FF340", _WRONG, "no step was taken",
     "The program ended before an optimizer took a step, so there is nothing to judge.",
     "check that the script trains when it is run like this, and that the loader is not empty",
+)  # fmt: skip
+FROZEN_STATISTICS = Kind(
+    "FF341", _NOTE, "batch norm of a frozen part keeps counting",
+    "Frozen weights do not keep a batch norm in training mode from following the new data: the frozen part changes "
+    "all the same, and is another one in evaluation.",
+    "put the frozen part into eval mode after each model.train(), as in model.backbone.eval()",
 )  # fmt: skip
 
 KINDS: tuple[Kind, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Kind))

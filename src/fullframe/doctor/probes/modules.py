@@ -28,6 +28,8 @@ class Modules:
         self._not_used_yet = ""  # a module that was called in eval mode, whose graph nobody has used so far
         self.in_backward = False
         self._recomputed: dict[_BatchNorm, Tensor] = {}  # what they had counted before the batch came again
+        # Batch norms that have taken statistics of a batch, and whether their weights were ever to be trained.
+        self._norms: weakref.WeakKeyDictionary[_BatchNorm, bool] = weakref.WeakKeyDictionary()
         self.trained: set[int] = set()  # ids of parameters that optimizers hold
 
     def attach(self) -> list[Any]:
@@ -84,6 +86,10 @@ class Modules:
         self._recomputed.clear()
         return tuple(self.name_of(module) for module in found)
 
+    def frozen_norms(self) -> tuple[str, ...]:
+        """Batch norms whose weights were frozen in every pass, and whose statistics went on moving."""
+        return tuple(self.name_of(module) for module, learns in self._norms.items() if not learns)
+
     def used(self) -> None:
         """A backward pass has used what was computed."""
         self._not_used_yet = ""
@@ -128,6 +134,8 @@ class Modules:
     def _look_at_batch_norm(self, module: _BatchNorm, inputs: Any) -> None:
         if not module.training:
             return
+        if module.affine and module.track_running_stats:
+            self._norms[module] = self._norms.get(module, False) or module.weight.requires_grad
         counted = module.num_batches_tracked
         if self.in_backward and module.track_running_stats and counted is not None:
             self._recomputed.setdefault(module, counted.clone())

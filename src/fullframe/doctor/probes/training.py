@@ -23,10 +23,11 @@ from torch.optim.optimizer import (
 from fullframe.doctor.probes.clock import seconds
 from fullframe.doctor.probes.loading import Loading
 from fullframe.doctor.probes.modules import Modules, wrapper_of
-from fullframe.doctor.probes.notes import Backward, Event, Job, Oddity, Scaling, Untrained, Update, Weights
+from fullframe.doctor.probes.notes import Backward, Event, Job, Oddity, Scaling, Sketch, Untrained, Update, Weights
 from fullframe.doctor.probes.scaling import ScalerProbe
 from fullframe.doctor.probes.sketches import LiveGraphs, checksum, graph_nodes, local, part_of, sketch
 from fullframe.simulation.fake.replaced import replaced
+from fullframe.wording import plural, some
 
 _FRAMEWORKS = ("lightning_fabric", "lightning", "accelerate", "deepspeed", "horovod")
 
@@ -63,6 +64,7 @@ class Probes:
         self._said_untrained = False
         self._clock, self._own_seconds = seconds(), 0.0
         self._names: dict[int, str] = {}
+        self._frozen: dict[str, Sketch] = {}  # before the first update
 
     @property
     def updates(self) -> int:
@@ -205,7 +207,14 @@ class Probes:
             self._said_untrained = True
             every = {name: p for name, p in self.modules.named_parameters() if id(p) not in self.modules.trained}
             self._note(Untrained(names=tuple(name for name, p in every.items() if p.grad is not None)))
+            self._note_frozen_norms()
         self._clock, self._own_seconds = seconds(), 0.0
+
+    def _note_frozen_norms(self) -> None:
+        """Of a part in which nothing else moves; what moves a momentum encoder without gradients moves its weights."""
+        norms, still = self.modules.frozen_norms(), dict(self.modules.named_parameters())
+        if norms and all(sketch(still[name]) == before for name, before in self._frozen.items() if name in still):
+            self._oddity("statistics of a frozen part", plural(len(norms), "batch norm"), some(norms))
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -256,10 +265,12 @@ class Probes:
         names, every = self._all_names(), dict(self.modules.named_parameters())
         groups = [p for o in self._optimizers.values() for g in o.param_groups for p in g["params"]]
         trained = {id(p) for p in groups}
+        parameters = {name: sketch(parameter) for name, parameter in every.items()}
+        self._frozen = {name: parameters[name] for name, p in every.items() if not p.requires_grad}
         self._note(
             Weights(
-                parameters={name: sketch(parameter) for name, parameter in every.items()},
-                frozen=tuple(name for name, p in every.items() if not p.requires_grad),
+                parameters=parameters,
+                frozen=tuple(self._frozen),
                 frozen_in_optimizer=tuple(n for n, p in every.items() if not p.requires_grad and id(p) in trained),
                 unknown_to_model=sum(id(p) not in names for p in groups),
                 elements=sum(p.numel() for p in every.values()),
