@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fullframe as ff
-from fullframe.errors import RecipeError, StrategyError
+from fullframe.errors import RecipeError, ShapeError, StrategyError
 from fullframe.simulation.host import SimulatedHost
 from fullframe.simulation.memory.trace import OutOfTime, Trace, Tracer
 from fullframe.simulation.prediction import Prediction, said_of_host
@@ -452,6 +452,23 @@ class Choosy(Network):
         return x if x.sum() > 0 else -x
 
 
+def with_script() -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):
+        return nn.Sequential(torch.jit.script(nn.Conv2d(3, 4, 1)))
+
+
+class Watchful(Network):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        assert torch.isfinite(x).all() and not (x.isnan() | x.isinf()).any()
+        return x * torch.tensor([x.mean(), x.std()]).sum()
+
+
+@pytest.mark.parametrize("strategy", [ff.Strategy(), ff.Strategy(width=2)])
+def test_a_model_may_ask_whether_its_numbers_are_finite(strategy: ff.Strategy) -> None:
+    assert not simulated(strategy, "2xA100-80GB", model=Watchful).notes
+
+
 @pytest.mark.parametrize(
     ("strategy", "changed", "options", "error", "said"),
     [
@@ -478,6 +495,8 @@ class Choosy(Network):
         (ff.Strategy(), {"loss": lambda m, b: b["x"]}, {}, RecipeError, r"simulated: KeyError: 'x', at .*simulate.py"),
         (ff.Strategy(), {}, {"until": 0.0}, OutOfTime, "before"),
         (ff.Strategy(), {"model": Choosy}, {}, RecipeError, "depends on the numbers in its tensors"),
+        (ff.Strategy(), {"model": lambda: nn.LazyConv2d(4, 1)}, {}, ShapeError, "weight, bias are lazy"),
+        (ff.Strategy(), {"model": with_script}, {}, RecipeError, "module '0' is a ScriptModule"),
         (ff.Strategy(), {"model": Choosy}, {}, RecipeError, r"have none, at .*_simulate.py, line \d+ \(return x if x"),
     ],
 )

@@ -372,6 +372,11 @@ def _require_plain(model: nn.Module) -> None:
     """Raises MeshError for a model that is wrapped, ShapeError where its first call is to decide shapes."""
     if isinstance(model, (ParallelModel, DistributedDataParallel)):
         raise MeshError(f"the model is wrapped already ({type(model).__name__}); pass the plain model")
+    require_shapes(model)
+
+
+def require_shapes(model: nn.Module) -> None:
+    """Raises ShapeError for lazy parameters, whose shapes the first call of the model is to decide."""
     if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
         raise ShapeError(
             f"{', '.join(lazy[:3])} {'is' if len(lazy) == 1 else 'are'} lazy, and without a shape until the "

@@ -22,7 +22,7 @@ from fullframe.arguments import checked
 from fullframe.errors import FullframeError, RecipeError, StrategyError
 from fullframe.model.parallelize import ParallelModel
 from fullframe.ranks.mesh import STAGE, has_stages, init_mesh, spatial_of, stage_axis
-from fullframe.ranks.randomness import kept_random_state
+from fullframe.ranks.randomness import kept_random_state, seed_everything
 from fullframe.recipe import Recipe
 from fullframe.simulation.clock.roofline import StepClock
 from fullframe.simulation.clock.split_functions import functions_told_to
@@ -142,6 +142,7 @@ def _of_rank(
     # As torch does for the norms of gradients that are plain tensors, which they are in the real step.
     types = replaced(foreach, "_foreach_supported_types", [*foreach._foreach_supported_types, FakeTensor])
     with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), types:
+        seed_everything(recipe.seed)  # as training does
         simulation = _Simulation(recipe, strategy, terms, clock, until)
         return simulation.prediction(on_trace), simulation.shares.fuller()
 

@@ -34,6 +34,22 @@ def test_known_numbers_are_in_the_array_and_others_are_refused() -> None:
     assert "numpy" not in vars(FakeTensor) and torch.ones(2).numpy().tolist() == [1, 1]
 
 
+def test_numbers_that_decide_of_nothing_are_not_wanted() -> None:
+    fake = FakeTensorMode()
+    outcomes = Outcomes(fake)
+    with fake, Remembering(outcomes), arrays_of_fakes(outcomes.numbers):
+        x = torch.empty(3)
+        assert f"{x.sum():.2f} {torch.tensor(2.5):.1f} {x.sum()}" == "1.00 2.5 1.0"
+        with pytest.raises(TypeError, match="unsupported format string"):
+            format(x, ".2f")
+        listed: Any = [[x.double().sum(), 2], [torch.tensor(3), x[:1].mean()]]
+        made = torch.tensor(listed)
+        assert (made.shape, made.dtype, type(made)) == ((2, 2), torch.float64, FakeTensor)
+        with pytest.raises(DataDependentOutputException):
+            made.tolist()
+        assert torch.as_tensor([torch.tensor(3), 4]).tolist() == [3, 4]
+
+
 class Queries(nn.Module):
     def __init__(self, reads: bool = False) -> None:
         super().__init__()

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import fullframe as ff
-from fullframe.simulation.fake.numbers import FEW
+from fullframe.simulation.fake.numbers import DRAWN, FEW
 from fullframe.simulation.fake.outcomes import Outcomes
 from fullframe.simulation.simulate import simulate
 from tests.simulation.fake.test_outcomes import Remembering
 
 Program = Callable[[Tensor], Any]
+GENERATOR = torch.Generator()
 
 KNOWN: dict[str, Program] = {
     "axes of MONAI's losses": lambda x: torch.arange(2, x.dim()).tolist(),
@@ -36,6 +37,8 @@ KNOWN: dict[str, Program] = {
     "out=": lambda x: [numbers := torch.arange(4), torch.add(numbers, 1, out=numbers), numbers.tolist()],
     "a part": lambda x: [numbers := torch.zeros(4), numbers.narrow(0, 1, 2).fill_(7), numbers.tolist()],
     "as one of a list": lambda x: [n := torch.zeros(4), torch._foreach_add_([n], 1), n.tolist()],
+    "drawn": lambda x: [torch.manual_seed(0), torch.rand(4).tolist(), int(torch.randint(2, 9, (1,)))][1:],
+    "drawn over": lambda x: [torch.manual_seed(0), n := torch.zeros(4), n.uniform_(), (n > 0.5).tolist()][1:],
     "by index": lambda x: [n := torch.zeros(4), n.index_put_((torch.tensor([1]),), torch.tensor(5.0)), n.tolist()],
 }
 
@@ -65,13 +68,13 @@ def _written(numbers: Tensor, x: Tensor) -> None:
 
 UNKNOWN: dict[str, Program] = {
     "unset": lambda x: torch.empty(4).tolist(),
-    "drawn": lambda x: torch.rand(4).tolist(),
+    "drawn from the program's own generator": lambda x: torch.rand(4, generator=GENERATOR).tolist(),
     "many": lambda x: torch.zeros(FEW + 1).sum().item(),
     "of an image": lambda x: (torch.arange(4) * x[0, 0, 0, :4]).tolist(),
     "written to": lambda x: [n := torch.zeros(4), n.add_(x[0, 0, 0, 0]), n.tolist()],
     "written to a view": lambda x: [n := torch.zeros(4), _written(n, x[0, 0, 0, :3]), n.tolist()],
     "written to a base": lambda x: [v := (n := torch.zeros(4)).view(2, 2), n.copy_(x[0, 0, 0, :4]), v.tolist()],
-    "drawn over": lambda x: [n := torch.zeros(4), n.uniform_(), n.tolist()],
+    "drawn over, from its own": lambda x: [n := torch.zeros(4), n.uniform_(generator=GENERATOR), n.tolist()],
 }  # fmt: skip
 
 
@@ -80,6 +83,16 @@ def test_what_is_not_known_is_not_read(name: str) -> None:
     fake = FakeTensorMode()
     with fake, Remembering(Outcomes(fake)), pytest.raises(DataDependentOutputException):
         UNKNOWN[name](torch.empty(2, 3, 4, 5))
+
+
+def test_that_a_drawn_number_is_read_is_said() -> None:
+    before = GENERATOR.get_state()
+    outcomes = Outcomes(fake := FakeTensorMode())
+    with fake, Remembering(outcomes):
+        torch.rand(3) * 2
+        assert torch.arange(3).tolist() == [0, 1, 2] and not outcomes.notes
+        assert 0 <= (torch.rand(()) * 2).item() <= 2
+    assert outcomes.notes == {DRAWN} and GENERATOR.get_state().equal(before)
 
 
 PICKED: dict[str, Program] = {

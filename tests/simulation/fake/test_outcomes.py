@@ -97,7 +97,7 @@ def test_what_a_loss_reads_is_taken_to_be_1_also_where_it_is_compared() -> None:
             assert not max(torch.tensor(0.5), number) < torch.tensor(0.7)
             assert len(outcomes.notes) == 1
             with pytest.raises(DataDependentOutputException):  # a truth about many numbers
-                bool(torch.empty(3).isnan().any())
+                bool((torch.empty(3) > 0).any())
 
 
 def _norm_backward(x: Tensor, mask: list[bool]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
@@ -14,7 +15,9 @@ from torch.utils.data import default_collate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fullframe.data.nested import leaves, tensors_replaced
+from fullframe.errors import RecipeError
 from fullframe.model.attributes import OF_EVERY_MODULE
+from fullframe.model.parallelize import require_shapes
 from fullframe.ranks.randomness import sample_randomness
 from fullframe.recipe import Recipe
 from fullframe.simulation.fake.blame import blamed
@@ -33,9 +36,17 @@ def abstract_model(recipe: Recipe, fake: FakeTensorMode) -> nn.Module:
     """The recipe's model with fake parameters and buffers; what is large was never allocated, where that can be.
 
     Of tensors that are neither the large ones are fake; small ones are constants that a program may read.
+
+    Raises RecipeError where there is no such model, ShapeError where its parameters are lazy.
     """
     with blamed("recipe.model() gives no model"):
         model = _built(recipe)
+    require_shapes(model)
+    if scripted := [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]:
+        raise RecipeError(
+            f"module '{scripted[0]}' is a ScriptModule, whose ops cannot be simulated; give the module that "
+            "torch.jit.script was given"
+        )
     known = WeakTensorKeyDictionary()  # a tensor that two modules share stays shared
 
     def faked(tensor: Tensor) -> Any:
@@ -72,6 +83,11 @@ def _is_constant(tensor: Tensor) -> bool:
     return not tensor.requires_grad and tensor.numel() <= FEW
 
 
+def _stays(parameter: Tensor) -> bool:
+    """Whether it has no memory that it might lose, or numbers that may be read."""
+    return is_lazy(parameter) or parameter.device.type == "meta" or _is_constant(parameter)
+
+
 def _is_large(tensor: Tensor) -> bool:
     return tensor.numel() > _LARGE or tensor.device.type == "meta"
 
@@ -104,7 +120,7 @@ def _parameters_on_meta() -> AbstractContextManager[None]:
     moved = WeakTensorKeyDictionary()
 
     def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta" and not _is_constant(parameter):
+        if parameter is not None and not _stays(parameter):
             if parameter not in moved:
                 moved[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
                 moved[parameter].__dict__ = parameter.__dict__  # also what is yet to be set

@@ -1,8 +1,8 @@
 """What is known of the numbers in small fake tensors: of axes, sizes, strides that a program puts there to read them.
 
-Known are those that are made of sizes and of Python's numbers, those of a model's buffers, and what is computed of
-known ones. A view knows what its base knows; both have their numbers in one memory, which ends to be known when it is
-written to from elsewhere.
+Known are those that are made of sizes and of Python's numbers, drawn ones, those of a model's buffers, and what is
+computed of known ones. A view knows what its base knows; both have their numbers in one memory, which ends to be known
+when it is written to from elsewhere.
 """
 
 import functools
@@ -19,10 +19,14 @@ FEW = 1024  # elements
 _UNSET = ("empty", "new_empty", "resize", "set_")  # ops that make tensors without numbers, or of others' memory
 
 
-class _Memory:
-    """Of numbers that are known, until something else is written there."""
+DRAWN = "what a step does depends on numbers that it draws: another step may take more, or less"
 
-    is_known = True
+
+class _Memory:
+    """Of numbers that are known, until something else is written there; whether they follow from drawn ones."""
+
+    def __init__(self, is_drawn: bool = False) -> None:
+        self.is_known, self.is_drawn = True, is_drawn
 
 
 class _Known(NamedTuple):
@@ -38,13 +42,19 @@ def known(tensor: Tensor) -> Tensor | None:
     return found.values if found is not None and found.memory.is_known else None
 
 
-def know(fake: Tensor, values: Tensor, of: Sequence[Any] = ()) -> None:
+def know(fake: Tensor, values: Tensor, of: Sequence[Any] = (), drawn: bool = False) -> None:
     """Say what numbers a fake tensor has, if they are few; `of` are the fakes that may have its memory."""
     if values.numel() > FEW or not values.is_cpu or not isinstance(fake, FakeTensor):
         return
     place = values.untyped_storage()._cdata
     memories = (each._fullframe_known.memory for each in _known_ones(of) if _place(each) == place)
-    fake._fullframe_known = _Known(values, next(memories, None) or _Memory())  # type: ignore[attr-defined]
+    memory = next(memories, None) or _Memory(drawn or are_drawn(of))
+    fake._fullframe_known = _Known(values, memory)  # type: ignore[attr-defined]
+
+
+def are_drawn(tree: Any) -> bool:
+    """Whether any known numbers in nested values follow from drawn ones."""
+    return any(each._fullframe_known.memory.is_drawn for each in _known_ones(tree))
 
 
 def numbers_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
@@ -74,27 +84,36 @@ def follow(
     if func is torch.ops.c10d.broadcast_.default:
         return  # the first rank, too, knows what this one does
     if _writes_unsaid(func):
-        _forget([args, kwargs])
+        forget([args, kwargs])
     elif written := written_by(func):
         into = [args[n] if n < len(args) else kwargs.get(name) for n, name in written]
-        if not _follow_into(func, into, numbers):
-            _forget(into)
-    elif numbers is not None and _is_few(out) and not _is_unset(func):
+        if not _follow_into(func, args, kwargs, into, numbers):
+            forget(into)
+    elif numbers is not None and _is_few(out) and not _is_unset(func, kwargs):
         with suppress(NotKnown):
             for fake, values in zip(tree_iter(out), tree_iter(computed(func, numbers)), strict=True):
                 if isinstance(fake, Tensor):
-                    know(fake, values, args)
+                    know(fake, values, args, _is_drawing(func))
 
 
-def _follow_into(func: Any, into: list[Any], numbers: tuple[list[Any], dict[str, Any]] | None) -> bool:
+def _follow_into(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    into: list[Any],
+    numbers: tuple[list[Any], dict[str, Any]] | None,
+) -> bool:
     """Whether what an op has written to fake tensors could be written to their numbers, and so to those of views."""
     whole = any(isinstance(each, Tensor) and not isinstance(each, FakeTensor) for each in tree_iter(into))
-    if numbers is None or whole or torch.Tag.inplace_view in func.tags or _is_unset(func):
+    if numbers is None or whole or torch.Tag.inplace_view in func.tags or _is_unset(func, kwargs):
         return False
     try:
         computed(func, numbers)
     except NotKnown:
         return False
+    if _is_drawing(func) or are_drawn(args):
+        for fake in _known_ones(into):
+            fake._fullframe_known.memory.is_drawn = True
     return True
 
 
@@ -121,7 +140,8 @@ def _place(fake: Any) -> int:
     return fake._fullframe_known.values.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
-def _forget(tree: Any) -> None:
+def forget(tree: Any) -> None:
+    """The numbers of the fake tensors in nested values are not known any more."""
     for fake in _known_ones(tree):
         fake._fullframe_known.memory.is_known = False
 
@@ -131,10 +151,14 @@ def _is_few(out: Any) -> bool:
     return len(sizes) > 0 and max(sizes) <= FEW
 
 
+def _is_unset(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether it gives no numbers of its own, or draws them from a generator that is not to be disturbed."""
+    return kwargs.get("generator") is not None or func._opname.startswith((*_UNSET, "lift"))
+
+
 @functools.cache
-def _is_unset(func: Any) -> bool:
-    """Whether what it gives are no numbers that another call gives too."""
-    return torch.Tag.nondeterministic_seeded in func.tags or func._opname.startswith((*_UNSET, "lift"))
+def _is_drawing(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 @functools.cache

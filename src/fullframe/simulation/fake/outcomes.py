@@ -19,8 +19,19 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from fullframe.simulation.fake.finite import certain, follow_certain
 from fullframe.simulation.fake.full_masks import FULL_MASKS, are_known, as_if_all_were_true, picks_by_value
-from fullframe.simulation.fake.numbers import NotKnown, computed, follow, know, known, numbers_of, written_by
+from fullframe.simulation.fake.numbers import (
+    DRAWN,
+    NotKnown,
+    are_drawn,
+    computed,
+    follow,
+    know,
+    known,
+    numbers_of,
+    written_by,
+)
 from fullframe.simulation.fake.recurrent import CUDNN_KEEPS_MORE, LSTM_LAYER, with_workspace
 from fullframe.simulation.fake.sharded import on_parts
 
@@ -68,9 +79,12 @@ class Outcomes:
         numbers = numbers_of(args, kwargs)
         if numbers is not None and not _BY_VALUES.isdisjoint(func.tags) and any(map(_is_fake, tree_iter(args))):
             with suppress(NotKnown):
-                return tree_map_only(Tensor, self._known_as, computed(func, numbers))
+                found = computed(func, numbers)
+                self.notes |= {DRAWN} if are_drawn(args) else set()
+                return tree_map_only(Tensor, self._known_as, found)
         out = self._outcome(func, args, kwargs)
         follow(func, args, kwargs, numbers, out)
+        follow_certain(func, args, out)
         return out
 
     def _outcome(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -153,6 +167,8 @@ class Outcomes:
     def _number(self, tensor: Tensor) -> Any:
         if self.updating and tensor.is_floating_point():
             return 1.0  # a norm, by which an update is scaled
+        if (value := certain(tensor)) is not None:
+            return bool(value) if tensor.dtype is torch.bool else value
         taken = _taken_for(tensor) if self._may_take() else None
         if taken is None:
             return _number_of(tensor)
