@@ -56,3 +56,28 @@ def test_generators_draw_the_same_again() -> None:
     with kept_attributes(model):
         found = model()
     assert model() == found != model()
+
+
+class Hooking(nn.Module):
+    """Watches its parts from its first pass on, as transformers' models that give hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.seen, self.watches = nn.ReLU(), list[Tensor](), False
+
+    def forward(self, x: Tensor) -> int:
+        if not self.watches:
+            self.part.register_forward_hook(lambda module, inputs, output: self.seen.append(output))
+            self.part.register_forward_pre_hook(lambda module, inputs: self.seen.append(inputs[0]))
+            self.watches = True
+        self.seen.clear()
+        self.part(x)
+        return len(self.seen)
+
+
+def test_hooks_of_a_first_pass_are_not_there_twice() -> None:
+    model = Hooking()
+    with kept_attributes(model):
+        assert model(torch.zeros(2)) == 2
+    assert not model.part._forward_hooks and not model.part._forward_pre_hooks
+    assert model(torch.zeros(2)) == model(torch.zeros(2)) == 2

@@ -19,13 +19,15 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # what `nn.Module` itself keeps:
 class Attributes:
     """Attributes of `modules` and theirs as they are now: counters, caches, random generators, which buffers there are.
 
-    Not what is changed inside of them, as the entries of a list. `tensors` are those among them, and `iterators` those
-    whose place nobody can put back.
+    And which forward hooks: transformers installs some in a model's first pass, and notes so in an attribute. Not what
+    is changed inside of them, as the entries of a list. `tensors` are those among them, and `iterators` those whose
+    place nobody can put back.
     """
 
     def __init__(self, *modules: nn.Module):
         every = [each for module in modules for each in module.modules()]
-        self._there = [(entries, dict(entries)) for each in every for entries in (vars(each), each._buffers)]
+        tables = ((vars(m), m._buffers, m._forward_hooks, m._forward_pre_hooks) for m in every)
+        self._there: list[tuple[Any, dict[Any, Any]]] = [(now, dict(now)) for four in tables for now in four]
         self._generators: list[tuple[Any, Any]] = []
         self.tensors: list[tuple[str, Tensor]] = []
         self.iterators: list[str] = []
