@@ -208,8 +208,8 @@ def init_mesh(
     made = _made.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
     shape = tuple(sizes.items())
     if shape not in made:
-        require_one_mesh(len(made), asked)
         within = init_mesh(height, width, depth=depth) if stages > 1 else None
+        require_one_mesh(len(made), asked)  # with that of one stage among those before
         ranks = torch.arange(world).view(-1, *sizes.values())
         names = ("data", *(STAGE if name == "stages" else name for name in sizes))
         mesh = DeviceMesh(device.kind_of_job(), ranks, mesh_dim_names=names)
