@@ -44,6 +44,20 @@ def test_another_pipe_that_breaks_is_an_error_as_any(
     assert "a worker is gone" in capsys.readouterr().err
 
 
+def test_files_are_utf8_in_any_locale_and_what_is_shown_is_in_the_locales(tmp_path: Path) -> None:
+    folder = tmp_path / "größe"
+    folder.mkdir()
+    (folder / "state.py").write_text("import torch\n\nname = 'größe'\nstate = torch.load('a.pt')\n", encoding="utf-8")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for words in (["doctor", "lint", "größe"], ["jobs", "größe"], ["train", "größe/state.py"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "fullframe", *words], cwd=tmp_path, env=os.environ | locale, capture_output=True
+        )
+        assert done.returncode == {"doctor": 1, "jobs": 0, "train": 2}[words[0]], done.stderr
+        said = (done.stdout + done.stderr).decode("ascii")
+        assert "Traceback" not in said and ("gr\\xf6\\xdfe" in said or words[0] == "jobs")
+
+
 @pytest.mark.parametrize("columns", [80, 200])
 def test_help_has_a_sentence_for_each_command(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,11 +1,13 @@
 """The command line: each command parses, calls and prints; nothing is computed here and no torch loaded to parse."""
 
+import locale
 import os
 import sys
 
 
 def main() -> None:
     """The `fullframe` command; leaves by SystemExit."""
+    _read_and_write_utf8()
     from fullframe.cli.application import run
     from fullframe.processes.exit_reasons import STOPPED
     from fullframe.processes.orphans import die_with_launcher
@@ -21,3 +23,15 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
     raise SystemExit(code)
+
+
+def _read_and_write_utf8() -> None:
+    """Start anew where the locale has files in another encoding: recipes are UTF-8, and so are a run's files.
+
+    What is shown stays in the locale's, with a character that it has not as its number.
+    """
+    if locale.getencoding().lower() == "utf-8" or os.environ.get("PYTHONUTF8") == "1":
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:backslashreplace")
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

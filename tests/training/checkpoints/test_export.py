@@ -73,6 +73,8 @@ def test_the_command(tmp_path, capsys):
     assert run([*older, "3", "--overwrite"]) == 2 and "take another step's" in capsys.readouterr().err
     assert run([*older, "7", "--overwrite"]) == 2
     assert "holds no checkpoint after step 7, but after 2, 3" in capsys.readouterr().err
+    assert run(["export", str(tmp_path), "--out", str(tmp_path), "--overwrite"]) == 2
+    assert "it is a folder; name a file" in capsys.readouterr().err
     assert run(["export", str(tmp_path), "--out", str(tmp_path / "a.safetensors"), "--average"]) == 2
     assert "holds no average of the parameters; train with --ema-decay" in capsys.readouterr().err
 

@@ -41,6 +41,8 @@ def export(
     no such checkpoint or `out` is there already (unless `overwrite`), CheckpointError when none is readable, lacks an
     average, or `out` cannot be written.
     """
+    if out.is_dir():
+        raise RunError(f"cannot write {out}: it is a folder; name a file")
     if out.exists() and not overwrite:
         raise RunError(f"{out} is there already; name another file, or replace it by --overwrite (overwrite=True)")
     checkpoint, problems = checkpoint_of(run_dir, step=step, best=best)
