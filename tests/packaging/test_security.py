@@ -21,6 +21,7 @@ UNPICKLING = {
 # Files that run other programs, or Python that is not the package's.
 RUNNING = {
     "recipe.py": "a recipe",
+    "cli/__init__.py": "fullframe itself",
     "cli/comparison.py": "fullframe itself",
     "cli/launch.py": "launch",
     "cli/remedies.py": "fullframe itself",

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_iter
 
 from fullframe.arguments import checked
@@ -27,6 +26,7 @@ from fullframe.model.door import Undressed, unwrapped, wrapped
 from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
 from fullframe.model.same_program import Agreement
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
+from fullframe.model.trained import require_shapes
 from fullframe.model.world_collectives import watch_collectives
 from fullframe.ranks.agreement import first_difference, from_all_ranks
 from fullframe.ranks.mesh import Axis, Spatial, has_stages, spatial_of, stage_axis
@@ -373,15 +373,6 @@ def _require_plain(model: nn.Module) -> None:
     if isinstance(model, (ParallelModel, DistributedDataParallel)):
         raise MeshError(f"the model is wrapped already ({type(model).__name__}); pass the plain model")
     require_shapes(model)
-
-
-def require_shapes(model: nn.Module) -> None:
-    """Raises ShapeError for lazy parameters, whose shapes the first call of the model is to decide."""
-    if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
-        raise ShapeError(
-            f"{', '.join(lazy[:3])} {'is' if len(lazy) == 1 else 'are'} lazy, and without a shape until the "
-            "first call; call the model on a small whole sample before fullframe.parallelize"
-        )
 
 
 def _require_same_tensors(model: nn.Module) -> None:

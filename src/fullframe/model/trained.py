@@ -1,12 +1,13 @@
-"""Which parameters of a model are trained now, as users freeze, add and replace some in the middle of training."""
+"""Which parameters of a model are trained now, as users freeze, add and replace some; none may be lazy."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from fullframe.errors import GradientError
+from fullframe.errors import GradientError, ShapeError
 
 Trained = dict[nn.Parameter, tuple[torch.dtype, torch.device]]  # torch takes hooks like DDP's off where these change
 
@@ -52,3 +53,12 @@ def late(model: nn.Module, parameters: Iterable[nn.Parameter], fault: str) -> Gr
         f"{names}: trained only since the model was last called, of which parts have been called on their own since; "
         f"{fault}. Call the model as a whole once after such a change, before parts of it"
     )
+
+
+def require_shapes(model: nn.Module) -> None:
+    """Raises ShapeError for lazy parameters, whose shapes the first call of the model is to decide."""
+    if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
+        raise ShapeError(
+            f"{', '.join(lazy[:3])} {'is' if len(lazy) == 1 else 'are'} lazy, and without a shape until the "
+            "first call; call the model on a small whole sample before fullframe.parallelize"
+        )

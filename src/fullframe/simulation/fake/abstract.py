@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fullframe.data.nested import leaves, tensors_replaced
 from fullframe.errors import RecipeError
 from fullframe.model.attributes import OF_EVERY_MODULE
-from fullframe.model.parallelize import require_shapes
+from fullframe.model.trained import require_shapes
 from fullframe.ranks.randomness import sample_randomness
 from fullframe.recipe import Recipe
 from fullframe.simulation.fake.blame import blamed
