@@ -63,6 +63,24 @@ class Queue(Network):
         return y
 
 
+class MoreLater(Network):
+    """Makes more maps of its result from its second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = super().forward(x)
+        return y if self.calls < 2 else y.sin().cos().sin().cos()
+
+
+def test_a_second_step_that_does_more_is_run_where_a_number_on_a_module_tells() -> None:
+    first, more = (ff.simulate(recipe(model=m), ff.Strategy(), "cpu").peak_bytes for m in (Network, MoreLater))
+    assert more > first + 8 * 24 * 40 * 4
+
+
 @pytest.mark.parametrize("in_list", [False, True])
 def test_what_modules_keep_is_followed_until_it_grows_no_more(in_list: bool) -> None:
     def kept(most: int) -> tuple[int, tuple[str, ...]]:

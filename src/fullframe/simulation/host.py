@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,17 @@ GROWS = (
 )
 
 
+class Kept(NamedTuple):
+    """What modules keep from step to step beside parameters."""
+
+    tensors: int  # bytes
+    numbers: list[Any]  # plain ones, counters of steps for instance
+
+
 class SimulatedHost:
-    """A `StepHost` for fake tensors, under `tracer`; time passes on `clock`.
+    """A `StepHost` for fake tensors, under `tracer`; time passes on `clock`. `kept` looks at what modules keep now."""
 
-    `kept` gives the bytes that modules keep from step to step beside parameters.
-    """
-
-    def __init__(self, clock: StepClock, tracer: Tracer, strategy: Strategy, kept: Callable[[], int]):
+    def __init__(self, clock: StepClock, tracer: Tracer, strategy: Strategy, kept: Callable[[], Kept]):
         self._clock, self._tracer, self._strategy, self._kept = clock, tracer, strategy, kept
         self.notes: set[str] = set()  # what was taken for granted
         self._is_copied = not (strategy.recompute == "budget" or strategy.update_in_backward)
@@ -38,12 +42,14 @@ class SimulatedHost:
         """Two steps. The second does what the first did, so it is not run but copied, where nothing says otherwise.
 
         Only what the first makes and leaves is not made again: the optimizer's state, mostly. Where modules keep more
-        after a step than before it, others are run until they do not.
+        after a step than before it, others are run until they do not; where a number on them has changed, by which
+        they may do something else from then on, a second one is.
         """
         step.begin()  # keeps buffers in memory that is there from then on
         started, before = len(self._tracer.trace.events), self._kept()
         self._once(step, batch)
-        if self._is_copied and self._kept() <= before:
+        after = self._kept()
+        if self._is_copied and after.tensors <= before.tensors and after.numbers == before.numbers:
             ended = len(self._tracer.trace.events)
             step.begin()
             self._tracer.repeat(started, ended)
@@ -52,7 +58,7 @@ class SimulatedHost:
         for _ in range(_MOST_STEPS - 1):
             before = self._kept()
             self._once(step, batch)
-            if self._kept() <= before:
+            if self._kept().tensors <= before.tensors:
                 return
         self.notes.add(GROWS)
 

@@ -39,7 +39,7 @@ from fullframe.simulation.fake.data_parallel import FakeDataParallel, WithoutBuc
 from fullframe.simulation.fake.outcomes import Outcomes
 from fullframe.simulation.fake.replaced import replaced
 from fullframe.simulation.fake.world import fake_job
-from fullframe.simulation.host import SimulatedHost
+from fullframe.simulation.host import Kept, SimulatedHost
 from fullframe.simulation.memory.account import account, category_of
 from fullframe.simulation.memory.allocator import replay
 from fullframe.simulation.memory.terms import TERMS, Terms
@@ -167,7 +167,7 @@ class _Simulation:
         )
         self._outcomes.in_loss = self._tracer.in_loss
         self._programs = SimulatedPrograms(self._clock)
-        self._host = SimulatedHost(self._clock, self._tracer, strategy, self._kept_bytes)
+        self._host = SimulatedHost(self._clock, self._tracer, strategy, self._kept)
         self.shares = Shares(self._spatial)
 
     def prediction(self, on_trace: Callable[[Trace], None]) -> Prediction:
@@ -235,10 +235,11 @@ class _Simulation:
             tracer.mark("average", list(step.average.state_dict().values()))
         return model, step
 
-    def _kept_bytes(self) -> int:
-        """Of what modules keep from step to step beside parameters."""
+    def _kept(self) -> Kept:
         found = _local([*self._model.buffers(), *plain_tensors(self._model)])
-        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}.values())
+        nbytes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}
+        values = (value for module in self._model.modules() for value in vars(module).values())
+        return Kept(sum(nbytes.values()), [value for value in values if type(value) in (int, float, bool)])
 
     def _batch(self, sample: Any, samples: int) -> Any:
         """A batch as the loader delivers it, fake."""
