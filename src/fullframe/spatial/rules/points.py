@@ -43,7 +43,7 @@ def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
     found = local[_items(points)]
     if held is None:
         return wrap(found, result)
-    held = held.view((*held.shape, *(1 for _ in rest[at:])))
+    held = held.view(*held.shape, *(1 for _ in rest[at:]))
     return wrap(_put_together(found, held, spec, rest), result)
 
 
@@ -182,7 +182,8 @@ def _take(func: Any, x: Tensor, index: Tensor) -> Tensor:
         return on_local(index, lambda i: func(x, i))
     index, numbers = _whole(index, x), x.spec.with_((x.numel(),), ())
     require_inside(lambda like: func(like, index), numbers, {0: index}, True)
-    return read_at(x.reshape(-1), [index])
+    found = read_at(x.reshape(-1), [torch.atleast_1d(index)])  # an index without dims would be read by the host
+    return found if index.dim() else found.squeeze(0)
 
 
 @rule(torch.take_along_dim, Tensor.take_along_dim)
