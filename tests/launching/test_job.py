@@ -25,6 +25,8 @@ def test_a_sweep_is_every_combination() -> None:
     [
         (["lr"], "no sweep"),
         (["l-r=1,2"], "no sweep"),
+        (["lr="], "empty value"),
+        (["lr=1,,2"], "empty value"),
         (["lr=1", "lr=2"], "lr twice"),
         (["lr=1,1"], "a value twice"),
     ],

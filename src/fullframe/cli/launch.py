@@ -171,6 +171,9 @@ class Launch:
             raise LaunchError(f"--plan-for is for Slurm; on {self.on} give a file of fullframe plan that is there")
         if self.plan_for is not None and train.plan is not None:
             raise LaunchError("--plan and --plan-for are both given; leave one out")
+        on_a_node = train.processes or self.gpus_per_node
+        if on_a_node and train.plan is None and self.plan_for is None:
+            train.strategy_on(on_a_node * (train.over.nodes or 1))
 
     def _job(self) -> Job:
         train = self.train

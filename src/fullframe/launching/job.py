@@ -74,6 +74,8 @@ def _axis(word: str) -> tuple[str, list[str]]:
     if not equals or not name.isidentifier():
         raise LaunchError(f"--sweep {word!r} is no sweep; write name=value,value as in lr=1e-3,3e-4")
     values = _split(text)
+    if not all(values):
+        raise LaunchError(f"--sweep {word!r} has an empty value; write '' in quotes for an empty text")
     if len(set(values)) < len(values):
         raise LaunchError(f"--sweep {word!r} has a value twice, which would be the same run twice")
     return name, values

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TextIO
 
+from fullframe.errors import LaunchError
 from fullframe.horovod.launcher.hosts import Seat
 
 # What goes along to another host, beside what is set for the job.
@@ -47,14 +48,17 @@ class Worker:
         self._says_it_lost_another = False
         here = is_here(seat.host)
         words = list(command) if here else _ssh(seat.host, ssh_port, command, environment)
-        self._process = subprocess.Popen(
-            words,
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # so that its children end with it
-        )
+        try:
+            self._process = subprocess.Popen(
+                words,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # so that its children end with it
+            )
+        except OSError as error:
+            raise LaunchError(f"{words[0]} cannot be started: {error.strerror}") from error
         self._pumps = []
         for kind, source, sink in (
             ("stdout", self._process.stdout, stdout),
