@@ -71,7 +71,10 @@ def test_what_would_be_submitted(name: str, project: Path, capsys: pytest.Captur
         (["none.py"], "there is no recipe file none.py"),
         (["recipe.py", "--nodes", "0"], "--nodes must be at least 1"),
         (["recipe.py", "--nodes", "2", "--node-rank", "0"], "leave out --node-rank"),
-        (["recipe.py", "--nodes", "2", "--gpus-per-node", "4", "--width", "3"], "8 processes are no multiple of height 1 x width 3"),
+        (
+            ["recipe.py", "--nodes", "2", "--gpus-per-node", "4", "--width", "3"],
+            "are no multiple of height 1 x width 3",
+        ),
         (["recipe.py", "--parallel", "0"], "--parallel must be at least 1"),
         (["recipe.py", "--set", "lr=1", "--sweep", "lr=1,2"], "lr is given by --set and by --sweep"),
         (["recipe.py", "--after", "nothing"], "neither the id of a job"),
