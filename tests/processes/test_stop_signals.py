@@ -112,7 +112,7 @@ def test_an_evaluation_is_left_out(tmp_path):
     for evaluated, messages in rank_group(2).run(interrupted_evaluation, tmp_path):
         assert evaluated == 2
         assert messages[0] == "the evaluation after step 2 is left out, as the run is asked to stop"
-        assert messages[-1] == "stopped after step 3 by SIGTERM; go on with --resume"
+        assert messages[-1] == "stopped after step 2 by SIGTERM; go on with --resume"
 
 
 def full_disk(run_dir):

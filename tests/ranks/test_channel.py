@@ -12,7 +12,7 @@ from torch import nn
 
 import fullframe as ff
 from fullframe.errors import DivergenceError, ShapeError
-from fullframe.ranks import channel
+from fullframe.ranks import channel, same_meshes
 from fullframe.ranks import mesh as meshes
 from fullframe.ranks.channel import Channel, HeadsByGloo, Record
 from fullframe.ranks.mesh import forget_meshes
@@ -380,14 +380,14 @@ def test_equal_samples_are_taken_whatever_they_hold():
 def warned(values):
     import warnings
 
-    meshes.hash = lambda text: values[dist.get_rank()]
+    same_meshes.hash = lambda text: values[dist.get_rank()]
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             ff.init_mesh(width=2)
             ff.init_mesh(width=2)
     finally:
-        del meshes.hash
+        del same_meshes.hash
     return [str(warning.message) for warning in said]
 
 

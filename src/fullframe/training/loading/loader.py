@@ -8,11 +8,11 @@ ranks of a replica compare what they read, and refuse to go on with different sa
 import random
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sampl
 from fullframe.training.loading.generators import generators_of, seed_generators
 from fullframe.wording import described, plural
 
-_numbers: "WeakKeyDictionary[DeviceMesh, count[int]]" = WeakKeyDictionary()  # the next loader's that is looped over
+_numbers: "defaultdict[str, count[int]]" = defaultdict(count)  # the next loader's that is looped over, by its mesh
 
 
 @checked
@@ -124,9 +124,10 @@ class ShardedLoader:
 
         Replicas read different samples, so nothing else would tell. The ranks do not wait for each other here.
         """
+        mesh = f"{tuple(self._mesh.shape)}, {generation()}"
         if self._number < 0:
-            self._number = next(_numbers.setdefault(self._mesh, count()))
-        what = f"pass {self._passes} of loader {self._number} on {tuple(self._mesh.shape)}, {generation()}"
+            self._number = next(_numbers[mesh])
+        what = f"pass {self._passes} of loader {self._number} on {mesh}"
         self._passes += 1
         mine = f"{self._order.words}, from batch {self._order.position} of epoch {self._order.epoch} on"
         first = first_to_say(what, mine)
