@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fullframe.errors import DivergenceError, ShapeError
-from fullframe.ranks.last_words import telling_others
+from fullframe.ranks.last_words import with_last_words
 from fullframe.ranks.mesh import forget_meshes, init_mesh
 from fullframe.spatial.shard import shard
 from tests.rank_group import rank_group
@@ -22,7 +22,7 @@ def told_where_it_is_caught(number: int) -> str:
     """Rank 1 meets an error in what is like `fit`; rank 0 waits for its rows."""
     x = shard(torch.ones(1, 1, 4, 4), init_mesh(width=2))
     try:
-        with telling_others(even_ours=bool(number)):
+        with with_last_words(even_ours=bool(number)):
             fails(number)
         x.full()
     except (ValueError, ShapeError, DivergenceError) as error:

@@ -116,7 +116,7 @@ class Train:
             names = ", ".join(map(option, changed(self.over)))
             raise MeshError(f"{names} is for a job over several machines; say of how many by --nodes")
         ranks = place.world if place else self._ranks_to_start()
-        strategy = self.strategy_on(ranks) if self.plan is None else self._planned(ranks)
+        strategy = self.strategy_on(ranks)
         run_dir = self._run_dir(joins=place is not None)
         if place is None and ranks > 1:
             return self._reported(run_dir, lambda: self._launch(strategy, run_dir))
@@ -139,7 +139,7 @@ class Train:
         """The strategy of a job that is started on this machine; raises as `run` does where it is wrong."""
         self._check_counts()
         ranks = self._ranks_to_start()
-        return self.strategy_on(ranks) if self.plan is None else self._planned(ranks)
+        return self.strategy_on(ranks)
 
     def _check_counts(self) -> None:
         if self.strict_memory is not None and not self.strict_memory > 0:
@@ -177,7 +177,9 @@ class Train:
         return Strategy(**sizes, **changed(self.techniques))
 
     def strategy_on(self, ranks: int) -> Strategy:
-        """What the options say for so many ranks; raises MeshError where these make no such mesh."""
+        """What the plan, or else the options, say for so many ranks; raises MeshError where that is no such mesh."""
+        if self.plan is not None:
+            return self._planned(ranks)
         one = self._one_replica
         if ranks % one.ranks:
             below = ranks // one.ranks * one.ranks
@@ -270,7 +272,7 @@ class Train:
         processes = self.processes or device.count() or -(-ranks // count)
         device.require_enough(processes)
         nodes = replace(nodes_of(self.over, processes), lease=run_dir / "lease", options=self._shared_options())
-        whole = self.strategy_on(count * processes) if self.plan is None else self._planned(count * processes)
+        whole = self.strategy_on(count * processes)
         require_whole_replicas(nodes, whole)
 
         def arguments(machines: int) -> list[str]:

@@ -166,19 +166,17 @@ class ShardedParameters:
 
     def _on_any_rank_each(self, flags: Sequence[bool]) -> list[bool]:
         """As of `agreement`; raises DivergenceError where replicas have gathered different units for one another."""
-        digest = crc32("\n".join(self._ran).encode())
-        bits = [bool(digest >> place & 1) for place in range(32)]
-        found = on_any_rank_each([*flags, *bits, *(not bit for bit in bits)])
+        found, alike = on_any_rank_each(flags, crc32("\n".join(self._ran).encode()))
         ran = list(self._ran)
         self._ran.clear()
-        if any(map(all, zip(found[-64:-32], found[-32:], strict=True))):
+        if not alike:
             mine, rank, other = first_difference(from_all_ranks(ran))
             raise DivergenceError(
                 f"the replicas ran different blocks, and took one's parameters for another's: where rank 0 ran "
                 f"{mine}, rank {rank} ran {other}; skip blocks alike on all replicas, or do without "
                 "shard_parameters"
             )
-        return found[: len(flags)]
+        return found
 
     def forget_zeros(self) -> None:
         """After an exchange of gradients: a parameter that got none on any rank has none, rather than zeros.

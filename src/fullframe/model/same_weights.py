@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullframe.errors import DivergenceError
-from fullframe.ranks.agreement import from_all_ranks, largest_on_any_rank
+from fullframe.ranks.agreement import from_all_ranks, on_any_rank_each
 from fullframe.ranks.raw_bytes import in_bytes, plain
 
 _ELEMENTS = 4096  # of a parameter that are looked at
@@ -25,7 +25,7 @@ class Weights(NamedTuple):
 
     parameters: int  # that are trained
     turn: int  # which of them was looked at
-    digest: int  # of 31 bits; 0 where none was
+    digest: int  # of 31 bits; of their count alone where none was
 
 
 class WeightsInTurn:
@@ -42,16 +42,18 @@ class WeightsInTurn:
         looked_at = next(islice(trained, turn, None), None)
         return Weights(count, turn, zlib.crc32(b"%d" % count, _digest(looked_at, row)) >> 1)
 
-    def on_any_rank_each(self, flags: Sequence[int], model: nn.Module, trained: Collection[nn.Parameter]) -> list[bool]:
+    def on_any_rank_each(
+        self, flags: Sequence[bool], model: nn.Module, trained: Collection[nn.Parameter]
+    ) -> list[bool]:
         """As `agreement.on_any_rank_each`, in whose message the ranks of the job compare their weights too.
 
         Raises DivergenceError on all of them where they differ.
         """
         own = self.look(trained)
-        *found, most, least = largest_on_any_rank([*flags, own.digest, -own.digest])
-        if most != -least:
+        found, alike = on_any_rank_each(flags, own.digest)
+        if not alike:
             require_same_weights(dict(enumerate(from_all_ranks(own))), model.named_parameters())
-        return [bool(number) for number in found]
+        return found
 
 
 def require_same_weights(held: Mapping[int, Weights], named: Iterable[tuple[str, nn.Parameter]]) -> None:

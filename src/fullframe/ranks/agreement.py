@@ -98,16 +98,21 @@ def first_to_say(what: str, said: str) -> str:
 
 def on_any_rank(flag: bool) -> bool:
     """Whether `flag` is set on any rank, on every rank."""
-    return on_any_rank_each([flag])[0]
+    return bool(_largest_on_any_rank([flag])[0])
 
 
-def on_any_rank_each(flags: Sequence[bool]) -> list[bool]:
-    """For each of some flags whether it is set on any rank, on every rank; one message."""
-    return [bool(number) for number in largest_on_any_rank(flags)]
+def on_any_rank_each(flags: Sequence[bool], checksum: int) -> tuple[list[bool], bool]:
+    """For each of some flags whether it is set on any rank, and whether all have the same `checksum`, of 32 bits.
+
+    On every rank; one message.
+    """
+    signed = checksum - (1 << 31)
+    *found, most, least = _largest_on_any_rank([*flags, signed, ~signed])
+    return [bool(number) for number in found], most == ~least
 
 
-def largest_on_any_rank(numbers: Sequence[int]) -> list[int]:
-    """The largest of each of some numbers of 32 bits that a rank has, on every rank; one message."""
+def _largest_on_any_rank(numbers: Sequence[int]) -> list[int]:
+    """The largest of each of some numbers, of 32 bits with their sign, that a rank has, on every rank; one message."""
     if not dist.is_initialized() or not numbers:
         return list(numbers)
     found = torch.tensor(numbers, dtype=torch.int32, device=place_of_numbers())

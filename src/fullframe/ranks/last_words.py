@@ -1,7 +1,6 @@
 """What a rank says to the others when an error ends it, so that they need not find out by waiting for it."""
 
 import sys
-from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any
 
@@ -9,32 +8,26 @@ import torch.distributed as dist
 
 from fullframe.ranks.channel import announce
 from fullframe.ranks.tags import line_of
-from fullframe.ranks.waiting import lost_rank
+from fullframe.ranks.waiting import naming_lost_ranks
 
 _speaks = [False]
 
 
-class telling_others(ContextDecorator):
-    """Inside `with`, the ranks that wait for this one learn at once of an error of its own.
+class with_last_words(naming_lost_ranks):
+    """As `naming_lost_ranks`; and the ranks that wait for this one learn at once of an error of its own.
 
-    What torch raises because another rank is gone is raised as a `RankError`. Of a FullframeError they learn only with
-    `even_ours`, as most are met by all ranks.
+    Of a FullframeError they learn only with `even_ours`, as most are met by all ranks.
     """
 
     def __init__(self, even_ours: bool = False):
         self._even_ours = even_ours
 
-    def __enter__(self) -> None:
-        pass
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, Exception):
-            return
-        if (lost := lost_rank(error)) is not None:
-            raise lost from error
-        announce(error, self._even_ours, line_of(trace))
+        super().__exit__(kind, error, trace)
+        if isinstance(error, Exception):
+            announce(error, self._even_ours, line_of(trace))
 
 
 def speak_last() -> None:
@@ -46,7 +39,7 @@ def speak_last() -> None:
 
     def told(kind: Any, error: BaseException, trace: TracebackType | None) -> None:
         try:
-            telling_others(even_ours=True).__exit__(kind, error, trace)
+            with_last_words(even_ours=True).__exit__(kind, error, trace)
         except Exception as found:
             error.add_note(f"fullframe: {found}")
         then(kind, error, trace)

@@ -15,7 +15,7 @@ from fullframe.model.fsdp import is_sharded, whole_value
 from fullframe.processes.exit_reasons import restart_reason
 from fullframe.ranks import device
 from fullframe.ranks.agreement import from_all_ranks, on_first_rank
-from fullframe.ranks.last_words import telling_others
+from fullframe.ranks.last_words import with_last_words
 from fullframe.ranks.mesh import init_mesh, start_process_group
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
@@ -36,7 +36,7 @@ Record = Mapping[str, Any]  # one step: step, loss, grad_norm, skipped, step_sec
 
 
 @checked
-@telling_others()
+@with_last_words()
 def fit(
     recipe: Recipe,
     strategy: Strategy,
