@@ -490,7 +490,7 @@ def keeping_convolutions() -> Any:
         kept = "convolution" in str(op)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
+    return create_selective_checkpoint_contexts(policy)
 
 
 def with_the_users_own(height: int, width: int, selective: bool) -> Any:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from fullframe.geometry.extents import overlap
 from fullframe.geometry.window import Window
@@ -237,7 +239,7 @@ class _HaloConvolution(torch.autograd.Function):
     @unrecorded
     def forward(ctx: Any, local: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
         cuts, ctx.plan = plan.window.cuts, plan
-        if plan.is_joined(local, weight):
+        if plan.is_joined(local, weight) or _results_are_kept():
             joined, strips = borrow(local, cuts, plan.window.outside[-1])
             ctx.save_for_backward(weight, local, *strips)
             return plan.convolve(padded(joined, plan.window, last=False), weight, bias, plan.padding)
@@ -262,6 +264,14 @@ class _HaloConvolution(torch.autograd.Function):
 
 
 _halo_convolution = applied(_HaloConvolution)
+
+
+def _results_are_kept() -> bool:
+    """Whether a selective checkpoint may keep the kernel's result, which then must not be written to."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    modes = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+    return any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack())
 
 
 @unrecorded
