@@ -45,6 +45,9 @@ CASES: dict[str, Case] = {
     "frexp": small(lambda x: torch.frexp(x)[0]),
     "isin": small(lambda x: torch.isin((x * 3).round(), torch.tensor([1.0, -2.0], dtype=x.dtype))),
     "bucketize": small(lambda x: torch.bucketize(x, torch.linspace(-1, 1, 5, dtype=x.dtype), right=True)),
+    "unravel_index": small(lambda x: [
+        *torch.unravel_index(x.detach().argmax(1) * 7 - 3, (2, 3, 5)),
+        *torch.unravel_index(x.detach().argmax(1).int(), 3)]),
     "permute_copy": small(lambda x: torch.permute_copy(x, (0, 2, 3, 1))),
     "unbind_copy": small(lambda x: torch.unbind_copy(x, 1)),
     "unsafe_chunk": small(lambda x: torch.unsafe_chunk(x, 3, 3)),

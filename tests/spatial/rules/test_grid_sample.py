@@ -23,6 +23,7 @@ from tests.spatial.traffic import bytes_of_messages
 from tests.spatial.values import found, on_all_meshes
 
 CASES: dict[str, Case] = {
+    "grid_sampler": one(lambda x: torch.grid_sampler(x, x[:, :2].tanh().permute(0, 2, 3, 1), 1, 2, True)),
     "grid_sample": one(lambda x: F.grid_sample(x, x[:, :2].tanh().permute(0, 2, 3, 1), align_corners=False)),
     "above the image": small(lambda x: sample(x, x[:, :2].tanh() - torch.tensor([0.0, 9.0]).view(2, 1, 1))),
     "beside the image": small(lambda x: sample(x, x[:, :2].tanh() - torch.tensor([9.0, 0.0]).view(2, 1, 1))),

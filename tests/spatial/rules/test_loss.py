@@ -21,6 +21,18 @@ def labels(x: Tensor, ignore: bool = False) -> Tensor:
     return torch.where(classes == 3, -100, classes) if ignore else classes
 
 
+def of_rows(x: Tensor, weight: Tensor, bias: Tensor, two: Tensor) -> list[Tensor]:
+    """Pixels as rows, to logits and their loss in one function."""
+    rows, classes = x.permute(0, 2, 3, 1).flatten(0, 2), (x[:, 0] > 0).flatten().long() * 3
+    of_two = torch.stack([classes, classes // 3], 1)
+    return [
+        F.linear_cross_entropy(rows, weight, classes, linear_bias=bias, label_smoothing=0.1),
+        F.linear_cross_entropy(rows, weight, classes, ignore_index=3, weight=bias.detach().abs()),
+        F.linear_cross_entropy(rows, two, of_two, linear_bias=two[..., 0], reduction="sum"),
+        F.linear_cross_entropy(rows, weight, (rows @ weight.t()).detach().softmax(1), reduction="none"),
+    ]
+
+
 CASES: dict[str, Case] = {
     "labels split along another dim": one(
         lambda x: F.cross_entropy(x[..., : x.shape[2]], labels(x[..., : x.shape[2]].transpose(2, 3)))
@@ -41,6 +53,8 @@ CASES: dict[str, Case] = {
         F.multilabel_margin_loss(x[0, 0].sigmoid(), labels(x)[0] - 1, reduction="none"),
         F.cosine_embedding_loss(x[0, 0], x[0, 1], x[0, 2, :, 0].detach().sign(), reduction="sum"),
     ]),
+    **({"linear_cross_entropy": Case(of_rows, whole=((5, 4), (5,), (5, 2, 4)))}
+       if hasattr(F, "linear_cross_entropy") else {}),  # since torch 2.13
     "cross_entropy none, sum": one(
         lambda x: [F.cross_entropy(x, labels(x), reduction="none"), F.cross_entropy(x, labels(x), reduction="sum")]
     ),

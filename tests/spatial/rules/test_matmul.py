@@ -26,6 +26,11 @@ CASES: dict[str, Case] = {
                    for a, b, h, w in (("h", "w", 2, 3), ("w", "h", 3, 2))]),
     "linear by what a mask picks": Case(by_its_own),
     "matmul of rows": Case(lambda x, w: x.permute(0, 2, 3, 1) @ w, whole=((4, 3),)),
+    "bilinear": Case(
+        lambda x, y, w, b: F.bilinear(x.permute(0, 2, 3, 1), y.permute(0, 2, 3, 1), w, b),
+        split=((2, 4), (2, 3)), whole=((5, 4, 3), (5,))),
+    "bilinear of split channels": Case(lambda x, y, w: F.bilinear(x[..., :11], y[..., :9], w),
+        split=((2, 4), (2, 4)), whole=((5, 11, 9),)),
     "gram matrix": one(lambda x: x.flatten(2) @ x.flatten(2).transpose(1, 2)),
     "linear over a split dim": Case(lambda x, w: F.linear(x, w[:, : x.shape[3]]), whole=((3, 64),)),
     "a matrix of no rows": one(lambda x: torch.zeros(0, x.shape[2], dtype=x.dtype) @ x[0, 0] * 2),

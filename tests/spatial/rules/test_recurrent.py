@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, Op, as_in_one_process
+from tests.spatial.cases import Case, Op, as_in_one_process, small
 from tests.spatial.rules.test_transformers import of_module
 
 DOUBLE = {"dtype": torch.float64}
@@ -66,6 +66,18 @@ def of_split_channels(run: Op, x: Tensor) -> list[Tensor]:
     return [*run(x[0, :, :3, :4])[1], *run(x[:, 0, :3, :4])[1]]
 
 
+def read_as_text(x: Tensor) -> list[Tensor]:
+    """A line of text: the image's columns are the steps."""
+    scores = x.mean(2).permute(2, 0, 1).log_softmax(-1)  # (W, N, C)
+    steps, samples = scores.shape[:2]
+    labels, lengths = torch.tensor([[1, 3, 1], [2, 0, 0]]), torch.tensor([3, 1])
+    return [
+        F.ctc_loss(scores, labels, torch.tensor([steps, steps - 2]), lengths),
+        F.ctc_loss(scores, labels, (steps,) * samples, (3, 1), blank=2, reduction="none", zero_infinity=True),
+        nn.CTCLoss(reduction="sum")(scores[:, 0], labels[0], torch.tensor(steps), torch.tensor(3)),
+    ]
+
+
 CASES: dict[str, Case] = {
     "GRUCell": of_module(lambda: nn.GRUCell(4, 3, **DOUBLE), steps),
     "LSTMCell": of_module(lambda: nn.LSTMCell(4, 3, **DOUBLE), steps),
@@ -77,6 +89,7 @@ CASES: dict[str, Case] = {
     "split channels": of_module(lambda: nn.LSTM(4, 3, **DOUBLE), of_split_channels),
     "GRU": of_module(lambda: nn.GRU(4, 3, batch_first=True, **DOUBLE), batch_first, 2),
     "RNN": of_module(lambda: nn.RNN(4, 3, **DOUBLE), over_time, 2),
+    "CTC loss": small(read_as_text),
     "ConvLSTM": Case(conv_lstm, whole=((8, 6, 3, 3), (8,)), sizes=((7, 11),)),
     "ConvGRU": Case(conv_gru, whole=((4, 6, 3, 3), (2, 6, 3, 3)), sizes=((7, 11),)),
 }

@@ -186,6 +186,17 @@ def _vander(func: Any, x: SpatialTensor, N: int | None = None, increasing: bool 
     return x.unsqueeze(-1) ** powers
 
 
+@rule(torch.unravel_index)
+def _unravel_index(func: Any, indices: SpatialTensor, shape: Any) -> tuple[Tensor, ...]:
+    """Positions in a tensor of `shape` flattened to those along each of its dims."""
+    found: list[Tensor] = []
+    rest: Tensor = indices.long()
+    for size in reversed([shape] if isinstance(shape, int) else list(shape)):
+        found.append(rest % size)
+        rest = torch.div(rest, size, rounding_mode="floor")
+    return tuple(reversed(found))
+
+
 _COPIES = """
     detach expand permute select split split_with_sizes squeeze t transpose unbind unsqueeze view view_as_real
     view_as_complex unfold

@@ -27,6 +27,17 @@ _EXACT = torch.float32, torch.float64  # shorter floats torch rounds in its own 
 _TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}  # rows along each dim that a position reads
 
 
+_MODES, _PADDINGS = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
+
+
+@rule(torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
+def _grid_sampler(
+    func: Any, input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> Tensor:
+    """What `grid_sample` calls, with numbers for words."""
+    return F.grid_sample(input, grid, _MODES[interpolation_mode], _PADDINGS[padding_mode], align_corners)
+
+
 @rule(F.grid_sample)
 def _grid_sample(
     func: Any,

@@ -12,7 +12,7 @@ from torch.nn import _reduction  # what torch itself makes of size_average, redu
 from fullframe.ranks.collectives import all_sum
 from fullframe.spatial.operands import aligned, merged
 from fullframe.spatial.rules.reduction import total_of, without
-from fullframe.spatial.rules.registry import Unsupported, kept_back, rule
+from fullframe.spatial.rules.registry import COMPOSED, Unsupported, kept_back, rule
 from fullframe.spatial.rules.transposing import moved_from
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, wrap
@@ -113,6 +113,24 @@ def _classification_loss(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     both = torch.stack([each.sum(dtype=torch.float64), counted])
     both = all_sum(both, spec.group)
     return (both[0] / both[1]).to(each.dtype)
+
+
+def _linear_cross_entropy(
+    func: Any, input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    ignore_index: int | None = None, options: Any = None, **others: Any
+) -> Tensor:  # fmt: skip
+    """Rows (N, C) by a weight (K, ..., C) to logits (N, K, ...), in one piece; refuses to go by chunks."""
+    if options is not None:
+        raise Unsupported("the chunks that options ask for are not split", "Leave options out: each rank has few rows.")
+    bias = None if linear_bias is None else linear_bias.flatten()
+    logits = F.linear(input, linear_weight.flatten(0, -2), bias).unflatten(-1, linear_weight.shape[:-1])
+    return F.cross_entropy(logits, target, ignore_index=-100 if ignore_index is None else ignore_index, **others)
+
+
+_of_logits = getattr(F, "linear_cross_entropy", None)  # since torch 2.13
+if _of_logits is not None:
+    rule(_of_logits)(_linear_cross_entropy)
+    COMPOSED.add(_of_logits)
 
 
 def _matched(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Spec]:

@@ -135,6 +135,15 @@ def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
     return out if bias is None else out + bias
 
 
+@rule(F.bilinear)
+def _bilinear(func: Any, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(..., C) and (..., D) by a whole weight (K, C, D); of split channels partial sums are added up."""
+    batch = string.ascii_lowercase[: input1.dim() - 1]
+    given, terms = [input1, input2, whole(weight)], [batch + "x", batch + "y", "zxy"]
+    out = contract(given, terms, batch + "z", func)
+    return out if bias is None else out + bias
+
+
 @rule(
     torch.matmul,
     Tensor.matmul,

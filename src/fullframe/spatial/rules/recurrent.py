@@ -1,14 +1,18 @@
-"""Recurrent cells and layers: tokens or pixels are the batch, each rank runs its own; time and channels are whole."""
+"""Recurrent cells and layers, and the loss of sequences: tokens or pixels are the batch, each rank runs its own.
+
+Time and channels are whole.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fullframe.spatial.rules.matmul import Shared, result_spec, shared, whole_in
 from fullframe.spatial.rules.registry import Unsupported, rule
-from fullframe.spatial.tensor import SpatialTensor, wrap
+from fullframe.spatial.tensor import SpatialTensor, whole, wrap
 
 
 @rule(torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
@@ -56,3 +60,9 @@ def _wrapped(results: Sequence[Tensor], parts: Shared, term: str, input: Tensor)
         sizes = dict(zip(letters, t.shape, strict=True)) | {"b": input.shape[term.index("b")]}
         wrapped.append(wrap(t, result_spec(parts.spec, letters, sizes, parts.cuts)))
     return tuple(wrapped)
+
+
+@rule(F.ctc_loss, torch.ctc_loss)
+def _ctc(func: Any, log_probs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Scores (T, N, C), which are made whole: each step hangs on those before it, and there are few beside an image."""
+    return func(whole(log_probs), whole(targets), *args, **kwargs)  # type: ignore[no-any-return]

@@ -28,9 +28,7 @@ _REFUSED: dict[str, str] = {
         fill_diagonal_
         histogramdd combinations
         cartesian_prod meshgrid as_strided as_strided_ as_strided_copy as_strided_scatter
-        slice_inverse unravel_index
-        affine_grid affine_grid_generator grid_sampler grid_sampler_2d
-        grid_sampler_3d
+        slice_inverse affine_grid affine_grid_generator
         map_ map2_ apply_
     """,
     "it reads or writes at index tensors": """
@@ -53,7 +51,7 @@ _REFUSED: dict[str, str] = {
     "it differentiates forward; autograd.grad is exact": "_make_dual _unpack_dual",
     "it changes the shape in place": "squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_ t_ moveaxis_",
     "it is recurrent over a sequence": """
-        ctc_loss miopen_rnn conv_tbc
+        miopen_rnn conv_tbc
     """,
     "it is for quantized, sparse, nested or vendor tensors": """
         q_* quantize* quantized_* fbgemm_* miopen_* int_repr dequantize choose_qparams_optimized
@@ -75,7 +73,7 @@ _REFUSED: dict[str, str] = {
     """,
     "it takes lists of tensors": "foreach.*",
     "it compares or combines vectors in a way that is not split": """
-        bilinear linear_cross_entropy addr_ inner addmv_ addbmm_ addmm_
+        addr_ inner addmv_ addbmm_ addmm_
         baddbmm_ logcumsumexp_ repeat_interleave_
     """,
 }
