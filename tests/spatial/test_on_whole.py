@@ -14,6 +14,7 @@ OPS: dict[str, Op] = {
     "largest": lambda x: [x.logsumexp((0, 1, 2, 3)), torch.masked.logsumexp(x), x.logsumexp(-1)],
     "counted": lambda x: [x.detach().histc(4, 0, 0), *torch.histogram(x.detach(), 3), x.detach().unique(dim=1)],
     "runs": lambda x: [x.detach().unique_consecutive(), x.detach().unique_consecutive(dim=1)],
+    "middle": lambda x: [t.median() if n else t.nanmedian() for t in (x, x.detach().int()) for n in (0, 1)],
     "joined": lambda x: torch.cat([x, x.sin()], 1).sum(2),
     "area": lambda x: torch.trapezoid(x, x, dim=0) if not len(x) else x.diff(dim=-1),
     "refused by torch": lambda x: x.amax(),

@@ -67,6 +67,8 @@ def _found(func: Any, x: SpatialTensor, dim: int, keepdim: bool) -> Any:
 def _middle(local: Tensor, spec: Spec, without_nan: bool) -> Tensor:
     """The lower median of all elements on all ranks; NaN where there is one, or where there are no others."""
     group, count = spec.group, torch.Size(spec.shape).numel()
+    if not count:
+        return local.flatten().median()
     missing = all_sum_no_grad(local.isnan().sum(), group)
     order = (count - missing - 1).clamp_min(0) // 2 if without_nan else torch.full_like(missing, (count - 1) // 2)
     value = _nth(local.flatten(), order[None], group)[0]
