@@ -1,6 +1,6 @@
 """Counts, amounts, lists of names and errors in sentences."""
 
-from fullframe.wording import amount, figure, first_line, first_of, plural, some
+from fullframe.wording import amount, capital, figure, first_line, first_of, plural, some
 
 
 def test_one_is_not_several() -> None:
@@ -24,3 +24,8 @@ def test_of_many_names_the_first_are_said() -> None:
 
 def test_an_error_is_said_in_a_sentence() -> None:
     assert first_line(ValueError("it is full.\nCall others.")) == "it is full" and first_line(OSError()) == "OSError"
+
+
+def test_a_name_at_the_beginning_keeps_its_letters() -> None:
+    said = [capital(text) for text in ("stopped. Then", "torch.load runs", "retain_graph=True", "bf16 rounds", "")]
+    assert said == ["Stopped. Then", "torch.load runs", "retain_graph=True", "bf16 rounds", ""]

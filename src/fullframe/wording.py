@@ -1,5 +1,6 @@
 """Counts, amounts, lists of names and errors in sentences, and their beginning."""
 
+import re
 from collections.abc import Collection, Iterable
 from types import FunctionType
 
@@ -41,8 +42,9 @@ def first_of(names: Collection[str], most: int = 3) -> str:
 
 
 def capital(sentence: str) -> str:
-    """With a capital at its beginning; the rest as it is."""
-    return sentence[:1].upper() + sentence[1:]
+    """With a capital at its beginning, unless a name of a program stands there (`torch.load`); the rest as it is."""
+    first = sentence.partition(" ")[0]
+    return sentence if re.search(r"\w[._=]\w|\(|\d", first) else sentence[:1].upper() + sentence[1:]
 
 
 def first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from fullframe.doctor.lint.catalog import RULES
 from fullframe.doctor.lint.check import check_source
 from fullframe.doctor.lint.rule import Rule
 
-_IMPORTS = "import torch, torch.nn as nn, torch.nn.functional as F\n"
+IMPORTS = "import torch, torch.nn as nn, torch.nn.functional as F\n"
 
 
 class Samples(NamedTuple):
@@ -58,7 +58,7 @@ def judged(table: Mapping[str, Samples], family: Sequence[Rule]) -> tuple[Callab
 
 def check(code: str, source: str, has_fault: bool | None) -> None:
     """`has_fault` None: found somewhere."""
-    source = _IMPORTS + textwrap.dedent(source)
+    source = IMPORTS + textwrap.dedent(source)
     expected = [number for number, line in enumerate(source.splitlines(), 1) if line.rstrip().endswith("# here")]
     assert bool(expected) is bool(has_fault), "a bad sample marks its lines, a good one has none"
     found = lines_found(source, code)

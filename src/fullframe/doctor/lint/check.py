@@ -18,8 +18,8 @@ UNREADABLE = Kind(
     severity=Severity.ERROR,
     reason="Nothing was checked in this file.",
     fix="Mend the syntax error, or leave the file out with --exclude.",
-    example="for x in loader\n    step(x)",
-    instead="for x in loader:\n    step(x)",
+    example="import torch\n\nfor x in loader\n    loss(model(x)).backward()",
+    instead="import torch\n\nfor x in loader:\n    loss(model(x)).backward()",
 )
 
 _PACKAGES = r"torch|apex|accelerate|lightning|lightning_fabric|pytorch_lightning|transformers|deepspeed|fullframe"

@@ -58,6 +58,7 @@ def _is_open(call: Call) -> bool:
       for x, y in loader:
           F.cross_entropy(model(x.to(device)), y.to(device)).backward()
           optimizer.step()
+          optimizer.zero_grad()
     """,
 )  # fmt: skip
 def no_workers(training: Training) -> Iterator[Found]:
@@ -88,6 +89,7 @@ def _is_in_memory(call: Call) -> bool:
     -     F.cross_entropy(model(x.cuda()), y.cuda()).backward()
     +     F.cross_entropy(model(x.cuda(non_blocking=True)), y.cuda(non_blocking=True)).backward()
           optimizer.step()
+          optimizer.zero_grad()
     """,
 )  # fmt: skip
 def not_pinned(training: Training) -> Iterator[Found]:
@@ -134,6 +136,7 @@ def is_gpu(place: Value) -> bool:
           for x, y in loader:
               F.cross_entropy(model(x), y).backward()
               optimizer.step()
+              optimizer.zero_grad()
     """,
 )  # fmt: skip
 def not_persistent(training: Training) -> Iterator[Found]:
@@ -183,12 +186,13 @@ def shuffled_twice(training: Training) -> Iterator[Found]:
       from torch.utils.data import DataLoader, DistributedSampler
 
       sampler = DistributedSampler(data)
-      loader = DataLoader(data, sampler=sampler, num_workers=4)
+      loader = DataLoader(data, sampler=sampler, num_workers=4, persistent_workers=True)
       for epoch in range(9):
     +     sampler.set_epoch(epoch)
           for x, y in loader:
               F.cross_entropy(model(x), y).backward()
               optimizer.step()
+              optimizer.zero_grad()
     """,
 )  # fmt: skip
 def same_order(training: Training) -> Iterator[Found]:
@@ -223,6 +227,7 @@ def same_order(training: Training) -> Iterator[Found]:
       for x, y in loader:
           F.cross_entropy(model(x), y).backward()
           optimizer.step()
+          optimizer.zero_grad()
     """,
 )  # fmt: skip
 def not_distributed(training: Training) -> Iterator[Found]:
@@ -299,6 +304,7 @@ def gpu_in_data(training: Training) -> Iterator[Found]:
     +     x, y = next(batches)
           F.cross_entropy(model(x), y).backward()
           optimizer.step()
+          optimizer.zero_grad()
     """,
 )  # fmt: skip
 def begun_again(training: Training) -> Iterator[Found]:

@@ -167,6 +167,8 @@ def _twice(training: Training, name: str) -> Iterator[Found]:
     -     scaler.update()
           scaler.step(second)
           scaler.update()
+          first.zero_grad()
+          second.zero_grad()
     """,
 )  # fmt: skip
 def updated_often(training: Training) -> Iterator[Found]:
