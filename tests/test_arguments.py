@@ -67,6 +67,7 @@ def scaled(image: torch.Tensor, factor: float = 2.0, *names: str, mode: Literal[
         ((), {}, "ff.scaled: missing a required argument: 'image'; it is ff.scaled(image, factor=2.0, *names, "),
         ((), {}, "mode='up'): The image, larger."),
         ((COLUMNS,), {"modus": 1}, "got an unexpected keyword argument 'modus'; it is ff.scaled(image,"),
+        ((), {"imag": COLUMNS}, "ff.scaled: got an unexpected keyword argument 'imag'; it is ff.scaled(image,"),
         ((2.0, COLUMNS), {}, "image must be a Tensor, got 2.0; image and factor are exchanged"),
         ((COLUMNS, "2"), {}, "ff.scaled: factor must be a float, got '2'"),
         ((COLUMNS, 2, "a", 3), {}, "names must be a str, got 3"),

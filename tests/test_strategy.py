@@ -6,7 +6,7 @@ import re
 import pytest
 
 from fullframe.errors import StrategyError
-from fullframe.strategy import Strategy, describe, multiplied
+from fullframe.strategy import Strategy, describe, divisors, multiplied
 
 
 def test_json_both_ways():
@@ -79,3 +79,8 @@ def test_fields_are_named_and_frozen():
         Strategy(2)
     with pytest.raises(AttributeError):
         Strategy().width = 2
+
+
+def test_all_divisors_are_found_of_large_numbers_too():
+    assert [divisors(n) for n in (0, 1, 2, 12, 16)] == [[], [1], [1, 2], [1, 2, 3, 4, 6, 12], [1, 2, 4, 8, 16]]
+    assert len(divisors(10**15)) == 256  # one by one it would take years

@@ -82,7 +82,8 @@ class _Door:
             given = self._signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             about = (self._function.__doc__ or "").strip().partition("\n")[0]
-            return f"{name}: {error}; it is {name}({', '.join(self._parameters)}): {about}"
+            said = self._unknown(kwargs) or error  # Python names what is missing, which may be what was misspelt
+            return f"{name}: {said}; it is {name}({', '.join(self._parameters)}): {about}"
         for parameter, value in given.items():
             kind = self._kinds.get(parameter, Any)
             many = self._signature.parameters[parameter].kind is inspect.Parameter.VAR_POSITIONAL
@@ -91,6 +92,14 @@ class _Door:
                     remedy = self._exchanged(parameter, given) or _remedy(each, kind)
                     return f"{name}: {parameter} must be {_named(kind)}, got {described(each)}{remedy}"
         return ""
+
+    def _unknown(self, names: Iterable[str]) -> str:
+        """That a name is none of a parameter; "" where the function takes any, or all are."""
+        parameters = self._signature.parameters
+        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return ""
+        found = (f"got an unexpected keyword argument {name!r}" for name in names if name not in parameters)
+        return next(found, "")
 
     @property
     def _parameters(self) -> Iterable[str]:

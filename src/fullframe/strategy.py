@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -148,7 +149,8 @@ def multiplied(mesh: Mapping[str, int]) -> str:
 
 def divisors(number: int) -> list[int]:
     """All of them, smallest first."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _require(holds: bool, message: str) -> None:
@@ -168,12 +170,9 @@ def _check_budget(strategy: Strategy) -> None:
 
 
 def _check_states(strategy: Strategy) -> None:
-    states = strategy.recompute_states
+    states, recompute = strategy.recompute_states, strategy.recompute
     if states is not None:
-        _require(
-            strategy.recompute == "nested",
-            f"recompute_states is {states}, but recompute is {strategy.recompute!r}; use 'nested'",
-        )
+        _require(recompute == "nested", f"recompute_states is {states}, but recompute is {recompute!r}; use 'nested'")
         require_count(StrategyError, "strategy.recompute_states", states)
 
 

@@ -98,6 +98,9 @@ def test_one_process_prints_plain_lines(tmp_path, capsys, monkeypatch):
     assert "2 steps" in (run_dir / "report.html").read_text()
     assert len(list((run_dir / "tensorboard").iterdir())) == 1
     assert not any("\x1b" in line for line in lines)
+    assert run([*words, "--run-dir", str(run_dir)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "already holds a run" in said.err, "nothing is said to be written before"
 
 
 MEASURED = """evaluate=lambda model, batch: {"score": (2.0, 1)}, best="score", evaluate_every=1,

@@ -110,6 +110,9 @@ def test_a_run_is_gone_on_with_exactly_when_asked(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     check_run_directory(tmp_path, True)
     check_run_directory(tmp_path, "auto")
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"cannot use the run directory .*file: Not a directory; name another"):
+        check_run_directory(tmp_path / "file", "auto")
     with pytest.raises(RunError, match="already holds a run"):
         check_run_directory(tmp_path, False)
 

@@ -118,6 +118,10 @@ class Train:
         ranks = place.world if place else self._ranks_to_start()
         strategy = self.strategy_on(ranks)
         run_dir = self._run_dir(joins=place is not None)
+        if place is None:
+            from fullframe.training.run_directory import check_run_directory
+
+            check_run_directory(run_dir, self._resume)
         if place is None and ranks > 1:
             return self._reported(run_dir, lambda: self._launch(strategy, run_dir))
         rank = place.rank if place else 0
@@ -227,9 +231,8 @@ class Train:
     def _launch(self, strategy: Strategy, run_dir: Path) -> int:
         from fullframe.processes.launch import launch
         from fullframe.ranks import device
-        from fullframe.training.run_directory import check_run_directory, last_step
+        from fullframe.training.run_directory import last_step
 
-        check_run_directory(run_dir, self._resume)
         device.require_usable()
         device.require_enough(strategy.ranks)
         code = launch(

@@ -91,7 +91,7 @@ def fit(
                 run.say(f"started again: {reason}")
             _take_up(session, run, strategy, goes_on, steps)
             looking = Observers(observers)
-            todo = Steps(recipe, strategy, mesh, session, run, max_skipped, patience, looking)
+            todo = Steps(recipe, strategy, mesh, session, run, steps, max_skipped, patience, looking)
             with looking.looking_on(_observed(recipe, session, strategy, mesh, run)):
                 _train(recipe, todo, steps, run, looking, checkpoint_every, check_every, on_record)
         to_evaluation_point(session.state.optimizer)

@@ -223,7 +223,9 @@ def strategy_of_restart(path: Path, strategy: Strategy, batch_size: int) -> Stra
 
 
 def check_run_directory(path: Path, resume: Resume) -> None:
-    """Raises RunError unless `path` holds a run exactly when one is to be resumed."""
+    """Raises RunError where `path` is no folder, and unless it holds a run exactly when one is to be resumed."""
+    if path.exists() and not path.is_dir():
+        raise _unusable(path, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
     if resume == "auto":
         return
     has_steps = _has_steps(path)

@@ -98,8 +98,9 @@ def watched(
 class Steps:
     """`take(number)` reads the next batch, takes the step and leaves `state` after it.
 
-    It is `stuck` on all ranks after `max_skipped` skipped steps in a row. Raises RunError on the rank that runs out of
-    memory where nothing can be cut finer; StartAgain where the launcher is to start the ranks again.
+    It is `stuck` on all ranks after `max_skipped` skipped steps in a row, or all `steps` of the run. Raises RunError on
+    the rank that runs out of memory where nothing can be cut finer; StartAgain where the launcher is to start the ranks
+    again.
     """
 
     def __init__(
@@ -109,12 +110,13 @@ class Steps:
         mesh: DeviceMesh,
         session: Session,
         run: Run,
+        steps: int,
         max_skipped: int,
         patience: int | None,
         looking: Observer,
     ):
         self._recipe, self._strategy, self._mesh = recipe, strategy, mesh
-        self._session, self._run, self._max_skipped = session, run, max_skipped
+        self._session, self._run, self._steps, self._max_skipped = session, run, steps, max_skipped
         self._patience, self._looking = patience, looking
         self._batches = _endless(session.state.loader)
         self._skipped_in_a_row = 0
@@ -311,13 +313,15 @@ class Steps:
         if math.isfinite(record.loss) and step.scale is not None and step.scale.falling:
             return
         self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= self._max_skipped:
+        all_of_run = self._skipped_in_a_row == self._steps
+        if all_of_run or self._skipped_in_a_row >= self._max_skipped:
             self._seed(number)
             origin = origin_of_nonfinite(self._session.state.model, batch, lambda: step.forward(batch))
+            met = f"{self._skipped_in_a_row} steps in a row were skipped up to step {number}"
             self.stuck = (
-                f"{self._skipped_in_a_row} steps in a row were skipped up to step {number}; {origin}. Lower the "
-                "learning rate, clip gradients (clip_norm) or mend the data, and go on with --resume, or allow more "
-                "by --max-skipped"
+                f"{'every step of the run was skipped' if all_of_run else met}; {origin}. Lower the learning rate, "
+                "clip gradients (clip_norm) or mend the data"
+                f"{'' if all_of_run else ', and go on with --resume, or allow more by --max-skipped'}"
             )
 
     def _seed(self, number: int) -> None:

@@ -51,6 +51,11 @@ def test_the_first_module_is_named(tmp_path):
         assert "the output of module layer (Identity) on rank 0, 1." in text
 
 
+def test_a_run_that_trained_nothing_fails(tmp_path):
+    with pytest.raises(RunError, match=r"every step of the run was skipped; the first .* or mend the data$"):
+        ff.fit(recipe(data=Sick), ff.Strategy(), tmp_path, steps=2)
+
+
 class Sick(Frames):
     def __getitem__(self, index):
         sample = super().__getitem__(index)
