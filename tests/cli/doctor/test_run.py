@@ -45,15 +45,13 @@ def test_the_last_line_counts_what_was_found() -> None:
     assert summary(found, "a.py") == "1 error, 2 warnings in a.py"
 
 
-def test_a_script_with_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_with_a_fault(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
-    script.write_text(
-        HEAD
-        + "assert sys.argv[1:] == ['--lr', '1']\ntorch.manual_seed(rank)\nwith model.no_sync():\n  while True:\n  "
-        + STEP
-    )
+    loop = "torch.manual_seed(rank)\nwith model.no_sync():\n  while True:\n  " + STEP
+    said = "assert sys.argv[1:] == ['--lr', '1']\nprint('mine'); os.write(1, b'mine')\n"
+    script.write_text(HEAD + said + loop)
     assert run(["doctor", "run", str(script), "--processes", "2", "--json", "--", "--lr", "1"]) == 1
-    (finding,) = json.loads(capsys.readouterr().out)
+    (finding,) = json.loads(capfd.readouterr().out)
     assert finding["code"] == "FF301" and "no_sync() on ranks 0, 1" in finding["evidence"]
 
 

@@ -65,6 +65,7 @@ def run_rank(
     rank, folder = int(os.environ["RANK"]), Path(request.folder)
     notebook = Notebook(file_of_rank(folder / WHOLE, rank))
     started = time.monotonic()
+    os.dup2(2, 1)  # what a program prints is no finding
     with open(stack_file(folder, rank), "w") as stacks:
         faulthandler.register(signal.SIGUSR2, stacks, all_threads=False)
         try:
@@ -88,14 +89,13 @@ def _run(
     if request.strategy is not None:
         recipe = recipe_of(load_recipe(request.program, values_of(request.values)))
         strategy = Strategy.from_json(request.strategy)
-        with contextlib.redirect_stdout(sys.stderr):
-            rehearse(recipe, strategy, Path(request.folder), small=request.small, whole=request.whole, measure=measure)
+        rehearse(recipe, strategy, Path(request.folder), small=request.small, whole=request.whole, measure=measure)
         return "enough"
     probes = Probes(notebook.note, rank=rank, started=request.ranks, steps=request.steps)
     sys.argv = [request.program, *request.arguments]
     sys.path[0] = str(Path(request.program).resolve().parent)
     try:
-        with probes.attached(), contextlib.redirect_stdout(sys.stderr), _replica_of_meshes(probes):
+        with probes.attached(), _replica_of_meshes(probes):
             runpy.run_path(request.program, run_name="__main__")
     except Enough:
         return "enough"
