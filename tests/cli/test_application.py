@@ -100,6 +100,13 @@ def test_values_of_an_option_that_is_given_twice_are_not_dropped(
     assert f"{option} is given twice; give all its values to one" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["train", __file__, "--run-dir", "", "--steps", "1"], ["report", ""]])
+def test_an_empty_word_is_not_this_folder(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words) == 2
+    assert f"error: {words[words.index('') - 1]} is given an empty word; is a var" in capsys.readouterr().err
+    assert run(["horovodrun", "-np", "1", "true", ""]) == 0
+
+
 def test_an_unknown_option_points_to_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run(["train", "recipe.py", "--workers", "2"])

@@ -125,11 +125,13 @@ def _run(arguments: Sequence[str]) -> int:
         if error.code:
             _say_as_json(arguments, f"wrong use, as stderr says; fullframe {arguments[0]} --help tells of all options")
         raise
+    given = _given(arguments) if arguments[0] != "horovodrun" else []
+    if "" in given:  # Path("") would be the folder that one is in
+        text = f"{given[given.index('') - 1]} is given an empty word; is a variable of the shell not set?"
+        return _wrong_use(arguments, text)
     if twice := next((word for word in _many_valued(command) if _given(arguments).count(word) > 1), None):
         text = f"{twice} is given twice; give all its values to one: {twice} VALUE VALUE ..."
-        print(f"error: {text}", file=sys.stderr)
-        _say_as_json(arguments, text)
-        return 2
+        return _wrong_use(arguments, text)
     try:
         return command.run()
     except FullframeError as error:
@@ -159,6 +161,12 @@ def _parsed(arguments: Sequence[str]) -> Command:
         parse = tyro.extras.subcommand_cli_from_dict
         parsed = parse(COMMANDS, prog="fullframe", description=_DESCRIPTION, args=arguments, **options)
     return parsed
+
+
+def _wrong_use(arguments: Sequence[str], text: str) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    _say_as_json(arguments, text)
+    return 2
 
 
 def _say_as_json(arguments: Sequence[str], text: str) -> None:

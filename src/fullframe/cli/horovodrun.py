@@ -47,15 +47,15 @@ class Horovodrun:
     start_timeout: Annotated[float, arg(metavar="SECONDS")] = 600.0
     """How long workers wait for one another at the start."""
     ssh_port: Count = None
-    """-p: of the other hosts."""
+    """-p: the port of ssh on the other hosts: as ssh is configured unless given."""
     network_interface: Annotated[str | None, arg(metavar="NAME")] = None
     """Through which the workers connect, as eth0."""
     output_filename: Annotated[Path | None, arg(metavar="FOLDER")] = None
     """Write each worker's output into FOLDER/rank.N/stdout and stderr in place of the terminal."""
     fusion_threshold_mb: Count = None
-    """Size of the buffers in which small tensors travel together; 0: each by itself."""
+    """Size of the buffers in which small tensors travel together: 64 unless given; 0: each by itself."""
     cycle_time_ms: Annotated[float | None, arg(metavar="MS")] = None
-    """Time between two looks at what the ranks ask for."""
+    """Time between two looks at what the ranks ask for: 1 unless given."""
     timeline_filename: Annotated[str | None, arg(metavar="FILE")] = None
     """Write a Chrome trace of what the ranks do."""
     timeline_mark_cycles: bool = False

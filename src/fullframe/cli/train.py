@@ -83,11 +83,9 @@ class Train:
     max_restarts: Annotated[int, arg(metavar="N")] = 3
     """Times in a row that ranks are started again after one died, without a later step than before."""
     deterministic: bool = False
-    """Take kernels that repeat themselves to the bit, which GPUs do not by themselves: slower; torch refuses what has
-    none."""
+    """Take kernels that repeat themselves to the bit, as GPUs' do not: slower, and torch refuses what has none."""
     trace_step: Count = None
-    """Write all that this step allocates and frees to trace/ in the run directory: JSON lines, for Perfetto, and for
-    PyTorch's memory_viz page."""
+    """Write all that this step allocates and frees to trace/ in the run directory, for Perfetto and memory_viz."""
     stopped_code: Annotated[int, arg(metavar="CODE")] = 0
     """Exit code of a run that was asked to stop, for a script that queues it again."""
     techniques: TechniqueWords = field(default_factory=TechniqueOptions)

@@ -41,6 +41,8 @@ def test_files_below_a_folder_are_python_files_that_are_not_left_out(tmp_path: P
     files = Configuration(exclude=("gen", "old_*.py")).files([tmp_path])
     assert [f.relative_to(tmp_path).as_posix() for f in files] == ["a/c.py", "b.py"]
     assert list(Configuration().files([tmp_path / "a/d.txt"])) == [tmp_path / "a/d.txt"]
+    twice = [tmp_path / "a" / "c.py", tmp_path / "a" / ".." / "a" / "c.py", tmp_path / "a"]
+    assert list(Configuration(exclude=("old_*.py",)).files(twice)) == [tmp_path / "a" / "c.py"]
     assert list(Configuration(exclude=("*/gen/*",)).files([tmp_path / "gen/g.py"])) == []
 
 

@@ -37,7 +37,13 @@ class Configuration:
         return [rule for rule in chosen if not _starts(rule.kind.code, self.ignore)]
 
     def files(self, paths: Sequence[Path]) -> Iterator[Path]:
-        """The Python files at and below `paths`; a file that is named is read whatever it is called."""
+        """The Python files at and below `paths`, each once; a file that is named is read whatever it is called."""
+        found: dict[Path, Path] = {}
+        for path in self._at(paths):
+            found.setdefault(path.resolve(), path)
+        yield from found.values()
+
+    def _at(self, paths: Iterable[Path]) -> Iterator[Path]:
         for path in paths:
             if path.is_file():
                 if not self._is_left_out(path):
