@@ -34,6 +34,16 @@ def test_exit_codes_are_those_of_linters(folder: Path, capsys: pytest.CaptureFix
     assert ended.value.code == 2
 
 
+def test_a_file_that_is_not_about_torch_is_not_called_clean(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "notes.py").write_text("for x in loader\n    step(x)\n")
+    assert run(["doctor", "lint", "notes.py"]) == 0 and run(["doctor", "lint", "notes.py", "good.py"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "nothing found in 1 file; none imports torch, so none was looked at",
+        "nothing found in 2 files",
+    ]
+
+
 def test_formats(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "lint"]) == 1
     assert capsys.readouterr().out.startswith("bad.py:10:5: FF101 ")

@@ -58,11 +58,11 @@ class Lint:
             exclude=(*configuration.exclude, *self.exclude),
         )
 
-    def _found(self, configuration: "Configuration") -> "tuple[list[Finding], int]":
+    def _found(self, configuration: "Configuration") -> "tuple[list[Finding], list[Path]]":
         from fullframe.doctor.lint.files import check_files
 
         files = list(configuration.files(self.paths))
-        return check_files(files, configuration.rules()), len(files)
+        return check_files(files, configuration.rules()), files
 
     def _mend(self, findings: "list[Finding]") -> bool:
         from fullframe.doctor.lint.files import mend_files
@@ -72,10 +72,11 @@ class Lint:
             print(f"{path}: {count} mended", file=sys.stderr)
         return bool(done)
 
-    def _print(self, findings: "list[Finding]", files: int) -> None:
+    def _print(self, findings: "list[Finding]", files: "list[Path]") -> None:
         from fullframe import __version__
         from fullframe.doctor.lint.catalog import RULES
         from fullframe.doctor.lint.check import UNREADABLE
+        from fullframe.doctor.lint.files import any_about_torch
         from fullframe.doctor.lint.report import as_json, as_sarif, as_text
 
         chosen = "json" if self.json else self.format
@@ -84,7 +85,8 @@ class Lint:
         elif chosen == "sarif":
             print(as_sarif(findings, [UNREADABLE, *(rule.kind for rule in RULES.values())], __version__))
         else:
-            print(as_text(findings, files))
+            unread = not findings and files and not any_about_torch(files)
+            print(as_text(findings, len(files)) + "; none imports torch, so none was looked at" * bool(unread))
 
 
 def _split(codes: tuple[str, ...]) -> tuple[str, ...]:

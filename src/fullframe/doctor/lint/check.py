@@ -27,6 +27,11 @@ _TORCH = re.compile(rf"^\s*(?:from|import)\s+(?:{_PACKAGES})\b", re.MULTILINE)
 _NOQA = re.compile(r"#\s*noqa(?::\s*(?P<codes>[A-Z]+[0-9]+(?:[,\s]+[A-Z]+[0-9]+)*))?", re.IGNORECASE)
 
 
+def is_about_torch(source: str) -> bool:
+    """Whether a file imports torch, or a library that trains by it; others are not looked at."""
+    return bool(_TORCH.search(source))
+
+
 def check_source(source: str, path: str, rules: Iterable[Rule]) -> list[Finding]:
     """All findings in `source`, in order of lines, without those that a `# noqa` comment waives."""
     # A file's values point at each other until it is done: to look for garbage meanwhile takes half of the time.
@@ -40,7 +45,7 @@ def check_source(source: str, path: str, rules: Iterable[Rule]) -> list[Finding]
 
 
 def _checked(source: str, path: str, rules: Iterable[Rule]) -> list[Finding]:
-    if not _TORCH.search(source) or not has_words(source):
+    if not is_about_torch(source) or not has_words(source):
         return []
     try:
         tree = ast.parse(source)

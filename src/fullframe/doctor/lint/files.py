@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from rich.progress import Progress
 from fullframe.doctor.finding import Finding
 from fullframe.doctor.lint.autofix import mended
 from fullframe.doctor.lint.catalog import RULES
-from fullframe.doctor.lint.check import UNREADABLE, check_source
+from fullframe.doctor.lint.check import UNREADABLE, check_source, is_about_torch
 from fullframe.doctor.lint.rule import Rule
 
 _MANY = 200  # files from which further processes are worth their start
@@ -45,6 +45,11 @@ def check_file(path: Path, codes: Sequence[str]) -> list[Finding]:
     except (OSError, UnicodeDecodeError) as error:
         return [UNREADABLE.found(f"it cannot be read: {error}", path=str(path), line=1, column=1)]
     return check_source(source, str(path), [RULES[code] for code in codes])
+
+
+def any_about_torch(files: Iterable[Path]) -> bool:
+    """Whether one of the files is looked at at all."""
+    return any(is_about_torch(path.read_text(encoding="utf-8-sig", errors="replace")) for path in files)
 
 
 def mend_files(findings: Sequence[Finding]) -> dict[str, int]:
