@@ -74,6 +74,21 @@ def test_help_has_a_sentence_for_each_command(
     assert "--version" in said and "--completion" in said
 
 
+def test_an_interrupt_while_modules_are_loaded_has_no_traceback() -> None:
+    interrupted = """
+import sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "tyro":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+from fullframe.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"fullframe {fullframe.__version__}\n"

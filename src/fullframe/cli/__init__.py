@@ -8,9 +8,12 @@ import sys
 def main() -> None:
     """The `fullframe` command; leaves by SystemExit."""
     _read_and_write_utf8()
-    from fullframe.cli.application import run
-    from fullframe.processes.exit_reasons import STOPPED
-    from fullframe.processes.orphans import die_with_launcher
+    try:
+        from fullframe.cli.application import run
+        from fullframe.processes.exit_reasons import STOPPED
+        from fullframe.processes.orphans import die_with_launcher
+    except KeyboardInterrupt:  # as once it runs
+        raise SystemExit(130) from None
 
     die_with_launcher()
     try:
