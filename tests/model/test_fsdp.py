@@ -109,6 +109,20 @@ class Alone(Net):
         self.blocks = nn.ModuleList([Block()])
 
 
+class Layers(Net):
+    """Large layers, each a unit of its own but the last, which is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(CHANNELS, CHANNELS * 60_000) for _ in range(3))
+
+    def features(self, x: Tensor) -> Tensor:
+        means = super().features(x).mean((2, 3))
+        for layer in [*self.layers, self.layers[-1]]:
+            means = means + layer(means).unflatten(1, (CHANNELS, -1)).mean(2)
+        return x + means[:, :, None, None]
+
+
 class Whole(Net):
     """The loss is of whole tensors, behind a pooled head."""
 
@@ -117,7 +131,7 @@ class Whole(Net):
 
 
 Build = Callable[[], nn.Module]
-NETS: list[Build] = [Net, Recomputed, Unrolled, Structured, Tied, Frozen, Alone, Whole]
+NETS: list[Build] = [Net, Recomputed, Unrolled, Structured, Tied, Frozen, Alone, Layers, Whole]
 MESHES = [(2, 1, 2), (4, 2, 2), (4, 1, 2), (2, 1, 1)]  # ranks, height, width
 
 
@@ -205,15 +219,16 @@ def test_known_models() -> None:
 
 
 def _units_of_nets() -> list[list[str]]:
-    models = [ff.parallelize(_built(build), mesh(1, 2), shard_parameters=True) for build in (Net, Tied, Alone)]
+    models = [ff.parallelize(_built(build), mesh(1, 2), shard_parameters=True) for build in (Net, Tied, Alone, Layers)]
     return [_units(model.module) for model in models]
 
 
 def test_the_units_are_the_blocks_and_the_rest() -> None:
-    for net, tied, alone in rank_group(2).run(_units_of_nets):
+    for net, tied, alone, layers in rank_group(2).run(_units_of_nets):
         assert net == ["", "blocks.0", "blocks.1", "blocks.2"]
         assert tied == ["", "blocks.1"]
         assert alone == [""]
+        assert layers == ["", "blocks.0", "blocks.1", "blocks.2", "layers.0", "layers.1"]
 
 
 def _bytes_held() -> tuple[int, int, int]:

@@ -121,6 +121,28 @@ def test_state_that_is_sharded() -> None:
     assert 0.3 * whole.bytes["optimizer"] < zero.bytes["optimizer"] < 0.7 * whole.bytes["optimizer"]
 
 
+class Layers(Network):
+    """Most of its weights lie in layers that make no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(8))
+
+    def forward(self, image: Tensor) -> Tensor:
+        out: Tensor = super().forward(image)
+        numbers = out.mean().expand(2, 2048)
+        for layer in self.layers:
+            numbers = numbers + layer(numbers)
+        return out + numbers.mean()
+
+
+def test_sharded_layers_are_not_whole_at_once() -> None:
+    """Two are at most, one as parameters and one as gradients, beside a quarter of all with their state."""
+    found = simulated(ff.Strategy(data=4, shard_parameters=True), model=Layers, sample=tiny, batch_size=4)
+    layer = 4 * 2048**2
+    assert found.peak_bytes < 8 * layer * 4 / 4 + 6 * layer
+
+
 def streams(strategy: ff.Strategy) -> set[tuple[str, str | None]]:
     """(stream, category) of all that was not asked for by the program's stream."""
     traces: list[Trace] = []

@@ -25,18 +25,27 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     (items of a list, `down1` and `down2`), with at least two weights, since a convolution and its norm are no block.
     Other modules of such a class are blocks too. A stage, most of which are blocks, gives those.
     """
-    repeated = {child for module in model.modules() for child in _repeated_children(module)}
+    repeated = {child for child in _repeated_children(model) if _weights(child) > 1}
     classes = {type(block) for block in repeated} - {nn.Sequential}  # which says nothing of what is in it
     repeated |= {module for module in model.modules() if type(module) in classes}
-    return list(_innermost(model, "", repeated))
+    return _innermost(model, "", repeated)
 
 
-def _repeated_children(module: nn.Module) -> Iterator[nn.Module]:
-    kinds = {name: (type(child), re.sub(r"\d+", "", name)) for name, child in module.named_children()}
-    number = Counter(kinds.values())
-    for name, child in module.named_children():
-        if number[kinds[name]] > 1 and _weights(child) > 1 and not isinstance(child, _NEVER_CALLED):
-            yield child
+def repeated_layers(model: nn.Module) -> list[str]:
+    """Names of layers, in blocks or not, of which their parent holds several as it does of blocks; one weight will do.
+
+    Others of their class are none: who holds a single layer may take its weight, and never call it.
+    """
+    return _innermost(model, "", {child for child in _repeated_children(model) if _weights(child) > 0})
+
+
+def _repeated_children(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        kinds = {name: (type(child), re.sub(r"\d+", "", name)) for name, child in module.named_children()}
+        number = Counter(kinds.values())
+        for name, child in module.named_children():
+            if number[kinds[name]] > 1 and not isinstance(child, _NEVER_CALLED):
+                yield child
 
 
 def _weights(module: nn.Module) -> int:

@@ -1,11 +1,12 @@
 """Parameters, gradients and optimizer state spread over all ranks of the job, by torch's FSDP2.
 
-Each repeated block, and the rest of the model, gathers its parameters before it runs, forward and backward, and lets
-go of them afterwards. Every rank holds a part of the job's mean gradient, so all ranks together form the one mesh.
+Each unit (a repeated block, a large layer, the rest of the model) gathers its parameters before it runs, forward and
+backward, and lets go of them afterwards. Every rank holds a part of the job's mean gradient, so all ranks together form
+the one mesh.
 """
 
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -20,8 +21,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import DivergenceError, GradientError, MeshError, StrategyError
-from fullframe.model.blocks import repeated_blocks
 from fullframe.model.forward_patch import PatchedForward, unpatch
+from fullframe.model.units import units_to_shard
 from fullframe.model.unused import say_unused
 from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_rank_each
 from fullframe.ranks.mesh import Spatial
@@ -68,7 +69,7 @@ class ShardedParameters:
         _require_no_hooks(model)
         mesh = DeviceMesh(spatial.mesh.device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
         whole = list(model.parameters())
-        for name in ("", *_blocks_to_shard(model))[::-1]:
+        for name in ("", *units_to_shard(model))[::-1]:
             module = model.get_submodule(name)
             if not isinstance(module, FSDPModule):
                 _require_one_message(name, module)
@@ -340,21 +341,6 @@ def _require_all_ranks(model: nn.Module) -> None:
                 f"parameter {name} is sharded over {parameter.device_mesh.size()} of {ranks} ranks and "
                 "would be averaged over those only; give fully_shard a mesh of all ranks"
             )
-
-
-def _blocks_to_shard(model: nn.Module) -> list[str]:
-    """Names of the repeated blocks that can be units of their own.
-
-    Not those that share a parameter with the rest of the model, nor those the user has sharded, whole or in part.
-    """
-    holders = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
-    names = []
-    for name in repeated_blocks(model):
-        block = model.get_submodule(name)
-        within = Counter(p for module in block.modules() for p in module._parameters.values() if p is not None)
-        if all(holders[p] == within[p] and not is_sharded(p) for p in within):
-            names.append(name)
-    return names
 
 
 def _require_one_message(name: str, module: nn.Module) -> None:

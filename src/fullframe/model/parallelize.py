@@ -59,11 +59,11 @@ def parallelize(
     An op without an exact rule raises `UnsupportedOp`, or with `unsupported="gather"` runs whole on every rank and
     says so once. A parameter that gets no gradient in a step is left without one, as in one process, and named once,
     unless `find_unused_parameters` says that it is meant. With `shard_parameters` each rank keeps its part of
-    parameters, gradients and optimizer state (FSDP2, by repeated block and the rest; modules that were given to
-    `fully_shard` before stay as they are): make the optimizer after this call. Without `average_gradients` each rank
-    is left with its own gradient, of which the mean over all ranks is the model's. With `compile` the model's repeated
-    blocks, the modules of these names (fnmatch patterns), or with "all" the whole of it as one program, run compiled
-    (experimental). `data_parallel` is called in the place of DistributedDataParallel, with its arguments.
+    parameters, gradients and optimizer state (FSDP2, by repeated block, large layer and the rest; modules that were
+    given to `fully_shard` before stay as they are): make the optimizer after this call. Without `average_gradients`
+    each rank is left with its own gradient, of which the mean over all ranks is the model's. With `compile` the model's
+    repeated blocks, the modules of these names (fnmatch patterns), or with "all" the whole of it as one program, run
+    compiled (experimental). `data_parallel` is called in the place of DistributedDataParallel, with its arguments.
 
     Raises ArgumentError for options that contradict each other, MeshError for a model that is wrapped already or a mesh
     that `init_mesh` did not make, ShapeError for lazy parameters, and on all ranks where they have different models.
