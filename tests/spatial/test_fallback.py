@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
 from fullframe.errors import MeshError, ShapeError, UnsupportedOp
@@ -236,8 +235,6 @@ def _bypass(what: str) -> str:
         elif what == "C++ kernel":
             with torch._C.DisableTorchFunctionSubclass():  # as a compiled extension calls it
                 torch.sin(x)
-        elif what == "reentrant checkpoint":
-            checkpoint(torch.sin, x, use_reentrant=True)
         elif what == "old hook of a module's backward":
             module = nn.Conv2d(3, 3, 1).double()
             module.register_backward_hook(lambda module, before, after: None)  # type: ignore[arg-type, return-value]
@@ -278,7 +275,6 @@ BYPASSES = {
     "scripted module": "Give parallelize the module that torch.jit was given",
     "forward mode": "autograd.grad is exact",
     "hook of a node": "grad_fn.register_prehook",
-    "reentrant checkpoint": "Give checkpoint use_reentrant=False",
 }
 
 

@@ -6,10 +6,11 @@ import numpy._core._multiarray_umath as kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import fullframe as ff
+from fullframe.errors import UnsupportedOp
 from fullframe.spatial.function_guard import apply_function
 from fullframe.spatial.spec import spec_of
 from fullframe.spatial.tensor import wrap
@@ -208,3 +209,65 @@ def test_a_variable_of_a_split_tensor_is_the_same_memory_without_its_graph() -> 
     whole = [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]
     for found in rank_group(2).run(_variables):
         assert found == [whole, [[2.0, 4.0, 6.0, 8.0, 10.0, 12.0]], True, False, True]
+
+
+class Reentrant(nn.Module):
+    """Blocks that older checkpoints, torch's default until now, run again; `where` says what they are given."""
+
+    def __init__(self, where: str):
+        super().__init__()
+        self.where, self.stem, self.head = where, nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 1, 1)
+        self.inner, self.last = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def block(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.last(F.dropout2d(self.inner(x).relu(), 0.4) * scale)  # type: ignore[no-any-return]
+
+    def forward(self, image: Tensor) -> Tensor:
+        if self.where == "first":  # which wants no gradient, so the stem gets none
+            x: Any = checkpoint(self.stem, image, use_reentrant=True)
+        else:
+            x = self.stem(image)
+        if self.where == "within":
+            x = checkpoint(lambda y: checkpoint(self.block, y, use_reentrant=True).sin(), x, use_reentrant=True)
+        elif self.where == "two":
+            x = sum(checkpoint(lambda y, z, scale: (self.block(y, scale), z.sin(), None)[:2], x, x * 2, 0.5,
+                               use_reentrant=True))  # fmt: skip
+        elif self.where == "in a row":
+            x = checkpoint_sequential(nn.Sequential(self.inner, self.last, nn.Tanh()), 2, x, use_reentrant=True)
+        elif self.where == "held":
+            scale = self.head.weight.mean()
+            x = checkpoint(lambda scale: x * scale, scale, use_reentrant=True)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _reentrant(where: str, width: int) -> list[Any]:
+    torch.manual_seed(0)
+    net = Reentrant(where).double()
+    image = torch.randn(2, 2, 5, 9, dtype=torch.float64)
+    model: Any = net
+    if width > 1:
+        mesh = ff.init_mesh(width=width)
+        model, image = ff.parallelize(net, mesh, find_unused_parameters=True), ff.shard(image, mesh)
+    for _ in range(2):  # with the statistics that a second run leaves too
+        model(image).square().sum().backward()
+    return [*(p.grad for p in net.parameters()), *net.buffers()]
+
+
+@pytest.mark.parametrize("where", ["first", "within", "two", "in a row"])
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_a_reentrant_checkpoint_is_one_process_s(where: str) -> None:
+    expected = _reentrant(where, 1)
+    for found in rank_group(2).run(_reentrant, where, 2):
+        for ours, plain in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
+
+
+def _held() -> str:
+    with pytest.raises(UnsupportedOp) as refused:
+        _reentrant("held", 2)
+    return str(refused.value)
+
+
+def test_a_reentrant_checkpoint_of_split_tensors_that_it_is_not_given_is_refused() -> None:
+    for refused in rank_group(2).run(_held):
+        assert "CheckpointFunctionBackward" in refused and "use_reentrant=False" in refused

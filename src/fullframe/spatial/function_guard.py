@@ -1,10 +1,10 @@
 """What torch hands to no `__torch_function__`, made to do so: `Function.apply`, TorchScript, checkpoints, `Variable`.
 
 The first would see a shell without a graph: a plain result would backpropagate into the shell, and be lost. A user's
-own runs on split tensors instead (`users_function.py`). The second runs its ops where no rule sees them; the Python
-function that `torch.jit.script` was given runs instead. The third keeps local tensors, which hooks on saved tensors
-know, with their versions. The fourth is how older programs write `detach`. Importing this module puts the guards in
-place.
+own runs on split tensors instead (`users_function.py`), and the reentrant checkpoint as the other one. The second runs
+its ops where no rule sees them; the Python function that `torch.jit.script` was given runs instead. The third keeps
+local tensors, which hooks on saved tensors know, with their versions. The fourth is how older programs write `detach`.
+Importing this module puts the guards in place.
 """
 
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction, checkpoint, set_checkpoint_early_stop
 
 from fullframe.errors import UnsupportedOp
 from fullframe.spatial.fallback import plain, unsupported
@@ -25,10 +26,6 @@ _FSDP_IDENTITY = ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "Regi
 
 # With it `torch.utils.checkpoint` keeps what a block is to be run again with, up to torch 2.12.
 _KEEPS_INPUTS = ("torch.utils.checkpoint", "_NoopSaveInputs")
-
-_REMEDIES = {  # of torch's own functions, which users do not call by name
-    "CheckpointFunction": "Give checkpoint use_reentrant=False.",
-}
 
 _apply_of_class: Any = torch.autograd.Function.__dict__["apply"]
 apply_function = getattr(_apply_of_class, "__func__", _apply_of_class)  # Python's class method; from torch 2.14 on C's
@@ -46,6 +43,8 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         return apply_function(function, *args, **kwargs)
     if function is torch.nn.modules._functions.BackwardHookFunction:
         return _hooked(args)
+    if function is CheckpointFunction:
+        return _run_again_later(*args)
     if kwargs or function.__module__.startswith(("torch.", "fullframe.")):
         return _refused(function, args, kwargs, "an autograd.Function would lose a split gradient")
     obstacle = obstacle_in(function)
@@ -64,10 +63,7 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refused(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
-    fix = _REMEDIES.get(
-        function.__name__,
-        "Apply it to x.local if it is pointwise, or to x.full(); parallelize(..., unsupported='gather') does that.",
-    )
+    fix = "Apply it to x.local if it is pointwise, or to x.full(); parallelize(..., unsupported='gather') does that."
     return unsupported(function.apply, args, kwargs, reason, fix)
 
 
@@ -100,6 +96,20 @@ def _save_inputs(frame: Any, *args: Any) -> None:
 
 def _inputs_of(frame: Any) -> list[Any]:
     return wrapped_as(_plain_inputs_of(frame), frame.specs)
+
+
+def _run_again_later(run: Any, preserve_random_state: bool, *args: Any) -> Any:
+    """The reentrant checkpoint, as the other one: there too the second run is a whole one, and nothing is compared.
+
+    As there, what `run` holds gets no gradient where no argument wants one.
+    """
+    if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        with torch.no_grad():
+            return run(*args)
+    with set_checkpoint_early_stop(False):
+        return checkpoint(
+            run, *args, use_reentrant=False, preserve_rng_state=preserve_random_state, determinism_check="none"
+        )
 
 
 def _hooked(args: tuple[Any, ...]) -> tuple[Tensor, ...]:

@@ -249,7 +249,8 @@ def local_of(shell: SpatialTensor) -> Tensor:
             described([shell]),
             module_path(),
             "an autograd.Function was applied to a split tensor and would lose its gradient",
-            "Apply it to x.local if it is pointwise, or to x.full(); or write it with torch functions.",
+            "Give it the split tensors that it uses as arguments (checkpoint also takes use_reentrant=False); or apply "
+            "it to x.local if it is pointwise, or to x.full().",
         )
     return shell._local
 
