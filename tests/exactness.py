@@ -124,6 +124,8 @@ def _require_equal_on_all_ranks(gradients: Sequence[Tensor]) -> None:
 
 def _answers(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], on: DeviceMesh | None) -> dict[str, Tensor]:
     torch.default_generator.manual_seed(0)
+    if split[0].is_cuda:
+        torch.cuda.manual_seed(0)
     leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in (*split, *whole)]
     given = [ff.shard(t, on) if on is not None else t for t in leaves[: len(split)]]
     outputs = [t for t in tree_leaves(op(*given, *leaves[len(split) :])) if isinstance(t, Tensor)]
