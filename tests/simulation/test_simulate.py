@@ -121,6 +121,20 @@ def test_state_that_is_sharded() -> None:
     assert 0.3 * whole.bytes["optimizer"] < zero.bytes["optimizer"] < 0.7 * whole.bytes["optimizer"]
 
 
+@pytest.mark.parametrize("width", [1, 2])
+def test_checks_of_torch_itself_are_passed(width: int) -> None:
+    """Whether a variance is negative, and whether a distribution's parameters and values are valid."""
+
+    def likely(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        mean, deviation = model(batch["image"]).chunk(2, dim=1)
+        variance, target = deviation.exp(), batch["image"][:, :1]
+        drawn = torch.distributions.Normal(mean, variance).log_prob(target)
+        return F.gaussian_nll_loss(mean, target.expand_as(mean), variance) - drawn.mean()
+
+    found = simulated(ff.Strategy(width=width), loss=likely)
+    assert not found.notes and found.peak_bytes > simulated(ff.Strategy(width=width)).peak_bytes
+
+
 class Layers(Network):
     """Most of its weights lie in layers that make no block."""
 

@@ -60,6 +60,12 @@ def test_attention_without_a_fused_kernel_and_with_a_mask() -> None:
     assert out.shape == (2, 3, 10, 64)
 
 
+def test_attention_of_rows_whose_elements_lie_apart_is_not_fused() -> None:
+    """As of maps (N, C, H, W) seen as (N, 1, H x W, C)."""
+    seen, _ = kernels(lambda x: F.scaled_dot_product_attention(*[x.mT] * 3), torch.zeros(2, 1, 64, 10).half())
+    assert "_safe_softmax" in seen and FLASH not in seen and EFFICIENT not in seen
+
+
 def test_dropout_keeps_a_mask_of_bytes() -> None:
     x = torch.zeros(4, 5)
     assert "native_dropout" in kernels(lambda x: F.dropout(x, 0.5), x)[0]

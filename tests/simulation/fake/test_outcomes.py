@@ -94,10 +94,40 @@ def test_what_a_loss_reads_is_taken_to_be_1_also_where_it_is_compared() -> None:
             assert number > 0
             assert number != 0
             assert not number.isnan().any()
+            assert torch.equal(torch.empty(3), torch.empty(3)) and torch.allclose(torch.empty(3), torch.empty(3))
+            assert not torch.equal(torch.empty(3), torch.empty(4))
             assert not max(torch.tensor(0.5), number) < torch.tensor(0.7)
             assert len(outcomes.notes) == 1
             with pytest.raises(DataDependentOutputException):  # a truth about many numbers
                 bool((torch.empty(3) > 0).any())
+
+
+class Into(Remembering):
+    """Whether each op that writes at places gave what it was given."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._opname in ("scatter", "scatter_add", "index_put"):
+            self.outcomes.notes.add(f"{func._opname} {out is args[0]}")
+        return out
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (lambda x: x.gather(1, torch.zeros(2, 1, dtype=torch.int64)), "scatter_add True"),
+        (lambda x: x.max(1).values, "scatter True"),
+        (lambda x: x.topk(2, 1).values, "scatter True"),
+        (lambda x: x[torch.zeros(5, dtype=torch.int64)], "index_put True"),
+        (lambda x: x.scatter_add(1, torch.zeros(2, 3, dtype=torch.int64), x), "scatter_add False"),
+    ],
+)
+def test_derivatives_write_into_their_own_zeros(program: Any, expected: str) -> None:
+    """As they do for plain tensors; of others torch's C++ makes new ones."""
+    outcomes = Outcomes(fake := FakeTensorMode())
+    with fake, Into(outcomes):
+        program(torch.empty(2, 3, requires_grad=True)).sum().backward()
+    assert outcomes.notes == {expected}
 
 
 def _norm_backward(x: Tensor, mask: list[bool]) -> Any:

@@ -190,3 +190,9 @@ def test_which_maps_have_their_channels_last() -> None:
     one = torch.zeros(1, 10, 10, 8).permute(0, 3, 1, 2)
     assert is_channels_last(one)
     assert not is_channels_last(one.as_strided(one.shape, (8, *one.stride()[1:])))  # a row's stride of a size of 1
+
+
+def test_truths_are_added_up_as_numbers() -> None:
+    x = torch.zeros(10, 10)
+    assert cpu_scratch(aten.sum.default, (x > 0,), torch.tensor(0)) == 8 * 100
+    assert cpu_scratch(aten.sum.dim_IntList, (x, [0]), x[0]) == 0

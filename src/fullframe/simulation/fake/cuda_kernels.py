@@ -52,7 +52,9 @@ def _attention(
 ) -> Tensor:
     """In the order of torch's `_fused_sdp_choice` on CUDA, without cuDNN's, which holds as much as flash."""
     sizes = query.shape[-1], key.shape[-1], value.shape[-1]
-    fused = query.dim() == 4 and query.dtype != torch.float64 and query.is_floating_point()
+    # Elements of a row have to lie side by side, or the scores are there whole.
+    by_rows = all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (query, key, value))
+    fused = query.dim() == 4 and query.dtype != torch.float64 and query.is_floating_point() and by_rows
     alike = len(set(sizes)) == 1 and query.dtype == key.dtype == value.dtype
     if fused and alike and attn_mask is None and has_flash and query.dtype in _HALF and sizes[0] <= _FLASH:
         scale = sizes[0] ** -0.5 if scale is None else scale

@@ -5,6 +5,7 @@ place. What is not plainly one of the cases below goes to FakeTensorMode.
 """
 
 import functools
+import re
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from fullframe.simulation.fake.finite import certain, follow_certain
+from fullframe.simulation.fake.finite import certain, follow_certain, passes_checks_of_torch
 from fullframe.simulation.fake.full_masks import FULL_MASKS, are_known, as_if_all_were_true, picks_by_value
 from fullframe.simulation.fake.numbers import (
     DRAWN,
@@ -41,6 +42,7 @@ _MESSAGES = {
     getattr(torch.ops.c10d, name).default
     for name in ("broadcast_", "allreduce_", "send", "recv_", "_allgather_base_", "_reduce_scatter_base_")
 }
+_EQUAL = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
 _CPU = torch.device("cpu")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 NUMBERS_READ = (
@@ -49,6 +51,12 @@ NUMBERS_READ = (
 _COMPARISONS = frozenset(
     ["gt", "ge", "lt", "le", "eq", "ne", "isnan", "isinf", "logical_not", "logical_and", "logical_or", "any", "all"]
 )
+# What derivatives write into zeros that they have made; of tensors of other classes than torch's they make new ones.
+_INTO_ZEROS = {
+    *(getattr(torch.ops.aten, name).default for name in ("index_put", "_unsafe_index_put", "scatter_add")),
+    torch.ops.aten.scatter.src,
+}
+_FILL_ZEROS = re.compile("(Gather|Index|Max|Min|Topk|Sort|Kthvalue|Median|Nanmedian|Mode)Backward[0-9]")
 _SMALL = 2**20  # elements that may have memory
 _BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _Kind = Literal["new", "compared", "in place", "all in place", "view", "other"]
@@ -88,6 +96,8 @@ class Outcomes:
         return out
 
     def _outcome(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if func in _INTO_ZEROS and _fills_zeros():
+            return args[0]
         kind = _kind(func)
         if picks_by_value(func, args):
             self.notes |= set() if are_known(func, args) else {FULL_MASKS}
@@ -136,6 +146,9 @@ class Outcomes:
     def _other(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func is _number_of:
             return self._number(args[0])
+        if func in _EQUAL and self._may_take():
+            self._note_taken()
+            return args[0].shape == args[1].shape
         if func is _lift and type(args[0]) is Tensor:
             return self._known_as(args[0])
         if func.namespace == "profiler":  # marks in a profile, which name no tensor
@@ -167,7 +180,9 @@ class Outcomes:
     def _number(self, tensor: Tensor) -> Any:
         if self.updating and tensor.is_floating_point():
             return 1.0  # a norm, by which an update is scaled
-        if (value := certain(tensor)) is not None:
+        if (value := certain(tensor)) is None and known(tensor) is None:
+            value = passes_checks_of_torch()
+        if value is not None:
             return bool(value) if tensor.dtype is torch.bool else value
         taken = _taken_for(tensor) if self._may_take() else None
         if taken is None:
@@ -193,6 +208,12 @@ class Outcomes:
 
     def _note_taken(self) -> None:
         self.notes.add(NUMBERS_READ.format("evaluate()" if self.evaluating else "the loss"))
+
+
+def _fills_zeros() -> bool:
+    """Whether torch's own derivative of an op that picks elements is at work, and is not to be derived itself."""
+    node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
+    return node is not None and _FILL_ZEROS.fullmatch(node.name()) is not None
 
 
 def _is_fake(leaf: Any) -> bool:

@@ -42,9 +42,21 @@ def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
         return _attention(*args[:2])
     if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return _attention_backward(*args[1:3])
-    if func in _AT_MASKS:
-        return sum(index.numel() * index.dim() * _INT64 for index in args[1] if _is_mask(index))
-    return 0
+    if func is _aten.sum.default or func is _aten.sum.dim_IntList:
+        return widened(args[0], out)
+    return at_masks(func, args)
+
+
+def at_masks(func: Any, args: tuple[Any, ...]) -> int:
+    """The places of the true elements of each mask that an op indexes by, all of them."""
+    if func not in _AT_MASKS:
+        return 0
+    return sum(index.numel() * index.dim() * _INT64 for index in args[1] if _is_mask(index))
+
+
+def widened(x: Tensor, total: Tensor) -> int:
+    """What is added up, in the dtype of the sum where that is another: of truths, numbers of eight bytes."""
+    return 0 if x.dtype == total.dtype else x.numel() * total.element_size()
 
 
 def _tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:

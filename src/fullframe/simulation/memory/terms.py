@@ -3,7 +3,8 @@
 context            the driver's, with the kernels' code: of the device's table; on the CPU the process without tensors
 nccl               buffers of each communicator that was used
 cublas_workspace   torch takes one for each thread that multiplies matrices, the user's and autograd's, and keeps it
-cudnn_workspace    copies in the spec that tensor cores want, where maps are not channels_last, while an op runs
+cudnn_workspace    while an op runs: copies in the spec that tensor cores want, where maps are not channels_last; what
+                   torch's own kernels take for themselves
 ddp_buckets        the gradients' place in DDP, taken at the start and kept between steps
 prefetched_batch   the next batch, copied while this one is computed on
 caching_allocator  what torch's allocator holds and does not use at the peak
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fullframe.simulation.devices.table import Device
+from fullframe.simulation.memory.cuda_scratch import cuda_scratch
 from fullframe.simulation.memory.scratch import cpu_scratch, is_channels_last
 
 TERMS = (
@@ -76,9 +78,7 @@ class Terms:
             return self._spec_copies(args[0], args[1], out)
         if func is _aten.convolution_backward.default:
             return self._spec_copies(args[1], args[2], args[0])
-        if func is _aten._scaled_dot_product_flash_attention_backward.default:
-            return int(args[1].numel()) * torch.float32.itemsize  # the queries' gradient is added up in fp32
-        return 0
+        return cuda_scratch(func, args, out)
 
     def _spec_copies(self, x: Tensor, weight: Tensor, y: Tensor) -> int:
         """cuDNN's, where tensor cores are used: they read and write channels last."""
