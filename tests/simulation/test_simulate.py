@@ -135,6 +135,17 @@ def test_checks_of_torch_itself_are_passed(width: int) -> None:
     assert not found.notes and found.peak_bytes > simulated(ff.Strategy(width=width)).peak_bytes
 
 
+def test_a_batch_whose_tensors_no_rank_would_cut_is_refused_as_in_training() -> None:
+    class Batch:
+        def __init__(self, samples: list[dict[str, Tensor]]) -> None:
+            self.image = torch.stack([sample["image"] for sample in samples])
+
+    objects: dict[str, Any] = {"collate": Batch, "loss": lambda model, batch: model(batch.image).mean()}
+    assert simulated(ff.Strategy(), **objects).peak_bytes
+    with pytest.raises(RecipeError, match="holds a Batch with tensors in it, which is neither cut nor moved"):
+        simulated(ff.Strategy(width=2), **objects)
+
+
 class Layers(Network):
     """Most of its weights lie in layers that make no block."""
 

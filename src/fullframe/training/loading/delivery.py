@@ -143,10 +143,14 @@ class Collation:
             ) from error
 
     def cut(self, batch: Any) -> Any:
-        """`batch` with each whole tensor of the frame cut to this rank's part."""
+        """`batch` with each whole tensor of the frame cut to this rank's part.
+
+        Raises RecipeError for an object of another class that holds tensors.
+        """
         frame = None if self.split != "auto" else _frame(batch, self.grid.dims)
 
         def cut(tensor: Any, path: tuple[Any, ...]) -> Any:
+            _require_seen(tensor)
             if not isinstance(tensor, Tensor) or not self._splits(tensor, frame, path):
                 return tensor
             if tensor.dim() < 2:
@@ -314,12 +318,17 @@ def _told(value: Any) -> bytes:
         elements = np.asarray(value).reshape(-1)
         elements = elements[:: elements.size // _FINGERPRINT_ELEMENTS | 1]
         return repr(elements.tolist()).encode() if elements.dtype.hasobject else elements.tobytes()
-    if any(isinstance(held, Tensor) for held in tree_iter([*getattr(value, "__dict__", {}).values()])):
+    _require_seen(value)
+    return repr(value).encode() if isinstance(value, (bool, int, float, complex, str, bytes)) else b""
+
+
+def _require_seen(value: Any) -> None:
+    held = [] if isinstance(value, Tensor) else [*getattr(value, "__dict__", {}).values()]
+    if any(isinstance(leaf, Tensor) for leaf in tree_iter(held)):
         raise RecipeError(
             f"the batch holds a {type(value).__name__} with tensors in it, which is neither cut nor moved; let collate "
             "give dicts, lists or tuples of them"
         )
-    return repr(value).encode() if isinstance(value, (bool, int, float, complex, str, bytes)) else b""
 
 
 def _in_own_memory(value: Any, path: tuple[Any, ...]) -> Any:
