@@ -146,6 +146,15 @@ def test_a_batch_whose_tensors_no_rank_would_cut_is_refused_as_in_training() -> 
         simulated(ff.Strategy(width=2), **objects)
 
 
+def test_what_has_no_memory_ends_in_a_line_and_a_remedy() -> None:
+    def sparse(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return torch.sparse.mm(torch.eye(40).to_sparse(), model(batch["image"])[0, 0].T).mean()
+
+    said = r"asks for the memory of a tensor, .*line [0-9]+ \(return torch.sparse.*use dense tensors"
+    with pytest.raises(RecipeError, match=said):
+        simulated(ff.Strategy(), loss=sparse)
+
+
 class Layers(Network):
     """Most of its weights lie in layers that make no block."""
 

@@ -360,6 +360,12 @@ def _readable_errors(tracer: Tracer) -> Iterator[None]:
             yield
     except RecipeError as said:
         error, where = said.__cause__, f" in module '{tracer.module}'" if tracer.module else ""
+        if str(error).startswith("Cannot access"):  # storage or data pointer, of sparse tensors and of copies too
+            raise RecipeError(
+                f"the step cannot be simulated: something asks for the memory of a tensor{where}, and fake ones have "
+                f"none{place(error) if error else ''}; let a torch.library.custom_op with a fake do it, use dense "
+                "tensors, or plan with a recipe without it"
+            ) from error
         if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
             raise
         raise ReadsNumbers(
