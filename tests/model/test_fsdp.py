@@ -448,6 +448,12 @@ def _refused(what: str) -> None:
     elif what == "dtypes":
         model.blocks[1].norm.float()  # type: ignore[index,union-attr]
         ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+    elif what == "a number":
+        model.head.temperature = nn.Parameter(torch.ones((), dtype=torch.float64))  # type: ignore[union-attr]
+        ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+    elif what == "a part by itself":
+        model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+        model.module.head(_mine(_images(), mesh(1, 2)))  # type: ignore[operator]
     elif what == "channels last":
         ff.parallelize(model.to(memory_format=torch.channels_last), mesh(1, 2), shard_parameters=True)
 
@@ -457,6 +463,8 @@ REFUSED = {
     "other ranks": "parameter head.weight is sharded over 2 of 4 ranks",
     "dtypes": "blocks.1 has parameters of torch.float32, torch.float64",
     "channels last": "blocks.2.spatial.weight is not contiguous (in channels_last, perhaps)",
+    "a number": "head.temperature is a number without dims",
+    "a part by itself": "do that in a method of the model, called on the parallel model",
     "hook": "parameter head.weight has a gradient hook",
     "later hook": "parameter head.weight has a gradient hook",
     "frozen later": "requires_grad of head.bias, head.weight has changed",
@@ -466,7 +474,7 @@ REFUSED = {
 }
 
 
-GRADIENTS = ("hook", "later hook", "frozen later", "a new head", ".data", "optimizer before")
+GRADIENTS = ("a part by itself", "hook", "later hook", "frozen later", "a new head", ".data", "optimizer before")
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -479,29 +487,64 @@ def test_what_would_be_averaged_wrong_is_refused(what: str) -> None:
 
 
 class Moving(nn.Module):
-    """Its forward writes to a parameter, seen by autograd or not."""
+    """Its forward writes to a parameter, seen by autograd or not, or puts another in its place."""
 
-    def __init__(self, by_data: bool) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.conv, self.by_data = nn.Conv2d(3, 3, 1), by_data
+        self.conv, self.how = nn.Conv2d(3, 3, 1), how
         self.center = nn.Parameter(torch.zeros(3, 1, 1), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            (self.center.data if self.by_data else self.center).add_(1)
+            if self.how == "replaced":
+                self.center = nn.Parameter(self.center + 1, requires_grad=False)
+            else:
+                (self.center.data if self.how == "written to by .data" else self.center).add_(1)
         return self.conv(x) + self.center
 
 
-def _moving(by_data: bool) -> None:
+def _moving(how: str) -> None:
     on = mesh(1, 2)
-    model = ff.parallelize(nn.Sequential(Moving(by_data)), on, shard_parameters=True)
+    model = ff.parallelize(nn.Sequential(Moving(how)), on, shard_parameters=True)
     model(ff.shard(torch.zeros(1, 3, 4, 6), on))
 
 
-@pytest.mark.parametrize("by_data", [False, True])
-def test_what_forward_writes_to_parameters_is_not_lost(by_data: bool) -> None:
-    with pytest.raises(RankFailure, match=r"0.center is written to in forward, which sharded parameters would lose"):
-        rank_group(2).run(_moving, by_data)
+@pytest.mark.parametrize("how", ["written to", "written to by .data", "replaced"])
+def test_what_forward_writes_to_parameters_is_not_lost(how: str) -> None:
+    said = rf"0.center is {how.removesuffix(' by .data')} in forward, which sharded parameters would lose"
+    with pytest.raises(RankFailure, match=said):
+        rank_group(2).run(_moving, how)
+
+
+class Weighed(nn.Module):
+    """Its loss weighs two terms by their gradients of the last weight, as VQGAN's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1)
+
+    def loss(self, x: Tensor) -> Tensor:
+        y = self.last(self.body(x).sin())
+        terms = (y - x).abs().mean(), y.square().mean()
+        first, second = (torch.autograd.grad(term, self.last.weight, retain_graph=True)[0].norm() for term in terms)
+        return terms[0] + terms[1] * (first / second).detach()  # type: ignore[no-any-return]
+
+
+def _weighed(height: int, width: int) -> list[Tensor]:
+    on = mesh(height, width)
+    torch.manual_seed(0)
+    net, x = Weighed().double(), torch.randn(1, 3, 5, 7).double()
+    model: Any = ff.parallelize(net, on, shard_parameters=True) if height * width > 1 else net
+    for _ in range(2):
+        loss = model.loss(ff.shard(x, on) if height * width > 1 else x)
+        loss.backward()
+    return [loss.detach(), *(whole_value(parameter.grad) for parameter in model.parameters())]
+
+
+def test_a_gradient_of_a_weight_that_forward_asks_for_is_one_process_s() -> None:
+    expected = _weighed(1, 1)
+    for found in (*rank_group(2).run(_weighed, 1, 2), *rank_group(4).run(_weighed, 2, 2)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def _penalised(width: int, of_whole: bool) -> list[Tensor]:

@@ -21,13 +21,14 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import DivergenceError, GradientError, MeshError, StrategyError
+from fullframe.model.averaging import leave_shares
 from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.model.units import units_to_shard
 from fullframe.model.unused import say_unused
 from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_rank_each
 from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.raw_bytes import checksums
-from fullframe.spatial.gradients import is_managed, manage
+from fullframe.spatial.gradients import is_managed
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.wording import first_of
 
@@ -81,6 +82,7 @@ class ShardedParameters:
         kept = set(model.parameters())
         _replaced.update(dict.fromkeys(parameter for parameter in whole if parameter not in kept))
         self._root: Any = model
+        self._spatial = spatial
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._data = {name: _Data(p) for name, p in self._parameters.items()}
         self._got: set[str] = set()  # parameters that got a gradient on this rank since the last exchange
@@ -117,7 +119,7 @@ class ShardedParameters:
                 )
             for own, parameter in unit.named_parameters():
                 if parameter.requires_grad and not is_sharded(parameter):
-                    manage(parameter, None)
+                    leave_shares([parameter], self._spatial)
                     parameter.register_post_accumulate_grad_hook(self._noting(prefix + own))
 
     def _noting(self, name: str) -> Callable[[Tensor], None]:
@@ -240,10 +242,11 @@ class _Data:
 
 
 class _WrittenIn:
-    """Raises StrategyError where a unit's forward writes to its parameters: what was gathered is thrown away after it.
+    """Raises StrategyError where a unit's forward writes to its parameters, or puts others in their place.
 
-    In the unit's first forward pass in training also where it does so by `.data`, of which no version tells. To be made
-    before torch's own hooks, of which the first gathers before ours and the last gives back after ours.
+    What was gathered is thrown away after it. In the unit's first forward pass in training also where it does so by
+    `.data`, of which no version tells. To be made before torch's own hooks, of which the first gathers before ours and
+    the last gives back after ours.
     """
 
     def __init__(self, unit: nn.Module, name: str, is_real: bool):
@@ -254,7 +257,7 @@ class _WrittenIn:
             for own, parameter in module._parameters.items()
             if parameter is not None and not is_sharded(parameter)
         ]
-        self._before: list[tuple[str, Tensor, int]] = []
+        self._before: list[tuple[str, nn.Module, str, Tensor, int]] = []
         self._sums: list[int] = []  # where values are looked at
         unit.register_forward_pre_hook(self._note)
         unit.register_forward_hook(self._compare)
@@ -264,22 +267,24 @@ class _WrittenIn:
         if torch.is_inference_mode_enabled():  # which has no versions, and writes to no parameter
             return
         self._looks_at_values = self._looks_at_values and unit.training
-        gathered: Any = [(name, module._parameters[own]) for name, module, own in self._own]
-        self._before = [(name, parameter, parameter._version) for name, parameter in gathered]
+        gathered: Any = [(name, module, own, module._parameters[own]) for name, module, own in self._own]
+        self._before = [(*which, parameter, parameter._version) for *which, parameter in gathered]
         self._sums = self._sums_now()
 
     def _compare(self, unit: nn.Module, args: Any, output: Any) -> None:
         now, (before, self._before) = self._sums_now(), (self._before, [])
-        for number, (name, parameter, version) in enumerate(before):
-            if parameter._version != version or (now and now[number] != self._sums[number]):
+        for number, (name, module, own, parameter, version) in enumerate(before):
+            is_replaced = module._parameters.get(own) is not parameter
+            if is_replaced or parameter._version != version or (now and now[number] != self._sums[number]):
                 raise StrategyError(
-                    f"{name} is written to in forward, which sharded parameters would lose, for what is gathered for "
-                    "it is thrown away; make it a buffer, or do without shard_parameters"
+                    f"{name} is {'replaced' if is_replaced else 'written to'} in forward, which sharded parameters "
+                    "would lose, for what is gathered for it is thrown away; make it a buffer, or do without "
+                    "shard_parameters"
                 )
         self._looks_at_values = False
 
     def _sums_now(self) -> list[int]:
-        return checksums(parameter for _, parameter, _ in self._before) if self._looks_at_values else []
+        return checksums(parameter for *_, parameter, _ in self._before) if self._looks_at_values else []
 
 
 class _Once(PatchedForward):
@@ -324,7 +329,7 @@ def require_whole(model: nn.Module) -> None:
 def _require_no_hooks(model: nn.Module) -> None:
     """A sharded parameter's gradient comes by another way, on which no hook is called."""
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks:
+        if parameter._backward_hooks and not is_managed(parameter):  # as those are that are still gathered
             raise GradientError(
                 f"parameter {name} has a gradient hook, which sharded parameters do not call; use "
                 "register_post_accumulate_grad_hook after parallelize, or do without shard_parameters"
@@ -353,10 +358,16 @@ def _require_one_message(name: str, module: nn.Module) -> None:
             f"{name or 'the model'} has parameters of {found}, which cannot be gathered in one message; "
             "give them one dtype, or do without shard_parameters"
         )
+    scalar = next((own for own, p in whole.items() if p.dim() == 0), None)
+    if scalar is not None:
+        raise MeshError(
+            f"{f'{name}.' if name else ''}{scalar} is a number without dims, which torch's FSDP does not shard; give "
+            "it the shape (1,), or do without shard_parameters"
+        )
     gaps = next((own for own, p in whole.items() if not p.is_contiguous()), None)
     if gaps is not None:
         raise MeshError(
             f"{f'{name}.' if name else ''}{gaps} is not contiguous (in channels_last, perhaps), and torch's FSDP "
-            "shards what is; leave the parameters as they were made and give the model images in channels_last, by "
-            "which its convolutions go, or do without shard_parameters"
+            "shards what is; assign parameter.data.contiguous() to parameter.data before (convolutions go by images in "
+            "channels_last, too), or do without shard_parameters"
         )

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from fullframe.errors import DivergenceError
+from fullframe.errors import DivergenceError, GradientError
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.collectives import all_sum
 from fullframe.ranks.mesh import Spatial, axes_in
@@ -147,6 +147,12 @@ def enter(whole: Tensor, spatial: Spatial) -> Tensor:
     if not whole.requires_grad or whole in _parameters:
         return whole
     if whole.is_leaf and isinstance(whole, nn.Parameter):
+        if hasattr(whole, "full_tensor"):
+            raise GradientError(
+                "a sharded parameter, a DTensor, meets a split tensor where it is not gathered (a part of the model, "
+                "called by itself?); do that in a method of the model, called on the parallel model, or without "
+                "shard_parameters"
+            )
         _require_alike(whole, spatial)
         _parameters.add(whole, _averaging(weakref.ref(whole), spatial.replica))
         return whole
