@@ -20,6 +20,8 @@ CASES: dict[str, Case] = {
     "gradient of both": small(lambda x: torch.gradient(x, dim=(2, 3), spacing=(2.0, 3), edge_order=2)),
     **{f"renorm {p}": small(lambda x, p=p: torch.renorm(x, p, 3, 2.0)) for p in (1, 2, math.inf)},
     "renorm of channels": small(lambda x: x.renorm(2, 1, 3.0)),
+    "renorm in place": small(lambda x: (x * 1).renorm_(p=2, dim=0, maxnorm=3.0)),
+    "renorm in place of rows": small(lambda x: x.sin().renorm_(1, 2, 2.0).cos()),
 }  # fmt: skip
 CORNERS = Corners()
 for value in (math.inf, math.nan):

@@ -73,6 +73,12 @@ def _slope(x: Tensor, step: Any, dim: int, edge_order: int) -> Tensor:
     return torch.cat([first, inner, last], dim)
 
 
+@rule(Tensor.renorm_)
+def _renorm_in_place(func: Any, x: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
+    """`renorm` of a copy: its gradient needs what was there."""
+    return x.copy_(torch.renorm(x.clone(), p, dim, maxnorm))
+
+
 @rule(torch.renorm, Tensor.renorm)
 def _renorm(func: Any, x: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
     """Each slice of a dim made no longer than `maxnorm`."""

@@ -22,7 +22,7 @@ _REFUSED: dict[str, str] = {
         linalg.* cholesky cholesky_inverse cholesky_solve det logdet slogdet geqrf householder_product inverse
         lobpcg lu lu_solve lu_unpack orgqr ormqr svd_lowrank pca_lowrank
         istft nuclear_norm frobenius_norm norm_except_dim
-        native_norm renorm_ hspmm smm sspaddmm hash_tensor
+        native_norm hspmm smm sspaddmm hash_tensor
     """,
     "it picks or orders elements by their positions in the whole tensor": """
         fill_diagonal_
