@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,37 @@ def test_an_empty_word_is_not_this_folder(words: list[str], capsys: pytest.Captu
     assert run(words) == 2
     assert f"error: {words[words.index('') - 1]} is given an empty word; is a var" in capsys.readouterr().err
     assert run(["horovodrun", "-np", "1", "true", ""]) == 0
+
+
+@contextmanager
+def as_nobody(folder: Path) -> Iterator[None]:
+    """Where this user, or for root another one, may not read `folder`."""
+    folder.chmod(0)
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+        folder.chmod(0o755)
+
+
+def test_what_may_not_be_read_is_named_and_hides_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
+    for name in ("mine", "theirs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text('{"state": "finished"}')
+    assert run(["jobs", "."]) == 0 and run(["watch", "mine", "--once"]) == 0  # all is loaded
+    assert "2 runs: 2 finished" in capsys.readouterr().out
+    with as_nobody(tmp_path / "theirs"):
+        assert run(["jobs", "."]) == 0
+        assert run(["watch", "theirs", "--once"]) == 2
+    said = capsys.readouterr()
+    assert "1 run: 1 finished" in said.out and said.err == "error: theirs/run.json: Permission denied\n"
 
 
 def test_an_unknown_option_points_to_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:

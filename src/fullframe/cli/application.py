@@ -144,6 +144,8 @@ def _run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
             raise
+        if isinstance(error, PermissionError) and error.filename and not lines_of_users(error):
+            return _wrong_use(arguments, f"{error.filename}: {error.strerror}")
         machine = is_machines_fault(error)
         report(of_users(error), f"{type(error).__name__}: {error}", consequence=machine)
         _say_as_json(arguments, f"{type(error).__name__}: {error}")

@@ -7,6 +7,7 @@ import fnmatch
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -122,7 +123,8 @@ def _runs_below(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Path, Mappi
             names = [e.name for e in entries if e.name not in _SKIPPED and e.is_dir(follow_symlinks=False)]
         for name in sorted(names):
             if name not in places and not name.startswith("."):
-                yield from _runs_below(folder / name, depth - 1)
+                with suppress(PermissionError):  # another user's
+                    yield from _runs_below(folder / name, depth - 1)
 
 
 def _row(
