@@ -1,5 +1,7 @@
 """Weights that one rank alone has changed are found at the next pass, in a replica and over replicas."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,13 @@ from tests.rank_group import rank_group
 def small() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)).double()
+
+
+def with_frozen() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.Dropout(0.0), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+    layers[3].requires_grad_(False)
+    return nn.Sequential(*layers).double()
 
 
 def test_each_parameter_has_its_turn_and_a_change_of_any_is_seen() -> None:
@@ -39,7 +48,7 @@ def test_a_large_parameter_is_looked_at_row_by_row() -> None:
 
 def test_what_is_elsewhere_is_not_looked_at() -> None:
     look = WeightsInTurn().look
-    assert look([]) == look([]) == (0, 0, look([]).digest)
+    assert look([]) == look([]) == (0, 0, look([]).digest, 0)
     meta = [nn.Parameter(torch.zeros(3, device="meta"))]
     assert look(meta).digest == look(meta).digest
 
@@ -72,15 +81,38 @@ def _loads(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     module.load_state_dict({name: 2 * value for name, value in module.state_dict().items()})
 
 
+def _evaluates(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.module[1].eval()
+
+
+def _sets(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.module[1].inplace = True
+
+
+def _freezes(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.module[2].requires_grad_(False)
+
+
+def _unfreezes(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.module[3].requires_grad_(True)
+
+
 CHANGES = {change.__name__: change for change in (_rate, _skips, _clips, _loads)}
+STATES = {  # what is to be said of them
+    _evaluates: "1 is in train() on rank 0, 1 is in eval() on rank 1",
+    _sets: "1.inplace = False on rank 0, 1.inplace = True on rank 1",
+    _freezes: "2.weight is trained on rank 0, 2.weight is frozen on rank 1",
+    _unfreezes: "3.weight is frozen on rank 0, 3.weight is trained on rank 1",
+}
+CHANGES |= {change.__name__: change for change in STATES}
 
 
-def trained(width: int, change: str) -> tuple[str, list[float]]:
+def trained(width: int, change: str, build: Callable[[], nn.Module] = small) -> tuple[str, list[float]]:
     """Three steps; in the first, rank 1 does something of its own."""
     mesh = ff.init_mesh(width=width)
     generator = torch.Generator().manual_seed(0)
     image = ff.shard(torch.randn(1, 3, 8, 9, dtype=torch.float64, generator=generator), mesh)
-    model = ff.parallelize(small(), mesh)
+    model = ff.parallelize(build(), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         for number in range(3):
@@ -96,11 +128,18 @@ def trained(width: int, change: str) -> tuple[str, list[float]]:
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_weights_of_one_rank_alone_are_refused_on_all(width: int) -> None:
-    for change in CHANGES:
+    for change in CHANGES.keys() - {state.__name__ for state in STATES}:
         for said, _ in rank_group(2).run(trained, width, change):
             assert said.startswith("rank 1 holds other weights than rank 0, as those of "), (change, said)
     (said, first), (_, second) = rank_group(2).run(trained, width, "")
     assert not said and first == second
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_model_in_another_state_on_one_rank_alone_is_refused_on_all(width: int) -> None:
+    for change, differs in STATES.items():
+        for said, _ in rank_group(2).run(trained, width, change.__name__, with_frozen):
+            assert said.startswith(f"rank 1 has its model in another state than rank 0: {differs}, so"), (change, said)
 
 
 def freezes(width: int) -> str:
@@ -117,4 +156,4 @@ def freezes(width: int) -> str:
 
 def test_parameters_that_one_rank_alone_trains_are_refused() -> None:
     for said in rank_group(2).run(freezes, 2):
-        assert "other parameters that are trained than rank 0: 4 on rank 0, 2 on rank 1" in said
+        assert "2.weight is trained on rank 0, 2.weight is frozen on rank 1" in said

@@ -67,7 +67,9 @@ class Averaging:
         self._astray = False  # gradients of some came elsewhere
         self._alone: set[nn.Parameter] = set()  # those whose gradients of no_sync() are not averaged yet
         self._buckets, self._placed = Buckets(), Placed()
-        self._has_frozen = False
+        self._frozen: list[nn.Parameter] = []  # the model's others
+        self._changed = False  # what is trained, since the ranks last compared it
+        self._is_behind = False  # DDP was made for what was trained before that
         self._lent = False  # the model computes with tensors made of parameters (`torch.func.functional_call`)
         self._expects = False  # DDP: a backward pass to average in
         self._began = False  # that pass
@@ -85,7 +87,7 @@ class Averaging:
     def arrange(self) -> None:
         """See which parameters are trained now."""
         self._placed.note(self._for)
-        found, self._has_frozen = trained(self._model)
+        found, self._frozen = trained(self._model)
         self._lent = not all(parameter.is_leaf for parameter in found)
         if self._lent:
             return
@@ -97,13 +99,18 @@ class Averaging:
             return
         if self._unshared:  # a head that was put in the place of another, say, which each rank has drawn by itself
             self._share()
+        # Whether all ranks have changed the same is told by the end of the pass, and until then DDP stays as it is.
+        kept = {parameter: found[parameter] for parameter in self._for if parameter in found}
+        self._is_behind = self._changed and bool(self._for) and kept.items() <= self._for.items()
+        if self._is_behind:
+            return
         wanted = self._unused.others(found)
         if wanted and wanted != self._for:
             self._wrap(wanted)
 
     def _take_up(self, found: Trained) -> None:
         new = [parameter for parameter in found if parameter not in self.parameters]
-        self.parameters = found
+        self.parameters, self._changed = found, True
         self._unused.forget()
         self._unshared += [parameter for parameter in new if parameter not in self._shared]
         for parameter in new:
@@ -118,7 +125,7 @@ class Averaging:
 
     def look(self) -> None:
         """See which parameters are trained beside those that are known, and send nothing."""
-        found, self._has_frozen = trained(self._model)
+        found, self._frozen = trained(self._model)
         if found.keys() - self.parameters.keys() and all(parameter.is_leaf for parameter in found):
             self._take_up(found)
 
@@ -158,7 +165,7 @@ class Averaging:
             return
         if self.syncing and self.run is self._ddp:
             self._expects = True
-        if self._has_frozen and not self._lent:  # which the model may unfreeze in its forward pass
+        if self._frozen and not self._lent:  # which the model may unfreeze in its forward pass
             self.look()
 
     def reached(self) -> None:
@@ -272,16 +279,18 @@ class Averaging:
                 parameter.grad = None
         beside = used - self._for.keys()
         self._average(beside)
-        if (lacking or beside) and not simulated:
+        if (lacking or beside) and not simulated and not self._is_behind:
             self._unused.learn(lacking, used)
 
     def _on_any_rank(self, came: "_Came") -> "_Came":
         """What came or is lacking on whichever rank, by one message; within a replica all ranks have the same."""
         if not self._several:
+            self._changed = False  # what is trained was compared after the forward pass
             return came
-        parameters, lacking = list(self.parameters), set(came.lacking)
+        parameters, lacking = [*self.parameters, *self._frozen], set(came.lacking)  # as many on all ranks
         mine = [parameter in came.used for parameter in parameters] + [parameter in lacking for parameter in parameters]
-        flags = self._weights.on_any_rank_each(mine, self._model, parameters)
+        flags = self._weights.on_any_rank_each(mine, self._model, self.parameters)
+        self._changed = False
         used, lacks = flags[: len(parameters)], flags[len(parameters) :]
         return _Came(set(compress(parameters, used)), list(compress(parameters, lacks)))
 

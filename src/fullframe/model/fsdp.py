@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fullframe.errors import DivergenceError, GradientError, MeshError, StrategyError
 from fullframe.model.averaging import leave_shares
 from fullframe.model.forward_patch import PatchedForward, unpatch
+from fullframe.model.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
 from fullframe.model.units import units_to_shard
 from fullframe.model.unused import say_unused
 from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_rank_each
@@ -68,6 +69,7 @@ class ShardedParameters:
 
         _require_all_ranks(model)
         _require_no_hooks(model)
+        begin_anew()
         mesh = DeviceMesh(spatial.mesh.device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
         whole = list(model.parameters())
         for name in ("", *units_to_shard(model))[::-1]:
@@ -168,11 +170,15 @@ class ShardedParameters:
             self._on_any_rank_each([])  # else after its backward pass, with what is sent anyway
 
     def _on_any_rank_each(self, flags: Sequence[bool]) -> list[bool]:
-        """As of `agreement`; raises DivergenceError where replicas have gathered different units for one another."""
-        found, alike = on_any_rank_each(flags, crc32("\n".join(self._ran).encode()))
+        """As of `agreement`; raises DivergenceError where replicas have gathered different units for one another.
+
+        Likewise where they have taken other steps.
+        """
+        found, alike = on_any_rank_each(flags, crc32("\n".join(self._ran).encode(), steps_taken()))
         ran = list(self._ran)
         self._ran.clear()
         if not alike:
+            require_same_steps(from_all_ranks(steps_taken()))
             mine, rank, other = first_difference(from_all_ranks(ran))
             raise DivergenceError(
                 f"the replicas ran different blocks, and took one's parameters for another's: where rank 0 ran "
@@ -211,8 +217,10 @@ class ShardedParameters:
         self._root.set_requires_gradient_sync(on)
 
 
-def _require_sharded(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer's step. Raises GradientError where it has parameters that were sharded since."""
+def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Of any optimizer. Raises GradientError where it has parameters that were sharded since it was made."""
+    if any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"][:1]):
+        note_step(optimizer)
     if _replaced and any(parameter in _replaced for group in optimizer.param_groups for parameter in group["params"]):
         raise GradientError(
             "the optimizer was made before parallelize(..., shard_parameters=True), which has put other parameters in "
@@ -220,7 +228,7 @@ def _require_sharded(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         )
 
 
-register_optimizer_step_pre_hook(_require_sharded)
+register_optimizer_step_pre_hook(_before_a_step)
 
 
 class _Data:

@@ -1,7 +1,6 @@
 """The user's model on a mesh: gradients averaged over all ranks by DDP or FSDP2, split tensors in and out."""
 
 import copy
-import hashlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_iter
 
 from fullframe.arguments import checked
-from fullframe.errors import ArgumentError, CheckpointError, GradientError, MeshError, ShapeError, StrategyError
+from fullframe.errors import ArgumentError, CheckpointError, GradientError, MeshError, StrategyError
 from fullframe.model.averaging import Averaging, leave_shares
 from fullframe.model.buffers import require_whole_buffers, share_buffers
 from fullframe.model.compiled.blocks import CompiledBlocks, compiled_blocks
 from fullframe.model.door import Undressed, unwrapped, wrapped
 from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
+from fullframe.model.same_model import require_same_model
 from fullframe.model.same_program import Agreement
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.model.trained import require_shapes
 from fullframe.model.world_collectives import watch_collectives
-from fullframe.ranks.agreement import first_difference, from_all_ranks
 from fullframe.ranks.mesh import Axis, Spatial, has_stages, spatial_of, stage_axis
 from fullframe.ranks.random_states import share_random_states
 from fullframe.ranks.raw_bytes import share_values
@@ -76,10 +75,17 @@ def parallelize(
     watch_collectives(mesh)
     run: nn.Module = Undressed(model, unsupported == "gather")
     sharded, averaging = None, None
+    options: dict[str, Any] = {
+        "unsupported": unsupported,
+        "find_unused_parameters": find_unused_parameters,
+        "average_gradients": average_gradients,
+        "compile": compile,
+        "data_parallel": data_parallel,
+    }
     if dist.get_world_size() > 1:
         if not shard_parameters:
             require_whole(model)
-        _require_same_tensors(model)
+        require_same_model(model, options | {"shard_parameters": shard_parameters})
         synchronize_batchnorm(model, spatial.size, every=False)
         share_values(t for t in (*model.parameters(), *model.buffers()) if not is_sharded(t))  # each its own part
         if shard_parameters:
@@ -89,15 +95,7 @@ def parallelize(
         else:
             leave_shares(model.parameters(), spatial)
     compiled = compiled_blocks(model, compile) if compile else None
-    again = partial(
-        parallelize,
-        mesh=mesh,
-        unsupported=unsupported,
-        find_unused_parameters=find_unused_parameters,
-        average_gradients=average_gradients,
-        compile=compile,
-        data_parallel=data_parallel,
-    )
+    again = partial(parallelize, mesh=mesh, **options)
     return ParallelModel(
         model, run, sharded, averaging, spatial, find_unused_parameters, average_gradients, along, compiled, again
     )
@@ -373,23 +371,3 @@ def _require_plain(model: nn.Module) -> None:
     if isinstance(model, (ParallelModel, DistributedDataParallel)):
         raise MeshError(f"the model is wrapped already ({type(model).__name__}); pass the plain model")
     require_shapes(model)
-
-
-def _require_same_tensors(model: nn.Module) -> None:
-    """Raises ShapeError on all ranks, naming the first difference, where they have other parameters or buffers.
-
-    MeshError where a buffer is split.
-    """
-    require_whole_buffers(model)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    mine = [
-        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{', trained' * (name in trained)}"
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    ]
-    if len(set(from_all_ranks(hashlib.sha256("\n".join(mine).encode()).digest()))) == 1:
-        return
-    first, rank, other = first_difference(from_all_ranks(mine))
-    raise ShapeError(
-        f"the ranks have different models: where rank 0 has {first}, rank {rank} has {other}; build the same "
-        "model on all ranks"
-    )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullframe.errors import DivergenceError
-from fullframe.model.same_weights import Weights, WeightsInTurn, require_same_weights
+from fullframe.model.same_weights import Weights, WeightsInTurn
 from fullframe.ranks.channel import compare_records
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.mesh import Spatial
@@ -49,7 +49,8 @@ class Agreement:
     ) -> None:
         """Raise DivergenceError on all ranks if they drew random numbers from different states.
 
-        Likewise where they hold other values of `trained`, the parameters of `model` that are.
+        Likewise where they hold other values of `trained`, the parameters of `model` that are, or a model in another
+        state.
 
         A state that differs and was not drawn from does no harm. What all have drawn since the last forward pass, of
         which it is not known what for, is a warning, once. The ranks meet when the first of `results` gets its
@@ -75,16 +76,14 @@ class Agreement:
             spatial.channel.record.note(padded(text, HEAD_BYTES))
             return
         drawn_before = [int(a != b) for a, b in zip(self._last, self._before, strict=True)]
-        weights = self._weights.look(trained)
-        own = [after, drawn, self._before, drawn_before, [*weights, 0]]
+        own = [after, drawn, self._before, drawn_before, self._weights.look(trained, model)]
         facts = torch.tensor(own, device=spatial.mesh.device_type)
         self._last = after
         everyone = all_gather_no_grad(facts, spatial.replica, "random states").unbind(1)
         states, used, states_before, used_before, held = everyone
         if (held != held[0]).any():
             of_ranks = zip(spatial.replica_ranks, held.tolist(), strict=True)
-            named = () if model is None else model.named_parameters()
-            require_same_weights({rank: Weights(*said[:3]) for rank, said in of_ranks}, named)
+            self._weights.require_same({rank: Weights(*said) for rank, said in of_ranks}, model, spatial.replica)
         doubtful = (states_before != states_before[0]).any(0) & used_before.all(0)
         if names := _names(doubtful):
             self._warn(names, spatial)

@@ -1,5 +1,7 @@
 """Whether the ranks still hold the same weights: of one trained parameter, each in turn, a few values at each pass.
 
+And the same model beside them: who trains, what is frozen, and what one module, each in turn, is set to.
+
 A step of the optimizer that one rank alone leaves out, clips or takes at another rate, or a state that it alone loads,
 leaves each rank with weights of its own; what they average and exchange from then on is a mix that no rank can tell
 from its own numbers. Weights on a GPU are not looked at, as the host would wait for them.
@@ -11,10 +13,13 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullframe.errors import DivergenceError
-from fullframe.ranks.agreement import from_all_ranks, on_any_rank_each
+from fullframe.model.same_model import state_in_words, state_of
+from fullframe.model.steps_taken import require_same_steps, steps_taken
+from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_rank_each
 from fullframe.ranks.raw_bytes import in_bytes, plain
 
 _ELEMENTS = 4096  # of a parameter that are looked at
@@ -26,6 +31,7 @@ class Weights(NamedTuple):
     parameters: int  # that are trained
     turn: int  # which of them was looked at
     digest: int  # of 31 bits; of their count alone where none was
+    state: int = 0  # of the model, as `state_of` says
 
 
 class WeightsInTurn:
@@ -34,13 +40,15 @@ class WeightsInTurn:
     def __init__(self) -> None:
         self._calls = 0
 
-    def look(self, trained: Collection[nn.Parameter]) -> Weights:
-        """What this rank holds of the next of the parameters that it trains."""
+    def look(self, trained: Collection[nn.Parameter], model: nn.Module | None = None) -> Weights:
+        """What this rank holds of the next of the parameters that it trains, and the state that its `model` is in."""
         count = len(trained)
         turn, row = self._calls % max(count, 1), self._calls // max(count, 1)
+        state = 0 if model is None else state_of(model, self._calls)
         self._calls += 1
         looked_at = next(islice(trained, turn, None), None)
-        return Weights(count, turn, zlib.crc32(b"%d" % count, _digest(looked_at, row)) >> 1)
+        digest = _digest(looked_at, row) if count else steps_taken()  # sharded, or none of ours
+        return Weights(count, turn, zlib.crc32(b"%d" % count, digest) >> 1, state)
 
     def on_any_rank_each(
         self, flags: Sequence[bool], model: nn.Module, trained: Collection[nn.Parameter]
@@ -49,11 +57,26 @@ class WeightsInTurn:
 
         Raises DivergenceError on all of them where they differ.
         """
-        own = self.look(trained)
-        found, alike = on_any_rank_each(flags, own.digest)
+        own = self.look(trained, model)
+        found, alike = on_any_rank_each(flags, own.digest ^ own.state)
         if not alike:
-            require_same_weights(dict(enumerate(from_all_ranks(own))), model.named_parameters())
+            self.require_same(dict(enumerate(from_all_ranks(own))), model)
         return found
+
+    def require_same(
+        self, held: Mapping[int, Weights], model: nn.Module | None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Raises DivergenceError on all ranks of the group, which call it, where they do not hold the same."""
+        if model is not None and len({own.state for own in held.values()}) > 1:
+            said = from_all_ranks(state_in_words(model, self._calls - 1), group)
+            first, number, other = first_difference(said)
+            first_rank, rank = (list(held)[n] for n in (0, number))
+            raise DivergenceError(
+                f"rank {rank} has its model in another state than rank {first_rank}: {first} on rank {first_rank}, "
+                f"{other} on rank {rank}, so what they average and exchange is a mix. Call train(), eval() and "
+                "requires_grad_(), and set attributes of modules, on all ranks alike"
+            )
+        require_same_weights(held, () if model is None else model.named_parameters())
 
 
 def require_same_weights(held: Mapping[int, Weights], named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -62,6 +85,8 @@ def require_same_weights(held: Mapping[int, Weights], named: Iterable[tuple[str,
     for rank, other in others:
         if other == first:
             continue
+        if first.parameters == other.parameters == 0:
+            require_same_steps([own.digest for own in held.values()])
         trained = [name for name, parameter in named if parameter.requires_grad]
         what = "other weights" if first.parameters == other.parameters else "other parameters that are trained"
         which = f": {first.parameters} on rank {first_rank}, {other.parameters} on rank {rank}"

@@ -12,10 +12,10 @@ from fullframe.errors import GradientError, ShapeError
 Trained = dict[nn.Parameter, tuple[torch.dtype, torch.device]]  # torch takes hooks like DDP's off where these change
 
 
-def trained(model: nn.Module) -> tuple[Trained, bool]:
-    """The parameters that require a gradient, and whether there are others; quicker than `model.parameters()`."""
+def trained(model: nn.Module) -> tuple[Trained, list[nn.Parameter]]:
+    """The parameters that require a gradient, and the others; quicker than `model.parameters()`."""
     found: Trained = {}
-    has_frozen = False
+    others: dict[nn.Parameter, None] = {}
     modules, seen = [model], {model}
     while modules:
         module = modules.pop()
@@ -25,12 +25,12 @@ def trained(model: nn.Module) -> tuple[Trained, bool]:
             if parameter.requires_grad:
                 found[parameter] = parameter.dtype, parameter.device
             else:
-                has_frozen = True
+                others[parameter] = None
         for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
                 modules.append(child)
-    return found, has_frozen
+    return found, list(others)
 
 
 @contextmanager

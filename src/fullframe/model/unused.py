@@ -73,7 +73,7 @@ def give_zeros(
     """
     sparse = {m.weight for m in model.modules() if isinstance(m, _SPARSE) and m.sparse}
     for parameter in parameters:
-        if with_hooks and parameter not in sparse:
+        if with_hooks and parameter.requires_grad and parameter not in sparse:
             with torch.enable_grad():
                 used: torch.Tensor = parameter.view_as(parameter)  # in a graph, where `is_accumulated` finds it
             used.backward(parameter.new_zeros(()).expand_as(parameter))

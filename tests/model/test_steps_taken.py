@@ -1,0 +1,47 @@
+"""Steps with sharded parameters that one rank alone takes otherwise are refused on all."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullframe as ff
+from fullframe.errors import DivergenceError
+from fullframe.model.steps_taken import options_of
+from tests.rank_group import rank_group
+
+
+def test_plain_values_of_every_group_by_name() -> None:
+    one, other = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    groups = [{"params": [one]}, {"params": [other], "lr": torch.tensor(0.5), "betas": (0.8, 0.9)}]
+    found = options_of(torch.optim.Adam(groups, lr=0.1, capturable=True))
+    assert found["the optimizer"] == "Adam"
+    assert found["the optimizer's lr, group 0,"] == 0.1 and found["the optimizer's betas, group 1,"] == (0.8, 0.9)
+    assert not {"the optimizer's lr, group 1,", "the optimizer's params, group 0,"} & found.keys()
+
+
+def stepped(width: int, change: str) -> str:
+    """Three steps; in the second rank 1 does something of its own."""
+    mesh = ff.init_mesh(width=width)
+    image = ff.shard(torch.ones(1, 3, 8, 9), mesh)
+    model = ff.parallelize(torch.nn.Conv2d(3, 2, 3), mesh, shard_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for number in range(3):
+            apart = number == 1 and dist.get_rank() == 1
+            model(image).square().mean().backward()
+            if apart and change == "lr":
+                optimizer.param_groups[0]["lr"] *= 2
+            if not (apart and change == "left out"):
+                optimizer.step()
+            optimizer.zero_grad()
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("change", ["lr", "left out"])
+def test_a_step_of_one_rank_alone_is_refused_on_all(width: int, change: str) -> None:
+    for said in rank_group(2).run(stepped, width, change):
+        assert said.startswith("the ranks' optimizers have taken other steps with the sharded parameters")
+    assert rank_group(2).run(stepped, width, "") == ["", ""]
