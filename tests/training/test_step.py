@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import fullframe as ff
-from fullframe.errors import RecipeError, ShapeError, StrategyError
+from fullframe.errors import DivergenceError, RecipeError, ShapeError, StrategyError
+from fullframe.model.parallelize import parallelize_for
 from fullframe.training.microbatches import microbatches
 from tests.rank_group import rank_group
 from tests.training.tiny import Frames, Plain, loss, mean_loss
@@ -124,6 +125,39 @@ def test_one_rank_that_is_not_finite_makes_all_skip(kind):
         assert first.skipped and unchanged
         assert not second.skipped and math.isfinite(second.loss)
     torch.testing.assert_close(results[0][2], results[1][2], rtol=0, atol=0)
+
+
+STEPS_APART = {  # what rank 1 has: other options of its strategy, another rate from its first step on, or its second
+    "strategy.microbatches is 1 on rank 0, 2 on rank 1": ({}, {"microbatches": 2}, 1, 1),
+    "strategy.ema_decay is None on rank 0, 0.5 on rank 1": ({}, {"ema_decay": 0.5}, 1, 1),
+    "strategy.precision is 'fp32' on rank 0, 'bf16' on rank 1": ({}, {"precision": "bf16"}, 1, 1),
+    "the optimizer's lr, group 0, is 0.5 on rank 0, 1.0 on rank 1": ({}, {}, 2, 1),
+    "the optimizer's lr, group 0, is 0.5 on rank 0, 1.5 on rank 1": ({"shard_parameters": True}, {}, 1, 3),
+    "the optimizer's lr, group 0, is 0.5 on rank 0, 2.0 on rank 1": ({"shard_optimizer": True}, {}, 1, 4),
+    "the optimizer's lr, group 0, is 0.5 on rank 0, 2.5 on rank 1": ({"update_in_backward": True}, {}, 1, 5),
+}
+
+
+def steps_apart(name):
+    options, others, first, second = STEPS_APART[name]
+    apart = torch.distributed.get_rank() == 1
+    strategy = ff.Strategy(data=2, **options, **(others if apart else {}))
+    model = parallelize_for(strategy, network(), ff.init_mesh())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 * (first if apart else 1))
+    step = ff.TrainStep(model, mean_loss, optimizer, strategy)
+    try:
+        for factor in (1, second, 1):
+            optimizer.param_groups[0]["lr"] *= factor if apart else 1
+            step(whole_batch())
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", STEPS_APART)
+def test_ranks_that_do_not_take_the_same_steps_are_told_on_all(name):
+    for said in rank_group(2).run(steps_apart, name):
+        assert said.startswith(f"the ranks do not take the same steps: {name}. Make them alike")
 
 
 def test_a_batch_in_which_nothing_counts_is_skipped():

@@ -39,14 +39,19 @@ def require_same_options(
     mine["torch.are_deterministic_algorithms_enabled()"] = torch.are_deterministic_algorithms_enabled()
     mine["what the recipe is called with (--set)"] = list(about.get("values", ()))
     mine["the text of the recipe's file"] = _digest(about.get("recipe"))
+    if different := differences(mine):
+        raise RunError(f"the ranks were not started alike: {different}. Start all of them with the same")
+
+
+def differences(mine: Mapping[str, Any]) -> str:
+    """What of these values, by their names, is not the same on all ranks, in words; all ranks call it."""
     everyone = from_all_ranks({name: repr(value) for name, value in mine.items()})
     first, different = everyone[0], []
     for name in first:
         rank = next((rank for rank, found in enumerate(everyone) if found.get(name) != first[name]), 0)
         if rank:
             different.append(f"{name} is {first[name]} on rank 0, {everyone[rank].get(name)} on rank {rank}")
-    if different:
-        raise RunError(f"the ranks were not started alike: {'; '.join(different)}. Start all of them with the same")
+    return "; ".join(different)
 
 
 def require_shared(path: Path) -> None:

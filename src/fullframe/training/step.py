@@ -8,9 +8,10 @@ their replica's full count.
 import inspect
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -19,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullframe.arguments import checked
-from fullframe.errors import GradientError, RecipeError, StrategyError
+from fullframe.errors import DivergenceError, GradientError, RecipeError, StrategyError
 from fullframe.model.buffers import KeptBuffers
 from fullframe.model.compiled.blocks import compiled_blocks
 from fullframe.model.forward_patch import restore
 from fullframe.model.fsdp import whole_value
 from fullframe.model.parallelize import ParallelModel, require_parallelized_for
+from fullframe.model.steps_taken import options_of
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.ranks.waiting import naming_lost_ranks
 from fullframe.strategy import Strategy, multiplied
@@ -41,6 +43,7 @@ from fullframe.training.changes import Changes
 from fullframe.training.host import RealHost, StepHost
 from fullframe.training.microbatches import Cut, fresh, microbatches
 from fullframe.training.phases import Phases
+from fullframe.training.same_start import differences
 from fullframe.wording import plural
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
@@ -69,7 +72,7 @@ class TrainStep:
     Raises StrategyError when the strategy does not match the ranks, the model is not parallelized, or the optimizer
     cannot be given some of the parameters at a time as it asks, RecipeError for an optimizer that needs a closure;
     calling it raises ShapeError when the batch cannot be cut into the microbatches, RecipeError when the loss is no
-    scalar or requires no gradient.
+    scalar or requires no gradient, DivergenceError on all ranks where their strategies or optimizers differ.
     """
 
     def __init__(
@@ -96,12 +99,7 @@ class TrainStep:
             )
         if self._ranks > 1:
             require_parallelized_for(strategy, model)
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise RecipeError(
-                f"{type(optimizer).__name__} computes the loss again and again in a step (its closure), which a "
-                "TrainStep does once; choose an optimizer whose step() needs no closure"
-            )
+        _require_no_closure(optimizer)
         if host is None and strategy.shard_optimizer and strategy.ranks > 1:
             require_separable(optimizer, "shard_optimizer")
         if host is None and strategy.update_in_backward:
@@ -132,11 +130,16 @@ class TrainStep:
         self._differences = Differences()  # between blocks and the same recomputed
         self.staged = staged(plain, strategy)
         self.updating = False  # parameters may be neither those before the step nor those after it
+        self._may_differ = self._ranks > 1 and isinstance(self._host, RealHost)  # ranks, in what they were given
+        self._is_compared = not self._may_differ
 
     @naming_lost_ranks()
     def __call__(self, batch: Any, hand: bool = False) -> StepRecord:
         """Take the step. With `hand` this rank asks for the others' attention: all learn how many did."""
         started = time.perf_counter()
+        if not self._is_compared:
+            self._is_compared = True
+            self._require_alike()
         self.begin()
         take = self._update_after_backward if self._in_backward is None else self._update_in_backward
         math_of_all = fp32_math(Fp32Math.of(self._strategy.precision))  # backward as forward
@@ -218,17 +221,34 @@ class TrainStep:
     def _agree(self, *summed: Tensor, alike: Tensor | None = None) -> list[float]:
         """The sums over all ranks of some scalars, and one that is equal on all, on the host.
 
-        Raises StrategyError on all ranks where a block was not the same when it was recomputed since the last time.
+        Raises StrategyError on all ranks where a block was not the same when it was recomputed since the last time,
+        DivergenceError where their optimizers have other options.
         """
         totals = torch.stack([scalar.double() for scalar in (*summed, self._differences.count(summed[0]))])
+        if self._may_differ:
+            own = zlib.crc32(repr(options_of(self._optimizer)).encode()) & 0xFFFFF  # its square is exact in float64
+            totals = torch.cat([totals, totals.new_tensor([own, own * own])])
         self._host.phase("all_reduce")
         if self._ranks > 1:
             dist.all_reduce(totals)
         read = self._host.read([*totals, *([] if alike is None else [alike])])
+        if self._may_differ:
+            total, squares = read.pop(len(summed) + 1), read.pop(len(summed) + 1)
+            if squares * self._ranks != total * total:
+                self._require_alike()
         if read.pop(len(summed)) > 0:
             self._differences.refuse()
         self._host.phase("backward" if self._in_backward is not None else "optimizer")
         return read
+
+    def _require_alike(self) -> None:
+        """Raises DivergenceError on all ranks where strategies or optimizers differ; all ranks call it."""
+        mine = {f"strategy.{name}": value for name, value in asdict(self._strategy).items()}
+        if different := differences(mine | options_of(self._optimizer)):
+            raise DivergenceError(
+                f"the ranks do not take the same steps: {different}. Make them alike on all ranks, and let a scheduler "
+                "go by what all ranks know"
+            )
 
     def rehearse(self, batch: Any) -> None:
         """Forward and backward as in a step, without an update; the gradients are thrown away."""
@@ -321,6 +341,16 @@ class TrainStep:
         """What the gradients are multiplied by, so that their norm is at most `clip_norm`; as torch does it."""
         most = self._strategy.clip_norm
         return 1.0 if most is None else min(1.0, most / (grad_norm + 1e-6))
+
+
+def _require_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raises RecipeError for an optimizer that calls the loss itself."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise RecipeError(
+            f"{type(optimizer).__name__} computes the loss again and again in a step (its closure), which a "
+            "TrainStep does once; choose an optimizer whose step() needs no closure"
+        )
 
 
 def _require_of_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
