@@ -100,6 +100,27 @@ def test_what_torchs_modules_are_set_to_is_the_same_on_all_ranks(kind: str, diff
         assert f"the ranks have different models: where {differs}; build the same model" in said
 
 
+class Counting(nn.Conv2d):
+    """Each rank counts by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + dist.get_rank() + 1
+        return super().forward(x)
+
+
+def counted(shard_parameters: bool) -> int:
+    mesh = ff.init_mesh(width=2)
+    model = ff.parallelize(nn.Sequential(Counting(3, 2, 3)), mesh, shard_parameters=shard_parameters)
+    for _ in range(3):
+        model(ff.shard(torch.ones(1, 3, 6, 7), mesh)).sum().backward()
+    return int(model.module[0].calls)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("shard_parameters", [False, True])
+def test_what_a_users_own_module_keeps_of_its_rank_is_let_be(shard_parameters: bool) -> None:
+    assert rank_group(2).run(counted, shard_parameters) == [3, 6]
+
+
 def with_options_of_its_own(name: str, values: tuple[object, object]) -> str:
     try:
         ff.parallelize(nn.Linear(2, 2), ff.init_mesh(width=1), **{name: values[dist.get_rank()]})

@@ -126,14 +126,11 @@ def _decisive(module: nn.Module) -> frozenset[str] | None:
 
 @lru_cache(1024)
 def _decisive_of(kind: Any) -> frozenset[str] | None:
-    ours = [base for base in kind.__mro__ if _is_known(base) and base is not nn.Module]
-    if kind in ours:
+    modules = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    known = [base for base in modules if base.__module__.startswith(("torch.", "fullframe."))]
+    if known == modules:  # not so where torch has made a class of a user's, as for sharded parameters
         return None
-    return frozenset(name for base in ours for name in signature(base.__init__).parameters)
-
-
-def _is_known(kind: type) -> bool:
-    return issubclass(kind, nn.Module) and kind.__module__.startswith(("torch.", "fullframe."))
+    return frozenset(n for base in known if "__init__" in vars(base) for n in signature(base.__init__).parameters)
 
 
 def _of_the_program() -> list[str]:
