@@ -85,6 +85,7 @@ def parallelize(
     if dist.get_world_size() > 1:
         if not shard_parameters:
             require_whole(model)
+        require_whole_buffers(model)
         require_same_model(model, options | {"shard_parameters": shard_parameters})
         synchronize_batchnorm(model, spatial.size, every=False)
         share_values(t for t in (*model.parameters(), *model.buffers()) if not is_sharded(t))  # each its own part

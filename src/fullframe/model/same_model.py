@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from fullframe import __version__
 from fullframe.errors import ShapeError
-from fullframe.model.buffers import require_whole_buffers
 from fullframe.ranks.agreement import first_difference, from_all_ranks, is_first_rank
 
 _EVERY_MODULES = frozenset(vars(nn.Module()))  # hooks, say; and `training`, which is compared at each pass
@@ -33,10 +32,9 @@ _ELEMENTS = 4096  # of a tensor in an attribute that is compared by its values
 def require_same_model(model: nn.Module, options: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Raises ShapeError on all ranks, naming the first difference, where they have other models; all ranks call it.
 
-    Other parameters, buffers or modules, torch's modules set otherwise, other `options`, another torch. MeshError where
-    a buffer is split. Other attributes of users' own modules, which may be meant (`self.rank`), are a warning.
+    Other parameters, buffers or modules, torch's modules set otherwise, other `options`, another torch. Other
+    attributes of users' own modules, which may be meant (`self.rank`), are a warning.
     """
-    require_whole_buffers(model)
     mine = [*_of_the_program(), *(f"{name}={_text(value)}" for name, value in options.items()), *_of_tensors(model)]
     attributes: list[str] = []
     for path, module in model.named_modules():

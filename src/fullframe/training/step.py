@@ -224,10 +224,11 @@ class TrainStep:
         Raises StrategyError on all ranks where a block was not the same when it was recomputed since the last time,
         DivergenceError where their optimizers have other options.
         """
-        totals = torch.stack([scalar.double() for scalar in (*summed, self._differences.count(summed[0]))])
+        scalars = [*summed, self._differences.count(summed[0])]
         if self._may_differ:
             own = zlib.crc32(repr(options_of(self._optimizer)).encode()) & 0xFFFFF  # its square is exact in float64
-            totals = torch.cat([totals, totals.new_tensor([own, own * own])])
+            scalars += [torch.full_like(scalars[0], number, dtype=torch.float64) for number in (own, own * own)]
+        totals = torch.stack([scalar.double() for scalar in scalars])
         self._host.phase("all_reduce")
         if self._ranks > 1:
             dist.all_reduce(totals)
