@@ -63,6 +63,13 @@ def _an_error(net: Any, step: int) -> None:
         net.body[2].register_full_backward_hook(fail)
 
 
+def _frozen_and_an_error(net: Any, step: int) -> None:
+    """In the very pass in which the ranks would learn of it."""
+    if step == 2:
+        net.body[0].requires_grad_(False)
+    _an_error(net, step)
+
+
 def _unfrozen_inside(net: Any, step: int) -> None:
     if step == 0:
         net.body.requires_grad_(False)
@@ -75,6 +82,7 @@ CHANGES: dict[str, Change] = {
     "dtype": _doubled,
     "there and back": _there_and_back,
     "an error": _an_error,
+    "frozen and an error": _frozen_and_an_error,
     "unfrozen inside": _unfrozen_inside,
 }
 

@@ -91,8 +91,9 @@ class Averaging:
         self._lent = not all(parameter.is_leaf for parameter in found)
         if self._lent:
             return
-        if self._astray or (self._began and self._pass() is None):  # it ended by an error, and DDP waits for the rest
-            self._wrap(self._for)
+        kept = {parameter: found[parameter] for parameter in self._for if parameter in found}
+        if kept and (self._astray or (self._began and self._pass() is None)):  # it ended by an error; DDP still waits
+            self._wrap(kept)
         if found != self.parameters:
             self._take_up(found)
         elif self._unused.is_known:
@@ -100,8 +101,7 @@ class Averaging:
         if self._unshared:  # a head that was put in the place of another, say, which each rank has drawn by itself
             self._share()
         # Whether all ranks have changed the same is told by the end of the pass, and until then DDP stays as it is.
-        kept = {parameter: found[parameter] for parameter in self._for if parameter in found}
-        self._is_behind = self._changed and bool(self._for) and kept.items() <= self._for.items()
+        self._is_behind = self._changed and bool(kept) and kept.items() <= self._for.items()
         if self._is_behind:
             return
         wanted = self._unused.others(found)
