@@ -46,6 +46,10 @@ for dim in (1, 2, 3):
     CORNERS.add(
         f"cosine 16 bit {dim}", lambda x, d=dim: F.cosine_similarity(x, x.cos(), d), [noise(1, 2, 5, 7, dtype=BF16)]
     )
+for value in (math.inf, math.nan):
+    x = spoiled(1, 2, 5, 7, value=value)
+    CORNERS.add(f"largest differences with {value}", lambda x: F.pdist(x[0, 0], math.inf), [x])
+    CORNERS.add(f"powers of {value}", lambda x: torch.linalg.vander(x, N=4), [x])
 CORNERS.add("points that coincide", lambda x: torch.cdist(x, x), [noise(1, 2, 5, 7)])
 CORNERS.add("few", lambda x: torch.cdist(x, x[:, :, :1]), [noise(1, 2, 2, 3)])
 CORNERS.add("glu few", lambda x: F.glu(x, 3), [noise(1, 2, 2, 4)])

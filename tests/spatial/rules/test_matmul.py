@@ -29,6 +29,7 @@ CASES: dict[str, Case] = {
     "bilinear": Case(
         lambda x, y, w, b: F.bilinear(x.permute(0, 2, 3, 1), y.permute(0, 2, 3, 1), w, b),
         split=((2, 4), (2, 3)), whole=((5, 4, 3), (5,))),
+    "bilinear by split weights": Case(lambda x, y, z: F.bilinear(y, z, x[0, :, :3, :4]), whole=((5, 3), (5, 4))),
     "bilinear of split channels": Case(lambda x, y, w: F.bilinear(x[..., :11], y[..., :9], w),
         split=((2, 4), (2, 4)), whole=((5, 11, 9),)),
     "gram matrix": one(lambda x: x.flatten(2) @ x.flatten(2).transpose(1, 2)),

@@ -180,10 +180,10 @@ def _pairwise_distance(
 def _vander(func: Any, x: SpatialTensor, N: int | None = None, increasing: bool = False) -> Tensor:
     """(..., n) to its powers (..., n, N), falling in `torch.vander` unless `increasing`."""
     count = x.shape[-1] if N is None else N
-    powers = torch.arange(count, device=x.device)
-    if func is torch.vander and not increasing:
-        powers = powers.flip(0)
-    return x.unsqueeze(-1) ** powers
+    powers = torch.ones_like(x)[..., None].expand(*x.shape, min(count, 1))
+    if count > 1:  # as torch multiplies them
+        powers = torch.cat([powers, x[..., None].expand(*x.shape, count - 1).cumprod(-1)], -1)
+    return powers.flip(-1) if func is torch.vander and not increasing else powers
 
 
 @rule(torch.unravel_index)

@@ -30,7 +30,7 @@ _TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}  # rows along each dim that 
 _MODES, _PADDINGS = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
 
 
-@rule(torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
+@rule(torch.grid_sampler, torch.grid_sampler_2d)
 def _grid_sampler(
     func: Any, input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> Tensor:

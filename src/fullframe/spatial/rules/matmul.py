@@ -137,11 +137,13 @@ def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 @rule(F.bilinear)
 def _bilinear(func: Any, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(..., C) and (..., D) by a whole weight (K, C, D); of split channels partial sums are added up."""
+    """(..., C) and (..., D) by a weight (K, C, D), each rank its own rows; split channels are gathered."""
+    rows, weight, bias = [whole_in(t, -1) for t in (input1, input2)], whole(weight), whole(bias)
+    if not any(isinstance(t, SpatialTensor) for t in rows):
+        return func(*rows, weight, bias)  # type: ignore[no-any-return]
     batch = string.ascii_lowercase[: input1.dim() - 1]
-    given, terms = [input1, input2, whole(weight)], [batch + "x", batch + "y", "zxy"]
-    out = contract(given, terms, batch + "z", func)
-    return out if bias is None else out + bias
+    terms = [batch + "x", batch + "y", "zxy"]
+    return contract([*rows, weight], terms, batch + "z", lambda *parts: func(*parts, bias))
 
 
 @rule(
