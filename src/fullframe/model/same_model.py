@@ -62,11 +62,13 @@ def require_same_model(model: nn.Module, options: Mapping[str, Any] = MappingPro
 def settings_of(module: nn.Module) -> dict[str, str]:
     """What the module is set to, in words, by the names of its attributes: numbers, strings, functions, lists of them.
 
-    Not its parameters, buffers and modules, nor objects of which cannot be told whether they are equal.
+    Not its parameters, buffers and modules, nor objects of which cannot be told whether they are equal; of others'
+    modules not what is private, such as the numbers by which `torch.compile` knows them.
     """
     found = {}
+    ours = type(module).__module__.startswith("fullframe.")
     for name in sorted(vars(module).keys() - _EVERY_MODULES):
-        text = _text(vars(module)[name])
+        text = _text(vars(module)[name]) if ours or not name.startswith("_") else None
         if text is not None:
             found[name] = text
     return found
