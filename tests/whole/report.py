@@ -18,7 +18,8 @@ KINDS = ("exact", "in part", "refused")
 INTRODUCTION = """# Ops
 
 Every op and module of torch's own database (`torch.testing._internal`: `op_db` and `module_db`) on its own samples,
-split over gloo ranks, against plain torch: `python -m tests.whole.opinfo --write` makes this page. Compared are
+split over gloo ranks, against plain torch: `python -m tests.whole.opinfo --write` makes this page, told to take one
+sample of each kind of case, where 24 are its default. Compared are
 values, shapes, dtypes, `requires_grad`, the gradients of all inputs and parameters, buffers, and the arguments after
 the call; as functions, methods, operators, in place, with `out=`, and by writing into the result or the argument
 afterwards; with infinities and NaN put into what is split, in other dtypes, with only some operands split, with
