@@ -58,6 +58,24 @@ def sampling() -> None:
     for padding in ("zeros", "border", "reflection"):
         op = partial(sample, padding_mode=padding, align_corners=True)
         CORNERS.add(f"a volume {padding} inf", op, [noise(1, 2, 2, 13, 11), places])
+    for mode, padding, corners in product(("bilinear", "nearest"), ("zeros", "border", "reflection"), (False, True)):
+        op = partial(sample, mode=mode, padding_mode=padding, align_corners=corners)
+        name, odd = f"a volume {mode} {padding} {corners} at few", noise(1, 3, 2, 3, 4)
+        for n, value in enumerate((math.inf, -math.inf, math.nan, 1e300, -1e300, 3e9, -7e9, 1e20, 1.0)):
+            odd.view(-1)[7 * n] = value
+        bad = spoiled(1, 2, 11, 13, 12, value=math.inf)
+        CORNERS.add(f"{name} odd places", op, [noise(1, 2, 11, 13, 12)], [odd])
+        CORNERS.add(f"{name} places of a spoiled image", op, [bad], [noise(1, 3, 2, 3, 4)])
+        CORNERS.add(
+            f"{name} split places of a spoiled image",
+            op,
+            [spoiled(1, 2, 4, 13, 12, value=math.inf), noise(1, 3, 3, 12, 9)],
+        )
+    CORNERS.add("a volume by numbers", by_numbers, [noise(1, 2, 11, 13, 12)], [noise(1, 2, 3, 4, 3)])
+
+
+def by_numbers(image: Tensor, grid: Tensor) -> Tensor:
+    return torch.grid_sampler_3d(image, grid, 0, 2, False)
 
 
 def swapped(op: Op) -> Op:

@@ -30,7 +30,7 @@ _TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}  # rows along each dim that 
 _MODES, _PADDINGS = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
 
 
-@rule(torch.grid_sampler, torch.grid_sampler_2d)
+@rule(torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
 def _grid_sampler(
     func: Any, input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> Tensor:
@@ -106,13 +106,30 @@ class _Where(NamedTuple):
             return (place + 1) * ((size - 1) / 2) if self.corners else (place + 1) * (size / 2) - 0.5
         return (place + 1) / 2 * (size - 1) if self.corners else ((place + 1) * size - 1) / 2
 
+    @property
+    def skips(self) -> bool:
+        """Whether rows outside are left out, rather than read as zeros that weights are multiplied with."""
+        return self.exactly and self.mode != "bicubic"
+
     def inside(self, row: Tensor, size: int) -> Tensor:
         """The row that is read for one outside the image; the image's own borders have no gradient."""
         if self.padding == "reflection":
             row = self._reflected(row, size)
-        if self.padding != "zeros":
+        if self.padding == "zeros":
+            return torch.where((row >= -1) & (row < size), row, -2.0) if self.skips else row
+        if self.exactly:
+            row = _Clipped.apply(row, size)  # type: ignore[no-untyped-call]
+        else:
             row = torch.where((row > 0) & (row < size - 1), row, row.detach().nan_to_num(0.0).clamp(0, size - 1))
         return row
+
+    def only_forward(self, places: Tensor, sizes: Sequence[int]) -> Tensor | None:
+        """Which positions (N, P, 2 or 3) have a result but no gradient, as the kernels find no row for them there."""
+        if not self.skips or self.padding == "zeros":
+            return None
+        rows = [self.row(places[..., -1 - dim].detach(), size) for dim, size in enumerate(sizes)]
+        lost = [~row.isfinite() if self.padding == "reflection" else row.isnan() for row in rows]
+        return torch.stack(lost).any(0)
 
     def _reflected(self, row: Tensor, size: int) -> Tensor:
         low, span = (0.0, size - 1) if self.corners else (-0.5, size)
@@ -120,8 +137,9 @@ class _Where(NamedTuple):
             return torch.where(torch.zeros_like(row, dtype=torch.bool), row, 0.0)
         away = (row - low).abs()
         if self.exactly:
-            extra = away.fmod(span)
-            return torch.where((away / span).floor() % 2 == 0, extra, span - extra) + low
+            extra, flips = away.fmod(span), (away / span).floor()
+            flips = torch.where(flips < 2**31, flips, 0 if row.device.type == "cpu" else 1)  # as casts to int have it
+            return torch.where(flips % 2 == 0, extra, span - extra) + low
         extra = away - (away / (2 * span)).detach().trunc() * (2 * span)
         return torch.where(extra > 2 * span - extra, 2 * span - extra, extra) + low
 
@@ -137,6 +155,20 @@ class _Where(NamedTuple):
         first = row.detach().floor()
         weights = _cubic(row - first)
         return [(self.inside(first + n - 1, size), weight) for n, weight in enumerate(weights)]
+
+
+class _Clipped(torch.autograd.Function):
+    """A row within the image; backward multiplies by 1 or 0, so that what is NaN stays so."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(~((row <= 0) | (row >= size - 1)))
+        return row.nan_to_num(size - 1 if row.device.type == "cpu" else 0.0).clamp(0, size - 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (kept,) = ctx.saved_tensors
+        return gradient * kept, None
 
 
 class _Pixels(_Where):
@@ -184,14 +216,20 @@ def _at_positions(image: SpatialTensor, grid: Tensor, where: _Where) -> Tensor:
     number = points[2]
     assert number is not None
     found = local.gather(2, number.flatten(1)[:, None].expand(-1, channels, -1)).unflatten(2, rows.shape[1:])
-    outside = ~(inside if held is None else inside & held)[:, None]  # (N, 1, taps, P), of `found` (N, C, taps, P)
-    weights = weights[:, None]
-    if where.exactly:
-        total = (found * weights).masked_fill(outside, 0).sum(2)
-    else:
-        total = (found.masked_fill(outside, 0) * weights).sum(2)
+    outside = ~(inside if held is None else inside & held)  # (N, taps, P), of `found` (N, C, taps, P)
+    lost = where.only_forward(places, sizes)
+    total = _weighted(found, weights, outside, None if lost is None else lost[:, None], where).sum(2)
     total = all_sum(total, flat.spec.group)
     return total.view(*total.shape[:2], *grid.shape[1:-1])
+
+
+def _weighted(found: Tensor, weight: Tensor, outside: Tensor, lost: Tensor | None, where: _Where) -> Tensor:
+    """What was read (N, C, ...) by its weights (N, ...), zero `outside`; no gradient for what is `lost` backward."""
+    if lost is not None:
+        weight = torch.where(lost, weight.detach(), weight)
+        found = torch.where(lost[:, None], found.detach(), found)
+    read = found.masked_fill(outside[:, None], 0) * weight[:, None]
+    return read.masked_fill(outside[:, None], 0) if where.skips else read
 
 
 def _is_borrowed(input: SpatialTensor, grid: SpatialTensor) -> bool:
@@ -236,8 +274,7 @@ def _one_tap(
     tap = [where.taps(places[..., -1 - dim], size)[n] for dim, (n, size) in enumerate(zip(which, sizes, strict=True))]
     number, inside, weight = _joint(tap, sizes, shape, first)
     found = flat.gather(2, number[:, None].expand(-1, flat.shape[1], -1))
-    outside, weight = ~inside[:, None], weight[:, None]
-    return (found * weight).masked_fill(outside, 0) if where.exactly else found.masked_fill(outside, 0) * weight
+    return _weighted(found, weight, ~inside, None, where)  # positions are finite here
 
 
 def _borrowed(image: SpatialTensor, grid: Tensor, where: _Where) -> tuple[Tensor, list[int]] | None:

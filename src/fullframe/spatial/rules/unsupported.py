@@ -28,7 +28,7 @@ _REFUSED: dict[str, str] = {
         fill_diagonal_
         histogramdd combinations
         cartesian_prod meshgrid as_strided as_strided_ as_strided_copy as_strided_scatter
-        slice_inverse affine_grid affine_grid_generator grid_sampler_3d
+        slice_inverse affine_grid affine_grid_generator
         map_ map2_ apply_
     """,
     "it reads or writes at index tensors": """
