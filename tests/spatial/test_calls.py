@@ -72,7 +72,9 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     ],
     "lists of tensors": lambda x: [*torch.atleast_1d([x, torch.tensor(1.0)]), *torch.atleast_3d([x[0, 0], x[0, 0, 0]])],
     "cat with an empty start": lambda x: torch.cat([torch.empty(0, dtype=x.dtype), x, x], 1),
-    "compared with nothing": lambda x: [x * (x == None), x * (x != None)],  # noqa: E711
+    "compared with nothing": lambda x: [x * (x == None), x * (x != None), x * (x == "a"), x * (x != "a")],  # noqa: E711
+    "operands that know what to do": lambda x: [x ** Twice(), x // Twice(), x == Twice(), x < Twice()],
+    "as_tensor": lambda x: [x * torch.as_tensor(x.detach(), dtype=torch.float32), x * torch.asarray(x.detach().long())],
     "facts": lambda x: [
         x * x.is_contiguous(), x * x.transpose(2, 3).is_contiguous().__int__(), x * x[..., 1:].is_contiguous(),
         x * sum(x[..., 1:].stride()), x * sum(x.permute(0, 2, 3, 1).stride()), x * x.numel(),
@@ -89,6 +91,16 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
         torch.sum(x, (0, 2, 3), out=x.new_zeros(4)), torch.mean(x, (2, 3), out=x.new_zeros(2, 4)),
     ],
 }  # fmt: skip
+
+
+class Twice:
+    """What torch's operators do not know, and leave to it."""
+
+    def _twice(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    __rpow__ = __rfloordiv__ = __gt__ = __eq__ = _twice  # type: ignore[assignment]
+
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "an index past the end": lambda x: x[..., 99],
@@ -124,6 +136,9 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a kernel too large": lambda x: F.max_pool2d(x, 20),
     "an operand on the left": lambda x: torch.ones(7, 12).double() * x,
     "in place, of another size": lambda x: (x * 1).add_(torch.ones(5, 2, 4, 7, 13).double()),
+    "the power of nothing": lambda x: x**None,
+    "a division by nothing": lambda x: x // None,
+    "a list less a tensor": lambda x: [1.0] - x,
     "out= of another kind": lambda x: torch.add(x, 1, out=torch.zeros(SHAPE).long()),
 }
 

@@ -75,6 +75,8 @@ class SpatialTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         shells = [a for a in tree_iter((args, kwargs)) if isinstance(a, SpatialTensor)]
+        if func is torch.ops.aten._to_copy.default and not args[0].requires_grad:  # torch.as_tensor(x, dtype=...)
+            return on_local(args[0], lambda local: func(local, **kwargs))
         reason = "it bypasses torch functions (a C++ kernel, a custom op, a transform of torch.func), where no rule is"
         fix = (
             "Call it on the .local tensor if it is pointwise, or on .full(); or register a rule with fullframe.rule. "
@@ -82,6 +84,8 @@ class SpatialTensor(Tensor):
         )
         if str(func) == "aten.detach.default":
             reason, fix = "torch.tensor(x) passes torch functions by", "Write x.clone() for torch.tensor(x)."
+        if str(func) == "aten._to_copy.default":
+            reason, fix = "torch.as_tensor(x) passes torch functions by", "Write x.to(...) for torch.as_tensor(x, ...)."
         raise UnsupportedOp(str(func), described(shells), module_path(), reason, fix)
 
     def dim(self) -> int:

@@ -82,6 +82,8 @@ def _as_python() -> int:
     with pytest.raises(TypeError, match="format string"):
         f"{x:.2f}"
     assert 59 in x and torch.tensor(0.0) in x and 60.5 not in x and x in x
+    with pytest.raises(ff.UnsupportedOp, match="from_numpy"):
+        x == np.ones(5)  # noqa: B015
     first, *others = reversed(x)
     assert torch.equal(first.full(), whole[2]) and len(others) == 2
     return 1

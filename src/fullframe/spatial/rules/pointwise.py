@@ -138,6 +138,8 @@ def _data(func: Any, x: SpatialTensor) -> Tensor:
 def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply `func` to the local parts; an in-place function returns the operand it changed."""
     spec = merged([leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)])
+    if any(type(a).__name__ == "ndarray" for a in args):
+        raise Unsupported("an operand is an array of numpy", "Make a tensor of it: torch.from_numpy(...).")
     target = args[0] if writes(func, kwargs) else None
     if target is not None and (not isinstance(target, SpatialTensor) or target.spec.shape != spec.shape):
         raise Unsupported("it writes a split result into a smaller or whole tensor", INTO_WHOLE)
@@ -145,8 +147,8 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         spec = target.spec
     local_args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, spec), (args, kwargs))
     result = func(*local_args, **kwargs)
-    if result is NotImplemented:  # x == None
-        return func is Tensor.__ne__
+    if result is NotImplemented:  # x == None: Python asks the other operand
+        return NotImplemented
     if type(args[0]) is SpatialTensor and (target is not None or result is args[0]._local):
         return _result(result, args[0])
     return wrap(result, spec.elementwise)
@@ -168,8 +170,10 @@ def _rides_along(whole: Tensor, spec: Spec) -> bool:
     return all(p.dim < offset or shape[p.dim - offset] == 1 for p in spec.placements)
 
 
-def _result(result: Tensor, operand: SpatialTensor) -> Tensor:
+def _result(result: Any, operand: SpatialTensor) -> Any:
     """The shell around `result`; `operand` itself where the function worked in place on it."""
+    if result is NotImplemented:
+        return NotImplemented
     if result is not operand._local:
         return shell_of(result, operand.spec.elementwise, None)
     with torch._C.DisableTorchFunctionSubclass():
@@ -241,7 +245,7 @@ def _converted(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 @rule(Tensor.detach_, checked=False)
-def _of_itself(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+def _of_itself(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
     """Taken out of the graph in place."""
     return _result(func(local_of(x), *args, **kwargs), x)
 
