@@ -29,6 +29,7 @@ from fullframe.spatial.rules import (  # noqa: F401
     matmul,
     moments,
     normalization,
+    operators,
     order,
     padding,
     points,

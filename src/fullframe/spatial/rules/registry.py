@@ -5,8 +5,10 @@ Beside it: the short ways of functions that are called so often that microsecond
 
 import sys
 from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
@@ -89,11 +91,28 @@ def rule_of(function: Any) -> Rule | None:
     found = RULES.get(function)
     if found is None and isinstance(function, (OpOverload, OpOverloadPacket)):
         packet = function.overloadpacket if isinstance(function, OpOverload) else function
-        found = NAMED.get(packet._qualified_op_name)
+        found = NAMED.get(packet._qualified_op_name) or _rule_of_operator(packet)
         if found is not None:
             RULES[function] = found
             UNCHECKED.add(function)
     return found
+
+
+def _rule_of_operator(packet: Any) -> Rule | None:
+    """Of one of torch's own operators, as exported programs call them: its function, where that has a rule.
+
+    Only of those that are bound to the operator itself, and so take its arguments in its order; for others see the
+    rules in `operators`.
+    """
+    namespace, _, name = packet._qualified_op_name.partition("::")
+    if namespace != "aten":
+        return None
+    bound = (getattr(home, name, None) for home in (torch, torch._C._nn, Tensor))
+    function = next((f for f in bound if isinstance(f, _BOUND) and f in RULES), None)
+    return function and (lambda operator, *args, **kwargs: function(*args, **kwargs))
+
+
+_BOUND = BuiltinFunctionType, MethodDescriptorType
 
 
 def rule(*functions: Any, checked: bool = True) -> Callable[[R], R]:
