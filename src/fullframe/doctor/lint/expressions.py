@@ -3,7 +3,7 @@
 import ast
 import builtins
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fullframe.doctor.lint.program import Call, Frame, FrameKind, Program, Store
@@ -27,14 +27,14 @@ class Evaluator:
         self.yields: list[Value] = []
         self._evaluators: dict[type[ast.AST], Callable[[Any], Value]] = {
             ast.Name: self._name, ast.Constant: self._constant, ast.Attribute: self._attribute, ast.Call: self._call,
-            ast.Subscript: self._subscript, ast.BinOp: self._binary, ast.UnaryOp: self._unary,
-            ast.BoolOp: self._boolean, ast.Compare: self._compare, ast.IfExp: self._conditional,
+            ast.Subscript: self._subscript, ast.BinOp: self._operation, ast.UnaryOp: self._operation,
+            ast.BoolOp: self._operation, ast.Compare: self._operation, ast.IfExp: self._conditional,
             ast.Tuple: self._sequence, ast.List: self._sequence, ast.Set: self._sequence, ast.Dict: self._dict,
             ast.ListComp: self._comprehension, ast.SetComp: self._comprehension,
             ast.GeneratorExp: self._comprehension, ast.DictComp: self._comprehension, ast.Lambda: self._lambda,
             ast.Starred: self._starred, ast.NamedExpr: self._named, ast.Await: self._inner, ast.Yield: self._yield,
             ast.YieldFrom: self._yield, ast.JoinedStr: self._text, ast.FormattedValue: self._inner,
-            ast.Slice: self._slice,
+            ast.Slice: self._operation,
         }  # fmt: skip
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Evaluator:
         if base.origin is Origin.PATH:
             return self.path(f"{base.text}.{name}")
         base.use(name)
-        if base.fields is not None and name in base.fields:
+        if name in base.fields:
             return base.fields[name]
         if base.origin in (Origin.INSTANCE, Origin.CLASS) and base.definition is not None:
             member = base.definition.lookup(name)
@@ -88,8 +88,6 @@ class Evaluator:
         if base.origin is Origin.EITHER and any(m.origin is Origin.INSTANCE or m.fields for m in base.members()):
             return either([self.attribute(m, name, node) for m in base.members()], len(self.program.events))
         found = self.value(Origin.ATTRIBUTE, (base,), name, node=node)
-        if base.fields is None:
-            base.fields = {}
         base.fields[name] = found
         return found
 
@@ -105,7 +103,7 @@ class Evaluator:
             read = ast.Call(
                 ast.Name(definition.name, ast.Load()), [], [], lineno=getattr(member.node, "lineno", 1), col_offset=0
             )
-            call = self.value(Origin.CALL, (bound,), node=read, keywords={})
+            call = self.value(Origin.CALL, (bound,), node=read)
             return self.follow(Call(call, read, self.frame, len(self.program.events), call), bound, (), {})
         return bound
 
@@ -116,14 +114,12 @@ class Evaluator:
         if held is not None:
             return held
         found = self.value(Origin.ITEM, (base, key), uses=base.uses if base.origin is Origin.UNKNOWN else set())
-        if base.fields is None:
-            base.fields = {}
         base.fields[named] = found
         return found
 
     def _held(self, base: Value, named: tuple[object, ...]) -> Value | None:
         """The item of this key, where it was stored or written down in a literal."""
-        if base.fields is not None and named in base.fields:
+        if named in base.fields:
             return base.fields[named]
         position = named[-1]
         if base.origin is not Origin.CONTAINER or base.text not in ("tuple", "list") or not isinstance(position, int):
@@ -167,8 +163,6 @@ class Evaluator:
                 self.assign(part, self.item(new, self.value(Origin.CONSTANT, constant=position)), node)
 
     def _store_field(self, base: Value, key: object, name: str, new: Value, node: ast.AST) -> None:
-        if base.fields is None:
-            base.fields = {}
         old = self._held(base, key) if isinstance(key, tuple) else base.fields.get(key)
         if old is None and isinstance(key, str) and base.definition is not None:
             old = base.definition.lookup(key)
@@ -207,20 +201,11 @@ class Evaluator:
         base, key = self.evaluate(node.value), self.evaluate(node.slice)
         return self.item(base, key if _named(key, node.slice) == _named(key) else self.value(Origin.UNKNOWN))
 
-    def _operation(self, operator: str, operands: Iterable[ast.expr], node: ast.AST) -> Value:
-        return self.value(Origin.OPERATION, tuple(map(self.evaluate, operands)), operator, node=node)
-
-    def _binary(self, node: ast.BinOp) -> Value:
-        return self._operation(type(node.op).__name__, (node.left, node.right), node)
-
-    def _unary(self, node: ast.UnaryOp) -> Value:
-        return self._operation(type(node.op).__name__, (node.operand,), node)
-
-    def _boolean(self, node: ast.BoolOp) -> Value:
-        return self._operation(type(node.op).__name__, node.values, node)
-
-    def _compare(self, node: ast.Compare) -> Value:
-        return self._operation(type(node.ops[0]).__name__, (node.left, *node.comparators), node)
+    def _operation(self, node: ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.Compare | ast.Slice) -> Value:
+        parts = list(ast.iter_child_nodes(node))
+        operands = tuple(self.evaluate(part) for part in parts if isinstance(part, ast.expr))
+        operator = next((part for part in parts if not isinstance(part, ast.expr)), node)  # a slice has none
+        return self.value(Origin.OPERATION, operands, type(operator).__name__, node=node)
 
     def _conditional(self, node: ast.IfExp) -> Value:
         self.evaluate(node.test)
@@ -234,7 +219,6 @@ class Evaluator:
 
     def _dict(self, node: ast.Dict) -> Value:
         found = self.value(Origin.CONTAINER, tuple(map(self.evaluate, node.values)), "dict", node=node)
-        found.fields = {}
         for key, held in zip(node.keys, found.inputs, strict=True):
             if isinstance(key, ast.Constant):
                 found.fields[("item", key.value)] = held
@@ -266,9 +250,6 @@ class Evaluator:
         found = self.evaluate(node.value)
         self.assign(node.target, found, node)
         return found
-
-    def _slice(self, node: ast.Slice) -> Value:
-        return self._operation("Slice", [part for part in (node.lower, node.upper, node.step) if part], node)
 
     def _inner(self, node: ast.Await | ast.FormattedValue) -> Value:
         return self.evaluate(node.value)

@@ -286,7 +286,7 @@ class _Interpreter(Evaluator):
         self, function: Value, arguments: tuple[Value, ...], keywords: dict[str, Value], call: Call
     ) -> Value | None:
         if function.path == "functools.partial" and function.arguments:
-            given = {**(function.keywords or {}), **keywords}
+            given = {**function.keywords, **keywords}
             return self._followed(function.arguments[0], (*function.arguments[1:], *arguments), given, call)
         if function.origin is Origin.CLASS and function.definition is not None:
             return self._instantiate(function.definition, arguments, keywords, call.node)
@@ -310,7 +310,6 @@ class _Interpreter(Evaluator):
         self._run_texts.add(id(definition.node))
         instance = self.value(Origin.INSTANCE, (), definition.name, definition=definition, node=node)
         self.program.generic.setdefault(id(definition), instance)
-        instance.fields = {}
         made = definition.lookup("__init__")
         if made is not None and made.definition is not None:
             function = self.value(Origin.FUNCTION, (instance,), "__init__", definition=made.definition)
@@ -337,19 +336,16 @@ class _Interpreter(Evaluator):
         bound = () if "staticmethod" in {d.text.rpartition(".")[2] for d in definition.decorators} else function.inputs
         self._bind(body.args, bound, arguments, keywords)
         self._active.append(definition)
-        decorated = 0
         for decorator in definition.decorators:
             self.push(FrameKind.WITH, node, decorator)
-            self.grad = (
-                self.grad if decorator.text.endswith((".setter", ".getter")) else grad_within(decorator, self.grad)
-            )
-            decorated += 1
+            if not decorator.text.endswith((".setter", ".getter")):
+                self.grad = grad_within(decorator, self.grad)
         frame = self.push(FrameKind.FUNCTION, body, None, definition=definition)
         if isinstance(body, ast.Lambda):
             frame.returned.append(self.evaluate(body.body))
         elif not self._run(body.body):
             frame.returned.append(self.value(Origin.CONSTANT, constant=None))
-        for _ in range(decorated + 1):
+        for _ in (frame, *definition.decorators):
             self.pop()
         self._active.pop()
         if self.yields:
@@ -385,9 +381,7 @@ class _Interpreter(Evaluator):
         if given.vararg is not None:
             rest = tuple(values[len(positional) :])
             names[given.vararg.arg] = (
-                self.value(Origin.CONTAINER, rest, "tuple")
-                if rest
-                else self.value(Origin.PARAMETER, text=given.vararg.arg)
+                self._tuple(*rest) if rest else self.value(Origin.PARAMETER, text=given.vararg.arg)
             )
         if given.kwarg is not None:
             names[given.kwarg.arg] = self.value(Origin.PARAMETER, text=given.kwarg.arg)

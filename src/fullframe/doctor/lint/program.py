@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
+from typing import TypeVar
 
 from fullframe.doctor.lint.values import Definition, Value
 
@@ -68,10 +70,7 @@ class Frame:
 
     def up_to(self, outer: "Frame | None") -> "Iterator[Frame]":
         """This frame and those around it, as far as `outer`, which is left out."""
-        for frame in self.enclosing():
-            if frame is outer:
-                return
-            yield frame
+        return takewhile(lambda frame: frame is not outer, self.enclosing())
 
 
 @dataclass(eq=False, slots=True)
@@ -106,6 +105,7 @@ class Store:
 
 
 Event = Call | Store
+_Event = TypeVar("_Event", Call, Store)
 
 
 class Program:
@@ -139,24 +139,22 @@ class Program:
     def calls_in(self, frame: Frame, *names: str) -> Iterator[Call]:
         """Those inside `frame`."""
         for name in names:
-            calls = self._calls.get(name, [])
-            for position in range(bisect_left(calls, frame.start, key=lambda call: call.index), len(calls)):
-                if calls[position].index >= frame.stop:
-                    break
-                yield calls[position]
+            yield from _inside(frame, self._calls.get(name, []))
 
-    def stores(self) -> Iterator[Store]:
+    def stores(self) -> list[Store]:
         """All assignments."""
-        yield from self._stores
+        return self._stores
 
-    def stores_in(self, frame: Frame) -> Iterator[Store]:
+    def stores_in(self, frame: Frame) -> list[Store]:
         """Those inside `frame`."""
-        first = bisect_left(self._stores, frame.start, key=lambda store: store.index)
-        for position in range(first, len(self._stores)):
-            if self._stores[position].index >= frame.stop:
-                return
-            yield self._stores[position]
+        return _inside(frame, self._stores)
 
     def events_in(self, frame: Frame) -> list[Event]:
         """All events inside `frame`."""
         return self.events[frame.start : frame.stop]
+
+
+def _inside(frame: Frame, events: list[_Event]) -> list[_Event]:
+    """Those of `events`, in their order, that happen inside `frame`."""
+    first, stop = (bisect_left(events, index, key=lambda event: event.index) for index in (frame.start, frame.stop))
+    return events[first:stop]

@@ -77,17 +77,13 @@ class Training:
 
     def in_loop(self, frame: Frame) -> Frame | None:
         """The innermost loop around `frame` that runs a backward pass."""
-        for outer in frame.enclosing():
-            if outer.kind is FrameKind.LOOP and any(self.backwards_in(outer)):
-                return outer
-        return None
+        loops = (outer for outer in frame.enclosing() if outer.kind is FrameKind.LOOP)
+        return next((loop for loop in loops if any(self.backwards_in(loop))), None)
 
     def step_loop(self, frame: Frame) -> Frame | None:
         """The innermost loop around `frame` that runs a backward pass and an update each time round."""
-        for outer in frame.enclosing():
-            if outer.kind is FrameKind.LOOP and any(self.backwards_in(outer)) and any(self.updates_in(outer)):
-                return outer
-        return None
+        loops = (outer for outer in frame.enclosing() if outer.kind is FrameKind.LOOP)
+        return next((loop for loop in loops if any(self.backwards_in(loop)) and any(self.updates_in(loop))), None)
 
     def backwards_in(self, frame: Frame) -> Iterator[Backward]:
         """Backward passes inside `frame`."""
@@ -118,9 +114,8 @@ class Training:
             if isinstance(event, Call) and not event.followed and not event.value.path.startswith(_INNOCENT):
                 given = (m for argument in event.value.inputs[1:] for m in argument.members())
                 receiver = event.value.receiver
-                is_known = receiver is not None and (
-                    self.is_a(receiver, Role.SCALER) or receiver.path.endswith((".Accelerator", ".Fabric"))
-                )
+                is_helper = receiver is not None and receiver.path.endswith((".Accelerator", ".Fabric"))
+                is_known = is_helper or (receiver is not None and self.is_a(receiver, Role.SCALER))
                 if not is_known and any(id(m) in ids for m in given):
                     return True
         return False
@@ -208,7 +203,7 @@ class Training:
         last = function.text.rpartition(".")[2]
         if last in WITHOUT_GRAPH and function.origin in (Origin.PATH, Origin.ATTRIBUTE):
             return False
-        if value.path == "torch.autograd.grad" and "create_graph" not in (value.keywords or {}):
+        if value.path == "torch.autograd.grad" and "create_graph" not in value.keywords:
             return False
         if value.path:
             return value.path.startswith((*_TENSOR_CODE, *_KEEPS)) and any(map(self.has_graph, value.inputs[1:]))

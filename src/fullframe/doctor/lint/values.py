@@ -48,9 +48,9 @@ class Value:
     grad: bool | None = True  # whether autograd was on; None: unknown
     constant: Any = NOTHING
     definition: "Definition | None" = None
-    keywords: "dict[str, Value] | None" = None  # of a call
+    keywords: "dict[str, Value]" = field(default_factory=dict)  # of a call
     uses: set[str] = field(default_factory=set)  # attributes read of it; shared by names of one object
-    fields: "dict[object, Value] | None" = field(default=None, init=False)  # attributes, items: stored or read
+    fields: "dict[object, Value]" = field(default_factory=dict, init=False)  # attributes, items: stored or read
 
     def __repr__(self) -> str:
         inputs = ", ".join(map(repr, self.inputs[:3]))
@@ -64,7 +64,7 @@ class Value:
     @property
     def arguments(self) -> "tuple[Value, ...]":
         """Of a call: the positional arguments."""
-        return self.inputs[1 : len(self.inputs) - len(self.keywords or ())]
+        return self.inputs[1 : len(self.inputs) - len(self.keywords)]
 
     @property
     def receiver(self) -> "Value | None":
@@ -97,7 +97,7 @@ class Value:
 
     def argument(self, position: int, name: str) -> Optional["Value"]:
         """Of a call: the argument at `position` or called `name`; None where it is not given."""
-        if self.keywords and name in self.keywords:
+        if name in self.keywords:
             return self.keywords[name]
         arguments = self.arguments
         return arguments[position] if 0 <= position < len(arguments) else None

@@ -87,7 +87,7 @@ def _scales_gradients(training: Training, loop: Frame) -> bool:
 def _sums(backward: Backward) -> bool:
     """Whether the criterion sums over its samples, where the sum of sums is meant."""
     for value in cone(backward.losses, 60):
-        given = (value.keywords or {}).get("reduction")
+        given = value.keywords.get("reduction")
         if given is not None and given.constant != "mean":
             return True
         if value.method == "sum" or value.path == "torch.sum":
@@ -116,13 +116,13 @@ def uneven_means(training: Training) -> Iterator[Found]:
     """Accumulation over a mean of what a mask picks, or over a criterion that was given ignore_index or weight."""
     for _, _, backward in accumulation(training):
         for value in cone(backward.losses, 100):
-            criterion = (
-                value if value.path.startswith("torch.nn.functional.") else value.inputs[0] if value.inputs else value
-            )
-            if value.origin is not Origin.CALL or not _is_mean(value, criterion):
+            if value.origin is not Origin.CALL:
+                continue
+            criterion = value if value.path.startswith("torch.nn.functional.") else value.function
+            if not _is_mean(value, criterion):
                 continue
             of_classes = _last(criterion).startswith(("crossentropy", "nllloss"))
-            ignores = of_classes and {"ignore_index", "weight"} & set(criterion.keywords or {})
+            ignores = of_classes and {"ignore_index", "weight"} & set(criterion.keywords)
             if ignores or any(map(_is_picked, (value.receiver, *value.arguments))):
                 yield Found(backward.call.node, f"{said(value.node)} takes a mean over another count each time")
                 break
@@ -132,7 +132,7 @@ def _is_mean(call: Value, criterion: Value) -> bool:
     """Whether a call is that of a criterion of torch's with reduction="mean", or of `mean` itself."""
     if call.method == "mean" or call.path == "torch.mean":
         return True
-    given = (criterion.keywords or {}).get("reduction")
+    given = criterion.keywords.get("reduction")
     is_loss = criterion.path.startswith("torch.nn.") and _last(criterion).endswith(("loss", "entropy", "logits"))
     return is_loss and (given is None or given.constant == "mean")
 

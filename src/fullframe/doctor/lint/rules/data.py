@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from fullframe.doctor.lint.program import Call, Frame, FrameKind
 from fullframe.doctor.lint.roles import Role, prepared
-from fullframe.doctor.lint.rule import ERROR, NOTE, WARNING, Found, is_true, rule, said
+from fullframe.doctor.lint.rule import ERROR, NOTE, WARNING, Found, is_false, is_true, rule, said
 from fullframe.doctor.lint.training import Training
 from fullframe.doctor.lint.values import Origin, Value, cone
 
@@ -43,7 +43,7 @@ def _is_trained_with(training: Training, loader: Value) -> bool:
 
 def _is_open(call: Call) -> bool:
     """Whether options may hide in a `**` or a `*`."""
-    return "**" in (call.value.keywords or {}) or any(a.text == "starred" for a in call.value.arguments)
+    return "**" in call.value.keywords or any(a.text == "starred" for a in call.value.arguments)
 
 
 @rule(
@@ -105,11 +105,13 @@ def not_pinned(training: Training) -> Iterator[Found]:
 def _is_moved(training: Training, loader: Value, is_meant: Callable[[Value], bool]) -> Iterator[Call]:
     for move in training.program.calls("cuda", "to"):
         receiver = move.value.receiver
-        if receiver is None or not any(v is loader for v in cone([receiver], 60)):
-            continue
-        place = move.value.argument(0, "device")
-        if move.value.method == "cuda" or (place is not None and is_meant(place)):
+        if receiver is not None and any(v is loader for v in cone([receiver], 60)) and _moves_to(move, is_meant):
             yield move
+
+
+def _moves_to(move: Call, is_meant: Callable[[Value], bool]) -> bool:
+    place = move.value.argument(0, "device")
+    return move.value.method == "cuda" or (place is not None and is_meant(place))
 
 
 def is_device(place: Value) -> bool:
@@ -144,7 +146,7 @@ def not_persistent(training: Training) -> Iterator[Found]:
     for call in loaders(training):
         workers = call.value.argument(5, "num_workers")
         has_workers = workers is not None and isinstance(workers.constant, int) and workers.constant > 0
-        if not has_workers or "persistent_workers" in (call.value.keywords or {}) or _is_open(call):
+        if not has_workers or "persistent_workers" in call.value.keywords or _is_open(call):
             continue
         for loop in loops_over(training, call.value):
             if loop.parent is not None and any(training.backwards_in(loop)) and _epochs(loop, call):
@@ -203,9 +205,7 @@ def same_order(training: Training) -> Iterator[Found]:
         sampler = call.value.argument(3, "sampler")
         if sampler is None or not training.is_a(sampler, Role.SAMPLER):
             continue
-        shuffles = any(
-            getattr((m.keywords or {}).get("shuffle"), "constant", True) is not False for m in sampler.members()
-        )
+        shuffles = any(not is_false(m.keywords.get("shuffle")) for m in sampler.members())
         for loop in loops_over(training, call.value) if shuffles else ():
             if any(training.backwards_in(loop)) and _epochs(loop, call) is not None:
                 yield Found(call.node, "every epoch has the same order: nothing calls set_epoch")
@@ -237,21 +237,19 @@ def not_distributed(training: Training) -> Iterator[Found]:
     if any(path.rpartition(".")[2] in words for path in paths) or any(training.program.calls(*words)):
         return
     for call in loaders(training):
-        given = call.value.keywords or {}
+        given = call.value.keywords
         data = call.value.argument(0, "dataset")
         if {"sampler", "batch_sampler"} & set(given) or len(call.value.arguments) > 3 or _is_open(call) or data is None:
             continue
         if any("rank" in v.text.lower() for v in cone([data], 100)) or _iterates(data):
             continue
-        sampled = [c.value for c in loaders(training) if {"sampler", "batch_sampler"} & set(c.value.keywords or {})]
+        sampled = [c.value for c in loaders(training) if {"sampler", "batch_sampler"} & set(c.value.keywords)]
         for loop in loops_over(training, call.value):
             if any(_comes_from(loop.value, other) for other in sampled if loop.value is not None):
                 continue  # another branch has one
             used = {id(v) for b in training.backwards_in(loop) for v in cone(b.losses)}
-            if any(
-                id(c.value) in used and training.is_a(c.value.function, Role.PARALLEL)
-                for c in training.model_calls_in(loop)
-            ):
+            calls = (c.value for c in training.model_calls_in(loop) if id(c.value) in used)
+            if any(training.is_a(call.function, Role.PARALLEL) for call in calls):
                 yield Found(call.node, "no sampler divides the samples among the ranks")
 
 
@@ -276,17 +274,11 @@ def gpu_in_data(training: Training) -> Iterator[Found]:
     for call in training.program.calls("cuda", "to"):
         function = call.frame.innermost(FrameKind.FUNCTION)
         definition = function.definition if function is not None else None
-        if (
-            definition is None
-            or definition.name != "__getitem__"
-            or definition.owner is None
-            or call.value.receiver is None
-        ):
+        if definition is None or definition.name != "__getitem__" or definition.owner is None:
             continue
         if not any(p.startswith("torch.utils.data.") for p in definition.owner.base_paths()):
             continue
-        place = call.value.argument(0, "device")
-        if call.value.method == "cuda" or (place is not None and is_gpu(place)):
+        if call.value.receiver is not None and _moves_to(call, is_gpu):
             yield Found(call.node, f"{said(call.node)} runs in the loader's workers")
 
 

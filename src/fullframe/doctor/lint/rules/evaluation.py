@@ -16,9 +16,8 @@ def _modes(training: Training, mode: str) -> Iterator[Call]:
         if receiver is not None and not call.followed and training.is_a(receiver, Role.MODEL):
             given = call.value.argument(0, "mode")
             is_train = call.value.method == "train" and not is_false(given)
-            if given is not None and given.constant not in (True, False):
-                yield call  # either mode
-            elif is_train is (mode == "train"):
+            may_be_either = given is not None and given.constant not in (True, False)
+            if may_be_either or is_train is (mode == "train"):
                 yield call
 
 
@@ -109,9 +108,8 @@ def eval_missing(training: Training) -> Iterator[Found]:
         if loop is None or call.value.grad is not False or any(training.backwards_in(loop)):
             continue
         model = call.value.function
-        trained = [
-            b for b in training.backwards if b.call.index < call.index and _holds_call(training, b.losses, model)
-        ]
+        before = (b for b in training.backwards if b.call.index < call.index)
+        trained = [b for b in before if _holds_call(training, b.losses, model)]
         if not trained or trained[-1].call.frame.inside(loop) or not _is_read(training, call):
             continue
         between = (c for c in evals if trained[-1].call.index < c.index < call.index)
@@ -166,9 +164,8 @@ def train_missing(training: Training) -> Iterator[Found]:
         for loop in call.frame.enclosing():
             if loop.kind is FrameKind.LOOP and training.trains(loop, call.receiver):
                 if not _is_set(training, trains, loop, call) and _evaluates_after(training, loop, call):
-                    yield Found(
-                        call.node, f"{said(call.node.func)}() holds for all later epochs: no train() in the loop"
-                    )
+                    name = said(call.node.func)
+                    yield Found(call.node, f"{name}() holds for all later epochs: no train() in the loop")
                 break
 
 

@@ -32,10 +32,8 @@ def of_gradients(value: Value) -> bool:
 def counted_branch(frame: Frame, loop: Frame) -> Frame | None:
     """The branch between `frame` and `loop` that is taken every n-th time only: its test has a remainder."""
     for inner in frame.up_to(loop):
-        made_of = (
-            cone([inner.value], 60) if inner.kind is FrameKind.IF and inner.value is not None and inner.arm else ()
-        )
-        if any(value.origin is Origin.OPERATION and value.text == "Mod" for value in made_of):
+        test = inner.value if inner.kind is FrameKind.IF and inner.arm else None
+        if test is not None and any(v.origin is Origin.OPERATION and v.text == "Mod" for v in cone([test], 60)):
             return inner
     return None
 
@@ -173,8 +171,8 @@ def _may_empty(training: Training, frame: Frame) -> bool:
         name = event.value.function.text.lower()
         if name == "zero_grad":  # is asked about by itself
             continue
-        is_suspect = any(word in name for word in ("zero", "reset", "clear"))
-        is_suspect = is_suspect or (base is not None and base.origin is Origin.INSTANCE)
+        is_ours = base is not None and base.origin is Origin.INSTANCE
+        is_suspect = is_ours or any(word in name for word in ("zero", "reset", "clear"))
         if is_suspect and not training.is_a(event.value.function, Role.MODEL | Role.CRITERION):
             return True
         if is_own or (event.value.function.origin is Origin.PARAMETER and not event.value.arguments):
@@ -210,9 +208,8 @@ def emptied_too_early(training: Training) -> Iterator[Found]:
             rounds = loop.kind is FrameKind.LOOP and update.call.frame.is_always_run_in(loop)
             last = any(b.call.frame.is_always_run_in(loop) for b in training.backwards_in(loop))  # of the round before
             if (before or (rounds and last)) and not between and call.frame.is_run_before(update.call.frame, loop):
-                yield Found(
-                    call.node, f"{said(call.node.func)} throws away what backward made before the step reads it"
-                )
+                name = said(call.node.func)
+                yield Found(call.node, f"{name} throws away what backward made before the step reads it")
 
 
 @rule(

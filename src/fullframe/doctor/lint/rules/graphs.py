@@ -150,7 +150,7 @@ def collected(training: Training) -> Iterator[Found]:
         loop = training.in_loop(call.frame)
         if loop is None or call.value.receiver is None or call.followed or not outlives(call.receiver, loop):
             continue
-        if call.receiver.path.startswith(("torch.", "torchmetrics.")) or "maxlen" in (call.receiver.keywords or {}):
+        if call.receiver.path.startswith(("torch.", "torchmetrics.")) or "maxlen" in call.receiver.keywords:
             continue
         if call.value.method == "update" and not _is_mapping(call.receiver):
             continue

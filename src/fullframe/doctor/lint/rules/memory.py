@@ -49,7 +49,7 @@ def is_data(value: Value) -> bool:
 def reentrant(training: Training) -> Iterator[Found]:
     """Torch's checkpoint without the word, and without a `**` that may hold it."""
     for call in _checkpoints(training):
-        given = call.value.keywords or {}
+        given = call.value.keywords
         if "use_reentrant" not in given and "**" not in given:
             yield Found(call.node, f"{said(call.node.func)} is not told which form to use")
 
@@ -82,7 +82,7 @@ def _holds_batch_norm(block: Value, depth: int = 0) -> bool:
             return any(_holds_batch_norm(field, depth + 1) for field in value.fields.values())
         if value.origin is Origin.FUNCTION and value is block and value.definition is not None and value.inputs:
             names = {n.attr for n in ast.walk(value.definition.node) if isinstance(n, ast.Attribute)}
-            fields = value.inputs[0].fields or {}
+            fields = value.inputs[0].fields
             return any(_holds_batch_norm(fields[n], depth + 1) for n in sorted(names) if n in fields and depth < 3)
     return False
 
@@ -109,7 +109,7 @@ def on_the_input(training: Training) -> Iterator[Found]:
         s.name == "requires_grad" for s in training.program.stores()
     )
     for call in _checkpoints(training):
-        given = call.value.keywords or {}
+        given = call.value.keywords
         if needs or ("use_reentrant" in given and not is_true(given["use_reentrant"])) or "**" in given:
             continue
         arguments = call.value.arguments[1 if call.value.path.endswith("checkpoint") else 2 :]

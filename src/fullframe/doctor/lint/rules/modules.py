@@ -92,8 +92,8 @@ def forwards(training: Training) -> Iterator[tuple[Frame, Value]]:
 
 
 def _lies_on(value: Value, instance: Value) -> bool:
-    fields = (instance.fields or {}).values()
-    return any(field is member for field in fields for member in value.members()) and value.origin is not Origin.ITEM
+    held = (field is member for field in instance.fields.values() for member in value.members())
+    return any(held) and value.origin is not Origin.ITEM
 
 
 def _is_emptied_elsewhere(training: Training, call: Call, instance: Value) -> bool:

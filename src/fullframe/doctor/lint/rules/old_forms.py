@@ -172,7 +172,7 @@ def variable(training: Training) -> Iterator[Found]:
 def unmapped(training: Training) -> Iterator[Found]:
     """No `map_location`, and no `**` that may hold it."""
     for call in _loads(training):
-        given = call.value.keywords or {}
+        given = call.value.keywords
         if call.value.argument(1, "map_location") is None and "**" not in given and not _is_of_the_host(training, call):
             yield Found(call.node, f"{said(call.node)} goes to the device it was saved from")
 
@@ -200,7 +200,7 @@ def _is_of_the_host(training: Training, load: Call) -> bool:
 def unpickled(training: Training) -> Iterator[Found]:
     """The literal `weights_only=False`."""
     for call in _loads(training):
-        if is_false((call.value.keywords or {}).get("weights_only")):
+        if is_false(call.value.keywords.get("weights_only")):
             yield Found(call.node, f"{said(call.node)} can run any code")
 
 
@@ -218,7 +218,7 @@ def unpickled(training: Training) -> Iterator[Found]:
 def unsaid(training: Training) -> Iterator[Found]:
     """No `weights_only`, and no `**` that may hold it."""
     for call in _loads(training):
-        given = call.value.keywords or {}
+        given = call.value.keywords
         if "weights_only" not in given and "**" not in given:
             yield Found(call.node, f"{said(call.node)} depends on the version of torch")
 

@@ -22,10 +22,14 @@ def _scaler_calls(training: Training, frame: Frame, name: str, scaler: Value) ->
 def _scalers(training: Training, name: str) -> Iterator[tuple[Call, Value, Frame]]:
     """Calls of a scaler's method, with the scaler and the loop or function they stand in."""
     for call in training.program.calls(name):
-        scaler = call.value.receiver
-        around = call.frame.innermost(FrameKind.LOOP) or call.frame.innermost(FrameKind.FUNCTION, FrameKind.MODULE)
+        scaler, around = call.value.receiver, _step_around(call)
         if scaler is not None and not call.followed and around is not None and training.is_a(scaler, Role.SCALER):
             yield call, scaler, around
+
+
+def _step_around(call: Call) -> Frame | None:
+    """The loop a call stands in, else its function."""
+    return call.frame.innermost(FrameKind.LOOP) or call.frame.innermost(FrameKind.FUNCTION, FrameKind.MODULE)
 
 
 def _never_both(a: Frame, b: Frame) -> bool:
@@ -61,18 +65,16 @@ def never_scaled(training: Training) -> Iterator[Found]:
             continue
         born = [v.born for v in cone(backward.losses, 200) if v.origin is Origin.CALL and training.has_graph(v)]
         if any(block.inside(loop) and block.start <= at < block.stop for block in blocks for at in born):
-            yield Found(
-                backward.call.node, f"{said(backward.call.node.func)} is not scaled, and autocast is told float16"
-            )
+            name = said(backward.call.node.func)
+            yield Found(backward.call.node, f"{name} is not scaled, and autocast is told float16")
 
 
 def _is_half(context: Value) -> bool:
-    given = context.keywords or {}
-    return (
-        _is_autocast(context)
-        and "enabled" not in given
-        and any(v.path in ("torch.float16", "torch.half") for v in context.inputs[1:])
-    )
+    return _is_autocast(context) and "enabled" not in context.keywords and _names_half(context)
+
+
+def _names_half(call: Value) -> bool:
+    return any(v.path in ("torch.float16", "torch.half") for v in call.inputs[1:])
 
 
 @rule(
@@ -95,7 +97,7 @@ def inside_autocast(training: Training) -> Iterator[Found]:
     for backward in training.backwards:
         for frame in backward.call.frame.enclosing():
             if frame.kind is FrameKind.WITH and frame.value is not None and _is_autocast(frame.value):
-                if not is_false((frame.value.keywords or {}).get("enabled")):
+                if not is_false(frame.value.keywords.get("enabled")):
                     yield Found(backward.call.node, f"{said(backward.call.node.func)} runs under autocast")
                 break
 
@@ -148,10 +150,8 @@ def _twice(training: Training, name: str) -> Iterator[Found]:
             if earlier.index >= call.index or not is_same or _never_both(earlier.frame, call.frame):
                 continue
             if not any(earlier.index < u < call.index for u in updates):
-                yield Found(
-                    call.node,
-                    f"{said(call.node)} comes a second time before {said(call.node.func)[: -len(name)]}update()",
-                )
+                update = f"{said(call.node.func)[: -len(name)]}update()"
+                yield Found(call.node, f"{said(call.node)} comes a second time before {update}")
 
 
 @rule(
@@ -201,7 +201,7 @@ def updated_often(training: Training) -> Iterator[Found]:
 def clipped_scaled(training: Training) -> Iterator[Found]:
     """Clipping between a scaled backward pass and the scaler's step, with no `unscale_` before it."""
     for call in training.program.calls(*CLIPS):
-        around = call.frame.innermost(FrameKind.LOOP) or call.frame.innermost(FrameKind.FUNCTION, FrameKind.MODULE)
+        around = _step_around(call)
         if around is None or call.followed:
             continue
         scaled = [b for b in training.backwards_in(around) if b.scaler is not None and b.call.index < call.index]
@@ -289,13 +289,11 @@ def half_weights(training: Training) -> Iterator[Found]:
         receiver = call.value.receiver
         if receiver is None or not training.is_a(receiver, Role.MODEL):
             continue
-        if call.value.method == "to" and not any(
-            v.path in ("torch.float16", "torch.half") for v in call.value.inputs[1:]
-        ):
+        if call.value.method == "to" and not _names_half(call.value):
             continue
         updated = (b for b in training.backwards if b.call.index > call.index and _is_followed(training, b.call.frame))
         needed = (v for b in updated for v in cone(b.losses))
-        if any(v.inputs and v.keywords is not None and training.same_model(v.function, receiver) for v in needed):
+        if any(v.origin is Origin.CALL and training.same_model(v.function, receiver) for v in needed):
             yield Found(call.node, f"{said(call.node)} is trained with float16 weights")
 
 
@@ -325,12 +323,12 @@ def _is_followed(training: Training, frame: Frame) -> bool:
 def needless_scaler(training: Training) -> Iterator[Found]:
     """A scaled backward pass in a program whose only autocast dtype is bfloat16."""
     contexts = [c.value for c in training.program.calls("autocast") if not c.followed]
-    dtypes = [(c.keywords or {}).get("dtype") for c in contexts]
+    dtypes = [c.keywords.get("dtype") for c in contexts]
     if not dtypes or not all(d is not None and d.path == "torch.bfloat16" for d in dtypes):
         return
     for backward in training.backwards:
         scaler = backward.scaler
-        if scaler is not None and scaler.path and "enabled" not in (scaler.keywords or {}) and not scaler.arguments[1:]:
+        if scaler is not None and scaler.path and "enabled" not in scaler.keywords and not scaler.arguments[1:]:
             yield Found(backward.call.node, f"{said(backward.call.node.func)} is scaled, and autocast runs in bfloat16")
 
 

@@ -62,7 +62,7 @@ def not_reached(training: Training) -> Iterator[Found]:
     """A collective of the whole world in one arm of a branch that compares the rank, or behind one that returns."""
     calls = [c for c in training.program.calls(*_COLLECTIVES, *_METHODS, *_HOROVODS) if _is_of_all(c)]
     for call in calls:
-        if "group" in "".join(map(ast.unparse, call.node.args)) or "group" in (call.value.keywords or {}):
+        if "group" in "".join(map(ast.unparse, call.node.args)) or "group" in call.value.keywords:
             continue
         if (left := _left_before(training.program, call)) is not None:
             test = said(getattr(left.node, "test", None))
@@ -184,7 +184,7 @@ def no_device(training: Training) -> Iterator[Found]:
     if not starts or any(training.program.calls("set_device", "set_device_index", "init_device_mesh")):
         return
     is_hidden = any("CUDA_VISIBLE_DEVICES" in line for line in training.program.lines)
-    if is_hidden or any("device_id" in (c.value.keywords or {}) for c in starts):
+    if is_hidden or any("device_id" in c.value.keywords for c in starts):
         return
     for call in training.program.calls("cuda", "to"):
         receiver, given = call.value.receiver, call.value.argument(0, "device")

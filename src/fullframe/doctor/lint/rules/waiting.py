@@ -123,12 +123,7 @@ def moved(training: Training) -> Iterator[Found]:
     """`torch.zeros(...).to(device)` in forward or in a loop."""
     for call in training.program.calls("to", "cuda"):
         made = call.value.receiver
-        if (
-            made is None
-            or made.path not in _FACTORIES
-            or made.origin is not Origin.CALL
-            or "device" in (made.keywords or {})
-        ):
+        if made is None or made.path not in _FACTORIES or made.origin is not Origin.CALL or "device" in made.keywords:
             continue
         if not isinstance(call.node.func, ast.Attribute) or not isinstance(call.node.func.value, ast.Call):
             continue
@@ -199,10 +194,10 @@ def blocking(training: Training) -> Iterator[Found]:
     """`.cuda()` or `.to(device)` of what a loader with pin_memory=True gives."""
     for call in training.program.calls("cuda", "to"):
         receiver = call.value.receiver
-        if receiver is None or not is_data(receiver) or "non_blocking" in (call.value.keywords or {}):
+        if receiver is None or not is_data(receiver) or "non_blocking" in call.value.keywords:
             continue
-        loaders = (v for v in cone([receiver], 60) if v.path.rpartition(".")[2] == "DataLoader" and v.keywords)
-        if any(is_true((v.keywords or {}).get("pin_memory")) for v in loaders) and _names_a_device(call):
+        loaders = (v for v in cone([receiver], 60) if v.path.rpartition(".")[2] == "DataLoader")
+        if any(is_true(v.keywords.get("pin_memory")) for v in loaders) and _names_a_device(call):
             yield Found(call.node, f"{said(call.node)} waits for a copy that need not wait")
 
 

@@ -136,7 +136,7 @@ def sent_often(training: Training) -> Iterator[Found]:
 def walks_graph(training: Training) -> Iterator[Found]:
     """The literal True at the wrapper."""
     for call in training.program.calls("DistributedDataParallel"):
-        if is_true((call.value.keywords or {}).get("find_unused_parameters")):
+        if is_true(call.value.keywords.get("find_unused_parameters")):
             yield Found(call.node, "the graph is searched in every step")
 
 
