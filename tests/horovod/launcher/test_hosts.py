@@ -18,6 +18,8 @@ def test_hosts() -> None:
 def test_a_hostfile(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("aa slots=2\n\n# no longer: bb slots=2\ncc slots=3 # new\n")
     assert read_hostfile(tmp_path / "hosts") == {"aa": 2, "cc": 3}
+    (tmp_path / "twice").write_text("aa slots=2\nbb slots=1\naa slots=1\n")
+    assert read_hostfile(tmp_path / "twice") == parse_hosts("aa:2,bb:1,aa:1") == {"aa": 3, "bb": 1}
     with pytest.raises(MeshError, match="no host file"):
         read_hostfile(tmp_path / "none")
 

@@ -1,6 +1,7 @@
 """Which hosts there are, and who is which rank on them. No processes."""
 
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,15 +34,15 @@ def parse_hosts(text: str) -> dict[str, int]:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Lines "host slots=4" as slots by host."""
+    """Lines "host slots=4" as slots by host; of a host with several lines their sum, as with -H."""
     if not path.is_file():
         raise MeshError(f"there is no host file {path}")
-    hosts: dict[str, int] = {}
+    hosts = Counter[str]()
     for line in path.read_text().splitlines():
         line = line.partition("#")[0].strip()
         if line:
             host, _, slots = line.partition("slots=")
-            hosts |= parse_hosts(f"{host.strip()}:{slots.strip() or 1}")
+            hosts.update(parse_hosts(f"{host.strip()}:{slots.strip() or 1}"))
     return hosts
 
 
