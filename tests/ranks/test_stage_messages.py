@@ -29,7 +29,8 @@ def there_and_back() -> None:
     axis = stage_axis(ff.init_mesh(stages=2))
     me, other = axis.coordinate, 1 - axis.coordinate
     large = torch.arange(3.0 * 5 * 40 * 300).view(3, 5, 40, 300).to(memory_format=torch.channels_last)  # by gloo
-    tensors = [large, torch.tensor(True), torch.ones(2, 0), torch.tensor([1 + 2j])]
+    volume = torch.arange(240.0).view(2, 3, 4, 2, 5).to(memory_format=torch.channels_last_3d)
+    tensors = [large, volume, torch.tensor(True), torch.ones(2, 0), torch.tensor([1 + 2j])]
     forms = [Form.of(tensor) for tensor in tensors]
     word: Any = send_object(axis, 1, {"from": me}, "word") if me == 0 else receive_object(axis, 0, "word")
     came: Any = send(axis, 1, tensors, "state") if me == 0 else receive(axis, 0, forms, "state", CPU)

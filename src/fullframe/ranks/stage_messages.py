@@ -15,6 +15,7 @@ from torch import Tensor
 from fullframe.ranks.channel import announce
 from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
 from fullframe.ranks.exchange import InFlight, Message
+from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import Axis
 
 T = TypeVar("T")
@@ -29,9 +30,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Form":
-        last = tensor.dim() == 4 and not tensor.is_contiguous()
-        last = last and tensor.is_contiguous(memory_format=torch.channels_last)
-        return cls(tuple(tensor.shape), tensor.dtype, torch.channels_last if last else torch.contiguous_format)
+        return cls(tuple(tensor.shape), tensor.dtype, memory_format_of(tensor))
 
 
 def are_real(axis: Axis) -> bool:
