@@ -1,11 +1,12 @@
 """Nested containers, with those that torch's pytree takes for leaves."""
 
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, deque, namedtuple
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
-from fullframe.data.nested import leaves, replaced, tensors_replaced
+from fullframe.data.nested import leaves, replaced, tensors_in, tensors_replaced
 
 Pair = namedtuple("Pair", "left right")
 
@@ -16,6 +17,12 @@ class Features(UserDict):
 
 class Boxes(list):
     pass
+
+
+@dataclass
+class Found:
+    boxes: list
+    scores: torch.Tensor | None
 
 
 def test_containers_keep_their_kind_and_leaves_their_place():
@@ -33,3 +40,13 @@ def test_tensors_are_replaced_also_in_what_torch_knows():
     value = Features(image=torch.zeros(2), shape=torch.return_types.max((torch.ones(1), torch.tensor([0]))), name="a")
     found = tensors_replaced(value, lambda tensor: tuple(tensor.shape))
     assert found["image"] == (2,) and list(found["shape"]) == [(1,), (1,)] and found["name"] == "a"
+
+
+def test_tensors_are_found_wherever_they_lie():
+    from transformers.modeling_outputs import BaseModelOutput
+
+    one, two, three, four, five, six = (torch.ones(size) for size in range(1, 7))
+    known = torch.return_types.max((five, six))
+    output = BaseModelOutput(last_hidden_state=three, hidden_states=(four,))
+    value = Features(a=[Found(Boxes([one, "x"]), two), 3, None], b=output, c=deque([{"d": known}]), d=Found)
+    assert [len(tensor) for tensor in tensors_in(value)] == [1, 2, 3, 4, 5, 6]

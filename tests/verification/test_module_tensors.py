@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullframe.verification.module_tensors import ModuleTensors, compared, tensors_in
+from fullframe.verification.module_tensors import ModuleTensors, compared
 from fullframe.verification.verdict import Place
 
 
@@ -41,12 +41,6 @@ def test_places_in_order_of_execution_with_calls_and_callers() -> None:
         ("output", "", 0, 0, 6), ("output", "", 0, 1, 0),
     ]  # fmt: skip
     assert (seen[0][0].caller, seen[2][0].caller, seen[2][0].caller_class) == (None, "", "Twice")
-
-
-def test_tensors_in_what_torch_does_not_know() -> None:
-    a, b = torch.zeros(1), torch.ones(1)
-    found = list(tensors_in([Pair(a, b), {"x": (b, 3)}]))
-    assert len(found) == 3 and found[0] is a and found[1] is found[2] is b
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ leaves.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Path = tuple[Any, ...]  # the keys and places that lead to a leaf
 
@@ -35,6 +36,19 @@ def leaves(value: Any) -> Iterator[Any]:
             yield from leaves(item)
     else:
         yield value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors, in order, also in dataclasses and in classes that torch's pytree was told of."""
+    for leaf in leaves(value):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+            continue
+        for inner in tree_leaves(leaf):
+            if isinstance(inner, Tensor):
+                yield inner
+            elif inner is not leaf:
+                yield from tensors_in(inner)
 
 
 def with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -1,14 +1,13 @@
 """Every tensor that goes into or comes out of a module, in order of execution, and how two of them are compared."""
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from fullframe.data.nested import tensors_in
 from fullframe.verification.verdict import Found, Place
 
 _CHUNK_ELEMENTS = 2**18
@@ -76,17 +75,6 @@ class ModuleTensors:
 
 def _have_numbers(values: Any) -> bool:
     return not any(tensor.is_meta for tensor in tensors_in(values))
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors in nested values, also in mappings and dataclasses that torch does not know."""
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif isinstance(leaf, Mapping):
-            yield from tensors_in(list(leaf.values()))
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 @torch.no_grad()

@@ -12,7 +12,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fullframe.doctor.probes.sketches import part_of, tensors_in
+from fullframe.data.nested import tensors_in
+from fullframe.doctor.probes.sketches import part_of
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "ParallelModel", "DeepSpeedEngine", "DataParallel")
 

@@ -5,7 +5,6 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullframe.data.nested import tensors_in
 from fullframe.doctor.probes.notes import Sketch
 from fullframe.model.fsdp import is_sharded, local_value
 from fullframe.spatial.gradients import graph_behind
@@ -27,8 +27,7 @@ _CHECKED_ELEMENTS = 1 << 16  # of each tensor of a batch
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a parameter or gradient."""
-    plain = local_value(tensor)
-    plain = plain.detach()
+    plain = local_value(tensor).detach()
     return plain.coalesce().values() if plain.is_sparse else plain
 
 
@@ -67,21 +66,6 @@ def checksum_of_batch(batch: Any) -> int:
         flat = local(tensor).reshape(-1)[:_CHECKED_ELEMENTS].contiguous()
         total = (total * 31 + number * checksum(flat) + hash(tuple(tensor.shape))) % (2**61 - 1)
     return total
-
-
-def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """The tensors of a nested value, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
-    elif depth and isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
-    elif depth and is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name), depth - 1)
 
 
 def graph_nodes(*starts: Any) -> int:

@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from fullframe.data.nested import tensors_replaced
+from fullframe.data.nested import tensors_in, tensors_replaced
 from fullframe.data.slices import SliceReader
-from fullframe.doctor.probes.sketches import tensors_in
 from fullframe.recipe import Recipe
 
 FRAME = 128  # rows and columns of a small frame, at most
