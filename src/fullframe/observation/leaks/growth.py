@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from fullframe.observation.leaks.walk import Place, Spot
 
@@ -81,13 +82,8 @@ class Growth:
 
     def _in_growing(self, series: Series) -> bool:
         """Elements of a list that fills grow older by themselves."""
-        spot = series.spot.parent
-        while spot is not None:
-            around = self._series.get(spot.key)
-            if around is not None and around.grew_at > series.since:
-                return True
-            spot = spot.parent
-        return False
+        around = (self._series.get(spot.key) for spot in islice(series.spot.upwards(), 1, None))
+        return any(other is not None and other.grew_at > series.since for other in around)
 
     def forget(self, series: Series) -> None:
         """Begin to count anew."""

@@ -51,32 +51,29 @@ class Spot:
         """One step further."""
         return Spot(self, label, hash((self.key, label)))
 
+    def upwards(self) -> "Iterator[Spot]":
+        """This spot and those on the way to it, as far as where the walk came from."""
+        spot: Spot | None = self
+        while spot is not None:
+            yield spot
+            spot = spot.parent
+
     @property
     def path(self) -> str:
         """As a program would write it: `model.encoder.cache`."""
-        parts, spot = list[str](), self
-        while spot.parent is not None:
-            parts.append(spot.label)
-            spot = spot.parent
-        return (spot.label + "".join(reversed(parts))).lstrip(".")
+        return "".join(reversed([spot.label for spot in self.upwards()])).lstrip(".")
 
     @property
     def name(self) -> str:
         """The last name on the path that is no index: `cache`."""
-        spot: Spot | None = self
-        while spot is not None:
-            if spot.label and not spot.label.startswith("["):
-                return spot.label.lstrip(".")
-            spot = spot.parent
-        return ""
+        names = (spot.label for spot in self.upwards() if spot.label and not spot.label.startswith("["))
+        return next(names, "").lstrip(".")
 
     @property
     def root(self) -> str:
         """Where the walk came from."""
-        spot = self
-        while spot.parent is not None:
-            spot = spot.parent
-        return spot.label
+        *_, root = self.upwards()
+        return root.label
 
 
 @dataclass(frozen=True, slots=True, eq=False)
