@@ -194,9 +194,7 @@ def _broadcast(job: Job, collectives: Collectives) -> list[Tensor]:
     root = job.request.root
     targets = submission.targets or [torch.empty_like(t) for t in submission.inputs]
     for tensor, target in zip(submission.inputs, targets, strict=True):
-        whole = (
-            target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        )
+        whole = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
         with writing(target):
             if collectives.rank == root and whole is not tensor:
                 whole.copy_(tensor)

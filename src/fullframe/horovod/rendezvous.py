@@ -36,14 +36,8 @@ def place_from(environment: Mapping[str, str]) -> Place:
     """
     if "HOROVOD_RANK" in environment:
         rank, size, local_rank, local_size = (int(environment[f"HOROVOD_{name}"]) for name in _NUMBERS)
-        return Place(
-            rank,
-            size,
-            local_rank,
-            local_size,
-            environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
-            int(environment["HOROVOD_GLOO_RENDEZVOUS_PORT"]),
-        )
+        address, port = (environment[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
+        return Place(rank, size, local_rank, local_size, address, int(port))
     launched = launched_place(environment)
     if launched is not None:
         rank, size = launched

@@ -61,12 +61,8 @@ def runs_of(sweep: Sequence[str]) -> tuple[RunOfJob, ...]:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise LaunchError(f"--sweep names {', '.join(sorted(twice))} twice; write its values once, name=a,b,c")
-    runs = []
-    for number, values in enumerate(
-        itertools.product(*([f"{name}={value}" for value in found] for name, found in axes))
-    ):
-        runs.append(RunOfJob(place=f"{number:04d}-{slug(','.join(values))}", values=values))
-    return tuple(runs)
+    combinations = enumerate(itertools.product(*([f"{name}={value}" for value in found] for name, found in axes)))
+    return tuple(RunOfJob(place=f"{n:04d}-{slug(','.join(values))}", values=values) for n, values in combinations)
 
 
 def _axis(word: str) -> tuple[str, list[str]]:

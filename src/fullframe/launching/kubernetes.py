@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -128,11 +127,10 @@ def _plain_job(name: str, job: Job, run: RunOfJob, options: KubernetesOptions) -
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "FailJob", "onExitCodes": {"operator": "In", "values": list(_JOBS_ERRORS)}},
     ]
-    labels = {"kueue.x-k8s.io/queue-name": options.queue} if options.queue else {}
     indexed = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _metadata(name, options, labels),
+        "metadata": _metadata(name, options, queued=True),
         "spec": {
             "completionMode": "Indexed",
             "completions": job.nodes,
@@ -147,7 +145,6 @@ def _plain_job(name: str, job: Job, run: RunOfJob, options: KubernetesOptions) -
 
 def _train_job(name: str, job: Job, run: RunOfJob, options: KubernetesOptions) -> list[dict[str, Any]]:
     """Its runtime tells each machine its number and where the first one is."""
-    labels = {"kueue.x-k8s.io/queue-name": options.queue} if options.queue else {}
     trainer: dict[str, Any] = {
         "image": options.image,
         "command": ["fullframe"],
@@ -162,13 +159,14 @@ def _train_job(name: str, job: Job, run: RunOfJob, options: KubernetesOptions) -
     jobs = {"replicatedJobs": [{"name": "node", **patch}]}
     patches = [{"manager": "fullframe", "trainingRuntimeSpec": {"template": {"spec": jobs}}}]
     spec = {"runtimeRef": {"name": options.runtime}, "trainer": trainer, "runtimePatches": patches}
-    metadata = _metadata(name, options, labels)
+    metadata = _metadata(name, options, queued=True)
     return [{"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata, "spec": spec}]
 
 
-def _metadata(name: str, options: KubernetesOptions, labels: Mapping[str, str] | None = None) -> dict[str, Any]:
+def _metadata(name: str, options: KubernetesOptions, queued: bool = False) -> dict[str, Any]:
     namespace = {"namespace": options.namespace} if options.namespace else {}
-    return {"name": name, **namespace, **({"labels": dict(labels)} if labels else {})}
+    queue = {"labels": {"kueue.x-k8s.io/queue-name": options.queue}} if queued and options.queue else {}
+    return {"name": name, **namespace, **queue}
 
 
 def _arguments(job: Job, run: RunOfJob, *more: str) -> list[str]:

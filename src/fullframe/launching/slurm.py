@@ -2,12 +2,12 @@
 
 import contextlib
 import re
-import shlex
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from fullframe.errors import LaunchError
@@ -38,7 +38,7 @@ class SlurmOptions:
     parallel: int | None = None  # runs of a sweep at a time
     signal_seconds: int = 120
     requeues: int = 100
-    extra: tuple[str, ...] = field(default=())  # "mem=64G"
+    extra: tuple[str, ...] = ()  # "mem=64G"
 
 
 def script_of(job: Job, options: SlurmOptions) -> str:
@@ -48,7 +48,7 @@ def script_of(job: Job, options: SlurmOptions) -> str:
     """
     lines = ["#!/bin/bash", f"# Written by fullframe launch; to submit it by hand: sbatch {SCRIPT}, in this folder."]
     lines += [f"#SBATCH {directive}" for directive in _directives(job, options)]
-    lines += ["", f"cd -- {_quoted(str(job.directory))} || exit 1", f"folder={_quoted(str(job.folder))}"]
+    lines += ["", f"cd -- {quote(str(job.directory))} || exit 1", f"folder={quote(str(job.folder))}"]
     lines += ["", *_choice(job)]
     lines += ["", "# Slurm's signals are for the ranks, which write a checkpoint; this script waits for them."]
     lines += ["trap : TERM USR1", *_LAST_STEP, *_command(job), "code=$?", "", *_requeue(options), "exit $code"]
@@ -89,15 +89,15 @@ def _choice(job: Job) -> list[str]:
     lines = ["# The runs of this array: what the recipe is called with, and where each writes.", "values=(--set)"]
     lines.append("case $SLURM_ARRAY_TASK_ID in")
     for number, run in enumerate(job.runs):
-        values = " ".join(_quoted(value) for value in run.values)
-        lines.append(f"    {number}) run=$folder/{_quoted(run.place)} values+=({values}) ;;")
+        values = " ".join(quote(value) for value in run.values)
+        lines.append(f"    {number}) run=$folder/{quote(run.place)} values+=({values}) ;;")
     return [*lines, '    *) echo "there is no run $SLURM_ARRAY_TASK_ID" >&2; exit 1 ;;', "esac"]
 
 
 def _command(job: Job) -> list[str]:
     require_one_line(job.options)
     cpus = "" if job.cpus_per_node is None else f" --cpus-per-task={job.cpus_per_node}"
-    words = [f"srun --kill-on-bad-exit=0{cpus} {_quoted(job.python)} -m fullframe.cli train", *_grouped(job.options)]
+    words = [f"srun --kill-on-bad-exit=0{cpus} {quote(job.python)} -m fullframe.cli train", *_grouped(job.options)]
     nodes = f"--nodes {job.nodes} " if job.nodes > 1 else ""
     words.append(f'{nodes}--run-dir "$run" --auto-resume --stopped-code {STOPPED} "${{values[@]}}"')
     return [" \\\n    ".join(words)]
@@ -108,9 +108,9 @@ def _grouped(options: Sequence[str]) -> list[str]:
     lines: list[str] = []
     for word in options:
         if not lines or word.startswith("--"):
-            lines.append(_quoted(word))
+            lines.append(quote(word))
         else:
-            lines[-1] += f" {_quoted(word)}"
+            lines[-1] += f" {quote(word)}"
     return lines
 
 
@@ -135,10 +135,6 @@ def _requeue(options: SlurmOptions) -> list[str]:
         "    fi ;;",
         "esac",
     ]
-
-
-def _quoted(text: str) -> str:
-    return shlex.quote(text)
 
 
 def submit(job: Job) -> str:

@@ -30,17 +30,16 @@ def judge(
     notes: Sequence[Notes], stacks: Mapping[int, str] | None = None, *, at_full_size: bool = True
 ) -> list[Finding]:
     """What the notes of all ranks show; `stacks` says where ranks stood that had to be ended."""
-    found: dict[str, Finding] = {}
-    for finding in (
-        *judged_weights(notes),
-        *judged_samples(notes),
-        *judged_learning(notes),
-        *judged_progress(notes, stacks),
-        *judged_scaling(notes),
-        *(judged_waiting(notes) if at_full_size else ()),
-    ):
-        found.setdefault(finding.code, finding)
-    return ordered(found.values())
+    return ordered(
+        (
+            *judged_weights(notes),
+            *judged_samples(notes),
+            *judged_learning(notes),
+            *judged_progress(notes, stacks),
+            *judged_scaling(notes),
+            *(judged_waiting(notes) if at_full_size else ()),
+        )
+    )
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:

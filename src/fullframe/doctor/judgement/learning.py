@@ -6,17 +6,7 @@ from math import isfinite
 
 from fullframe.doctor.finding import Finding
 from fullframe.doctor.probes import kinds
-from fullframe.doctor.probes.notes import (
-    Backward,
-    Job,
-    Notes,
-    Oddity,
-    Repeated,
-    Scaling,
-    Untrained,
-    Update,
-    Weights,
-)
+from fullframe.doctor.probes.notes import Backward, Job, Notes, Oddity, Repeated, Scaling, Untrained, Update, Weights
 from fullframe.wording import plural, some
 
 _FEWEST = 4  # steps that show growth

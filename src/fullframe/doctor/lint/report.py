@@ -7,7 +7,6 @@ from typing import Any
 
 from fullframe.doctor.finding import Finding, Kind
 
-_LEVELS = {"error": "error", "warning": "warning", "note": "note"}
 _JSON_FIELDS = ("code", "path", "line", "column", "message", "fix")
 
 
@@ -55,7 +54,7 @@ def _sarif_rule(kind: Kind) -> dict[str, Any]:
         "shortDescription": {"text": kind.title},
         "fullDescription": {"text": kind.reason},
         "help": {"text": kind.fix},
-        "defaultConfiguration": {"level": _LEVELS[kind.severity], "enabled": kind.default},
+        "defaultConfiguration": {"level": kind.severity, "enabled": kind.default},
     }
 
 
@@ -65,7 +64,7 @@ def _sarif_result(finding: Finding, positions: dict[str, int]) -> dict[str, Any]
     return {
         "ruleId": finding.code,
         "ruleIndex": positions[finding.code],
-        "level": _LEVELS[finding.severity],
+        "level": finding.severity,  # SARIF has the same words
         "message": {"text": f"{finding.title}: {finding.message}. {finding.fix}"},
         "locations": [{"physicalLocation": place}],
     }

@@ -3,16 +3,17 @@
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data import dataloader as torch_dataloader
 
+from fullframe.data.nested import tensors_in
 from fullframe.doctor.probes.clock import seconds
 from fullframe.doctor.probes.notes import BatchRead, Event, Loader
-from fullframe.doctor.probes.sketches import checksum_of_batch, tensors_in
+from fullframe.doctor.probes.sketches import checksum_of_batch
 from fullframe.simulation.fake.replaced import replaced
 
 _MOST_PLANNED = 100_000
@@ -62,10 +63,11 @@ class Loading:
                 early.setdefault(id(iterator), []).append(_indices(found))
             return found
 
-        with ExitStack() as stack:
-            stack.enter_context(replaced(DataLoader, "__iter__", __iter__))
-            stack.enter_context(replaced(_ITERATION, "__next__", __next__))
-            stack.enter_context(replaced(_ITERATION, "_next_index", _next_index))
+        with (
+            replaced(DataLoader, "__iter__", __iter__),
+            replaced(_ITERATION, "__next__", __next__),
+            replaced(_ITERATION, "_next_index", _next_index),
+        ):
             yield
 
     def _begin(self, loader: "DataLoader[Any]") -> "_Iteration":

@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullframe.doctor.probes.clock import seconds
 from fullframe.doctor.probes.loading import Loading
@@ -263,16 +259,15 @@ class Probes:
     def _note_weights(self) -> None:
         """The model before the first update."""
         names, every = self._all_names(), dict(self.modules.named_parameters())
-        groups = [p for o in self._optimizers.values() for g in o.param_groups for p in g["params"]]
-        trained = {id(p) for p in groups}
+        held = [p for o in self._optimizers.values() for g in o.param_groups for p in g["params"]]
         parameters = {name: sketch(parameter) for name, parameter in every.items()}
         self._frozen = {name: parameters[name] for name, p in every.items() if not p.requires_grad}
         self._note(
             Weights(
                 parameters=parameters,
                 frozen=tuple(self._frozen),
-                frozen_in_optimizer=tuple(n for n, p in every.items() if not p.requires_grad and id(p) in trained),
-                unknown_to_model=sum(id(p) not in names for p in groups),
+                frozen_in_optimizer=tuple(name for name in self._frozen if id(every[name]) in self.modules.trained),
+                unknown_to_model=sum(id(p) not in names for p in held),
                 elements=sum(p.numel() for p in every.values()),
             )
         )

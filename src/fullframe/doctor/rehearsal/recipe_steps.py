@@ -97,13 +97,8 @@ def _steps(
             del session, batches
             again = assemble(recipe, strategy, mesh)
             second, batch = _step(recipe, mesh, again, _endless(again), 1, lambda event: None)
-            note(
-                Repeated(
-                    first=_numbers(first),
-                    second=_numbers(second),
-                    contents=(contents, checksum_of_batch(batch)),
-                )
-            )
+            both = contents, checksum_of_batch(batch)
+            note(Repeated(first=_numbers(first), second=_numbers(second), contents=both))
 
 
 def _step(
@@ -123,12 +118,8 @@ def _step(
         for action in ("scale", "step", "update"):
             note(Scaling(action=action, scale=scale.value))
     elif record.skipped:
-        note(
-            Oddity(
-                kind="nothing updated",
-                text=f"step {number} has loss {record.loss} and gradient norm {record.grad_norm}",
-            )
-        )
+        text = f"step {number} has loss {record.loss} and gradient norm {record.grad_norm}"
+        note(Oddity(kind="nothing updated", text=text))
     return record, batch
 
 

@@ -187,7 +187,7 @@ def kept_bytes(layers: Sequence[nn.Module], input: Any) -> list[float]:
 def trials(layers: Sequence[nn.Module], input: Any) -> list[Trial]:
     """One for each layer, from a run without numbers on a whole input like this; the same on all ranks.
 
-    None where a layer asks for numbers, or takes or gives something else than one tensor. Under autocast, which looks
+    Empty where a layer asks for numbers, or takes or gives something else than one tensor. Under autocast, which looks
     at the device, fake tensors of that device take the place of meta tensors.
     """
     found: list[Trial] = []
