@@ -95,7 +95,7 @@ def write_nothing(local: Tensor, value: Tensor) -> None:
     Not a copy into an empty slice, of which torch's second derivative is a constant: this rank would not take part in
     the third one's messages.
     """
-    if value.requires_grad and torch.is_grad_enabled() and (local.is_floating_point() or local.is_complex()):
+    if value.requires_grad and torch.is_grad_enabled() and has_gradients(local):
         local.sub_(value.flatten()[:0].sum().to(local.dtype))
     else:
         local[:0].zero_()  # so that its version counts on alike
@@ -323,12 +323,13 @@ def _iter(func: Any, x: SpatialTensor) -> Any:
     return iter(torch.unbind(x, 0))
 
 
+_FLIPPED = {"flipud": (0,), "fliplr": (1,)}
+
+
 @rule(torch.flip, Tensor.flip, torch.fliplr, torch.flipud, Tensor.fliplr, Tensor.flipud)
 def _flip(func: Any, x: SpatialTensor, *args: Any, dims: Any = ()) -> Tensor:
     """Rows of dims in reverse order; the boundaries of a split dim stay, so rows cross over to the other side."""
-    dims = args or (dims,)
-    if func in (torch.fliplr, torch.flipud, Tensor.fliplr, Tensor.flipud):
-        dims = (1,) if func in (torch.fliplr, Tensor.fliplr) else (0,)
+    dims = _FLIPPED.get(func.__name__) or args or (dims,)
     flat = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
     local, spec = local_of(x), x.spec
     for dim in (d % x.dim() for d in flat):

@@ -1,8 +1,8 @@
 """Products of vectors and matrices that are contractions, sums or joins in another dress."""
 
 import string
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -55,16 +55,17 @@ def _outer(func: Any, a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(1) * b
 
 
+_PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "addr": torch.outer,
+    "addmv": torch.mv,
+    "addbmm": partial(torch.einsum, "bmk,bkn->mn"),
+}
+
+
 @rule(torch.addr, Tensor.addr, torch.addmv, Tensor.addmv, torch.addbmm, Tensor.addbmm)
 def _added(func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """`beta * input + alpha * product`: of vectors, of a matrix and a vector, or of matrices and summed over them."""
-    name = func.__name__
-    product = torch.outer(a, b) if name == "addr" else torch.mv(a, b) if name == "addmv" else _summed(a, b)
-    return added(input, product, beta, alpha)
-
-
-def _summed(a: Tensor, b: Tensor) -> Tensor:
-    return torch.einsum("bmk,bkn->mn", a, b)
+    return added(input, _PRODUCTS[func.__name__](a, b), beta, alpha)
 
 
 @rule(torch.linalg.multi_dot, torch.chain_matmul)
