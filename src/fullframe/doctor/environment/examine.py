@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
@@ -35,15 +34,12 @@ class Examined:
     unchecked: tuple[str, ...]
 
 
-def examine(root: Path = Path("/"), environment: Mapping[str, str] = os.environ, nvml: Any = None) -> Examined:
-    """This machine, without its links; read only.
-
-    `root` is where proc and sys lie, `nvml` the module pynvml, or what stands in for it.
-    """
+def examine(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Examined:
+    """This machine, without its links; read only. `root` is where proc and sys lie."""
     import torch
 
     unchecked: list[str] = []
-    cards, found, driver = _gpus(nvml, unchecked)
+    cards, found, driver = _gpus(unchecked)
     installed = installed_versions()
     cuda: str | None = torch.version.cuda
     limits = _limits(root)
@@ -92,16 +88,16 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def _gpus(nvml: Any, unchecked: list[str]) -> tuple[list[Gpu], list[State], str | None]:
+def _gpus(unchecked: list[str]) -> tuple[list[Gpu], list[State], str | None]:
     try:
-        cards = gpus(nvml)
+        cards = gpus()
     except DeviceError as error:
         unchecked.append(
             f"GPUs ({error}): driver, NCCL, peer-to-peer, clocks and throttling, memory errors, who else computes, "
             "the bandwidth between GPUs"
         )
         return [], [], None
-    nvml = import_module("pynvml") if nvml is None else nvml
+    nvml = import_module("pynvml")
     nvml.nvmlInit()
     try:
         return cards, states(nvml), as_text(nvml.nvmlSystemGetDriverVersion())

@@ -37,9 +37,9 @@ def write_page(html: str, out: Path) -> Path:
     return out
 
 
-def page(runs: Sequence[RunFiles], now: float | None = None) -> str:
-    """The HTML; `now` is the time since 1970, this moment's unless given."""
-    now = time.time() if now is None else now
+def page(runs: Sequence[RunFiles]) -> str:
+    """The HTML."""
+    now = time.time()
     shown = [
         Shown(name=name, run=run, summary=summarize(run, now), colour=_COLOURS[number % len(_COLOURS)])
         for number, (name, run) in enumerate(zip(names_of(runs), runs, strict=True))
