@@ -175,8 +175,7 @@ def world() -> World:
 
 
 def init(
-    comm: Sequence[int] | None = None,
-    process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None,
+    comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None
 ) -> None:
     """Meet the other ranks, as horovodrun, torchrun or Slurm started them; alone without any. Again: nothing.
 

@@ -20,11 +20,7 @@ class Submission:
     """
 
     def __init__(
-        self,
-        request: Request,
-        number: int,
-        inputs: Sequence[Tensor] = (),
-        targets: Sequence[Tensor] | None = None,
+        self, request: Request, number: int, inputs: Sequence[Tensor] = (), targets: Sequence[Tensor] | None = None
     ):
         self.request, self.number = request, number
         self.key = key_of(request, number)  # under which the ranks meet

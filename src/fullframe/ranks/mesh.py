@@ -285,9 +285,7 @@ def _of_attempt(store: dist.Store) -> dist.Store:
 
 
 def spatial_of(
-    mesh: DeviceMesh,
-    draw_seed: Callable[[torch.Generator | None], int] = drawn_seed,
-    own_groups: bool | None = None,
+    mesh: DeviceMesh, draw_seed: Callable[[torch.Generator | None], int] = drawn_seed, own_groups: bool | None = None
 ) -> Spatial:
     """The spatial axes of `mesh`, made at the first call (which every rank must make) and kept with the mesh.
 

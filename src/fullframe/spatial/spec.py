@@ -184,11 +184,7 @@ def strides_of(whole: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def spec_of(
-    spatial: Spatial,
-    shape: tuple[int, ...],
-    placements: Placements,
-    gather: bool,
-    strides: tuple[int, ...] | None,
+    spatial: Spatial, shape: tuple[int, ...], placements: Placements, gather: bool, strides: tuple[int, ...] | None
 ) -> Spec:
     """The one `Spec` object for these facts.
 
@@ -207,11 +203,7 @@ def spec_of(
 
 @kept_with_mesh(maxsize=16384)
 def _kept(
-    spatial: Spatial,
-    shape: tuple[int, ...],
-    placements: Placements,
-    gather: bool,
-    strides: tuple[int, ...] | None,
+    spatial: Spatial, shape: tuple[int, ...], placements: Placements, gather: bool, strides: tuple[int, ...] | None
 ) -> Spec:
     """In plain integers, as it is kept and others are made from it."""
     strides = None if strides is None else tuple(map(int, strides))

@@ -48,11 +48,7 @@ def examine(root: Path = Path("/"), environment: Mapping[str, str] = os.environ)
         *judged_versions(installed, cuda=cuda, driver=driver, gpu_is_there=bool(cards)),
         *judged_limits(limits, environment),
         *judged_variables(
-            environment,
-            gpus=len(cards),
-            processors=limits.processors_seen,
-            interfaces=interfaces,
-            resolves=_resolves,
+            environment, gpus=len(cards), processors=limits.processors_seen, interfaces=interfaces, resolves=_resolves
         ),
         *judged_gpus(cards, found),
         *judged_numbers(narrow_convolution_error(), gpu_is_there=bool(cards)),

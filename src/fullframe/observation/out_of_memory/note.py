@@ -34,9 +34,7 @@ class OutOfMemoryNotes(Observer):
     """
 
     def __init__(
-        self,
-        live: Callable[[], Mapping[str, Any]] = lambda: {},
-        counted: Callable[[], Mapping[str, int]] | None = None,
+        self, live: Callable[[], Mapping[str, Any]] = lambda: {}, counted: Callable[[], Mapping[str, int]] | None = None
     ):
         self._live, self._counted = live, counted_now if counted is None else counted
         self._made = time.time()
@@ -90,12 +88,7 @@ def counted_now() -> dict[str, int]:
     if device.is_in_use():
         free, total = torch.accelerator.get_memory_info()
         allocated, reserved = torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
-        return {
-            "allocated_bytes": allocated,
-            "reserved_bytes": reserved,
-            "free_bytes": free,
-            "limit_bytes": total,
-        }
+        return {"allocated_bytes": allocated, "reserved_bytes": reserved, "free_bytes": free, "limit_bytes": total}
     memory = psutil.virtual_memory()
     held = psutil.Process().memory_info().rss
     return {"host_bytes": held, "free_bytes": memory.available, "limit_bytes": memory.total}

@@ -40,11 +40,7 @@ class WindowPlan:
 
 
 def plan_windows(
-    spec: Spec,
-    dims: Sequence[int],
-    windows: Sequence[RowMap],
-    sizes: Sequence[int],
-    shape: Sequence[int],
+    spec: Spec, dims: Sequence[int], windows: Sequence[RowMap], sizes: Sequence[int], shape: Sequence[int]
 ) -> WindowPlan:
     """Plan a window op over tensor dims `dims` with output `sizes` there; `shape` is that of the whole result.
 
