@@ -29,12 +29,9 @@ class Configuration:
         for code in (*self.select, *self.extend_select, *self.ignore):
             if not _any(code, RULES):
                 raise LintError(f"no rule's code begins with {code!r}; docs/findings.md lists them, FF101 is the first")
-        chosen = [
-            rule
-            for code, rule in RULES.items()
-            if (_starts(code, self.select) if self.select else rule.kind.default) or _starts(code, self.extend_select)
-        ]
-        return [rule for rule in chosen if not _starts(rule.kind.code, self.ignore)]
+        first = self.select or [code for code, rule in RULES.items() if rule.kind.default]
+        chosen = [*first, *self.extend_select]
+        return [rule for code, rule in RULES.items() if _starts(code, chosen) and not _starts(code, self.ignore)]
 
     def files(self, paths: Sequence[Path]) -> Iterator[Path]:
         """The Python files at and below `paths`, each once; a file that is named is read whatever it is called."""

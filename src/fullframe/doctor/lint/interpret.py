@@ -6,6 +6,7 @@ afterwards by itself, with parameters about which nothing is known. Nothing of t
 
 import ast
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from fullframe.doctor.lint.expressions import Evaluator
@@ -193,16 +194,12 @@ class _Interpreter(Evaluator):
 
     def _if(self, node: ast.If) -> bool:
         test = self.evaluate(node.test)
-        return self._branches(
-            [
-                lambda: self._framed(FrameKind.IF, node, node.body, test),
-                lambda: self._framed(FrameKind.IF, node, node.orelse, test, arm=False),
-            ]
-        )
+        arms = (node.body, True), (node.orelse, False)
+        return self._branches([partial(self._framed, FrameKind.IF, node, body, test, arm) for body, arm in arms])
 
     def _match(self, node: ast.Match) -> bool:
         subject = self.evaluate(node.subject)
-        arms = [lambda case=case: self._framed(FrameKind.IF, node, case.body, subject) for case in node.cases]
+        arms = [partial(self._framed, FrameKind.IF, node, case.body, subject) for case in node.cases]
         return self._branches([*arms, lambda: False])
 
     def _for(self, node: ast.For | ast.AsyncFor) -> None:

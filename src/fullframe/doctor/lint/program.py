@@ -145,6 +145,10 @@ class Program:
         """All assignments."""
         return self._stores
 
+    def sets(self, *names: str) -> bool:
+        """Whether a variable or attribute of such a name is assigned."""
+        return any(store.name in names for store in self._stores)
+
     def stores_in(self, frame: Frame) -> list[Store]:
         """Those inside `frame`."""
         return _inside(frame, self._stores)

@@ -23,9 +23,8 @@ def _modes(training: Training, mode: str) -> Iterator[Call]:
 
 def _asks_for_gradients(training: Training) -> bool:
     """Whether gradients are taken by other ways than a backward pass, or weights are frozen."""
-    if any(training.program.calls("grad", "jacobian", "hessian", "vjp", "jvp", "requires_grad_", "grad_and_value")):
-        return True
-    return any(store.name == "requires_grad" for store in training.program.stores())
+    names = ("grad", "jacobian", "hessian", "vjp", "jvp", "requires_grad_", "grad_and_value")
+    return any(training.program.calls(*names)) or training.program.sets("requires_grad")
 
 
 @rule(
@@ -101,7 +100,7 @@ def _is_read(training: Training, call: Call) -> bool:
 def eval_missing(training: Training) -> Iterator[Found]:
     """A model that was trained is called in a loop without autograd, and was not put into eval mode in between."""
     evals = list(_modes(training, "eval"))
-    if any(training.program.calls("update_bn")) or any(s.name == "training" for s in training.program.stores()):
+    if any(training.program.calls("update_bn")) or training.program.sets("training"):
         return
     for call in training.model_calls:
         loop = call.frame.innermost(FrameKind.LOOP)

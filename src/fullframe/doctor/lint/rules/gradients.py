@@ -97,7 +97,7 @@ def summed_over_ranks(training: Training) -> Iterator[Found]:
 
 def _divides_gradients(program: Program) -> bool:
     names = ("div_", "mul_", "div", "mul", "copy_", "_foreach_div_", "_foreach_mul_", "register_hook")
-    return any(program.calls(*names)) or any(store.name in ("grad", "data") for store in program.stores())
+    return any(program.calls(*names)) or program.sets("grad", "data")
 
 
 def _divides_losses(training: Training) -> bool:

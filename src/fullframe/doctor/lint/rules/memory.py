@@ -105,9 +105,7 @@ def _holds_batch_norm(block: Value, depth: int = 0) -> bool:
 )  # fmt: skip
 def on_the_input(training: Training) -> Iterator[Found]:
     """All that the block is given comes straight from a loader."""
-    needs = any(training.program.calls("requires_grad_")) or any(
-        s.name == "requires_grad" for s in training.program.stores()
-    )
+    needs = any(training.program.calls("requires_grad_")) or training.program.sets("requires_grad")
     for call in _checkpoints(training):
         given = call.value.keywords
         if needs or ("use_reentrant" in given and not is_true(given["use_reentrant"])) or "**" in given:

@@ -109,9 +109,8 @@ def sharded_late(training: Training) -> Iterator[Found]:
 )  # fmt: skip
 def sent_often(training: Training) -> Iterator[Found]:
     """Accumulation with a DistributedDataParallel model, and no `no_sync` in the file."""
-    if any("no_sync" in line for line in training.program.lines) or any(
-        s.name == "require_backward_grad_sync" for s in training.program.stores()
-    ):
+    program = training.program
+    if any("no_sync" in line for line in program.lines) or program.sets("require_backward_grad_sync"):
         return
     for _, _, backward in accumulation(training):
         for value in cone(backward.losses):
