@@ -18,7 +18,7 @@ from fullframe.errors import UnsupportedOp
 from fullframe.spatial.fallback import plain, unsupported
 from fullframe.spatial.module_hooks import BackwardHookFunction
 from fullframe.spatial.operands import shells_in
-from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, spec_in, wrap, wrapped_as
+from fullframe.spatial.tensor import SpatialTensor, local_or_whole, spec_in, wrapped_as
 from fullframe.spatial.users_function import OWN_KERNEL, composed, obstacle_in
 
 # FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.
@@ -69,18 +69,14 @@ def _refused(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reaso
 
 def _apply_to_locals(identity: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """A function that returns its tensors as they are, applied to the local ones."""
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    results = apply_function(identity, *(local_of(arg) if type(arg) is SpatialTensor else arg for arg in args))
-    return tuple(
-        wrap(result, arg.spec) if type(arg) is SpatialTensor else result
-        for result, arg in zip(results, tensors, strict=True)
-    )
+    specs = [spec_in(arg) for arg in args if isinstance(arg, Tensor)]
+    return tuple(wrapped_as(apply_function(identity, *map(local_or_whole, args)), specs))
 
 
 def _kept_locals(keeper: Any, args: tuple[Any, ...]) -> Tensor:
     """The first argument is the keeper's own, its node gives back the others."""
     specs = list(map(spec_in, args[1:]))
-    result: Tensor = apply_function(keeper, *(local_of(arg) if type(arg) is SpatialTensor else arg for arg in args))
+    result: Tensor = apply_function(keeper, *map(local_or_whole, args))
     node: Any = result.grad_fn
     if node is not None:
         kept = node.get_args
