@@ -28,10 +28,10 @@ def broadcast_parameters(
         raise ValueError(f"invalid params of type: {type(params)}")
     else:
         named = [item if isinstance(item, tuple) else (str(number), item) for number, item in enumerate(params)]
-    tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
     handles = [
-        broadcast_async_(tensor.detach(), root_rank, f"broadcast_parameters.{name}", process_set)
-        for name, tensor in tensors
+        broadcast_async_(value.detach(), root_rank, f"broadcast_parameters.{name}", process_set)
+        for name, value in named
+        if isinstance(value, Tensor)
     ]
     for handle in handles:
         synchronize(handle)
@@ -52,18 +52,12 @@ def broadcast_optimizer_state(
     state = optimizer.state_dict()
     is_root = world().rank == root_rank
     skeleton, tensors = _skeleton(state) if is_root else (None, [])
-    skeleton, kinds = broadcast_object(
-        (skeleton, [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]),
-        root_rank,
-        "optimizer_state",
-        process_set,
-    )
+    forms = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
+    skeleton, forms = broadcast_object((skeleton, forms), root_rank, "optimizer_state", process_set)
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
     if not is_root:
-        places = [device if kind == "cuda" else torch.device("cpu") for _, _, kind in kinds]
-        tensors = [
-            torch.empty(shape, dtype=dtype, device=d) for (shape, dtype, _), d in zip(kinds, places, strict=True)
-        ]
+        places = [device if kind == "cuda" else torch.device("cpu") for _, _, kind in forms]
+        tensors = [torch.empty(s, dtype=dtype, device=d) for (s, dtype, _), d in zip(forms, places, strict=True)]
     named = [(f"optimizer.{number}", tensor) for number, tensor in enumerate(tensors)]
     broadcast_parameters(named, root_rank, process_set)
     if not is_root:

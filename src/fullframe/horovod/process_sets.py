@@ -40,10 +40,9 @@ class ProcessSet:
         return None if self.process_set_id is None else len(self.ranks)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ProcessSet) and (self.process_set_id, self.ranks) == (
-            other.process_set_id,
-            other.ranks,
-        )
+        if not isinstance(other, ProcessSet):
+            return False
+        return (self.process_set_id, self.ranks) == (other.process_set_id, other.ranks)
 
     __hash__ = object.__hash__
 

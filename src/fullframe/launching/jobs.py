@@ -191,9 +191,9 @@ def _state(facts: Facts | None, launch: Mapping[str, Any], entry: Queued | None,
     if problem:
         return "unknown", "Slurm does not answer"
     ended = "is in the queue no more" if entry is None else entry.state.lower()
-    return (
-        ("died", f"its job {ended}") if said else ("lost", f"its job {ended} and has written nothing; see slurm-*.log")
-    )
+    if said:
+        return "died", f"its job {ended}"
+    return "lost", f"its job {ended} and has written nothing; see slurm-*.log"
 
 
 def _state_beside_slurm(facts: Facts | None, launch: Mapping[str, Any]) -> tuple[str, str]:

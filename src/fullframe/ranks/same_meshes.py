@@ -23,9 +23,8 @@ def require_one_mesh(number: int, asked: str) -> None:
 def compare_hashing(ranks: torch.Tensor) -> None:
     """Warn where the ranks of a replica hash strings differently, and so walk through sets of them in another order."""
     everyone = from_all_ranks(hash("fullframe"))
-    if dist.get_rank() == 0 and any(
-        len({everyone[rank] for rank in replica}) > 1 for replica in ranks.flatten(1).tolist()
-    ):
+    replicas = ranks.flatten(1).tolist()
+    if dist.get_rank() == 0 and any(len({everyone[rank] for rank in replica}) > 1 for replica in replicas):
         warnings.warn(
             "the ranks hash strings differently, so a loop over a set of names (`a.keys() & b.keys()`, `set(losses)`) "
             "has another order on each, and what it adds up or sends is mixed up; set PYTHONHASHSEED=0 for all ranks "

@@ -90,17 +90,12 @@ def _sampled(image: Tensor, grid: Tensor) -> Tensor:
 
 # Torch writes these out in Python, some in thousands of steps without values (up to 160 ms a call), asks less of their
 # operands than their kernels do, and refuses an empty batch. Here the first two operands tell all.
-_BY_SIZE: dict[str, Callable[..., Tensor]] = {
-    **{
-        f"aten::{name}": _resized
-        for name in (
-            "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
-            "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
-            "upsample_bicubic2d", "upsample_trilinear3d",
-        )
-    },
-    "aten::grid_sampler_2d": _sampled,
-}  # fmt: skip
+_RESIZES = """
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+"""
+_BY_SIZE: dict[str, Callable[..., Tensor]] = {f"aten::{name}": _resized for name in _RESIZES.split()}
+_BY_SIZE["aten::grid_sampler_2d"] = _sampled
 _WRITTEN_OUT = frozenset((F.interpolate, F.grid_sample))
 _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 _known: dict[Any, Expected | None] = {}

@@ -161,9 +161,8 @@ class UpdateInBackward:
             group["params"] = [parameter] if group is own else []
         before = _numbers(own), _numbers(vars(self._optimizer))
         self._optimizer.step()
-        if (_numbers(own), _numbers(vars(self._optimizer))) != before or not all(
-            isinstance(key, Tensor) for key in self._optimizer.state
-        ):
+        has_counted = (_numbers(own), _numbers(vars(self._optimizer))) != before
+        if has_counted or not all(isinstance(key, Tensor) for key in self._optimizer.state):
             raise StrategyError(
                 f"{type(self._optimizer).__name__} counts steps by itself, and update_in_backward takes one per "
                 "parameter; use an optimizer of torch.optim, or leave out update_in_backward"

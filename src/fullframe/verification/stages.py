@@ -36,13 +36,8 @@ class StagedCalls:
         if share is None or caller is None:
             return
         number = calls[caller] - 1  # of the chain's call
-        parts = list(
-            dict.fromkeys(
-                (place.path, place.call)
-                for place in self._within(caller, number)
-                if place.kind == "input" and place.caller == caller
-            )
-        )
+        given = (p for p in self._within(caller, number) if p.kind == "input" and p.caller == caller)
+        parts = list(dict.fromkeys((place.path, place.call) for place in given))
         self._chain = caller
         if share.start < len(parts):
             self._go_on_from(self._before[parts[share.start][0]][parts[share.start][1]], calls)

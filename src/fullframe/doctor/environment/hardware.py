@@ -34,19 +34,14 @@ class State:
 def states(nvml: Any) -> list[State]:
     """Of every GPU; read only. `nvml` is nvidia-ml-py's module, initialized."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+    uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC  # since the machine was started
     return [
         State(
             index=number,
             throttled_by=_throttles(nvml, handle),
             sm_mhz=_asked(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
             most_sm_mhz=_asked(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
-            uncorrected_errors=_asked(
-                nvml,
-                nvml.nvmlDeviceGetTotalEccErrors,
-                handle,
-                nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-                nvml.NVML_VOLATILE_ECC,
-            ),
+            uncorrected_errors=_asked(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected),
             unreachable=tuple(n for n, peer in enumerate(handles) if n != number and not _reaches(nvml, handle, peer)),
         )
         for number, handle in enumerate(handles)

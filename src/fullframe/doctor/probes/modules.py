@@ -60,11 +60,8 @@ class Modules:
 
     def unwrapped_classes(self) -> tuple[str, ...]:
         """Classes of the roots with trainable parameters that no data parallel wrapper holds, nor its hooks."""
-        return tuple(
-            type(root).__name__
-            for root in self.roots()
-            if not _is_wrapped(root) and any(p.requires_grad for p in root.parameters())
-        )
+        loose = (root for root in self.roots() if not _is_wrapped(root))
+        return tuple(type(root).__name__ for root in loose if any(p.requires_grad for p in root.parameters()))
 
     def evaluating(self) -> tuple[str, ...]:
         """Trained roots in eval mode which have layers that then do something else."""

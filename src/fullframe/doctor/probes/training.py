@@ -233,6 +233,7 @@ class Probes:
     def _note_job(self) -> None:
         """What kind of job this is, once the model was called."""
         roots, met = self.modules.roots(), dist.is_initialized()
+        parallel = [root for root in roots if isinstance(root, DistributedDataParallel)]
         wrappers = {wrapper_of(root) for root in roots} - {""}
         known = [name for name in _FRAMEWORKS if name in sys.modules]
         every = dict(self.modules.named_parameters())
@@ -249,9 +250,7 @@ class Probes:
                 device=str(device),
                 device_id=_device_id(device),
                 frameworks=(*sorted(wrappers), *known),
-                unused_are_sought=any(
-                    isinstance(root, DistributedDataParallel) and root.find_unused_parameters for root in roots
-                ),
+                unused_are_sought=any(root.find_unused_parameters for root in parallel),
                 unsynchronized=self.modules.unwrapped_classes(),
             )
         )

@@ -52,16 +52,11 @@ def discover(script: str, slots: int | None) -> dict[str, int]:
     Raises MeshError where it fails.
     """
     try:
-        done = subprocess.run(
-            [script] if Path(script).exists() else script.split(),
-            capture_output=True,
-            text=True,
-            timeout=60.0,
-            check=True,
-        )
+        words = [script] if Path(script).exists() else script.split()
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60.0, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        words = (getattr(error, "stderr", None) or "").strip()
-        raise MeshError(f"the host discovery script failed: {error} {words}".rstrip()) from error
+        said = (getattr(error, "stderr", None) or "").strip()
+        raise MeshError(f"the host discovery script failed: {error} {said}".rstrip()) from error
     hosts: dict[str, int] = {}
     for line in done.stdout.split():
         if ":" not in line and slots is None:
