@@ -162,8 +162,7 @@ def _memory(run: RunFiles, summary: Summary) -> _Section:
     prediction = run.prediction
     predicted = prediction.peak_bytes if prediction is not None else None
     ranks = sorted((r for r in summary.ranks if _held(r)), key=lambda rank: -_held(rank))
-    limit = max((rank.limit_bytes for rank in ranks if rank.limit_bytes), default=None)
-    rows = []
+    limit, rows = summary.limit_bytes, []
     for rank in ranks:
         sizes = rank.bytes or {"other": _held(rank)}
         parts = [(kind, float(sizes[kind])) for kind in in_order(list(sizes), CATEGORIES)]

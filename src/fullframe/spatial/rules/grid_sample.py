@@ -63,16 +63,13 @@ def _grid_sample(
         input = input.full()  # little beside what is made of it, whole on each rank
     if isinstance(input, SpatialTensor) and not isinstance(grid, SpatialTensor):
         spec = input.spec.with_((*input.shape[:2], *grid.shape[1:-1]), input.spec.placements)
-        batch = spec.cuts(0)
-        grid = sliced(grid, spec.with_(tuple(grid.shape), batch))
+        grid = sliced(grid, spec.with_(tuple(grid.shape), spec.cuts(0)))
         return wrap(func(local_of(input), grid, mode, padding_mode, align_corners), spec)
     if not isinstance(grid, SpatialTensor):
         return func(input, grid, mode, padding_mode, align_corners)  # type: ignore[no-any-return]
-    spec = grid.spec
-    spec.require_whole("the coordinates of the grid are split", -1)
-    batch = spec.cuts(0)
-    image = aligned(input, spec.with_(tuple(input.shape), batch))
-    return wrap(func(image, local_of(grid), mode, padding_mode, align_corners), _of_result(grid, input.shape[1]))
+    result = _of_result(grid, input.shape[1])
+    image = aligned(input, grid.spec.with_(tuple(input.shape), grid.spec.cuts(0)))
+    return wrap(func(image, local_of(grid), mode, padding_mode, align_corners), result)
 
 
 def _of_result(grid: SpatialTensor, channels: int) -> Spec:

@@ -39,9 +39,8 @@ class Shared(NamedTuple):
     def places(self, letter: str, size: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """Where the rows of a dim that this rank has stand in the whole tensor."""
         numbers = torch.arange(size, dtype=dtype, device=self.locals[0].device)
-        return sliced(
-            numbers, self.spec.with_((size,), tuple(self.cuts[axis][1].at(0) for axis in self.axes_of(letter)))
-        )
+        placements = tuple(self.cuts[axis][1].at(0) for axis in self.axes_of(letter))
+        return sliced(numbers, self.spec.with_((size,), placements))
 
 
 def shared(operands: list[Tensor], terms: list[str]) -> Shared:

@@ -39,9 +39,8 @@ def _kept(x: SpatialTensor, p: float) -> Tensor:
     by = recorder()
     if by is not None:
         return by.kept(local_of(x).shape, 1 - p, local_of(x).device, x.spec.coordinate)
-    return torch.empty(local_of(x).shape, dtype=torch.bool, device=x.device).bernoulli_(
-        1 - p, generator=shard_generator(x)
-    )
+    kept = torch.empty(local_of(x).shape, dtype=torch.bool, device=x.device)
+    return kept.bernoulli_(1 - p, generator=shard_generator(x))
 
 
 def _kept_channels(x: SpatialTensor, p: float, batched: bool) -> Tensor:
@@ -147,9 +146,8 @@ def _rrelu(
     torch.rrelu(local.detach().flatten()[:0], lower, upper, training)  # refuses what torch does
     inplace = inplace or func is torch.rrelu_
     if training:
-        slope = torch.empty_like(local, requires_grad=False).uniform_(
-            lower, upper, generator=shard_generator(x, generator)
-        )
+        own = shard_generator(x, generator)
+        slope = torch.empty_like(local, requires_grad=False).uniform_(lower, upper, generator=own)
         slope = slope.where(local.detach() <= 0, 1)
         made = local.mul_(slope) if inplace else local * slope
     else:
@@ -172,8 +170,7 @@ def _gumbel_softmax(
         return soft  # type: ignore[no-any-return]
     best: Any = soft.detach().max(dim, keepdim=True).indices
     best = local_or_whole(best)
-    numbers = held_numbers(x.spec, dim, best.device).unflatten(
-        0, [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
-    )
+    along = [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
+    numbers = held_numbers(x.spec, dim, best.device).unflatten(0, along)
     chosen = wrap((numbers == best).to(soft.dtype), x.spec)
     return chosen - soft.detach() + soft  # type: ignore[no-any-return]
