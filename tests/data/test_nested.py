@@ -1,7 +1,7 @@
 """Nested containers, with those that torch's pytree takes for leaves."""
 
 from collections import OrderedDict, UserDict, deque, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -23,6 +23,14 @@ class Boxes(list):
 class Found:
     boxes: list
     scores: torch.Tensor | None
+
+
+@dataclass
+class Node:
+    value: torch.Tensor
+    parent: "Node | None" = None
+    children: list = field(default_factory=list)
+    unset: torch.Tensor = field(init=False)
 
 
 def test_containers_keep_their_kind_and_leaves_their_place():
@@ -50,3 +58,9 @@ def test_tensors_are_found_wherever_they_lie():
     output = BaseModelOutput(last_hidden_state=three, hidden_states=(four,))
     value = Features(a=[Found(Boxes([one, "x"]), two), 3, None], b=output, c=deque([{"d": known}]), d=Found)
     assert [len(tensor) for tensor in tensors_in(value)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_tensors_of_nodes_that_know_their_parent():
+    root, value = Node(torch.zeros(1)), torch.ones(1)
+    root.children = [Node(value, root), Node(value, root)]
+    assert [tensor.item() for tensor in tensors_in([root])] == [0, 1, 1]

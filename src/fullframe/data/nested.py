@@ -38,17 +38,21 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors, in order, also in dataclasses and in classes that torch's pytree was told of."""
+def tensors_in(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Tensor]:
+    """All tensors, in order, also in dataclasses and in classes that torch's pytree was told of.
+
+    What lies `within` itself, as a node that knows its parent, is not entered again.
+    """
     for leaf in leaves(value):
         if is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+            if not any(leaf is outer for outer in within):
+                yield from tensors_in([getattr(leaf, field.name, None) for field in fields(leaf)], (*within, leaf))
             continue
         for inner in tree_leaves(leaf):
             if isinstance(inner, Tensor):
                 yield inner
             elif inner is not leaf:
-                yield from tensors_in(inner)
+                yield from tensors_in(inner, within)
 
 
 def with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
