@@ -266,9 +266,11 @@ def test_a_copy_is_a_parallel_model_of_its_own() -> None:
         assert max(rank_group(height * width).run(_copied, height, width)) < 1e-11
 
 
-def _not_to_be_copied(what: str) -> None:
+def _cannot(what: str) -> None:
     if what == "lazy":
         ff.parallelize(nn.Sequential(nn.LazyConv2d(4, 3)), mesh(1, 2))
+    if what == "averaged twice":
+        nn.parallel.DistributedDataParallel(ff.parallelize(_net(), mesh(1, 2)))(_image())
     model = ff.parallelize(_net(), mesh(1, 2), shard_parameters=True, find_unused_parameters=True)
     spread = type(model)._replicate_for_data_parallel
     {"sharded": copy.deepcopy, "pickled": pickle.dumps, "spread": spread}[what](model)
@@ -281,11 +283,12 @@ def _not_to_be_copied(what: str) -> None:
         ("sharded", "copy the plain model"),
         ("pickled", "save model.module"),
         ("spread", "start one process for each GPU"),
+        ("averaged twice", "a DistributedDataParallel is around the model"),
     ],
 )
-def test_models_that_cannot_be_copied_or_have_no_shape_are_told(what: str, told: str) -> None:
+def test_models_that_cannot_be_copied_or_wrapped_or_have_no_shape_are_told(what: str, told: str) -> None:
     with pytest.raises(RankFailure, match=told):
-        rank_group(2).run(_not_to_be_copied, what)
+        rank_group(2).run(_cannot, what)
 
 
 class Detector(nn.Module):

@@ -239,6 +239,7 @@ class ParallelModel(nn.Module):
     def _called(self, method: str, args: Any, kwargs: Any) -> Any:
         """The model, or a method of it, called by way of the door and DDP."""
         leave_own_frames()
+        self._require_no_ddp_around()
         run = self._as_called
         if self._replicas > 1 and self.training:
             require_whole_buffers(self.module)
@@ -268,6 +269,16 @@ class ParallelModel(nn.Module):
     def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
         warn_of_dynamo()
         return self.forward(*args, **kwargs)
+
+    def _require_no_ddp_around(self) -> None:
+        """Raises GradientError where a DistributedDataParallel of the user's would divide our means once more."""
+        around = DistributedDataParallel._get_active_ddp_module()
+        ours = around is None or isinstance(around.module, Undressed)  # of a model that calls this one
+        if not ours and self._averaging is not None and any(module is self for module in around.modules()):
+            raise GradientError(
+                "a DistributedDataParallel is around the model of fullframe.parallelize, which averages its gradients "
+                "already; they would come out too small. Leave it out (with Accelerate: do not prepare the model)"
+            )
 
     @property
     def _as_called(self) -> nn.Module:
