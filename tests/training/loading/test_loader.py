@@ -333,7 +333,10 @@ class Stream(IterableDataset):
     ("read", "message"),
     [
         (lambda: DataLoader(Stream(), 2), "Stream is an IterableDataset"),
-        (lambda: DataLoader(Frames(4), 2, sampler=WeightedRandomSampler([1.0] * 4, 4)), "WeightedRandomSampler"),
+        (
+            lambda: DataLoader(Frames(4), 2, sampler=WeightedRandomSampler([1.0] * 4, 4)),
+            "WeightedRandomSampler; .* __getitem__",
+        ),
         (lambda: DataLoader(Frames(4), 2, sampler=RandomSampler(Frames(4), replacement=True)), "RandomSampler"),
         (lambda: DataLoader(Frames(4), 2, sampler=RandomSampler(Frames(4), num_samples=2)), "RandomSampler"),
         (lambda: DataLoader(Frames(4), 2, sampler=Backwards(Frames(4))), "Backwards"),

@@ -49,10 +49,10 @@ _numbers: "defaultdict[str, count[int]]" = defaultdict(count)  # the next loader
 class ShardedLoader:
     """Iterates over one epoch of `loader`, from where it stands; the next iteration is the next epoch.
 
-    `loader` is an ordinary DataLoader (or torchdata's StatefulDataLoader) over a map-style dataset of dicts; its
-    batch_size is that of the whole job, its shuffle, drop_last, workers, collate_fn and pinning are kept. A last
-    incomplete batch that the replicas cannot share evenly is refused, unless `weighted` says that the loop multiplies
-    the mean over each batch by `weight`. `split` says which tensors are split over height and width: "auto" takes those
+    `loader` is an ordinary DataLoader (or torchdata's StatefulDataLoader) over a map-style dataset; its batch_size is
+    that of the whole job, its shuffle, drop_last, workers, collate_fn and pinning are kept. A last incomplete batch
+    that the replicas cannot share evenly is refused, unless `weighted` says that the loop multiplies the mean over each
+    batch by `weight`. `split` says which tensors are split over height and width: "auto" takes those
     of 3 or more dims with the last two dims of the largest one (a split is exact for any tensor, so this is a matter of
     speed only), or the keys of the batch. On a mesh with depth they are those of 4 or more dims with its last three. On
     a mesh without a split (height 1, width 1) all tensors stay plain. A dataset that is a `fullframe.data.SliceReader`
@@ -329,7 +329,8 @@ def _require_spreadable(loader: "DataLoader[Any]", replicas: int, weighted: bool
     if loader.batch_size is None or not whole or not (shuffles or type(loader.sampler) is SequentialSampler):
         raise RecipeError(
             f"ShardedLoader chooses the samples itself and cannot keep the loader's {type(loader.sampler).__name__}; "
-            "make the DataLoader with batch_size=... and shuffle=True or False"
+            "make the DataLoader with batch_size=... and shuffle=True or False, and draw what a sampler would draw in "
+            "the data set's __getitem__"
         )
     if getattr(loader, "next_iter_state", None) is not None:
         raise RecipeError(
