@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
-from fullframe.errors import DivergenceError
-from fullframe.model.fsdp import whole_value
+from fullframe.errors import DivergenceError, MeshError
+from fullframe.model.fsdp import require_whole
+from fullframe.model.sharded_values import whole_value
 from tests.exactness import mesh, relative
 from tests.rank_group import RankFailure, rank_group
 
@@ -236,6 +237,8 @@ def _bytes_held() -> tuple[int, int, int]:
     whole = sum(p.numel() for p in model.parameters())
     _loss(model(_mine(_images(), mesh(1, 2)))).backward()
     parameters: list[Any] = list(model.parameters())
+    with pytest.raises(MeshError, match=r"stem\.weight is sharded already"):
+        require_whole(model.module)
     return whole, *(sum(t.to_local().numel() for t in ts) for ts in (parameters, [p.grad for p in parameters]))
 
 
@@ -484,36 +487,6 @@ def test_what_would_be_averaged_wrong_is_refused(what: str) -> None:
     for _, name, text, _ in caught.value.errors:
         assert name == ("GradientError" if what in GRADIENTS else "MeshError")
         assert REFUSED[what] in text
-
-
-class Moving(nn.Module):
-    """Its forward writes to a parameter, seen by autograd or not, or puts another in its place."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.conv, self.how = nn.Conv2d(3, 3, 1), how
-        self.center = nn.Parameter(torch.zeros(3, 1, 1), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            if self.how == "replaced":
-                self.center = nn.Parameter(self.center + 1, requires_grad=False)
-            else:
-                (self.center.data if self.how == "written to by .data" else self.center).add_(1)
-        return self.conv(x) + self.center
-
-
-def _moving(how: str) -> None:
-    on = mesh(1, 2)
-    model = ff.parallelize(nn.Sequential(Moving(how)), on, shard_parameters=True)
-    model(ff.shard(torch.zeros(1, 3, 4, 6), on))
-
-
-@pytest.mark.parametrize("how", ["written to", "written to by .data", "replaced"])
-def test_what_forward_writes_to_parameters_is_not_lost(how: str) -> None:
-    said = rf"0.center is {how.removesuffix(' by .data')} in forward, which sharded parameters would lose"
-    with pytest.raises(RankFailure, match=said):
-        rank_group(2).run(_moving, how)
 
 
 class Weighed(nn.Module):

@@ -5,11 +5,10 @@ backward, and lets go of them afterwards. Every rank holds a part of the job's m
 the one mesh.
 """
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -18,42 +17,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
-from fullframe.errors import DivergenceError, GradientError, MeshError, StrategyError
+from fullframe.errors import DivergenceError, GradientError, MeshError
 from fullframe.model.averaging import leave_shares
 from fullframe.model.forward_patch import PatchedForward, unpatch
+from fullframe.model.sharded_values import is_sharded
 from fullframe.model.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
+from fullframe.model.taken import Lending, Replaced, stand_in
 from fullframe.model.units import units_to_shard
 from fullframe.model.unused import say_unused
+from fullframe.model.written import WrittenIn
 from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_rank_each
 from fullframe.ranks.mesh import Spatial
-from fullframe.ranks.raw_bytes import checksums
 from fullframe.spatial.gradients import is_managed
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.wording import first_of
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-_replaced: Any = WeakIdKeyDictionary()  # parameters in whose place sharded ones are
 _MOST_RUN = 10_000  # units that are remembered, of forward passes that no backward pass follows
-
-
-def is_sharded(parameter: object) -> "TypeGuard[DTensor]":
-    """Whether `fully_shard`, ours or the user's, has taken the parameter."""
-    loaded = sys.modules.get("torch.distributed.tensor")  # takes a second to load, and no one has sharded without it
-    return loaded is not None and isinstance(parameter, loaded.DTensor)
-
-
-def whole_value(value: Any) -> Any:
-    """A sharded tensor gathered from all ranks, which all call it; anything else as it is."""
-    return value.full_tensor() if is_sharded(value) else value
-
-
-def local_value(value: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; anything else as it is."""
-    return value.to_local() if is_sharded(value) else value
 
 
 class ShardedParameters:
@@ -71,18 +51,20 @@ class ShardedParameters:
         _require_no_hooks(model)
         begin_anew()
         mesh = DeviceMesh(spatial.mesh.device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
-        whole = list(model.parameters())
+        held = {p: (each, own) for each in model.modules() for own, p in each._parameters.items()}
+        written: dict[str, WrittenIn] = {}
         for name in ("", *units_to_shard(model))[::-1]:
             module = model.get_submodule(name)
             if not isinstance(module, FSDPModule):
                 _require_one_message(name, module)
-                _WrittenIn(module, name, spatial.channel.tagged)
+                written[name] = WrittenIn(module, name, spatial.channel.tagged)
                 module.register_forward_hook(_without_views)  # before torch's own, which hooks what it returns
                 # Also the root: torch would keep its parameters whole after a forward pass without a backward pass,
                 # and go on with those when the optimizer or an average has long changed the sharded ones.
                 fully_shard(module, mesh=mesh, reshard_after_forward=True)
         kept = set(model.parameters())
-        _replaced.update(dict.fromkeys(parameter for parameter in whole if parameter not in kept))
+        for parameter in held.keys() - kept - {None}:
+            stand_in(parameter, *held[parameter])
         self._root: Any = model
         self._spatial = spatial
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -99,30 +81,39 @@ class ShardedParameters:
                 f"torch {torch.__version__} cannot shard parameters of which some get no gradient; "
                 "use torch 2.13, freeze them with requires_grad_(False), or leave out find_unused_parameters"
             )
+        self._lending, self._watched = Lending(model), set[str]()
         for name, unit in model.named_modules():
             if isinstance(unit, FSDPModule):
-                self._prepare(name, unit)
+                self._prepare(name, unit, written.get(name))
 
-    def _prepare(self, name: str, unit: Any) -> None:
+    def _prepare(self, name: str, unit: Any, written: "WrittenIn | None") -> None:
         if self._sends_zeros:
             # A rank that lacks a gradient sends zeros, for the other ranks' messages must meet one of their size.
             unit.set_reduce_scatter_unused_params(True, recurse=False)
-        if self._several:
-            unit.register_forward_pre_hook(lambda module, args: self._ran.append(name))
-        prefix = f"{name}." if name else ""
-        watching = unit.register_forward_pre_hook(lambda module, args: watch())
+        unit.register_forward_pre_hook(lambda module, args: self._gathered(name, unit))  # after torch's own
+        if name and written is not None:
+            self._lending.lend(unit, written.modules, lambda: self._taken(name, unit, written), written.end)
 
-        def watch() -> None:  # runs after torch's own hook has put the whole parameters into the modules
-            watching.remove()
-            if torch.is_inference_mode_enabled():
-                raise MeshError(
-                    "what sharded parameters are first gathered into is what training goes on with; "
-                    "use torch.no_grad() rather than torch.inference_mode(), or take a training step before"
-                )
-            for own, parameter in unit.named_parameters():
-                if parameter.requires_grad and not is_sharded(parameter):
-                    leave_shares([parameter], self._spatial)
-                    parameter.register_post_accumulate_grad_hook(self._noting(prefix + own))
+    def _taken(self, name: str, unit: Any, written: "WrittenIn") -> None:
+        self._gathered(name, unit)
+        written.begin()
+
+    def _gathered(self, name: str, unit: Any) -> None:
+        """Its whole parameters are in the modules."""
+        if self._several:
+            self._ran.append(name)
+        if name in self._watched:
+            return
+        self._watched.add(name)
+        if torch.is_inference_mode_enabled():
+            raise MeshError(
+                "what sharded parameters are first gathered into is what training goes on with; "
+                "use torch.no_grad() rather than torch.inference_mode(), or take a training step before"
+            )
+        for own, parameter in unit.named_parameters(prefix=name):
+            if parameter.requires_grad and not is_sharded(parameter):
+                leave_shares([parameter], self._spatial)
+                parameter.register_post_accumulate_grad_hook(self._noting(own))
 
     def _noting(self, name: str) -> Callable[[Tensor], None]:
         """Not where a Function's backward gave None, of which torch tells the hook, too."""
@@ -130,6 +121,7 @@ class ShardedParameters:
 
     def begin(self) -> None:
         """A forward pass begins. Raises GradientError where torch would pass over what the user has changed."""
+        self._lending.begin()
         trained = {name: p for name, p in self._root.named_parameters() if p.requires_grad}
         changed = sorted(trained.keys() ^ self._parameters.keys())
         new = sorted(name for name, p in trained.items() if not is_sharded(p) and not is_managed(p))
@@ -212,6 +204,16 @@ class ShardedParameters:
             elif name not in self._had:
                 self._parameters[name].grad = None
 
+    def begin_backward(self) -> None:
+        """A backward pass of the model has reached its results."""
+        self._lending.gather()
+
+    def end_backward(self, averaged: bool) -> None:
+        """And has ended. Raises as `forget_zeros`."""
+        self._lending.give_back()
+        if averaged:
+            self.forget_zeros()
+
     def set_gradient_sync(self, on: bool) -> None:
         """Whether backward averages gradients over the ranks, or adds them up whole on each."""
         self._root.set_requires_gradient_sync(on)
@@ -221,7 +223,7 @@ def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     """Of any optimizer. Raises GradientError where it has parameters that were sharded since it was made."""
     if any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"][:1]):
         note_step(optimizer)
-    if _replaced and any(parameter in _replaced for group in optimizer.param_groups for parameter in group["params"]):
+    if any(isinstance(parameter, Replaced) for group in optimizer.param_groups for parameter in group["params"]):
         raise GradientError(
             "the optimizer was made before parallelize(..., shard_parameters=True), which has put other parameters in "
             "the place of those that it has, so it would train nothing; make it afterwards, of model.parameters()"
@@ -247,52 +249,6 @@ class _Data:
         if not is_same:
             self._note(parameter)
         return lost
-
-
-class _WrittenIn:
-    """Raises StrategyError where a unit's forward writes to its parameters, or puts others in their place.
-
-    What was gathered is thrown away after it. In the unit's first forward pass in training also where it does so by
-    `.data`, of which no version tells. To be made before torch's own hooks, of which the first gathers before ours and
-    the last gives back after ours.
-    """
-
-    def __init__(self, unit: nn.Module, name: str, is_real: bool):
-        self._looks_at_values = is_real
-        self._own = [
-            (".".join(filter(None, (name, path, own))), module, own)
-            for path, module in unit.named_modules()
-            for own, parameter in module._parameters.items()
-            if parameter is not None and not is_sharded(parameter)
-        ]
-        self._before: list[tuple[str, nn.Module, str, Tensor, int]] = []
-        self._sums: list[int] = []  # where values are looked at
-        unit.register_forward_pre_hook(self._note)
-        unit.register_forward_hook(self._compare)
-
-    def _note(self, unit: nn.Module, args: Any) -> None:
-        self._before = []
-        if torch.is_inference_mode_enabled():  # which has no versions, and writes to no parameter
-            return
-        self._looks_at_values = self._looks_at_values and unit.training
-        gathered: Any = [(name, module, own, module._parameters[own]) for name, module, own in self._own]
-        self._before = [(*which, parameter, parameter._version) for *which, parameter in gathered]
-        self._sums = self._sums_now()
-
-    def _compare(self, unit: nn.Module, args: Any, output: Any) -> None:
-        now, (before, self._before) = self._sums_now(), (self._before, [])
-        for number, (name, module, own, parameter, version) in enumerate(before):
-            is_replaced = module._parameters.get(own) is not parameter
-            if is_replaced or parameter._version != version or (now and now[number] != self._sums[number]):
-                raise StrategyError(
-                    f"{name} is {'replaced' if is_replaced else 'written to'} in forward, which sharded parameters "
-                    "would lose, for what is gathered for it is thrown away; make it a buffer, or do without "
-                    "shard_parameters"
-                )
-        self._looks_at_values = False
-
-    def _sums_now(self) -> list[int]:
-        return checksums(parameter for *_, parameter, _ in self._before) if self._looks_at_values else []
 
 
 class _Once(PatchedForward):

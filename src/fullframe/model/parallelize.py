@@ -22,10 +22,12 @@ from fullframe.model.averaging import Averaging, leave_shares
 from fullframe.model.buffers import require_whole_buffers, share_buffers
 from fullframe.model.compiled.blocks import CompiledBlocks, compiled_blocks
 from fullframe.model.door import Undressed, unwrapped, wrapped
-from fullframe.model.fsdp import ShardedParameters, is_sharded, require_whole
+from fullframe.model.fsdp import ShardedParameters, require_whole
 from fullframe.model.same_model import require_same_model
 from fullframe.model.same_program import Agreement
+from fullframe.model.sharded_values import is_sharded
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
+from fullframe.model.taken import naming_shards
 from fullframe.model.trained import require_shapes
 from fullframe.model.world_collectives import watch_collectives
 from fullframe.ranks.mesh import Axis, Spatial, has_stages, spatial_of, stage_axis
@@ -236,6 +238,7 @@ class ParallelModel(nn.Module):
         return self._called("", args, kwargs)
 
     @naming_lost_ranks()
+    @naming_shards()
     def _called(self, method: str, args: Any, kwargs: Any) -> Any:
         """The model, or a method of it, called by way of the door and DDP."""
         leave_own_frames()
@@ -322,8 +325,9 @@ class ParallelModel(nn.Module):
                     "gradients of gradients (create_graph=True) are asked for with shard_parameters=True, where "
                     "parameters are gone after the first backward; do without shard_parameters"
                 )
-            elif not self._queued and self._syncing:
+            elif not self._queued and self._sharded is not None:
                 self._queued = True
+                self._sharded.begin_backward()
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
         for result in results:
@@ -334,7 +338,7 @@ class ParallelModel(nn.Module):
         """Of sharded parameters."""
         assert self._sharded is not None
         self._queued = False
-        self._sharded.forget_zeros()
+        self._sharded.end_backward(self._syncing)
 
     def train(self, mode: bool = True) -> "ParallelModel":
         """As `nn.Module.train(mode)`, for the model and for DDP around it."""

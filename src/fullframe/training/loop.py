@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.arguments import checked
 from fullframe.errors import ArgumentError, RecipeError, RunError, require_count
-from fullframe.model.fsdp import is_sharded, whole_value
+from fullframe.model.sharded_values import is_sharded, whole_value
 from fullframe.processes.exit_reasons import restart_reason
 from fullframe.ranks import device
 from fullframe.ranks.agreement import from_all_ranks, on_first_rank

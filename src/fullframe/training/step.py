@@ -24,8 +24,8 @@ from fullframe.errors import DivergenceError, GradientError, RecipeError, Strate
 from fullframe.model.buffers import KeptBuffers
 from fullframe.model.compiled.blocks import compiled_blocks
 from fullframe.model.forward_patch import restore
-from fullframe.model.fsdp import whole_value
 from fullframe.model.parallelize import ParallelModel, require_parallelized_for
+from fullframe.model.sharded_values import whole_value
 from fullframe.model.steps_taken import options_of
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.ranks.waiting import naming_lost_ranks
