@@ -440,14 +440,6 @@ def _refused(what: str) -> None:
         model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
         torch.optim.SGD(model.parameters(), lr=0.1).step()  # which is right
         optimizer.step()
-    elif what == ".data":
-        model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
-        for parameter in model.parameters():
-            parameter.data.mul_(0.9)  # which is taken
-        model.double()
-        model(_mine(_images(), mesh(1, 2)))
-        model.module.head.weight.data = 0.9 * model.module.head.weight.data  # type: ignore[union-attr,operator]
-        model(_mine(_images(), mesh(1, 2)))
     elif what == "dtypes":
         model.blocks[1].norm.float()  # type: ignore[index,union-attr]
         ff.parallelize(model, mesh(1, 2), shard_parameters=True)
@@ -472,12 +464,11 @@ REFUSED = {
     "later hook": "parameter head.weight has a gradient hook",
     "frozen later": "requires_grad of head.bias, head.weight has changed",
     "optimizer before": "the optimizer was made before parallelize(..., shard_parameters=True)",
-    ".data": "to .data of head.weight something was assigned",
     "a new head": "head.bias, head.weight came into the model after",
 }
 
 
-GRADIENTS = ("a part by itself", "hook", "later hook", "frozen later", "a new head", ".data", "optimizer before")
+GRADIENTS = ("a part by itself", "hook", "later hook", "frozen later", "a new head", "optimizer before")
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from fullframe.errors import DivergenceError, GradientError, MeshError
 from fullframe.model.averaging import leave_shares
 from fullframe.model.forward_patch import PatchedForward, unpatch
-from fullframe.model.sharded_values import is_sharded
+from fullframe.model.sharded_values import is_sharded, leave_step, mind_sharded_values
 from fullframe.model.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
 from fullframe.model.taken import Lending, Replaced, stand_in
 from fullframe.model.units import units_to_shard
@@ -47,6 +47,7 @@ class ShardedParameters:
     def __init__(self, model: nn.Module, spatial: Spatial, find_unused_parameters: bool):
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
+        mind_sharded_values()
         _require_all_ranks(model)
         _require_no_hooks(model)
         begin_anew()
@@ -68,7 +69,6 @@ class ShardedParameters:
         self._root: Any = model
         self._spatial = spatial
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._data = {name: _Data(p) for name, p in self._parameters.items()}
         self._got: set[str] = set()  # parameters that got a gradient on this rank since the last exchange
         self._had: set[str] = set()  # parameters that had one before this forward pass
         is_real = spatial.channel.tagged  # no simulation
@@ -82,9 +82,10 @@ class ShardedParameters:
                 "use torch 2.13, freeze them with requires_grad_(False), or leave out find_unused_parameters"
             )
         self._lending, self._watched = Lending(model), set[str]()
-        for name, unit in model.named_modules():
-            if isinstance(unit, FSDPModule):
-                self._prepare(name, unit, written.get(name))
+        units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        self._units = list(units.values())
+        for name, unit in units.items():
+            self._prepare(name, unit, written.get(name))
 
     def _prepare(self, name: str, unit: Any, written: "WrittenIn | None") -> None:
         if self._sends_zeros:
@@ -121,6 +122,7 @@ class ShardedParameters:
 
     def begin(self) -> None:
         """A forward pass begins. Raises GradientError where torch would pass over what the user has changed."""
+        leave_step()
         self._lending.begin()
         trained = {name: p for name, p in self._root.named_parameters() if p.requires_grad}
         changed = sorted(trained.keys() ^ self._parameters.keys())
@@ -137,12 +139,8 @@ class ShardedParameters:
                 "parameters were sharded, and its gradient would not be averaged; freeze and unfreeze before "
                 "parallelize, or do without shard_parameters"
             )
-        lost = [name for name, p in trained.items() if name in self._data and self._data[name].is_lost(p)]
-        if lost:
-            raise GradientError(
-                f"to .data of {first_of(lost)} something was assigned, which torch's DTensor does not take; write into "
-                "it (parameter.data.mul_(0.9), parameter.data.copy_(value)), or do without shard_parameters"
-            )
+        for unit in self._units:
+            _take_up_data(unit)
         _require_no_hooks(self._root)
         self._had = {name for name, p in self._parameters.items() if p.grad is not None}
 
@@ -233,22 +231,15 @@ def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 register_optimizer_step_pre_hook(_before_a_step)
 
 
-class _Data:
-    """What a sharded parameter's values are in: assigned to `.data`, others are in the shell alone, and never used."""
-
-    def __init__(self, parameter: Any):
-        self._note(parameter)
-
-    def _note(self, parameter: Any) -> None:
-        self._shell, self._local = parameter.untyped_storage(), getattr(parameter, "_local_tensor", None)
-
-    def is_lost(self, parameter: Any) -> bool:
-        """Since the last time; a cast or moved parameter has other values, too."""
-        is_same = self._local is getattr(parameter, "_local_tensor", None)
-        lost = is_same and parameter.untyped_storage()._cdata != self._shell._cdata
-        if not is_same:
-            self._note(parameter)
-        return lost
+def _take_up_data(unit: Any) -> None:
+    """Lets torch gather what has been assigned to `.data` of a unit's parameters."""
+    state = unit._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    for group in filter(None, groups):
+        for each in group.fsdp_params:
+            local = each.sharded_param._local_tensor
+            if local.untyped_storage()._cdata != each._sharded_param_data.untyped_storage()._cdata:
+                each.reset_sharded_param()
 
 
 class _Once(PatchedForward):

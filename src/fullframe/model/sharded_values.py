@@ -1,9 +1,17 @@
-"""Sharded tensors, torch's DTensors, of which each rank holds a part, beside plain ones."""
+"""Sharded tensors, torch's DTensors, of which each rank holds a part, beside plain ones.
+
+torch gives a rank's own number where it is asked for that of all (`parameter.norm().item()`), and passes over what is
+assigned to `.data`.
+"""
 
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fullframe.errors import GradientError, ShapeError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -23,3 +31,61 @@ def whole_value(value: Any) -> Any:
 def local_value(value: Tensor) -> Tensor:
     """This rank's part of a sharded tensor; anything else as it is."""
     return value.to_local() if is_sharded(value) else value
+
+
+_in_step = [False]  # of an optimizer
+
+
+def leave_step(*_: Any) -> None:
+    """An optimizer's step has ended, perhaps by an error."""
+    _in_step[0] = False
+
+
+def _enter_step(*_: Any) -> None:
+    _in_step[0] = True
+
+
+def mind_sharded_values() -> None:
+    """From now on numbers of sharded tensors are those of all ranks, or refused, and `.data` takes what is assigned."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(vars(DTensor).get("data"), property):
+        handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+        handlers[torch.ops.aten._local_scalar_dense.default] = _number
+        DTensor.data = property(Tensor.data.__get__, _assign)  # type: ignore[assignment, attr-defined]
+        register_optimizer_step_pre_hook(_enter_step)
+        register_optimizer_step_post_hook(leave_step)
+
+
+def _number(op: Any, args: Any, kwargs: Any) -> Any:
+    """In the place of `Tensor.item`, and of `float` and `if`, which call it.
+
+    Within an optimizer's step, which all ranks take, the parts are put together. Elsewhere one rank alone may ask, and
+    the others' messages would meet its own.
+    """
+    (value,) = args
+    if not any(placement.is_partial() for placement in value.placements):
+        return op(value.to_local())
+    if not _in_step[0]:
+        raise GradientError(
+            "a norm, mean, sum, largest or any() of a sharded tensor is read, of which this rank has its part's alone; "
+            "call .full_tensor() on it before, on all ranks"
+        )
+    return op(value.full_tensor())
+
+
+def _assign(parameter: Any, value: Tensor) -> None:
+    """In the place of `parameter.data = value`. Raises ShapeError for another shape or dtype."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
+        raise ShapeError(
+            f"to .data of a sharded parameter of shape {tuple(parameter.shape)} and {parameter.dtype} something of "
+            f"shape {tuple(value.shape)} and {value.dtype} is assigned; assign the like, and cast the model as a whole"
+        )
+    value, mesh = value.detach(), parameter.device_mesh
+    if is_sharded(value):
+        part = value.redistribute(mesh, parameter.placements)
+    else:
+        part = distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)  # each rank has the whole
+    parameter._local_tensor = part._local_tensor

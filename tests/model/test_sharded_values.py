@@ -1,0 +1,138 @@
+"""What users' optimizers and averages read of sharded parameters, and assign to them, is one process's, or refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullframe as ff
+from fullframe.errors import GradientError, ShapeError
+from fullframe.model.sharded_values import is_sharded, whole_value
+from tests.exactness import mesh
+from tests.rank_group import rank_group
+
+
+def net() -> nn.Module:
+    """Five and three rows over two ranks: parts of different sizes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.Tanh(), nn.Conv2d(5, 3, 1)).double()
+
+
+class Lars(torch.optim.Optimizer):
+    """As it is written by hand: norms are read on the host."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                size, slope = parameter.data.norm().item(), float(parameter.grad.data.norm())
+                if parameter.grad.abs().max() > 0:
+                    parameter.data.add_(parameter.grad.data, alpha=-0.1 * size / slope)
+
+
+Between = Callable[[Any, int], None]
+
+
+def nothing(model: Any, step: int) -> None:
+    pass
+
+
+def swapped(model: Any, step: int) -> None:
+    """An average is evaluated in the place of the parameters, as EMA is written by hand."""
+    kept = {parameter: parameter.data for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    with torch.no_grad():
+        model(_image(model, 5))
+    for parameter in model.parameters():
+        parameter.data = kept[parameter]
+
+
+def assigned_and_cast(model: Any, step: int) -> None:
+    for parameter in model.parameters():
+        parameter.data = 0.9 * parameter.data
+    model.double()
+
+
+def assigned_whole(model: Any, step: int) -> None:
+    """As `vector_to_parameters` does it."""
+    whole = [whole_value(parameter.detach()) for parameter in model.parameters()]
+    torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(whole).mul(0.8), model.parameters())
+
+
+def perturbed(model: Any, step: int) -> None:
+    """A gradient is taken elsewhere, as SAM does it."""
+    kept = [parameter.data.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.add_(0.1)
+    model(_image(model, 7)).square().mean().backward()
+    for parameter, data in zip(model.parameters(), kept, strict=True):
+        parameter.data = data
+
+
+BETWEEN: list[Between] = [nothing, swapped, assigned_and_cast, assigned_whole, perturbed]
+
+
+def _image(model: Any, seed: int) -> Tensor:
+    image = torch.randn(2, 3, 6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return ff.shard(image, mesh(1, 2)) if isinstance(getattr(model, "module", None), nn.Module) else image
+
+
+def _steps(model: Any, between: Between) -> list[Tensor]:
+    optimizer = Lars(model.parameters())
+    for step in range(3):
+        between(model, step)
+        model(_image(model, step)).sin().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [whole_value(parameter.detach()) for parameter in model.parameters()]
+
+
+def _compare() -> None:
+    for between in BETWEEN:
+        model = ff.parallelize(net(), mesh(1, 2), shard_parameters=True)
+        found = _steps(model, between)
+        torch.testing.assert_close(found, _steps(net(), between), rtol=1e-11, atol=1e-13)
+
+
+def test_what_is_assigned_to_data_and_read_in_a_step() -> None:
+    rank_group(2).run(_compare)
+
+
+READS: list[Callable[[Any], Any]] = [
+    lambda weight: weight.norm().item(),
+    lambda weight: float(weight.square().sum()),
+    lambda weight: int(weight.sum()),
+    lambda weight: weight.abs().max().item(),
+    lambda weight: bool(weight.isnan().any()),
+    lambda weight: 1 if weight.isfinite().all() else 0,
+]
+
+
+def _read() -> float:
+    """After a step that ended by an error."""
+    model = ff.parallelize(net(), mesh(1, 2), shard_parameters=True)
+    with pytest.raises(AttributeError):
+        Lars(model.parameters()).step()  # there is no gradient
+    model(_image(model, 0))
+    weight: Any = next(model.parameters()).detach()
+    assert is_sharded(weight)
+    for read in READS:
+        with pytest.raises(GradientError, match=r"call .full_tensor\(\) on it before"):
+            read(weight)
+    assert weight.full_tensor().norm().item() == pytest.approx(weight.norm().full_tensor().item())
+    assert bool(weight.norm() > 0)
+    with pytest.raises(
+        ShapeError, match=r"shape \(5, 3, 3, 3\) and torch.float64 something of shape \(5, 3, 3, 3\) and"
+    ):
+        weight.data = weight.float()
+    return weight.norm().full_tensor().item()  # type: ignore[no-any-return]
+
+
+def test_a_number_that_is_this_ranks_alone_is_refused() -> None:
+    expected = next(net().parameters()).norm().item()
+    assert rank_group(2).run(_read) == pytest.approx([expected, expected])
