@@ -74,7 +74,21 @@ def perturbed(model: Any, step: int) -> None:
         parameter.data = data
 
 
-BETWEEN: list[Between] = [nothing, swapped, assigned_and_cast, assigned_whole, perturbed]
+def loaded(model: Any, step: int) -> None:
+    """Pretrained parts, whole, into the model that is sharded."""
+    pretrained = net()
+    with torch.no_grad():
+        for parameter in pretrained.parameters():
+            parameter.mul_(0.5 + step)
+    inner = getattr(model, "module", model)
+    inner[0].load_state_dict(pretrained[0].state_dict())  # type: ignore[index]
+    if step < 0:  # before the optimizer is made
+        part = {name: value for name, value in pretrained.state_dict().items() if name.startswith("2.")}
+        said = inner.load_state_dict(part, strict=False, assign=True)
+        assert said.missing_keys == ["0.weight", "0.bias"]
+
+
+BETWEEN: list[Between] = [nothing, swapped, assigned_and_cast, assigned_whole, perturbed, loaded]
 
 
 def _image(model: Any, seed: int) -> Tensor:
@@ -83,6 +97,8 @@ def _image(model: Any, seed: int) -> Tensor:
 
 
 def _steps(model: Any, between: Between) -> list[Tensor]:
+    if between is loaded:
+        between(model, -1)
     optimizer = Lars(model.parameters())
     for step in range(3):
         between(model, step)

@@ -31,6 +31,10 @@ def stepped(width: int, change: str) -> str:
             model(image).square().mean().backward()
             if apart and change == "lr":
                 optimizer.param_groups[0]["lr"] *= 2
+            if apart and change == "loaded":
+                model.module.load_state_dict(torch.nn.Conv2d(3, 2, 3).state_dict())
+            if apart and change == "assigned":
+                model.module.bias.data = torch.zeros(2)
             if not (apart and change == "left out"):
                 optimizer.step()
             optimizer.zero_grad()
@@ -40,7 +44,7 @@ def stepped(width: int, change: str) -> str:
 
 
 @pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("change", ["lr", "left out"])
+@pytest.mark.parametrize("change", ["lr", "left out", "loaded", "assigned"])
 def test_a_step_of_one_rank_alone_is_refused_on_all(width: int, change: str) -> None:
     for said in rank_group(2).run(stepped, width, change):
         assert said.startswith("the ranks' optimizers have taken other steps with the sharded parameters")

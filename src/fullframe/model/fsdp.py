@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from fullframe.errors import DivergenceError, GradientError, MeshError
 from fullframe.model.averaging import leave_shares
 from fullframe.model.forward_patch import PatchedForward, unpatch
-from fullframe.model.sharded_values import is_sharded, leave_step, mind_sharded_values
+from fullframe.model.sharded_values import is_sharded, leave_step, mind_sharded_values, take_whole_states
 from fullframe.model.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
 from fullframe.model.taken import Lending, Replaced, stand_in
 from fullframe.model.units import units_to_shard
@@ -64,6 +64,8 @@ class ShardedParameters:
                 # and go on with those when the optimizer or an average has long changed the sharded ones.
                 fully_shard(module, mesh=mesh, reshard_after_forward=True)
         kept = set(model.parameters())
+        for module in {module for module, _ in held.values()}:
+            take_whole_states(module)
         for parameter in held.keys() - kept - {None}:
             stand_in(parameter, *held[parameter])
         self._root: Any = model

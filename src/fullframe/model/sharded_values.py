@@ -8,10 +8,11 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullframe.errors import GradientError, ShapeError
+from fullframe.model.steps_taken import note_values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -46,13 +47,16 @@ def _enter_step(*_: Any) -> None:
 
 
 def mind_sharded_values() -> None:
-    """From now on numbers of sharded tensors are those of all ranks, or refused, and `.data` takes what is assigned."""
+    """From now on what is read of sharded tensors, and written to them, is that of all ranks, or refused."""
     from torch.distributed.tensor import DTensor
+
+    from fullframe.model.sharded_parts import refuse_lost_writes
 
     if not isinstance(vars(DTensor).get("data"), property):
         handlers: Any = DTensor._op_dispatcher._custom_op_handlers
         handlers[torch.ops.aten._local_scalar_dense.default] = _number
         DTensor.data = property(Tensor.data.__get__, _assign)  # type: ignore[assignment, attr-defined]
+        refuse_lost_writes()
         register_optimizer_step_pre_hook(_enter_step)
         register_optimizer_step_post_hook(leave_step)
 
@@ -76,16 +80,35 @@ def _number(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _assign(parameter: Any, value: Tensor) -> None:
     """In the place of `parameter.data = value`. Raises ShapeError for another shape or dtype."""
-    from torch.distributed.tensor import distribute_tensor
-
     if (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
         raise ShapeError(
             f"to .data of a sharded parameter of shape {tuple(parameter.shape)} and {parameter.dtype} something of "
             f"shape {tuple(value.shape)} and {value.dtype} is assigned; assign the like, and cast the model as a whole"
         )
+    note_values(value)
+    parameter._local_tensor = _as_sharded(parameter, value)._local_tensor
+
+
+def _as_sharded(parameter: Any, value: Any) -> Any:
+    """Of a whole value each rank takes its part, and sends nothing."""
+    from torch.distributed.tensor import distribute_tensor
+
     value, mesh = value.detach(), parameter.device_mesh
     if is_sharded(value):
-        part = value.redistribute(mesh, parameter.placements)
-    else:
-        part = distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)  # each rank has the whole
-    parameter._local_tensor = part._local_tensor
+        return value.redistribute(mesh, parameter.placements)
+    return distribute_tensor(value.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
+
+
+def take_whole_states(module: nn.Module) -> None:
+    """Its `load_state_dict` takes whole tensors for sharded parameters, too, and writes to those that there are."""
+
+    def share(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        for own, parameter in module._parameters.items():
+            value = state.get(prefix + own)
+            if is_sharded(parameter) and isinstance(value, Tensor):
+                metadata["assign_to_params_buffers"] = False
+                if value.shape == parameter.shape and not is_sharded(value):
+                    note_values(value.detach())
+                    state[prefix + own] = _as_sharded(parameter, value)
+
+    module.register_load_state_dict_pre_hook(share)
