@@ -28,6 +28,9 @@ REFUSED: list[Write] = [
     lambda weight: weight.view(-1)[4:9].mul_(2),
     lambda weight: weight.flatten(1).diagonal().mul_(2),
     lambda weight: torch.add(weight[0], 1, out=weight[0]),
+    lambda weight: nn.init.constant_(weight[2:], 1.0),
+    lambda weight: torch._foreach_mul_([weight, weight[1]], 2.0),
+    lambda weight: weight.vsplit(2)[0].mul_(2),
     lambda weight: weight.__setitem__((3, 1, 1, 1), 1.0),
     lambda weight: weight.data.__setitem__(slice(2, 4), 1.0),
     lambda weight: weight.__setitem__(weight < 0, 0.0),
@@ -56,6 +59,8 @@ def _written() -> list[Tensor]:
     assert torch.equal(whole_value(model.module.weight.detach()), found[-1])
     assert isinstance(model.module.weight[0], CopiedPart)
     model.module.weight[0].sum().backward()
+    with pytest.raises(StrategyError):
+        nn.init.dirac_(model.module.weight)
     found.append(whole_value(model.module.weight.grad))
     return found
 

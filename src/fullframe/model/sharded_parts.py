@@ -7,12 +7,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from fullframe.errors import StrategyError
 from fullframe.spatial.rules.registry import writes
 
-_VIEWS = ("__getitem__", "narrow", "select", "chunk", "split", "tensor_split", "diagonal")
+_VIEWS = ("__getitem__", "narrow", "select", "chunk", "split", "tensor_split", "hsplit", "vsplit", "diagonal")
 
 
 class CopiedPart(DTensor):
@@ -21,10 +21,12 @@ class CopiedPart(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if isinstance(given.get("out"), cls) or (args and isinstance(args[0], cls) and writes(func, given)):
+        first = next(iter((*args, *given.values())), None)  # nn.init passes it by its name
+        written = [given.get("out"), first if writes(func, given) else None]
+        if any(isinstance(leaf, cls) for leaf in tree_iter(written)):
             _refuse()
         with torch._C.DisableTorchFunctionSubclass():
-            return _marked(func(*args, **given), args[0] if args else None)
+            return _marked(func(*args, **given), first)
 
 
 def refuse_lost_writes() -> None:
