@@ -1,6 +1,7 @@
 """Sharded parameters under split tensors: every gradient is one process's, in whatever way the blocks are written."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -557,3 +558,63 @@ def test_a_second_loss_of_one_forward_pass_leaves_the_gradients_of_the_first() -
     expected = _one_loss_after_the_other(1)
     for found in rank_group(2).run(_one_loss_after_the_other, 2):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+class Failing(Net):
+    fails = False
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if self.fails:
+            raise ValueError("a bad sample")
+        return self.blocks[1](x)  # type: ignore[no-any-return]
+
+
+def _after_an_error() -> float:
+    """A bad sample is left out; the parameters are changed before the next one."""
+    on = mesh(1, 2)
+    model, plain = ff.parallelize(_built(Failing), on, shard_parameters=True), _built(Failing)
+    for net, images in [(model, _mine(_images(), on)), (plain, _images())]:
+        for fails in (False, True):
+            net.fails = fails  # type: ignore[assignment]
+            with pytest.raises(ValueError, match="a bad sample") if fails else nullcontext():
+                _loss(net(images)).backward()
+        net.zero_grad()
+        net.fails = False  # type: ignore[assignment]
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(1.5)
+        _loss(net(images)).backward()
+    return _worst(_gradients(plain), _gradients(model))
+
+
+def test_what_is_done_to_parameters_after_an_error_in_forward_is_not_lost() -> None:
+    assert max(rank_group(2).run(_after_an_error)) < 1e-9
+
+
+def _after_an_error_in_backward() -> float:
+    """A batch is left out, as after an out-of-memory, between two steps."""
+    on = mesh(1, 2)
+    model, plain = ff.parallelize(_built(Net), on, shard_parameters=True), _built(Net)
+    for net, images in [(model, _mine(_images(), on)), (plain, _images())]:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        block: Any = (net.module if net is model else net).blocks[1]  # type: ignore[union-attr]
+        for fails in (False, True, False):
+            handle = block.register_full_backward_hook(_fail) if fails else None
+            with pytest.raises(ValueError, match="no memory") if fails else nullcontext():
+                _loss(net(images)).backward()
+            if handle is None:
+                optimizer.step()
+            else:
+                handle.remove()
+            optimizer.zero_grad()
+        _loss(net(images)).backward()
+    return _worst(_gradients(plain), _gradients(model))
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("no memory")
+
+
+def test_a_step_after_an_error_in_backward_is_one_process_s() -> None:
+    assert max(rank_group(2).run(_after_an_error_in_backward)) < 1e-9

@@ -229,5 +229,6 @@ def test_a_parameter_stands_for_the_one_in_its_place() -> None:
     stand_in(kept, module, "weight")
     assert isinstance(kept, Replaced)
     assert kept.shape == (2, 3)
+    assert repr(kept) == repr(module.weight)
     (kept * 2).sum().backward()
     assert torch.equal(module.weight.grad, torch.full((2, 3), 2.0))  # type: ignore[arg-type]

@@ -147,14 +147,35 @@ class ShardedParameters:
         self._had = {name for name, p in self._parameters.items() if p.grad is not None}
 
     @contextmanager
-    def as_forward(self, method: str) -> Iterator[None]:
-        """Inside, the next call of the model runs that method of it, between the hooks that gather parameters."""
-        self._root.forward = patch = _Once(self._root, getattr(self._root, method))
+    def running(self, method: str) -> Iterator[None]:
+        """Inside, the model is called once: its forward, or that method of it between the hooks that gather parameters.
+
+        After an error all are sharded again, as what is done to them next would be lost in those that were gathered.
+        """
+        patch = None
+        if method:
+            self._root.forward = patch = _Once(self._root, getattr(self._root, method))
         try:
             yield
+        except BaseException:
+            self.abandon()
+            raise
         finally:
-            if vars(self._root).get("forward") is patch:  # a hook before it has raised
+            if patch is not None and vars(self._root).get("forward") is patch:  # a hook before it has raised
                 unpatch(self._root)
+
+    def abandon(self) -> None:
+        """A pass has ended by an error: all are sharded again, and have no more gradients than that."""
+        if not self._watched:  # it has not begun
+            return
+        if hasattr(self._root, "reset_iter_state"):  # since torch 2.13
+            self._root.reset_iter_state()
+        for unit in self._units:
+            unit.reshard()
+            for each in _sharded_in(unit):
+                each.unsharded_accumulated_grad = None
+                if hasattr(each, "_unsharded_param"):
+                    each._unsharded_param.grad = None
 
     def end(self) -> None:
         """A forward pass has ended. Raises DivergenceError on all ranks where it was another one on some replica."""
@@ -233,15 +254,19 @@ def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 register_optimizer_step_pre_hook(_before_a_step)
 
 
-def _take_up_data(unit: Any) -> None:
-    """Lets torch gather what has been assigned to `.data` of a unit's parameters."""
+def _sharded_in(unit: Any) -> list[Any]:
+    """What torch knows of the parameters that a unit gathers."""
     state = unit._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    for group in filter(None, groups):
-        for each in group.fsdp_params:
-            local = each.sharded_param._local_tensor
-            if local.untyped_storage()._cdata != each._sharded_param_data.untyped_storage()._cdata:
-                each.reset_sharded_param()
+    return [each for group in filter(None, groups) for each in group.fsdp_params]
+
+
+def _take_up_data(unit: Any) -> None:
+    """Lets torch gather what has been assigned to `.data` of a unit's parameters."""
+    for each in _sharded_in(unit):
+        local = each.sharded_param._local_tensor
+        if local.untyped_storage()._cdata != each._sharded_param_data.untyped_storage()._cdata:
+            each.reset_sharded_param()
 
 
 class _Once(PatchedForward):

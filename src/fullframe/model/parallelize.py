@@ -249,14 +249,16 @@ class ParallelModel(nn.Module):
             if not isinstance(run, DistributedDataParallel):
                 share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
         if self._sharded is not None:
+            if self._queued and torch._C._current_graph_task_id() < 0:  # the last backward pass ended by an error
+                self._sharded.abandon()
             self._sharded.begin()
         leaves, shells = unwrapped((args, kwargs))
         is_split = any(spec is not None for spec in shells.specs)
         if not is_split and not self._said_whole and self.training and torch.is_grad_enabled():
             self._say_whole(leaves, 5 if method else 7)
         self._agreement.before_forward(is_split)
-        if method and self._sharded is not None:
-            with self._sharded.as_forward(method):
+        if self._sharded is not None:
+            with self._sharded.running(method):
                 results, shells, within = run(leaves, shells)
         else:
             results, shells, within = run(leaves, shells, method)

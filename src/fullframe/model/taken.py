@@ -119,6 +119,9 @@ class Replaced(nn.Parameter):
     goes_first = True  # before what split tensors do
     _now: Callable[[], Any]
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self._now())
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(Replaced, lambda parameter: parameter._now(), (args, kwargs or {}))
