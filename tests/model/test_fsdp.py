@@ -593,7 +593,7 @@ def test_what_is_done_to_parameters_after_an_error_in_forward_is_not_lost() -> N
 
 
 def _after_an_error_in_backward() -> float:
-    """A batch is left out, as after an out-of-memory, between two steps."""
+    """A batch is left out, as after an out-of-memory, and a state loaded, between two steps."""
     on = mesh(1, 2)
     model, plain = ff.parallelize(_built(Net), on, shard_parameters=True), _built(Net)
     for net, images in [(model, _mine(_images(), on)), (plain, _images())]:
@@ -608,6 +608,8 @@ def _after_an_error_in_backward() -> float:
             else:
                 handle.remove()
             optimizer.zero_grad()
+            if fails:
+                block.load_state_dict(_built(Net).blocks[1].state_dict())  # type: ignore[index,union-attr]
         _loss(net(images)).backward()
     return _worst(_gradients(plain), _gradients(model))
 

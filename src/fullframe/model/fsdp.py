@@ -65,7 +65,7 @@ class ShardedParameters:
                 fully_shard(module, mesh=mesh, reshard_after_forward=True)
         kept = set(model.parameters())
         for module in {module for module, _ in held.values()}:
-            take_whole_states(module)
+            take_whole_states(module, self.abandon)
         for parameter in held.keys() - kept - {None}:
             stand_in(parameter, *held[parameter])
         self._root: Any = model

@@ -5,6 +5,7 @@ assigned to `.data`.
 """
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -99,10 +100,15 @@ def _as_sharded(parameter: Any, value: Any) -> Any:
     return distribute_tensor(value.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
 
 
-def take_whole_states(module: nn.Module) -> None:
-    """Its `load_state_dict` takes whole tensors for sharded parameters, too, and writes to those that there are."""
+def take_whole_states(module: nn.Module, abandon: Callable[[], None]) -> None:
+    """Its `load_state_dict` takes whole tensors for sharded parameters, too, and writes to those that there are.
+
+    Those that a pass has left gathered, as it ended by an error, are sharded again by `abandon` before.
+    """
 
     def share(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        if not all(parameter is None or is_sharded(parameter) for parameter in module._parameters.values()):
+            abandon()
         for own, parameter in module._parameters.items():
             value = state.get(prefix + own)
             if is_sharded(parameter) and isinstance(value, Tensor):
