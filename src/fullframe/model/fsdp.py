@@ -173,7 +173,8 @@ class ShardedParameters:
         for unit in self._units:
             unit.reshard()
             for each in _sharded_in(unit):
-                each.unsharded_accumulated_grad = None
+                if "unsharded_accumulated_grad" in vars(each):  # until torch 2.15
+                    each.unsharded_accumulated_grad = None
                 if hasattr(each, "_unsharded_param"):
                     each._unsharded_param.grad = None
 
