@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
-from fullframe.errors import DivergenceError, MeshError
+from fullframe.errors import DivergenceError, GradientError, MeshError
 from fullframe.model.fsdp import require_whole
 from fullframe.model.sharded_values import whole_value
 from tests.exactness import mesh, relative
@@ -590,6 +590,25 @@ def _after_an_error() -> float:
 
 def test_what_is_done_to_parameters_after_an_error_in_forward_is_not_lost() -> None:
     assert max(rank_group(2).run(_after_an_error)) < 1e-9
+
+
+def _without_a_way_back() -> None:
+    """As with torch 2.11 and 2.12, whose next gradients are others."""
+    on = mesh(1, 2)
+    model = ff.parallelize(_built(Failing), on, shard_parameters=True)
+    model(_mine(_images(), on))
+    model.fails = True  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(FSDPModule, "reset_iter_state"):
+            patch.delattr(FSDPModule, "reset_iter_state")
+        with pytest.raises(ValueError, match="a bad sample"):
+            model(_mine(_images(), on))
+    with pytest.raises(GradientError, match="ended by an error, after which torch"):
+        model(_mine(_images(), on))
+
+
+def test_a_torch_that_cannot_go_on_after_an_error_is_told() -> None:
+    rank_group(2).run(_without_a_way_back)
 
 
 def _after_an_error_in_backward() -> float:

@@ -84,6 +84,7 @@ class ShardedParameters:
                 "use torch 2.13, freeze them with requires_grad_(False), or leave out find_unused_parameters"
             )
         self._lending, self._watched = Lending(model), set[str]()
+        self._is_spoiled = False  # by an error in a pass
         units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         self._units = list(units.values())
         for name, unit in units.items():
@@ -125,6 +126,11 @@ class ShardedParameters:
     def begin(self) -> None:
         """A forward pass begins. Raises GradientError where torch would pass over what the user has changed."""
         leave_step()
+        if self._is_spoiled and torch.is_grad_enabled():
+            raise GradientError(
+                f"a pass with sharded parameters has ended by an error, after which torch {torch.__version__} gives "
+                "other gradients; use torch 2.13, start again from a checkpoint, or do without shard_parameters"
+            )
         self._lending.begin()
         trained = {name: p for name, p in self._root.named_parameters() if p.requires_grad}
         changed = sorted(trained.keys() ^ self._parameters.keys())
@@ -168,7 +174,8 @@ class ShardedParameters:
         """A pass has ended by an error: all are sharded again, and have no more gradients than that."""
         if not self._watched:  # it has not begun
             return
-        if hasattr(self._root, "reset_iter_state"):  # since torch 2.13
+        self._is_spoiled = not hasattr(self._root, "reset_iter_state")  # before torch 2.13
+        if not self._is_spoiled:
             self._root.reset_iter_state()
         for unit in self._units:
             unit.reshard()
