@@ -113,20 +113,22 @@ class _Where(NamedTuple):
         if self.padding == "reflection":
             row = self._reflected(row, size)
         if self.padding == "zeros":
-            return torch.where((row >= -1) & (row < size), row, -2.0) if self.skips else row
+            return row
         if self.exactly:
             row = _Clipped.apply(row, size)  # type: ignore[no-untyped-call]
         else:
             row = torch.where((row > 0) & (row < size - 1), row, row.detach().nan_to_num(0.0).clamp(0, size - 1))
         return row
 
-    def only_forward(self, places: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        """Which positions (N, P, 2 or 3) have a result but no gradient, as the kernels find no row for them there."""
-        if not self.skips or self.padding == "zeros":
+    def lost(self, places: Tensor, sizes: Sequence[int]) -> Tensor | None:
+        """Which positions (N, P, 2 or 3) have no gradient, as kernels that skip rows find none for them backward.
+
+        With zeros around the image they have no result either.
+        """
+        if not self.skips:
             return None
         rows = [self.row(places[..., -1 - dim].detach(), size) for dim, size in enumerate(sizes)]
-        lost = [~row.isfinite() if self.padding == "reflection" else row.isnan() for row in rows]
-        return torch.stack(lost).any(0)
+        return torch.stack([row.isnan() if self.padding == "border" else ~row.isfinite() for row in rows]).any(0)
 
     def _reflected(self, row: Tensor, size: int) -> Tensor:
         low, span = (0.0, size - 1) if self.corners else (-0.5, size)
@@ -202,6 +204,9 @@ def _at_positions(image: SpatialTensor, grid: Tensor, where: _Where) -> Tensor:
     """(N, C, ...) at the positions of a whole grid, whole on all ranks: each adds up the rows that it holds."""
     channels, sizes = image.shape[1], image.shape[2:]
     places = grid.flatten(1, -2)  # (N, P, 2 or 3), the last dim's coordinate first
+    lost = where.lost(places, sizes)
+    if lost is not None and where.padding == "zeros":
+        places = places.masked_fill(lost[..., None], 0)
     taps = product(*(where.taps(places[..., len(sizes) - 1 - dim], size) for dim, size in enumerate(sizes)))
     rows, inside, weights = (
         torch.stack(of_all, 1)
@@ -214,17 +219,18 @@ def _at_positions(image: SpatialTensor, grid: Tensor, where: _Where) -> Tensor:
     assert number is not None
     found = local.gather(2, number.flatten(1)[:, None].expand(-1, channels, -1)).unflatten(2, rows.shape[1:])
     outside = ~(inside if held is None else inside & held)  # (N, taps, P), of `found` (N, C, taps, P)
-    lost = where.only_forward(places, sizes)
-    total = _weighted(found, weights, outside, None if lost is None else lost[:, None], where).sum(2)
+    if lost is not None and where.padding == "zeros":
+        outside = outside | lost[:, None]
+    elif lost is not None:
+        weights = torch.where(lost[:, None], weights.detach(), weights)
+        found = torch.where(lost[:, None, None], found.detach(), found)
+    total = _weighted(found, weights, outside, where).sum(2)
     total = all_sum(total, flat.spec.group)
     return total.view(*total.shape[:2], *grid.shape[1:-1])
 
 
-def _weighted(found: Tensor, weight: Tensor, outside: Tensor, lost: Tensor | None, where: _Where) -> Tensor:
-    """What was read (N, C, ...) by its weights (N, ...), zero `outside`; no gradient for what is `lost` backward."""
-    if lost is not None:
-        weight = torch.where(lost, weight.detach(), weight)
-        found = torch.where(lost[:, None], found.detach(), found)
+def _weighted(found: Tensor, weight: Tensor, outside: Tensor, where: _Where) -> Tensor:
+    """What was read (N, C, ...) by its weights (N, ...), zero `outside`."""
     read = found.masked_fill(outside[:, None], 0) * weight[:, None]
     return read.masked_fill(outside[:, None], 0) if where.skips else read
 
@@ -271,7 +277,7 @@ def _one_tap(
     tap = [where.taps(places[..., -1 - dim], size)[n] for dim, (n, size) in enumerate(zip(which, sizes, strict=True))]
     number, inside, weight = _joint(tap, sizes, shape, first)
     found = flat.gather(2, number[:, None].expand(-1, flat.shape[1], -1))
-    return _weighted(found, weight, ~inside, None, where)  # positions are finite here
+    return _weighted(found, weight, ~inside, where)
 
 
 def _borrowed(image: SpatialTensor, grid: Tensor, where: _Where) -> tuple[Tensor, list[int]] | None:
