@@ -73,6 +73,25 @@ def test_the_search_finds_what_looking_at_everything_finds(cluster: str, batch: 
     assert len(search.known) <= 60, len(search.known)
 
 
+def small_frames(strategy: Strategy, job: Job) -> Prediction:
+    """Milliseconds: of split tensors the host has six times the work, and the device half of its work besides."""
+    found, again, is_split = cost(strategy, job), strategy.microbatches, strategy.parts > 1
+    more = 4 / 3 if strategy.recompute == "blocks" else 1.0
+    device = more * (6e-3 * job.of(strategy).work + 2.5e-3 * is_split * again)
+    host = more * again * (10.5e-3 if is_split else 1.7e-3)
+    seconds = {"memory": device, "launch": max(host - device, 0.0)}
+    return dataclasses.replace(found, seconds=seconds, step_seconds=sum(seconds.values()), host_seconds=host)
+
+
+@pytest.mark.parametrize(("batch", "gib"), [(1, 24), (1, 120), (2, 60)])
+def test_more_ranks_are_not_taken_for_being_there(batch: int, gib: int) -> None:
+    steps = []
+    for ranks in (1, 2, 8):
+        found = winner(searched(job(f"{ranks}xA100-80GB", batch), gib * GIB, small_frames)[1])
+        steps.append(found.prediction.step_seconds if found is not None and found.prediction is not None else 1.0)
+    assert steps == sorted(steps, reverse=True), steps
+
+
 def test_every_candidate_has_a_reason() -> None:
     asked = job("4xA100-80GB", 4)
     _, plans = searched(asked, 30 * GIB)
@@ -80,8 +99,10 @@ def test_every_candidate_has_a_reason() -> None:
     assert len({plan.strategy for plan in plans}) == len(plans) and all(plan.reason for plan in plans)
     fits = [plan.fits for plan in plans]
     assert fits == sorted(fits, reverse=True)
-    first, second = plans[0], plans[1]
-    assert first.reason.startswith("the fastest of") and "times the fastest's step" in second.reason
+    fitting = [(plan.prediction.step_seconds, plan) for plan in plans if plan.fits and plan.prediction is not None]
+    _, fastest = min(fitting, key=lambda pair: pair[0])
+    assert fastest.reason.startswith("the fastest of")
+    assert all(("times the fastest's step" in plan.reason) is (plan is not fastest) for _, plan in fitting)
     simulated = [plan for plan in plans if plan.prediction is not None]
     assert simulated == plans[: len(simulated)]
     for plan in simulated:
@@ -160,6 +181,19 @@ def test_of_equals_the_simpler_one_wins() -> None:
 
     _, plans = searched(job("4xA100-80GB", 4), 300 * GIB, equal)
     assert complexity(plans[0].strategy) == 0 and plans[0].strategy.precision == "bf16"
+
+
+def test_a_simpler_one_is_not_said_to_be_the_fastest() -> None:
+    def sharded_is_faster(strategy: Strategy, job: Job) -> Prediction:
+        seconds = 0.98 if strategy.shard_optimizer else 1.0
+        return dataclasses.replace(cost(strategy, job), step_seconds=seconds, seconds={"matmul": seconds})
+
+    asked = job("4xA100-80GB", 4)
+    search = Search(job=asked, limit_bytes=300 * GIB)
+    search.known |= {s: sharded_is_faster(s, asked) for s in (Strategy(data=4), Strategy(data=4, shard_optimizer=True))}
+    plain, sharded = plans_of(search)
+    assert plain.strategy == Strategy(data=4) and plain.reason == "1.02 times the fastest's step, and simpler"
+    assert sharded.reason == "the fastest of 2 that fit, of 2 simulated"
 
 
 NO_RULE = Refusal(UnsupportedOp, "conv9d")

@@ -44,9 +44,12 @@ class Estimator:
     def __init__(self, known: Mapping[Strategy, Prediction], job: Job):
         self._job, self._known = job, known
         self._alike: dict[tuple[object, ...], list[Strategy]] = {}
-        for strategy in known:
+        self._host: dict[bool, float] = {}  # least seconds of a microbatch, by whether anything is split
+        for strategy, prediction in known.items():
             for key in _likenesses(strategy):
                 self._alike.setdefault(key, []).append(strategy)
+            host, is_split = prediction.host_seconds / strategy.microbatches, strategy.parts > 1
+            self._host[is_split] = min(host, self._host.get(is_split, host))
 
     def __call__(self, strategy: Strategy) -> Estimate:
         """Raises LookupError where nothing is known."""
@@ -55,7 +58,13 @@ class Estimator:
         if found is None:
             raise LookupError("nothing was simulated")
         like = min(self._alike[likenesses[found]], key=lambda other: self._distance(strategy, other))
-        return _scaled(strategy, like, self._known[like], self._job, close=found == 0)
+        return _scaled(strategy, like, self._known[like], self._job, self._host_ratio(strategy, like), close=found == 0)
+
+    def _host_ratio(self, strategy: Strategy, like: Strategy) -> float:
+        """By the microbatches, and by what the host has to do for split tensors, which is several times as much."""
+        again = strategy.microbatches / like.microbatches
+        mine, its = (self._host.get(s.parts > 1, 0.0) for s in (strategy, like))
+        return again * mine / its if mine and its else again
 
     def _distance(self, a: Strategy, b: Strategy) -> tuple[float, ...]:
         mine, its = self._job.of(a), self._job.of(b)
@@ -77,7 +86,9 @@ def _likenesses(strategy: Strategy) -> tuple[tuple[object, ...], ...]:
     )
 
 
-def _scaled(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job, close: bool) -> Estimate:
+def _scaled(
+    strategy: Strategy, like: Strategy, predicted: Prediction, job: Job, host: float, close: bool
+) -> Estimate:
     mine, its, rough, before = job.of(strategy), job.of(like), _rough(strategy), _rough(like)
     state = sum(predicted.bytes.get(kind, 0) * _share(kind, strategy) / _share(kind, like) for kind in _STATE)
     held = float(sum(predicted.bytes.get(kind, 0) for kind in _HELD))
@@ -88,14 +99,14 @@ def _scaled(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job,
     return Estimate(
         bytes=max(state + held + predicted.step_bytes - counted, evaluation),
         state_bytes=state,
-        seconds=_seconds(strategy, like, predicted, job),
+        seconds=_seconds(strategy, like, predicted, job, host),
         like=like,
         doubt=_DOUBT[close],
     )
 
 
-def _seconds(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job) -> float:
-    """Work by the frames of a rank, the host's by the microbatches, the exchange by the length of the cuts."""
+def _seconds(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job, host: float) -> float:
+    """Work by the frames of a rank, the exchange by the length of the cuts; the host's is `host` times what it was."""
     rough, before = _rough(strategy), _rough(like)
     work = job.of(strategy).work / job.of(like).work * rough.work / before.work
     rate = job.cluster.device.rate
@@ -111,9 +122,8 @@ def _seconds(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job
         "gradients": _traffic(strategy) / _traffic(like) if _traffic(like) else 1.0,
     }
     busy = sum(seconds * scale.get(kind, work) for kind, seconds in predicted.seconds.items() if kind != "launch")
-    again = strategy.microbatches / like.microbatches
-    waiting = 0.0 if predicted.bound_by_host else predicted.seconds.get("launch", 0.0) * again
-    return busy + max(waiting, predicted.host_seconds * again - busy)
+    waiting = 0.0 if predicted.bound_by_host else predicted.seconds.get("launch", 0.0) * host
+    return busy + max(waiting, predicted.host_seconds * host - busy)
 
 
 @lru_cache(maxsize=1 << 16)

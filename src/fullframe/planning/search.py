@@ -198,10 +198,11 @@ def _room(strategy: Strategy, job: Job) -> tuple[float, ...]:
 
 
 def _seeds(strategies: Sequence[Strategy]) -> list[Strategy]:
-    """Far apart: replicas alone and the finest split, as simple as can be."""
+    """Far apart, as simple as can be: replicas alone; on most ranks the most replicas, and the finest split."""
     simplest = dict[Mesh, Strategy]()
     for strategy in strategies:
         simplest.setdefault(mesh_of(strategy), strategy)
     most = max(s.ranks for s in simplest.values())
     fullest = [s for s in simplest.values() if s.ranks == most]
-    return list(dict.fromkeys((max(fullest, key=lambda s: s.data), min(fullest, key=lambda s: s.data))))
+    whole = max((s for s in simplest.values() if s.parts == 1), key=lambda s: s.data)  # any job has these
+    return list(dict.fromkeys((whole, max(fullest, key=lambda s: s.data), min(fullest, key=lambda s: s.data))))
