@@ -86,9 +86,7 @@ def _likenesses(strategy: Strategy) -> tuple[tuple[object, ...], ...]:
     )
 
 
-def _scaled(
-    strategy: Strategy, like: Strategy, predicted: Prediction, job: Job, host: float, close: bool
-) -> Estimate:
+def _scaled(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job, host: float, close: bool) -> Estimate:
     mine, its, rough, before = job.of(strategy), job.of(like), _rough(strategy), _rough(like)
     state = sum(predicted.bytes.get(kind, 0) * _share(kind, strategy) / _share(kind, like) for kind in _STATE)
     held = float(sum(predicted.bytes.get(kind, 0) for kind in _HELD))
