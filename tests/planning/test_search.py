@@ -92,6 +92,15 @@ def test_more_ranks_are_not_taken_for_being_there(batch: int, gib: int) -> None:
     assert steps == sorted(steps, reverse=True), steps
 
 
+def test_one_rank_needs_no_buffers_for_messages() -> None:
+    def small(strategy: Strategy, job: Job) -> Prediction:
+        found = prediction(activation=GIB // 2)
+        return dataclasses.replace(found, terms={"nccl": 4 * GIB * (strategy.ranks > 1)})
+
+    found = winner(searched(job("2xA100-80GB", 2), GIB, small)[1])
+    assert found is not None and found.strategy.ranks == 1
+
+
 def test_every_candidate_has_a_reason() -> None:
     asked = job("4xA100-80GB", 4)
     _, plans = searched(asked, 30 * GIB)

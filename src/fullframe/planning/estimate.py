@@ -92,10 +92,11 @@ def _scaled(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job,
     held = float(sum(predicted.bytes.get(kind, 0) for kind in _HELD))
     held *= mine.held / its.held * rough.kept / before.kept * rough.width / before.width
     counted = sum(predicted.bytes.get(kind, 0) for kind in (*_STATE, *_HELD))
+    beside = predicted.step_bytes - counted - (predicted.terms.get("nccl", 0) if strategy.ranks == 1 else 0)
     evaluation = 0.0 if predicted.evaluation is None else float(predicted.evaluation.device_bytes)
     evaluation *= min(1.0, like.parts / strategy.parts) * min(1.0, rough.width / before.width)  # at least
     return Estimate(
-        bytes=max(state + held + predicted.step_bytes - counted, evaluation),
+        bytes=max(state + held + beside, evaluation),
         state_bytes=state,
         seconds=_seconds(strategy, like, predicted, job, host),
         like=like,

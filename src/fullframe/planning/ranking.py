@@ -72,7 +72,7 @@ class Plan:
 def plans_of(search: Search) -> list[Plan]:
     """Those that fit, fastest first; those that do not, least bytes first; what was not simulated; what was refused.
 
-    Of two that fit the simpler one comes first, where the other is not faster by 3 % for each technique that it adds.
+    Of two that fit the simpler one is first where the other is not faster by 3 % for each technique that it has more.
     """
     fitting = search.fitting
     order = sorted(fitting, key=lambda s: (fitting[s].step_seconds * weight(s), fitting[s].device_bytes))

@@ -98,9 +98,12 @@ class Search:
 
     def _next(self) -> list[Strategy]:
         """What is promising. Before it, once, where nothing fits yet, what needs least: then it is soon known whether
-        anything fits at all.
+        anything fits at all. And replicas alone, while none is known, if they may fit: no split says how fast they are.
         """
         promising = self._promising()
+        if all(s.ranks > s.data for s in self.known):
+            alone = [s for s, e in self.left.items() if s.ranks == s.data and e.bytes * e.doubt <= self.limit_bytes]
+            promising = [*sorted(alone, key=lambda s: self.left[s].seconds * weight(s))[:1], *promising]
         if self.fitting or self._tried_frugal or not promising:
             return promising
         self._tried_frugal = True
@@ -198,11 +201,10 @@ def _room(strategy: Strategy, job: Job) -> tuple[float, ...]:
 
 
 def _seeds(strategies: Sequence[Strategy]) -> list[Strategy]:
-    """Far apart, as simple as can be: replicas alone; on most ranks the most replicas, and the finest split."""
+    """Far apart, on most ranks: the most replicas and the finest split, as simple as can be."""
     simplest = dict[Mesh, Strategy]()
     for strategy in strategies:
         simplest.setdefault(mesh_of(strategy), strategy)
     most = max(s.ranks for s in simplest.values())
     fullest = [s for s in simplest.values() if s.ranks == most]
-    whole = max((s for s in simplest.values() if s.parts == 1), key=lambda s: s.data)  # any job has these
-    return list(dict.fromkeys((whole, max(fullest, key=lambda s: s.data), min(fullest, key=lambda s: s.data))))
+    return list(dict.fromkeys((max(fullest, key=lambda s: s.data), min(fullest, key=lambda s: s.data))))
