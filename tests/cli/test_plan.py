@@ -38,7 +38,7 @@ def test_a_plan_is_trained_and_compared_with_what_is_measured(tmp_path: Path) ->
     plans = json.loads(planned.stdout)
     assert plans == json.loads(out.read_text()) and plans[0]["fits"] and plans[0]["devices"] == "2xcpu"
     best = strategy_of(plans[0])
-    assert "samples/s" in planned.stderr and f"fastest: {describe(best)}" in planned.stderr
+    assert "samples/s" in planned.stderr and f"best: {describe(best)}" in planned.stderr
     assert describe(best) in html.read_text() and re.search("<script[^>]* src=", html.read_text()) is None
 
     run_dir = tmp_path / "run"

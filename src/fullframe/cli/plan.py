@@ -147,10 +147,10 @@ class Plan:
                 console.print(line, soft_wrap=True)
         best = winner(planned.plans)
         if best is not None and best.prediction is not None and best.prediction.bound_by_host:
-            console.print(f"the fastest is {said_of_host(best.prediction)}", soft_wrap=True)
+            console.print(f"the best is {said_of_host(best.prediction)}", soft_wrap=True)
         if planned.untried:
             console.print(self._out_of_time(planned), soft_wrap=True)
-        verdict = f"fastest: {describe(best.strategy)}" if best else "nothing fits"
+        verdict = f"best: {describe(best.strategy)}" if best else "nothing fits"
         if best is None and planned.untried:
             verdict = "none of these fits, and others were not tried" if simulated else "nothing was tried"
         elif not simulated:
