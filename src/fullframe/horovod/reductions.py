@@ -29,8 +29,10 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """The reduction of every rank's `tensor`, a new one of its shape and dtype; has a gradient."""
-    factors = prescale_factor, postscale_factor
-    return grouped_allreduce([tensor], average, name, compression, op, *factors, process_set)[0]
+    small, ctx = compression.compress(tensor)
+    request = allreduce_request([small], name, reduction(op, average), prescale_factor, postscale_factor, process_set)
+    (whole,) = with_gradient(Allreduce, request, process_set, [small], list)
+    return compression.decompress(whole, ctx)
 
 
 def allreduce_(
@@ -43,7 +45,10 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """`allreduce` in place."""
-    return grouped_allreduce_([tensor], average, name, op, prescale_factor, postscale_factor, process_set)[0]
+    request = allreduce_request([tensor], name, reduction(op, average), prescale_factor, postscale_factor, process_set)
+    tensors = [tensor]
+    complete(request, tensors, process_set, list, targets=tensors)
+    return tensor
 
 
 def allreduce_async(
