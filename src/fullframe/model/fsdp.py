@@ -31,6 +31,7 @@ from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_r
 from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.gradients import is_managed
 from fullframe.spatial.tensor import SpatialTensor
+from fullframe.spatial.views import share_memory
 from fullframe.wording import first_of
 
 _MOST_RUN = 10_000  # units that are remembered, of forward passes that no backward pass follows
@@ -272,8 +273,7 @@ def _sharded_in(unit: Any) -> list[Any]:
 def _take_up_data(unit: Any) -> None:
     """Lets torch gather what has been assigned to `.data` of a unit's parameters."""
     for each in _sharded_in(unit):
-        local = each.sharded_param._local_tensor
-        if local.untyped_storage()._cdata != each._sharded_param_data.untyped_storage()._cdata:
+        if not share_memory(each.sharded_param._local_tensor, each._sharded_param_data):
             each.reset_sharded_param()
 
 

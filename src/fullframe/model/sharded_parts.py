@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from fullframe.errors import StrategyError
 from fullframe.spatial.rules.registry import writes
+from fullframe.spatial.views import share_memory
 
 _VIEWS = ("__getitem__", "narrow", "select", "chunk", "split", "tensor_split", "hsplit", "vsplit", "diagonal")
 
@@ -49,15 +50,10 @@ def _marked(made: Any, of: Any) -> Any:
 
 
 def _mark(part: Any, of: Any) -> Any:
-    shares = _storage(part) == _storage(of)
+    shares = isinstance(of, DTensor) and share_memory(part._local_tensor, of._local_tensor)
     if type(part) is DTensor and (shares if isinstance(of, CopiedPart) else part._is_view() and not shares):
         part.__class__ = CopiedPart
     return part
-
-
-def _storage(tensor: Any) -> int | None:
-    local = getattr(tensor, "_local_tensor", None)
-    return None if local is None else local.untyped_storage()._cdata
 
 
 def _set_rows(whole: Any, where: Any, value: Any) -> None:

@@ -4,14 +4,15 @@ All others are found by their names, see `rule_of`. The arguments and their orde
 `native_functions.yaml`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.spatial.rules.registry import rule
+from fullframe.spatial.rules.points import items_of
+from fullframe.spatial.rules.registry import calling, rule
 
 _REDUCTIONS = "none", "mean", "sum"
 _LIKE_F = """
@@ -24,10 +25,6 @@ _RESIZED = {"upsample_linear1d": "linear", "upsample_bilinear2d": "bilinear", "u
 
 def _slice(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
     return x[(slice(None),) * (dim % x.dim()) + (slice(start, end, step),)]
-
-
-def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-    return x[tuple(slice(None) if index is None else index for index in indices)]
 
 
 def _asserted(x: Tensor, size: Any = None, stride: Any = None, dtype: torch.dtype | None = None, *,
@@ -99,7 +96,7 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     **{name: _resized(mode) for name, mode in _RESIZED.items()},
     **{f"upsample_nearest{n}d": _repeated for n in (1, 2, 3)},
     "slice": _slice,
-    "index": _index,
+    "index": lambda x, indices: x[items_of(indices)],
     "mT": lambda x: x.mT,
     "numpy_T": lambda x: x.T,
     "sym_size": lambda x, dim: x.shape[dim],
@@ -125,9 +122,5 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
 }
 
 
-def _called(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda operator, *args, **kwargs: function(*args, **kwargs)
-
-
 for _name, _function in _BY_NAME.items():
-    rule(f"aten::{_name}")(_called(_function))
+    rule(f"aten::{_name}")(calling(_function))

@@ -35,12 +35,13 @@ def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
     many = len(given) == len(shape) == 1 and _is_much(result, spec) and has_many_rows(spec, at)
     if not many:
         _require_few(result, spec)
-    require_inside(lambda like: like[_items(points)], spec, {d: i for d, i in enumerate(points) if i is not None}, True)
+    where = {dim: index for dim, index in enumerate(points) if index is not None}
+    require_inside(lambda like: like[items_of(points)], spec, where, True)
     if many:
         (index,) = (torch.where(i < 0, i + x.shape[at], i) for i in points if i is not None)
         return along(x, at, lambda local: local.index_select(at, index))
     local, points, held = at_own(local_of(x), spec, points)
-    found = local[_items(points)]
+    found = local[items_of(points)]
     if held is None:
         return wrap(found, result)
     held = held.view(*held.shape, *(1 for _ in rest[at:]))
@@ -74,7 +75,8 @@ def has_many_rows(spec: Spec, dim: int) -> bool:
     return prod(spec.shape) // max(spec.shape[dim], 1) >= spec.spatial.size
 
 
-def _items(points: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def items_of(points: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """What to put in brackets for index tensors, one or None a dim."""
     return tuple(slice(None) if i is None else i for i in points)
 
 

@@ -109,7 +109,12 @@ def _rule_of_operator(packet: Any) -> Rule | None:
         return None
     bound = (getattr(home, name, None) for home in (torch, torch._C._nn, Tensor))
     function = next((f for f in bound if isinstance(f, _BOUND) and f in RULES), None)
-    return function and (lambda operator, *args, **kwargs: function(*args, **kwargs))
+    return function and calling(function)
+
+
+def calling(function: Callable[..., Any]) -> Rule:
+    """The rule of an operator that this function of the same arguments stands for."""
+    return lambda operator, *args, **kwargs: function(*args, **kwargs)
 
 
 _BOUND = BuiltinFunctionType, MethodDescriptorType
