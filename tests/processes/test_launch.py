@@ -252,11 +252,17 @@ def test_patience_ends(tmp_path: Path) -> None:
     assert signalled(tmp_path, deaf, signal.SIGTERM, patience_seconds=1.0) == 128 + signal.SIGTERM
 
 
-def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    rank = """
+@pytest.mark.parametrize("asks", ["before", "after"])
+def test_ranks_die_with_a_launcher_that_is_killed(asks: str, tmp_path: Path) -> None:
+    """Also where it is killed while they still load what asks the kernel for that."""
+    ready = 'open(f"{folder}/ready-{rank}", "w")'
+    loading = f"{ready}\nwhile os.getppid() == launcher: time.sleep(0.05)" if asks == "after" else ""
+    rank = f"""
+launcher = os.getppid()
 from fullframe.processes.orphans import die_with_launcher
+{loading}
 die_with_launcher()
-open(f"{folder}/ready-{rank}", "w")
+{ready}
 time.sleep(1000)
 """
     code = (

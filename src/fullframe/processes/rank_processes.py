@@ -17,6 +17,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from fullframe.errors import MeshError
 from fullframe.processes.exit_reasons import COMMAND, RESTART_REASON, STOPPED
+from fullframe.processes.orphans import LAUNCHER
 
 _LOCAL = "127.0.0.1"  # not the name, which may mean an IPv6 address that nobody listens on
 _OWN_BYTES = 100 * 2**20  # at least, of a process that has loaded torch: 145 MiB that it shares with no other, measured
@@ -111,6 +112,7 @@ class Ranks:
             "MASTER_ADDR": place.address,
             "MASTER_PORT": str(place.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            LAUNCHER: str(os.getpid()),
             **environment,
         }
         self._first = place.node * count
