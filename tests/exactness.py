@@ -128,7 +128,10 @@ def _answers(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], on: Devic
         torch.cuda.manual_seed(0)
     leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in (*split, *whole)]
     given = [ff.shard(t, on) if on is not None else t for t in leaves[: len(split)]]
+    before = [_version(t) for t in given]
     outputs = [t for t in tree_leaves(op(*given, *leaves[len(split) :])) if isinstance(t, Tensor)]
+    written = [n for n, t in enumerate(given) if t.requires_grad and _version(t) != before[n]]
+    assert not written, f"operands {written} were written to, which one process's autograd would not allow"
     outputs = [t.full() if isinstance(t, ff.SpatialTensor) else t for t in outputs]
     answers = {f"output {n}": t.detach() for n, t in enumerate(outputs)}
     loss = sum(
@@ -140,6 +143,10 @@ def _answers(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], on: Devic
     if on is not None:
         _require_equal_on_all_ranks(list(gradients.values()))
     return answers | gradients
+
+
+def _version(tensor: Tensor) -> int:
+    return (tensor._local if isinstance(tensor, ff.SpatialTensor) else tensor)._version
 
 
 def unlike(

@@ -49,6 +49,7 @@ CASES: dict[str, Case] = {
     "adaptive_avg_pool 7": one(lambda x: F.adaptive_avg_pool2d(x, 7)),
     "adaptive_avg_pool (3, 5)": one(lambda x: F.adaptive_avg_pool2d(x, (3, 5))),
     "adaptive_avg_pool (None, 2)": one(lambda x: F.adaptive_avg_pool2d(x, (None, 2))),
+    "adaptive_avg_pool (2, None)": one(lambda x: F.adaptive_avg_pool2d(x, (2, None))),
     "adaptive_max_pool 1": one(lambda x: F.adaptive_max_pool2d(x, 1)),
     "adaptive_max_pool (4, 6)": one(lambda x: F.adaptive_max_pool2d(x.relu(), (4, 6))),
     "lp_pool": one(lambda x: F.lp_pool2d(x.abs(), 3, 2, 1)),
