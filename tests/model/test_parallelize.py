@@ -271,7 +271,7 @@ def _cannot(what: str) -> None:
         ff.parallelize(nn.Sequential(nn.LazyConv2d(4, 3)), mesh(1, 2))
     if what == "averaged twice":
         nn.parallel.DistributedDataParallel(ff.parallelize(_net(), mesh(1, 2)))(_image())
-    model = ff.parallelize(_net(), mesh(1, 2), shard_parameters=True, find_unused_parameters=True)
+    model = ff.parallelize(_net(), mesh(1, 2), shard_parameters=True)
     spread = type(model)._replicate_for_data_parallel
     {"sharded": copy.deepcopy, "pickled": pickle.dumps, "spread": spread}[what](model)
 

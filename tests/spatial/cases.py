@@ -88,6 +88,15 @@ def _differences(module: str, name: str, world: int) -> list[tuple[str, float]]:
     return found
 
 
+# Torch 2.11 has none.
+AMINMAX_HAS_A_GRADIENT = type(torch.ones(1, requires_grad=True).aminmax().min.grad_fn).__name__ == "AminmaxBackward0"
+
+
+def aminmax(x: Tensor, **options: Any) -> list[Tensor]:
+    """Smallest and largest value, without a graph where torch has no gradient of them."""
+    return [part if AMINMAX_HAS_A_GRADIENT else part.detach() for part in x.aminmax(**options)]
+
+
 def raised(calls: Iterable[Callable[[], Any]]) -> list[str]:
     """The kind of error of each call; "nothing" where there is none."""
     kinds = []

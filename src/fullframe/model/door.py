@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from fullframe.model.containers import Contents
 from fullframe.spatial.spec import Spec, spec_of
 from fullframe.spatial.tensor import local_or_whole, spec_in, wrapped_as
 
@@ -29,15 +30,17 @@ class Undressed(nn.Module):
         self.gather = gather
 
     def forward(self, leaves: list[Any], shells: Shells, method: str = "") -> tuple[list[Any], Shells, list[Tensor]]:
-        """The model of those arguments, or its method of that name."""
+        """The model of those arguments, or its method of that name; with what it wrote to lists and dicts of them."""
         if self.gather:
             shells = Shells(
                 shells.tree,
                 [lay and spec_of(lay.spatial, lay.shape, lay.placements, True, None) for lay in shells.specs],
             )
         args, kwargs = wrapped(leaves, shells)
+        contents = Contents((args, kwargs))
         called = getattr(self.model, method) if method else self.model
-        results, shells = unwrapped(called(*args, **kwargs))
+        result = called(*args, **kwargs)
+        results, shells = unwrapped((result, contents.changed()))
         return results, shells, list(_within(results))
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from fullframe.errors import DivergenceError, GradientError, MeshError
 from fullframe.model.averaging import leave_shares
+from fullframe.model.containers import GivenBack
 from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.model.sharded_values import is_sharded, leave_step, mind_sharded_values, take_whole_states
 from fullframe.model.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
@@ -55,15 +56,18 @@ class ShardedParameters:
         mesh = DeviceMesh(spatial.mesh.device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
         held = {p: (each, own) for each in model.modules() for own, p in each._parameters.items()}
         written: dict[str, WrittenIn] = {}
+        self._given_back = given_back = list[GivenBack]()
         for name in ("", *units_to_shard(model))[::-1]:
             module = model.get_submodule(name)
             if not isinstance(module, FSDPModule):
                 _require_one_message(name, module)
                 written[name] = WrittenIn(module, name, spatial.channel.tagged)
+                given_back.append(GivenBack(module))
                 module.register_forward_hook(_without_views)  # before torch's own, which hooks what it returns
                 # Also the root: torch would keep its parameters whole after a forward pass without a backward pass,
                 # and go on with those when the optimizer or an average has long changed the sharded ones.
                 fully_shard(module, mesh=mesh, reshard_after_forward=True)
+                given_back[-1].finish()
         kept = set(model.parameters())
         for module in {module for module, _ in held.values()}:
             take_whole_states(module, self.abandon)
@@ -133,6 +137,8 @@ class ShardedParameters:
                 "other gradients; use torch 2.13, start again from a checkpoint, or do without shard_parameters"
             )
         self._lending.begin()
+        for each in self._given_back:
+            each.begin()
         trained = {name: p for name, p in self._root.named_parameters() if p.requires_grad}
         changed = sorted(trained.keys() ^ self._parameters.keys())
         new = sorted(name for name, p in trained.items() if not is_sharded(p) and not is_managed(p))

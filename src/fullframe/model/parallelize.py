@@ -21,6 +21,7 @@ from fullframe.errors import ArgumentError, CheckpointError, GradientError, Mesh
 from fullframe.model.averaging import Averaging, leave_shares
 from fullframe.model.buffers import require_whole_buffers, share_buffers
 from fullframe.model.compiled.blocks import CompiledBlocks, compiled_blocks
+from fullframe.model.containers import put_back, values_in
 from fullframe.model.door import Undressed, unwrapped, wrapped
 from fullframe.model.fsdp import ShardedParameters, require_whole
 from fullframe.model.same_model import require_same_model
@@ -252,6 +253,7 @@ class ParallelModel(nn.Module):
             if self._queued and torch._C._current_graph_task_id() < 0:  # the last backward pass ended by an error
                 self._sharded.abandon()
             self._sharded.begin()
+        given = values_in((args, kwargs))
         leaves, shells = unwrapped((args, kwargs))
         is_split = any(spec is not None for spec in shells.specs)
         if not is_split and not self._said_whole and self.training and torch.is_grad_enabled():
@@ -269,7 +271,9 @@ class ParallelModel(nn.Module):
         if self._averaging is not None:
             self._averaging.called()
         self._watch_backward([*results, *within])
-        return wrapped(results, shells)
+        result, written = wrapped(results, shells)
+        put_back(given, written)
+        return result
 
     def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
         warn_of_dynamo()

@@ -6,7 +6,7 @@ from torch import Tensor
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, Op, as_in_one_process, one, raised
+from tests.spatial.cases import Case, Op, aminmax, as_in_one_process, one, raised
 from tests.spatial.sent import bytes_sent
 from tests.spatial.values import as_in_torch
 
@@ -37,7 +37,7 @@ CASES: dict[str, Case] = {
     "unique_consecutive": one(constant(lambda x: [
         x.sign().unique_consecutive(), *(x.sign() > 9).unique_consecutive(return_counts=True),
         *torch.unique_consecutive(labels(x) // 2, return_inverse=True, return_counts=True)])),
-    "count_nonzero": one(lambda x: [labels(x).count_nonzero(), labels(x).count_nonzero((0, 3)), *x.aminmax(dim=2)]),
+    "count_nonzero": one(lambda x: [labels(x).count_nonzero(), labels(x).count_nonzero((0, 3)), *aminmax(x, dim=2)]),
     "unique slices": one(lambda x: [
         p for t, d in ((labels(x)[0, 0] % 2, 0), (labels(x)[0, 0] % 2, 1), (labels(x)[:, :2].flatten(2).mT, 1),
                        (labels(x)[0, 0, 0], 0), (labels(x).round(), 1))

@@ -3,7 +3,7 @@
 import torch
 
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, Op, as_in_one_process, one
+from tests.spatial.cases import Case, Op, aminmax, as_in_one_process, one
 from tests.spatial.sent import bytes_sent
 from tests.spatial.values import as_in_torch
 
@@ -21,15 +21,15 @@ OVER_FLOATS: dict[str, Op] = {
     "max along a dim": lambda x: [*x.max(3), *x.min(2, keepdim=True), *x.relu().max(3), *x.relu().min(2)],
     "max along tokens": lambda x: [*x.flatten(2).max(2), *x.flatten(1).min(1), *x.relu().flatten(2).min(2),
                                    x.relu().flatten(1).argmin(), x.flatten(2).argmax(), x.flatten(2).argmin(2)],
-    "aminmax": lambda x: [*x.aminmax(), *x.aminmax(dim=3), *x.aminmax(dim=2, keepdim=True)],
+    "aminmax": lambda x: [*aminmax(x), *aminmax(x, dim=3), *aminmax(x, dim=2, keepdim=True)],
     "argmax": lambda x: [x.argmax(), x.argmin(), x.argmax(3), x.argmin(2, True), x.argmax(keepdim=True),
                          x.relu().argmax(), x.flatten(2).argmax(2), x.flatten(1).argmin()],
 }  # fmt: skip
 HALVES: dict[str, Op] = {
-    "extremes": lambda x: [x.amax(3), *x.max(2), x.max(), *x.aminmax(), x.argmin(), x.argmax(3)],
+    "extremes": lambda x: [x.amax(3), *x.max(2), x.max(), *aminmax(x), x.argmin(), x.argmax(3)],
 }  # fmt: skip
 INTEGERS: dict[str, Op] = {
-    "extremes": lambda x: [x.amax((2, 3)), x.amin(3), x.amin(), x.max(), x.min(), *x.aminmax(), *x.max(3), *x.min(2)],
+    "extremes": lambda x: [x.amax((2, 3)), x.amin(3), x.amin(), x.max(), x.min(), *aminmax(x), *x.max(3), *x.min(2)],
     "positions": lambda x: [x.argmax(), x.argmin(3), x.argmax(keepdim=True)] if x.dtype != torch.bool else [],
 }  # fmt: skip
 

@@ -1,5 +1,7 @@
 """Sorting and the k largest along split dims: values, global numbers, torch's choice among equals, few bytes."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -122,10 +124,14 @@ def test_a_two_stage_detector_picks_its_queries_from_split_tokens() -> None:
     assert not on_all_meshes(_queries)
 
 
-def _refusals() -> list[str]:
-    x = ff.shard(torch.ones(2, 3, 6, 8), mesh(1, 2))
+def _refusals(x: Any = None) -> list[str]:
+    x = ff.shard(torch.ones(2, 3, 6, 8), mesh(1, 2)) if x is None else x
     return raised((lambda: x.topk(9), lambda: x.topk(1, 4), lambda: (x > 0).topk(2), lambda: x.sort(5)))
 
 
 def test_what_torch_refuses_is_refused_on_all_ranks() -> None:
-    assert rank_group(2).run(_refusals) == [["RuntimeError", "IndexError", "RuntimeError", "IndexError"]] * 2
+    """By errors of torch's kinds; torch 2.11's meta function, which is asked, has an assertion for one of them."""
+    plain, meta = _refusals(torch.ones(2, 3, 6, 8)), _refusals(torch.ones(2, 3, 6, 8, device="meta"))
+    expected = ["RuntimeError" if asked == "AssertionError" else kind for kind, asked in zip(plain, meta, strict=True)]
+    assert "nothing" not in expected
+    assert rank_group(2).run(_refusals) == [expected] * 2

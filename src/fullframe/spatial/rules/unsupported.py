@@ -72,6 +72,7 @@ _REFUSED: dict[str, str] = {
         output_nr volatile is_distributed
     """,
     "it takes lists of tensors": "foreach.*",
+    "it names dims": "_update_names align_as align_to has_names refine_names rename rename_",  # until torch 2.12
     "it compares or combines vectors in a way that is not split": """
         addr_ inner addmv_ addbmm_ addmm_
         baddbmm_ logcumsumexp_ repeat_interleave_
