@@ -86,7 +86,7 @@ class ShardedParameters:
         if find_unused_parameters and not self._sends_zeros:
             raise MeshError(
                 f"torch {torch.__version__} cannot shard parameters of which some get no gradient; "
-                "use torch 2.13, freeze them with requires_grad_(False), or leave out find_unused_parameters"
+                "use torch 2.13 or later, freeze them with requires_grad_(False), or leave out find_unused_parameters"
             )
         self._lending, self._watched = Lending(model), set[str]()
         self._is_spoiled = False  # by an error in a pass
@@ -134,7 +134,8 @@ class ShardedParameters:
         if self._is_spoiled and torch.is_grad_enabled():
             raise GradientError(
                 f"a pass with sharded parameters has ended by an error, after which torch {torch.__version__} gives "
-                "other gradients; use torch 2.13, start again from a checkpoint, or do without shard_parameters"
+                "other gradients; use torch 2.13 or later, start again from a checkpoint, or do without "
+                "shard_parameters"
             )
         self._lending.begin()
         for each in self._given_back:
@@ -228,7 +229,7 @@ class ShardedParameters:
         if unused and not self._sends_zeros:
             raise GradientError(
                 f"{len(unused)} parameters got no gradient ({first_of(unused)}), "
-                f"for which torch {torch.__version__} sends nothing; use torch 2.13, freeze them with "
+                f"for which torch {torch.__version__} sends nothing; use torch 2.13 or later, freeze them with "
                 "requires_grad_(False), or do without shard_parameters"
             )
         if unused and not self._is_said:

@@ -26,6 +26,7 @@ from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_
 from fullframe.ranks.groups import groups_of
 from fullframe.ranks.last_words import speak_last
 from fullframe.ranks.same_meshes import compare_hashing, require_one_mesh
+from fullframe.ranks.torch_parts import require_parts
 from fullframe.ranks.waiting import naming_lost_ranks
 
 AXES = ("data", "depth", "height", "width")  # of a mesh; "depth" where that has more than one rank along it
@@ -296,6 +297,7 @@ def spatial_of(
     if known is None and within is not None:
         known = mesh._fullframe_spatial = spatial_of(within, draw_seed, own_groups)  # type: ignore[attr-defined]
     if known is None:
+        require_parts()
         if mesh.mesh_dim_names != axes_of(mesh.ndim):
             raise MeshError(
                 f"a mesh with axes {axes_of(3)} or {AXES} is needed, got {mesh.mesh_dim_names}; "
