@@ -47,7 +47,8 @@ def named(source: str) -> Iterator[tuple[str, bool]]:
             if name.startswith("torch.") and _is_private(name):
                 yield name, False
         elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
-            yield from ((f"{node.module}.{alias.name}", True) for alias in node.names)
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from ((name, True) for name in names if _is_private(name))
 
 
 def _there(name: str) -> bool:
@@ -78,8 +79,8 @@ def test_all_that_the_source_names_is_in_this_torch() -> None:
 
 
 def test_the_check_can_fail() -> None:
-    source = "from torch.utils import a\nimport torch\ntorch._C._b(x)\ntorch.c"
-    assert sorted(named(source)) == [("torch._C._b", False), ("torch.utils.a", True)]
+    source = "from torch.utils import a, _d\nimport torch\ntorch._C._b(x)\ntorch.c"
+    assert sorted(named(source)) == [("torch._C._b", False), ("torch.utils._d", True)]
     assert _there("torch._inductor.config") and not _there("torch._C._gone") and not _there("torch.gone.more")
 
 
