@@ -1,6 +1,6 @@
 """Counts, amounts, lists of names and errors in sentences."""
 
-from fullframe.wording import amount, capital, figure, first_line, first_of, plural, some
+from fullframe.wording import amount, capital, figure, first_line, first_of, in_one_line, plural, some
 
 
 def test_one_is_not_several() -> None:
@@ -29,3 +29,7 @@ def test_an_error_is_said_in_a_sentence() -> None:
 def test_a_name_at_the_beginning_keeps_its_letters() -> None:
     said = [capital(text) for text in ("stopped. Then", "torch.load runs", "retain_graph=True", "bf16 rounds", "")]
     assert said == ["Stopped. Then", "torch.load runs", "retain_graph=True", "bf16 rounds", ""]
+
+
+def test_what_ends_a_line_is_written_out() -> None:
+    assert in_one_line("runs/new\nline \x1b[1m, größer") == "runs/new\\nline \\x1b[1m, größer"

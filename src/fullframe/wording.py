@@ -52,6 +52,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
+def in_one_line(text: str) -> str:
+    """As a line of a table takes it: what ends a line, or steers a terminal, as Python writes it ('\\n')."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def described(value: object) -> str:
     """What was given in place of something else: 'the class Conv2d', "'4'", 'a Tensor of shape (3, 4)'."""
     if isinstance(value, type):

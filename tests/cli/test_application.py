@@ -200,6 +200,17 @@ def test_why_ranks_failed_is_said_in_json_too(
     assert json.loads(capsys.readouterr().out) == {"error": "rank 1 died"}
 
 
+@pytest.mark.parametrize("place", ["a folder", "a file/rates.json"])
+def test_nothing_is_measured_where_it_cannot_be_written(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a file").touch()
+    monkeypatch.setattr("fullframe.cli.calibrate.Calibrate._measure", lambda command, ranks: pytest.fail("measured"))
+    assert run(["calibrate", "--out", str(tmp_path / place)]) == 2
+    assert "name another file with --out" in (said := capsys.readouterr().err) or "name a file with --out" in said
+
+
 def test_wrong_words_are_said_in_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["jobs", "--match", "a", "--match", "b", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"].startswith("--match is given twice")

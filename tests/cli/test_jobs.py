@@ -42,6 +42,12 @@ def test_the_table(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3] == "2 runs: 1 running, 1 failed"
 
 
+def test_a_name_with_a_newline_is_one_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(runs / "new\nline", "finished")
+    assert Jobs().run() == 0
+    assert capsys.readouterr().out.splitlines()[3].split() == ["runs/new\\nline", "finished"]
+
+
 def test_a_long_warning_gives_way(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(runs / "first", "failed", reason="RuntimeError: " + "a long story " * 30)
     assert Jobs().run() == 0

@@ -147,11 +147,25 @@ class Queried(nn.Module):
         return self.spectrum(x, self.weight) + self.embed(self.query)[:, None, None]
 """
 
+# As most of transformers' models do.
+DROPPING = """
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x):
+        x = F.dropout(self.mix(x), p=0.2, training=self.training)
+        tokens = F.dropout2d(x).flatten(2).transpose(1, 2)[:, None]
+        tokens = F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=0.1)
+        return x + torch.dropout(tokens[:, 0].transpose(1, 2).unflatten(2, x.shape[2:]), 0.1, self.training)
+"""
+
 # Dropout that is no module: every rank draws for its own pixels.
 DRAWN = """
 class Drawn(nn.Module):
     def forward(self, x):
-        return F.dropout(x, 0.5)
+        return x + torch.rand_like(x)
 """
 
 # Softmax in single precision, as many models have it, in numbers that are double otherwise.

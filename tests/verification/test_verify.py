@@ -17,6 +17,7 @@ from tests.verification.forked import verified_by_a_fork
 from tests.verification.job import (
     COUNTING,
     DRAWN,
+    DROPPING,
     INPLACE,
     LEAK,
     PARTS,
@@ -239,7 +240,13 @@ def test_random_numbers_are_named_as_a_reason(tmp_path: Path) -> None:
     verdict = verified(written(tmp_path, "Drawn()", DRAWN))
     first = verdict.first_difference
     assert not verdict.exact and first is not None and (first.phase, first.module) == ("forward", "middle")
-    assert any(note.startswith("the loss depends on the seed also without nn.Dropout") for note in verdict.notes)
+    assert any(note.startswith("the loss depends on the seed also without dropout") for note in verdict.notes)
+
+
+def test_functions_drop_nothing_either(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, "Dropping()", DROPPING))
+    assert verdict.exact and largest(verdict) < 1e-12, verdict
+    assert not any("depends on the seed" in note for note in verdict.notes), verdict.notes
 
 
 def test_a_module_that_counts_its_calls_does_not_draw(tmp_path: Path) -> None:

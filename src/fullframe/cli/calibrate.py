@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
-from fullframe.cli.display import said_of_failure, writing
+from fullframe.cli.display import require_writable, said_of_failure, writing
 from fullframe.cli.words import words
 from fullframe.errors import DeviceError
 from fullframe.processes.place import launched_place
@@ -39,12 +39,22 @@ class Calibrate:
             raise DeviceError(f"--processes must be 1, or 2 for the link between two ranks, got {self.processes}")
         if place := launched_place():
             return self._measure(place.world)
+        self._require_place()
         if self.processes == 1:
             return self._measure(1)
         from fullframe.processes.launch import launch
 
         words_of_rank = ["-m", "fullframe.cli", "calibrate", *words(self)]
         return launch(self.processes, words_of_rank, on_failure=said_of_failure(self.json))
+
+    def _require_place(self) -> None:
+        """Raises RunError, before the time is spent, where the rates could not be written."""
+        from fullframe.simulation.devices.calibration import calibration_path
+
+        path = self.out or calibration_path("any")
+        with writing(path, "--out"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        require_writable(path, "--out")
 
     def _measure(self, ranks: int) -> int:
         import torch

@@ -16,7 +16,7 @@ from tyro.conf import Positional, arg
 
 from fullframe.errors import LaunchError
 from fullframe.launching.jobs import STATES, Files, JobRow, jobs, selected
-from fullframe.wording import GIB, plural
+from fullframe.wording import GIB, in_one_line, plural
 
 _WIDTH = 160  # of a table that goes into a file or a pipe
 _GAP = 2  # between columns
@@ -81,7 +81,7 @@ class Jobs:
                     if known.get(row.run) != row.state:
                         known[row.run] = row.state
                         said = f" ({row.reason})" if row.reason else ""
-                        print(f"{time.strftime('%H:%M:%S')} {row.run}: {row.state}{said}", flush=True)
+                        print(in_one_line(f"{time.strftime('%H:%M:%S')} {row.run}: {row.state}{said}"), flush=True)
                 time.sleep(self.every)
                 rows, _ = self._rows(files)
         with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
@@ -103,7 +103,7 @@ def _table(rows: list[JobRow], width: int) -> Table:
         state = f"{row.state}: {row.reason}" if row.reason and row.state in ("pending", "requeued") else row.state
         words = [row.run, row.job or "", state, _step(row), _number(row.loss), _number(row.images_per_second)]
         words += [_memory(row), str(row.requeues or ""), _warning(row)]
-        cells = [Text(word) for word in words]
+        cells = [Text(in_one_line(word)) for word in words]
         cells[2].stylize(_COLOURS.get(row.state, ""))
         table.add_row(*cells)
     *others, warning = table.columns  # which gives way, and names of runs are folded

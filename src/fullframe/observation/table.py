@@ -56,22 +56,27 @@ class Table:
     def add(self, record: Mapping[str, Any]) -> None:
         """One line that has a step."""
         step = int(record["step"])
-        start = bisect.bisect_left(self.steps, step)
-        if start < len(self.steps):
-            del self.steps[start:]
-            for column in self._columns.values():
-                del column[start:]
-            for nulls in self._nulls.values():
-                del nulls[bisect.bisect_left(nulls, step) :]
+        if self.steps and step <= self.steps[-1]:
+            self._drop_from(step)
         for name, value in record.items():
             if value is None:
                 self._nulls.setdefault(name, array("q")).append(step)
-            if name != "step" and (value is None or _is_number(value)) and name not in self._columns:
+            if name not in self._columns and name != "step" and (value is None or _is_number(value)):
                 self._columns[name] = array("d", [math.nan]) * len(self.steps)
         self.steps.append(step)
         for name, column in self._columns.items():
             value = record.get(name)
-            column.append(float(value) if _is_number(value) else math.nan)
+            if value.__class__ is not float or math.isinf(value):  # most are plain numbers, of which there are millions
+                value = float(value) if _is_number(value) else math.nan
+            column.append(value)
+
+    def _drop_from(self, step: int) -> None:
+        start = bisect.bisect_left(self.steps, step)
+        del self.steps[start:]
+        for column in self._columns.values():
+            del column[start:]
+        for nulls in self._nulls.values():
+            del nulls[bisect.bisect_left(nulls, step) :]
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:

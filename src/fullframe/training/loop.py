@@ -117,6 +117,13 @@ def _met(recipe: Recipe, strategy: Strategy, options: Mapping[str, Any], about: 
     return reason
 
 
+def _try_evaluation(recipe: Recipe, todo: Steps, run: Run) -> None:
+    """Before the first step; compiled blocks are left to be compiled by it."""
+    if recipe.evaluate is not None and todo.done == 0 and todo.compiled is None:
+        run.watchdog.beat("trying the evaluation on one sample")
+        _joined(dict.fromkeys(_OF_STEP), dict.fromkeys(todo.names_measured(), 0.0))
+
+
 def _finished(recipe: Recipe, model: nn.Module, strategy: Strategy, run_dir: Path) -> nn.Module:
     """The trained plain model, after the recipe's own end with it on rank 0."""
     plain = _whole(recipe, model, strategy)
@@ -147,6 +154,7 @@ def _train(
         run.directory.file.update(reason=f"stopped early: {ended}")
         run.say(f"nothing is left to do: {ended}; a larger --patience goes on")
         return
+    _try_evaluation(recipe, todo, run)
     first, compiled, told = todo.done + 1, todo.compiled, ""
     if compiled is not None:
         compiled.programs.tell = run.say
@@ -257,6 +265,8 @@ def _whole(recipe: Recipe, model: nn.Module, strategy: Strategy) -> nn.Module:
 def _take_up(session: Session, run: Run, strategy: Strategy, goes_on: bool, steps: int) -> None:
     if goes_on:
         _go_on(session, run)
+    if strategy.precision == "tf32" and device.kind_of_job() == "cpu":
+        run.say("warning: the CPU has no TF32 units, so precision tf32 computes in fp32 here")
     run.checkpoints.require_storable(session.state)  # now rather than at the first checkpoint
     if goes_on and session.state.step >= steps:
         run.directory.file.is_done = True

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -78,6 +80,31 @@ def without_dropout(model: nn.Module) -> list[str]:
     return silenced
 
 
+_SHARE_AT = {  # where a function is told which share it drops, and by which name
+    **dict.fromkeys(
+        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout),
+        (1, "p"),
+    ),
+    F.scaled_dot_product_attention: (4, "dropout_p"),
+}
+
+
+class NothingDropped(TorchFunctionMode):
+    """Inside, no function drops anything either, as a forward calls them beside nn.Dropout."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SHARE_AT:
+            position, name = _SHARE_AT[func]
+            if len(args) > position:
+                args = (*args[:position], 0.0, *args[position + 1 :])
+            else:
+                kwargs = kwargs | {name: 0.0}
+        return func(*args, **kwargs)
+
+
 def hand_over(folder: Path, parts: Sequence[Any], seeds: Sequence[int], model: nn.Module, device: str) -> None:
     """Give the reference what it starts from: each replica's plain batch and seed, and the model's initial state."""
     state = {name: tensor.detach().cpu() for name, tensor in _state(model).items()}
@@ -124,6 +151,12 @@ def main(recipe_path: Path, folder: Path, values: Sequence[str] = ()) -> None:
     given = torch.load(folder / "given.pt", weights_only=False)
     device = torch.device(given["device"])
     model, _ = double_model(recipe, device)
+    with NothingDropped():
+        answers = _answers(recipe, model, device, given, folder)
+    torch.save(answers, folder / "answers.pt")
+
+
+def _answers(recipe: Recipe, model: nn.Module, device: torch.device, given: Mapping[str, Any], folder: Path) -> Answers:
     initial = {name: tensor.to(device) for name, tensor in given["state"].items()}
     _restore(model, initial)
     total, count, buffers = 0.0, 0.0, []
@@ -150,8 +183,7 @@ def main(recipe_path: Path, folder: Path, values: Sequence[str] = ()) -> None:
             "let the recipe begin with a batch whose loss is finite"
         )
     gradients = {name: None if p.grad is None else (p.grad / count).cpu() for name, p in model.named_parameters()}
-    answers = Answers(loss=total / count, gradients=gradients, buffers=buffers, draws=draws, narrow=narrow)
-    torch.save(answers, folder / "answers.pt")
+    return Answers(loss=total / count, gradients=gradients, buffers=buffers, draws=draws, narrow=narrow)
 
 
 def double_model(recipe: Recipe, device: torch.device) -> tuple[nn.Module, list[str]]:

@@ -65,7 +65,7 @@ def verify(
     """Run one step of the recipe in one process and on the mesh of `strategy`, in float64; all ranks call it.
 
     What is compared: the loss, every parameter's gradient, every buffer, and every module's inputs and outputs with
-    their gradients. Same seed, same weights, first batch of the recipe's order; nn.Dropout is off. Differences are
+    their gradients. Same seed, same weights, first batch of the recipe's order; dropout is off. Differences are
     relative to the largest value of the tensor in one process.
 
     It proves these numbers for this batch, this mesh and this device. It does not prove other sizes or meshes, code
@@ -91,12 +91,12 @@ def verify(
         answers, part = reference.read(folder, mesh.get_local_rank("data"))
         if answers.draws:
             notes.append(
-                "the loss depends on the seed also without nn.Dropout: what is drawn for whole samples is equal in "
+                "the loss depends on the seed also without dropout: what is drawn for whole samples is equal in "
                 "both runs, what is drawn for every pixel is not"
             )
         comparison = _Comparison(part, mesh, plain, step)
         try:
-            with _gather_warnings(notes), comparison.tensors:
+            with _gather_warnings(notes), comparison.tensors, reference.NothingDropped():
                 seed_everything(_seed(recipe, comparison.replica))
                 loss = step(batch).loss
         except UnsupportedOp as error:  # on every rank of the replica alike; from here on nobody sends anything
