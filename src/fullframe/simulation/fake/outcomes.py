@@ -54,9 +54,21 @@ _COMPARISONS = frozenset(
 # What derivatives write into zeros that they have made; of tensors of other classes than torch's they make new ones.
 _INTO_ZEROS = {
     *(getattr(torch.ops.aten, name).default for name in ("index_put", "_unsafe_index_put", "scatter_add")),
+    *(getattr(torch.ops.aten, name).default for name in ("index_add", "put")),
     torch.ops.aten.scatter.src,
 }
-_FILL_ZEROS = re.compile("(Gather|Index|Max|Min|Topk|Sort|Kthvalue|Median|Nanmedian|Mode)Backward[0-9]")
+_FILL_ZEROS = re.compile(
+    "(Gather|Index|IndexSelect|Take|Max|Min|Cummax|Cummin|Topk|Sort|Kthvalue|Median|Nanmedian|Mode)Backward[0-9]"
+)
+# The same of what the derivative of binary cross-entropy has made, but not of what was saved for it.
+_OF_LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
+_ON_LOGITS = (torch.ops.aten.sub.Tensor, torch.ops.aten.mul.Tensor)
+# Made as large as their operands and then smaller, which gives no memory back: while a mean loss lives, every element's
+# does.
+_ROOMY = {
+    *(getattr(torch.ops.aten, name).default for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "col2im")),
+    torch.ops.aten.binary_cross_entropy.default,
+}
 _SMALL = 2**20  # elements that may have memory
 _BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _Kind = Literal["new", "compared", "in place", "all in place", "view", "other"]
@@ -96,8 +108,10 @@ class Outcomes:
         return out
 
     def _outcome(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if func in _INTO_ZEROS and _fills_zeros():
+        if (func in _INTO_ZEROS and _fills_zeros()) or (func in _ON_LOGITS and _writes_on_logits(args[0])):
             return args[0]
+        if func in _ROOMY:
+            return self._in_room_for(args, func(*args, **kwargs))
         kind = _kind(func)
         if picks_by_value(func, args):
             self.notes |= set() if are_known(func, args) else {FULL_MASKS}
@@ -135,6 +149,14 @@ class Outcomes:
             return args[0]
         tensors = [None if meta is None else self._made(_empty(*meta)) for meta in outcome[1]]
         return tensors[0] if outcome[0] is None else outcome[0](tensors)
+
+    def _in_room_for(self, args: Sequence[Any], out: Any) -> Any:
+        """`out` in as much memory as its largest operand would take in its dtype."""
+        elements = max(arg.numel() for arg in args if isinstance(arg, Tensor))
+        if type(out) is not FakeTensor or out.numel() >= elements:
+            return out
+        with torch._C._DisableTorchDispatch():
+            return self._made(torch.empty(elements, dtype=out.dtype, device="meta").resize_(out.shape))
 
     def _made(self, meta: Tensor) -> FakeTensor:
         """`FakeTensor(fake, meta, "cpu")`, whose constructor sets each attribute anew."""
@@ -214,6 +236,12 @@ def _fills_zeros() -> bool:
     """Whether torch's own derivative of an op that picks elements is at work, and is not to be derived itself."""
     node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
     return node is not None and _FILL_ZEROS.fullmatch(node.name()) is not None
+
+
+def _writes_on_logits(x: Tensor) -> bool:
+    """Whether the derivative of binary cross-entropy is at work, and `x` is its own."""
+    node: Any = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
+    return node is not None and node.name() == _OF_LOGITS and x is not node._saved_pos_weight
 
 
 def _is_fake(leaf: Any) -> bool:

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullframe.simulation.memory.scratch import at_masks, widened
+from fullframe.simulation.memory.cpu_copies import OF_ANY_DEVICE, widened
+from fullframe.simulation.memory.scratch import at_masks
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -17,6 +18,8 @@ _ADDED_UP = (_aten.index_put.default, _aten.index_put_.default, _aten._index_put
 
 def cuda_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
     """Bytes beyond its results that an op which neither cuDNN nor cuBLAS runs needs on a GPU."""
+    if func in OF_ANY_DEVICE:
+        return OF_ANY_DEVICE[func](args, out)
     if func is _aten._scaled_dot_product_flash_attention_backward.default:
         return int(args[1].numel()) * torch.float32.itemsize  # the queries' gradient is added up in fp32
     if func is _aten._softmax_backward_data.default:

@@ -11,13 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullframe.simulation.memory.cpu_copies import cpu_copies
+
 _aten = torch.ops.aten
 _backends: Any = torch._C._ConvBackend  # type: ignore[attr-defined]
 _BLOCK_CHANNELS = 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8  # of oneDNN's specs
 _PARTIAL_SUMS = 256  # of a depthwise kernel's gradient
 _FP32 = 4
 _INT64 = 8
-_AT_MASKS = (_aten.index.Tensor, _aten.index_put_.default, _aten._index_put_impl_.default)
+_AT_MASKS = (
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+)
 
 
 def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
@@ -42,9 +49,7 @@ def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
         return _attention(*args[:2])
     if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return _attention_backward(*args[1:3])
-    if func is _aten.sum.default or func is _aten.sum.dim_IntList:
-        return widened(args[0], out)
-    return at_masks(func, args)
+    return at_masks(func, args) + cpu_copies(func, args, out)
 
 
 def at_masks(func: Any, args: tuple[Any, ...]) -> int:
@@ -52,11 +57,6 @@ def at_masks(func: Any, args: tuple[Any, ...]) -> int:
     if func not in _AT_MASKS:
         return 0
     return sum(index.numel() * index.dim() * _INT64 for index in args[1] if _is_mask(index))
-
-
-def widened(x: Tensor, total: Tensor) -> int:
-    """What is added up, in the dtype of the sum where that is another: of truths, numbers of eight bytes."""
-    return 0 if x.dtype == total.dtype else x.numel() * total.element_size()
 
 
 def _tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
