@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
@@ -73,3 +74,13 @@ def test_an_op_is_timed_with_the_precision_of_its_step() -> None:
         seen.clear()
     assert len(shared) == 2 and not clock.guessed
     assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(0, 3), (), (3,), (5, 4096), (2, 3000, 3)])
+def test_operands_are_from_a_half_to_one_or_zeros(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    like = torch.empty(shape, dtype=dtype).mT if len(shape) > 1 else torch.empty(shape, dtype=dtype)
+    filled = MeasuredClock(device_named("cpu"))._filled(like)
+    assert (filled.shape, filled.stride(), filled.dtype) == (like.shape, like.stride(), dtype)
+    numbers = filled.abs() if dtype.is_floating_point or dtype.is_complex else filled.to(torch.float32) + 0.5
+    assert bool(((numbers >= 0.5) & (numbers <= 1)).all())

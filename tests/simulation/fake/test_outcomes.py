@@ -154,3 +154,19 @@ def test_what_a_mask_leaves_out_is_not_made(backward: Any, mask: tuple[bool, ...
             out = backward(torch.empty(2, 3, 4, 5), list(mask))
             assert [t is None for t in out] == [t is None for t in real]
             assert [None if t is None else t.shape for t in out] == [None if t is None else t.shape for t in real]
+
+
+@pytest.mark.parametrize("spatial", [2, 3])
+def test_a_grid_of_another_dtype_is_refused_as_by_torch(spatial: int) -> None:
+    fake, sizes = FakeTensorMode(), (4, 5, 6)[:spatial]
+
+    def sample(dtype: torch.dtype) -> Tensor:
+        grid = torch.zeros(1, *sizes, spatial, dtype=dtype)
+        return torch.nn.functional.grid_sample(torch.ones(1, 2, *sizes), grid, align_corners=False)
+
+    with pytest.raises(RuntimeError):
+        sample(torch.float64)
+    with fake, Remembering(Outcomes(fake)):
+        assert sample(torch.float32).shape == (1, 2, *sizes)
+        with pytest.raises(RuntimeError, match=r"one dtype, not torch.float32 and torch.float64"):
+            sample(torch.float64)

@@ -21,6 +21,7 @@ from fullframe.techniques.precision import Fp32Math, fp32_math
 
 _REPEATS = 5
 _ENOUGH_SECONDS = 0.01
+_DRAWN = 4096  # random numbers
 
 Timings = dict[Hashable, float]  # of an op on so many threads, in TF32 or not, with the shapes, strides, dtypes it got
 
@@ -98,10 +99,13 @@ class MeasuredClock(StepClock):
         """Numbers from a half to one, or zeros, which every index op takes, in `like`'s strides."""
         extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
         extent = extent if like.numel() else 0
-        flat = torch.zeros(extent, device=self._place)
-        if like.dtype.is_floating_point or like.dtype.is_complex:
-            flat.uniform_(0.5, 1.0)
-        return flat.to(like.dtype).as_strided(like.shape, like.stride())
+        if not (like.dtype.is_floating_point or like.dtype.is_complex):
+            return torch.zeros(extent, dtype=like.dtype, device=self._place).as_strided(like.shape, like.stride())
+        drawn = torch.empty(min(extent, _DRAWN), device=self._place).uniform_(0.5, 1.0).to(like.dtype)
+        times = -(-extent // _DRAWN)  # the same again and again, for drawing takes longer than most ops
+        flat = torch.empty(times * len(drawn), dtype=like.dtype, device=self._place)
+        flat.view(times, len(drawn)).copy_(drawn)
+        return flat.as_strided(like.shape, like.stride())
 
 
 def _signature(value: Any) -> Hashable:

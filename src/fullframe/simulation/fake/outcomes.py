@@ -69,6 +69,7 @@ _ROOMY = {
     *(getattr(torch.ops.aten, name).default for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "col2im")),
     torch.ops.aten.binary_cross_entropy.default,
 }
+_OF_ONE_DTYPE = {torch.ops.aten.grid_sampler_2d.default, torch.ops.aten.grid_sampler_3d.default}
 _SMALL = 2**20  # elements that may have memory
 _BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _Kind = Literal["new", "compared", "in place", "all in place", "view", "other"]
@@ -110,6 +111,8 @@ class Outcomes:
     def _outcome(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if (func in _INTO_ZEROS and _fills_zeros()) or (func in _ON_LOGITS and _writes_on_logits(args[0])):
             return args[0]
+        if func in _OF_ONE_DTYPE and args[0].dtype is not args[1].dtype:
+            raise RuntimeError(f"{func} wants operands of one dtype, not {args[0].dtype} and {args[1].dtype}")
         if func in _ROOMY:
             return self._in_room_for(args, func(*args, **kwargs))
         kind = _kind(func)
