@@ -628,6 +628,9 @@ def _after_an_error_in_backward() -> float:
                 handle.remove()
             optimizer.zero_grad()
             if fails:
+                with torch.no_grad():
+                    for parameter in net.parameters():  # by hand, as an average is put in
+                        parameter.mul_(1.1)
                 block.load_state_dict(_built(Net).blocks[1].state_dict())  # type: ignore[index,union-attr]
         _loss(net(images)).backward()
     return _worst(_gradients(plain), _gradients(model))

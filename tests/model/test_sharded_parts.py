@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import fullframe as ff
 from fullframe.errors import StrategyError
@@ -31,6 +32,14 @@ REFUSED: list[Write] = [
     lambda weight: nn.init.constant_(weight[2:], 1.0),
     lambda weight: torch._foreach_mul_([weight, weight[1]], 2.0),
     lambda weight: weight.vsplit(2)[0].mul_(2),
+    lambda weight: torch.chunk(weight, 3)[1].fill_(1),  # as functions
+    lambda weight: torch.narrow(weight, 0, 3, 2).add_(1),
+    lambda weight: torch.select(weight, 0, 3).zero_(),
+    lambda weight: torch.tensor_split(weight, 2)[0].mul_(2),
+    lambda weight: torch.diagonal(weight).fill_(1),
+    lambda weight: torch.flatten(weight[1:]).view(-1, 3)[2].fill_(1),
+    lambda weight: torch.unsqueeze(weight, 0)[0, 1].fill_(1),
+    lambda weight: torch._foreach_zero_(list(torch.split(weight, 2))[:1]),
     lambda weight: weight.__setitem__((3, 1, 1, 1), 1.0),
     lambda weight: weight.data.__setitem__(slice(2, 4), 1.0),
     lambda weight: weight.__setitem__(weight < 0, 0.0),
@@ -43,6 +52,11 @@ TAKEN: list[Write] = [
     lambda weight: weight.copy_(torch.cat([weight[4:], weight[:4]])),
     lambda weight: weight.mul_(weight[3:5].square().sum() + weight[0, 1, 2, 0]),
     lambda weight: weight[2:4].clone().mul_(2),  # a copy in one process, too
+    lambda weight: (
+        weight.add_(float(weight[1].full_tensor().numpy().sum()) + weight[2, 0, 0].full_tensor().tolist()[1])
+        if isinstance(weight, DTensor)
+        else weight.add_(float(weight[1].numpy().sum()) + weight[2, 0, 0].tolist()[1])
+    ),
 ]
 
 
@@ -57,10 +71,10 @@ def _written() -> list[Tensor]:
         with torch.no_grad(), pytest.raises(StrategyError, match="write to the whole, whole = parameter"):
             write(model.module.weight)
     assert torch.equal(whole_value(model.module.weight.detach()), found[-1])
-    assert isinstance(model.module.weight[0], CopiedPart)
+    assert isinstance(model.module.weight[0].to_local(), CopiedPart)
     model.module.weight[0].sum().backward()
     with pytest.raises(StrategyError):
-        nn.init.dirac_(model.module.weight)
+        torch.narrow(model.module.weight.square(), 0, 1, 2).zero_()
     found.append(whole_value(model.module.weight.grad))
     return found
 

@@ -88,7 +88,18 @@ def loaded(model: Any, step: int) -> None:
         assert said.missing_keys == ["0.weight", "0.bias"]
 
 
-BETWEEN: list[Between] = [nothing, swapped, assigned_and_cast, assigned_whole, perturbed, loaded]
+def written_whole(model: Any, step: int) -> None:
+    """Pretrained values, noise, a mask of pruning and an average, whole as they were saved."""
+    torch.manual_seed(step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            whole = torch.randn(parameter.shape, dtype=torch.float64)
+            if step == 0:
+                parameter.copy_(whole)
+            parameter.add_(whole, alpha=0.1).mul_(whole > 0).lerp_(whole, 0.2).sub_(0.1 * whole)
+
+
+BETWEEN: list[Between] = [nothing, swapped, assigned_and_cast, assigned_whole, perturbed, loaded, written_whole]
 
 
 def _image(model: Any, seed: int) -> Tensor:

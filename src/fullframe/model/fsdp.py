@@ -256,6 +256,21 @@ class ShardedParameters:
         self._root.set_requires_gradient_sync(on)
 
 
+class AtEnd:
+    """To be queued in a backward pass: calls `ended` at its end, or `failed` where torch drops it, as for an error."""
+
+    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]):
+        self._ended, self._failed, self._is_called = ended, failed, False
+
+    def __call__(self) -> None:
+        self._is_called = True
+        self._ended()
+
+    def __del__(self) -> None:
+        if not self._is_called:
+            self._failed()
+
+
 def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Of any optimizer. Raises GradientError where it has parameters that were sharded since it was made."""
     if any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"][:1]):

@@ -23,7 +23,7 @@ from fullframe.model.buffers import require_whole_buffers, share_buffers
 from fullframe.model.compiled.blocks import CompiledBlocks, compiled_blocks
 from fullframe.model.containers import put_back, values_in
 from fullframe.model.door import Undressed, unwrapped, wrapped
-from fullframe.model.fsdp import ShardedParameters, require_whole
+from fullframe.model.fsdp import AtEnd, ShardedParameters, require_whole
 from fullframe.model.same_model import require_same_model
 from fullframe.model.same_program import Agreement
 from fullframe.model.sharded_values import is_sharded
@@ -250,8 +250,8 @@ class ParallelModel(nn.Module):
             if not isinstance(run, DistributedDataParallel):
                 share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
         if self._sharded is not None:
-            if self._queued and torch._C._current_graph_task_id() < 0:  # the last backward pass ended by an error
-                self._sharded.abandon()
+            if torch._C._current_graph_task_id() < 0:
+                self._abandoned()  # where torch has not let go of the last backward pass yet
             self._sharded.begin()
         given = values_in((args, kwargs))
         leaves, shells = unwrapped((args, kwargs))
@@ -334,11 +334,17 @@ class ParallelModel(nn.Module):
             elif not self._queued and self._sharded is not None:
                 self._queued = True
                 self._sharded.begin_backward()
-                torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+                torch.autograd.Variable._execution_engine.queue_callback(AtEnd(self._after_backward, self._abandoned))
 
         for result in results:
             if isinstance(result, Tensor) and result.requires_grad:
                 when_gradient_arrives(result, reached)
+
+    def _abandoned(self) -> None:
+        """A backward pass of sharded parameters has ended by an error: what is written to them next is to stay."""
+        if self._queued and self._sharded is not None:
+            self._queued = False
+            self._sharded.abandon()
 
     def _after_backward(self) -> None:
         """Of sharded parameters."""

@@ -6,6 +6,7 @@ assigned to `.data`.
 
 import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -52,12 +53,16 @@ def mind_sharded_values() -> None:
     from torch.distributed.tensor import DTensor
 
     from fullframe.model.sharded_parts import refuse_lost_writes
+    from fullframe.model.sharded_random import draw_whole
 
     if not isinstance(vars(DTensor).get("data"), property):
         handlers: Any = DTensor._op_dispatcher._custom_op_handlers
         handlers[torch.ops.aten._local_scalar_dense.default] = _number
         DTensor.data = property(Tensor.data.__get__, _assign)  # type: ignore[assignment, attr-defined]
         refuse_lost_writes()
+        draw_whole()
+        for name in ("copy_", "add_", "sub_", "mul_", "lerp_"):
+            setattr(DTensor, name, _taking_parts(getattr(Tensor, name)))
         register_optimizer_step_pre_hook(_enter_step)
         register_optimizer_step_post_hook(leave_step)
 
@@ -98,6 +103,23 @@ def _as_sharded(parameter: Any, value: Any) -> Any:
     if is_sharded(value):
         return value.redistribute(mesh, parameter.placements)
     return distribute_tensor(value.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
+
+
+def _taking_parts(write: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of a sharded tensor that takes its parts of whole ones of its shape, such as masks and pretrained."""
+
+    @wraps(write)
+    def writing(parameter: Any, *values: Any, **options: Any) -> Any:
+        return write(parameter, *(_part_of(value, parameter) for value in values), **options)
+
+    return writing
+
+
+def _part_of(value: Any, parameter: Any) -> Any:
+    if type(value) not in (Tensor, nn.Parameter) or value.shape != parameter.shape or value.dim() == 0:
+        return value
+    note_values(value.detach())
+    return _as_sharded(parameter, value)
 
 
 def take_whole_states(module: nn.Module, abandon: Callable[[], None]) -> None:
