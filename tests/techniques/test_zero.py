@@ -1,9 +1,12 @@
 """ZeRO-1: each rank has the state of its parameters alone, and all parameters are updated everywhere."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullframe.errors import CheckpointError
 from fullframe.techniques.zero import shard_state, trainable
 from tests.rank_group import rank_group
 
@@ -39,6 +42,64 @@ def test_each_rank_holds_a_share_and_all_get_the_new_values() -> None:
     for values, _, left in results:
         assert all(map(torch.equal, values, expected))
         assert left == [True, False, True, True, True]
+
+
+def _hooked(sharded: bool) -> list[Tensor]:
+    """Hooks of the user's, before and after the state was sharded: clipping over all gradients, and an average."""
+    held = parameters()
+    optimizer, average = torch.optim.AdamW(held, lr=0.1), [p.detach().clone() for p in held]
+
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(held, 0.5)
+
+    def look(*_: Any) -> None:
+        for mean, parameter in zip(average, held, strict=True):
+            mean.lerp_(parameter.detach(), 0.3)
+
+    handles = [optimizer.register_step_pre_hook(clip), optimizer.register_step_post_hook(look)]
+    if sharded:
+        shard_state(optimizer)
+    for step in range(4):
+        for number, parameter in enumerate(held):
+            parameter.grad = torch.full_like(parameter, step - number) if parameter.requires_grad else None
+        if step == 2:
+            for handle in handles:
+                handle.remove()
+            optimizer.register_step_pre_hook(clip)
+            optimizer.register_step_post_hook(look)
+        optimizer.step()
+    return [*average, *(p.detach() for p in held)]
+
+
+def test_users_step_hooks_see_all_gradients_and_new_values() -> None:
+    expected = _hooked(False)
+    for found in rank_group(2).run(_hooked, True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def _loaded() -> str:
+    """The whole state, then the first rank's."""
+    held, whole = parameters(), torch.optim.AdamW(parameters(), lr=0.1)
+    for parameter in trainable(whole):
+        parameter.grad = torch.ones_like(parameter)
+    whole.step()
+    optimizer = torch.optim.AdamW(held, lr=0.1)
+    shard_state(optimizer)
+    optimizer.load_state_dict(whole.state_dict())
+    assert sorted(p.numel() for p in optimizer.state) == [[2, 7], [3, 5]][dist.get_rank()]
+    states = [optimizer.state_dict()]
+    dist.broadcast_object_list(states, 0)
+    try:
+        optimizer.load_state_dict(states[0])
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_the_state_of_another_rank_is_refused() -> None:
+    first, second = rank_group(2).run(_loaded)
+    assert not first
+    assert "the state of another rank's part" in second
 
 
 def test_frozen_parameters_are_nobodys() -> None:

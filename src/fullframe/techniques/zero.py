@@ -5,12 +5,14 @@ the recipe's own, which updates what has a gradient, so that its options, schedu
 ZeroRedundancyOptimizer would make another, from a class and defaults.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fullframe.errors import CheckpointError
 from fullframe.ranks.raw_bytes import BUCKET_BYTES
 
 
@@ -20,7 +22,10 @@ def trainable(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def shard_state(optimizer: Optimizer) -> None:
-    """From now on each rank updates its part of the parameters, whose state it has; all get the new values."""
+    """From now on each rank updates its part of the parameters, whose state it has; all get the new values.
+
+    Raises CheckpointError where it then loads a state that another rank's optimizer gave.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     parts = _parts(trainable(optimizer), ranks)
     others = [p for owner, part in enumerate(parts) if owner != rank for p in part]
@@ -42,8 +47,33 @@ def shard_state(optimizer: Optimizer) -> None:
             if part:
                 dist._broadcast_coalesced(everyone, [p.detach() for p in part], BUCKET_BYTES, owner)
 
-    optimizer.register_step_pre_hook(leave_out_others)
-    optimizer.register_step_post_hook(share)
+    def require_own(*_: Any) -> None:
+        own = [p for p in parts[rank] if p in optimizer.state]
+        if parts[rank] and not own and any(p in optimizer.state for p in others):
+            raise CheckpointError(
+                "the optimizer has loaded the state of another rank's part of the parameters, so its own would begin "
+                "anew; with shard_optimizer let each rank load the state_dict that it saved, or one of a whole optimizer"
+            )
+        for other in others:
+            optimizer.state.pop(other, None)
+
+    optimizer.register_load_state_dict_post_hook(require_own)
+    _leave_others_hooks_between(optimizer, leave_out_others, share)
+
+
+def _leave_others_hooks_between(optimizer: Any, before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Registers `before` and `after` a step; users' hooks, whenever registered, see all gradients and new values."""
+    own = optimizer.register_step_pre_hook(before)
+    register = optimizer.register_step_pre_hook
+
+    def register_step_pre_hook(hook: Callable[..., Any]) -> Any:
+        handle = register(hook)
+        optimizer._optimizer_step_pre_hooks.move_to_end(own.id)
+        return handle
+
+    optimizer.register_step_pre_hook = register_step_pre_hook
+    handle = optimizer.register_step_post_hook(after)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
 
 
 def _parts(parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
