@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
-from fullframe.errors import DivergenceError, GradientError, MeshError
+from fullframe.errors import DivergenceError, GradientError, MeshError, StrategyError
 from fullframe.model.fsdp import require_whole
 from fullframe.model.sharded_values import whole_value
 from tests.exactness import mesh, relative
@@ -590,6 +591,17 @@ def _after_an_error() -> float:
 
 def test_what_is_done_to_parameters_after_an_error_in_forward_is_not_lost() -> None:
     assert max(rank_group(2).run(_after_an_error)) < 1e-9
+
+
+def _copied() -> None:
+    model = ff.parallelize(_built(Net), mesh(1, 2), shard_parameters=True)
+    for module in (model.module, model.module.blocks[0]):  # type: ignore[index]
+        with pytest.raises(StrategyError, match="keep an average by names"):
+            AveragedModel(module)  # type: ignore[arg-type]
+
+
+def test_a_copy_of_a_sharded_module_is_refused() -> None:
+    rank_group(2).run(_copied)
 
 
 def _without_a_way_back() -> None:

@@ -1,6 +1,8 @@
 """What users' optimizers and averages read of sharded parameters, and assign to them, is one process's, or refused."""
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -130,6 +132,31 @@ def test_what_is_assigned_to_data_and_read_in_a_step() -> None:
     rank_group(2).run(_compare)
 
 
+def _resumed(model: Any, before: Any, make: Callable[..., Any]) -> list[Tensor]:
+    """The whole states that one process has saved."""
+    optimizer = make(model.parameters())
+    optimizer.load_state_dict(copy.deepcopy(before.state_dict()))  # what is loaded is written to
+    for step in range(3):
+        model(_image(model, step)).sin().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [whole_value(parameter.detach()) for parameter in model.parameters()]
+
+
+def _compare_resumed() -> None:
+    for make in (partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.AdamW, lr=0.05, amsgrad=True)):
+        first = net()
+        before = make(first.parameters())
+        first(_image(first, 9)).square().mean().backward()
+        before.step()
+        model = ff.parallelize(net(), mesh(1, 2), shard_parameters=True)
+        torch.testing.assert_close(_resumed(model, before, make), _resumed(net(), before, make), rtol=1e-11, atol=1e-13)
+
+
+def test_an_optimizer_takes_whole_states() -> None:
+    rank_group(2).run(_compare_resumed)
+
+
 READS: list[Callable[[Any], Any]] = [
     lambda weight: weight.norm().item(),
     lambda weight: float(weight.square().sum()),
@@ -137,6 +164,8 @@ READS: list[Callable[[Any], Any]] = [
     lambda weight: weight.abs().max().item(),
     lambda weight: bool(weight.isnan().any()),
     lambda weight: 1 if weight.isfinite().all() else 0,
+    lambda weight: f"{weight.norm():.3f}",
+    lambda weight: weight.norm().tolist(),
 ]
 # By torch itself of all ranks from 2.15 on: any() and all().
 OF_ALL_RANKS = READS[-2:] if torch.__version__ >= "2.15" else []
@@ -147,7 +176,7 @@ def _read() -> float:
     model = ff.parallelize(net(), mesh(1, 2), shard_parameters=True)
     with pytest.raises(AttributeError):
         Lars(model.parameters()).step()  # there is no gradient
-    model(_image(model, 0))
+    model(_image(model, 0)).square().mean().backward()
     weight: Any = next(model.parameters()).detach()
     assert is_sharded(weight)
     assert [read(weight) for read in OF_ALL_RANKS] == [False, 1][: len(OF_ALL_RANKS)]
@@ -156,6 +185,9 @@ def _read() -> float:
             read(weight)
     assert weight.full_tensor().norm().item() == pytest.approx(weight.norm().full_tensor().item())
     assert bool(weight.norm() > 0)
+    whole = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert is_sharded(whole)
+    assert f"{whole:.3f}" == f"{whole.tolist():.3f}" == f"{whole.item():.3f}"
     with pytest.raises(
         ShapeError, match=r"shape \(5, 3, 3, 3\) and torch.float64 something of shape \(5, 3, 3, 3\) and"
     ):

@@ -8,7 +8,7 @@ the one mesh.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -18,11 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from fullframe.errors import DivergenceError, GradientError, MeshError
+from fullframe.errors import DivergenceError, GradientError, MeshError, StrategyError
 from fullframe.model.averaging import leave_shares
 from fullframe.model.containers import GivenBack
 from fullframe.model.forward_patch import PatchedForward, unpatch
-from fullframe.model.sharded_values import is_sharded, leave_step, mind_sharded_values, take_whole_states
+from fullframe.model.sharded_values import (
+    is_sharded,
+    leave_step,
+    mind_sharded_values,
+    take_whole_optimizer_states,
+    take_whole_states,
+)
 from fullframe.model.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
 from fullframe.model.taken import Lending, Replaced, stand_in
 from fullframe.model.units import units_to_shard
@@ -92,6 +98,8 @@ class ShardedParameters:
         self._is_spoiled = False  # by an error in a pass
         units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         self._units = list(units.values())
+        for kind in {type(unit) for unit in self._units}:
+            kind.__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
         for name, unit in units.items():
             self._prepare(name, unit, written.get(name))
 
@@ -274,6 +282,7 @@ class AtEnd:
 def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Of any optimizer. Raises GradientError where it has parameters that were sharded since it was made."""
     if any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"][:1]):
+        take_whole_optimizer_states(optimizer)
         note_step(optimizer)
     if any(isinstance(parameter, Replaced) for group in optimizer.param_groups for parameter in group["params"]):
         raise GradientError(
@@ -322,6 +331,14 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     written to it in place: backward would go on with freed parameters. A split tensor puts the hook on its base.
     """
     return tree_map_only(Tensor, lambda t: t.clone() if _loses_hooks(t) else t, output)
+
+
+def _refuse_copy(module: nn.Module, memo: dict[int, Any]) -> NoReturn:
+    raise StrategyError(
+        "sharded parameters cannot be copied with their module, as AveragedModel does, too; keep an average by names, "
+        "{name: p.detach().clone() for name, p in model.named_parameters()}, and write to it by mul_ and add_, or copy "
+        "the plain model, and give both to fullframe.parallelize"
+    )
 
 
 def _loses_hooks(value: Tensor) -> bool:

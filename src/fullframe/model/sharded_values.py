@@ -61,6 +61,8 @@ def mind_sharded_values() -> None:
         DTensor.data = property(Tensor.data.__get__, _assign)  # type: ignore[assignment, attr-defined]
         refuse_lost_writes()
         draw_whole()
+        for name in ("__format__", "tolist"):
+            setattr(DTensor, name, _of_a_number(getattr(Tensor, name)))
         for name in ("copy_", "add_", "sub_", "mul_", "lerp_"):
             setattr(DTensor, name, _taking_parts(getattr(Tensor, name)))
         register_optimizer_step_pre_hook(_enter_step)
@@ -105,6 +107,31 @@ def _as_sharded(parameter: Any, value: Any) -> Any:
     return distribute_tensor(value.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
 
 
+def _of_a_number(read: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, of a number without dims, as norms are printed: that of its value, which is refused as `item` is."""
+
+    @wraps(read)
+    def reading(value: Any, *args: Any) -> Any:
+        return read(value, *args) if value.dim() else read(torch.tensor(value.item(), dtype=value.dtype), *args)
+
+    return reading
+
+
+def take_whole_optimizer_states(optimizer: Any) -> None:
+    """Of whole states that were loaded for sharded parameters, each rank takes its parts; one of a group shows it."""
+    for group in optimizer.param_groups:
+        first = next((p for p in group["params"] if p in optimizer.state), None)
+        if is_sharded(first) and any(_is_whole(value, first) for value in optimizer.state[first].values()):
+            for parameter in filter(is_sharded, group["params"]):
+                states = optimizer.state.get(parameter, {})
+                whole = {name: value for name, value in states.items() if _is_whole(value, parameter)}
+                states.update({name: _part_of(value, parameter).clone() for name, value in whole.items()})
+
+
+def _is_whole(value: Any, parameter: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter) and value.dim() > 0 and value.shape == parameter.shape
+
+
 def _taking_parts(write: Callable[..., Any]) -> Callable[..., Any]:
     """The method of a sharded tensor that takes its parts of whole ones of its shape, such as masks and pretrained."""
 
@@ -116,7 +143,7 @@ def _taking_parts(write: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _part_of(value: Any, parameter: Any) -> Any:
-    if type(value) not in (Tensor, nn.Parameter) or value.shape != parameter.shape or value.dim() == 0:
+    if not _is_whole(value, parameter):
         return value
     note_values(value.detach())
     return _as_sharded(parameter, value)

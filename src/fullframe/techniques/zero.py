@@ -52,7 +52,7 @@ def shard_state(optimizer: Optimizer) -> None:
         if parts[rank] and not own and any(p in optimizer.state for p in others):
             raise CheckpointError(
                 "the optimizer has loaded the state of another rank's part of the parameters, so its own would begin "
-                "anew; with shard_optimizer let each rank load the state_dict that it saved, or one of a whole optimizer"
+                "anew; with shard_optimizer each rank loads the state_dict that it saved, or one of a whole optimizer"
             )
         for other in others:
             optimizer.state.pop(other, None)
