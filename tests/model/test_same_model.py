@@ -43,7 +43,11 @@ def test_the_state_is_who_trains_what_is_frozen_and_how_one_module_in_turn_is_se
     states, words = [state_of(model, turn) for turn in range(3)], state_in_words(model, 2)
     assert all(0 <= state < 2**31 for state in states)
     said = "the model is in train()", "0 is in train()", "1 is in train()", "0.weight is trained", "0.bias is trained"
-    assert words == [*said, "1.inplace = False", "1.p = 0.1"]
+    precision = [f"autocast to nothing on {kind}" for kind in ("cpu", "cuda")]
+    precision.append("torch.get_float32_matmul_precision() highest")
+    assert words == [*said, "1.inplace = False", "1.p = 0.1", *precision]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert state_of(model, 0) != states[0]
     model[1].p = 0.2
     assert [state_of(model, turn) for turn in range(3)] == [*states[:2], state_of(model, 2)] != states
     model[1].p = 0.1

@@ -97,11 +97,16 @@ def _unfreezes(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model.module[3].requires_grad_(True)
 
 
+def _rounds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.set_float32_matmul_precision("high")
+
+
 CHANGES = {change.__name__: change for change in (_rate, _skips, _clips, _loads)}
 STATES = {  # what is to be said of them
     _evaluates: "1 is in train() on rank 0, 1 is in eval() on rank 1",
     _sets: "1.inplace = False on rank 0, 1.inplace = True on rank 1",
     _freezes: "2.weight is trained on rank 0, 2.weight is frozen on rank 1",
+    _rounds: "{0} highest on rank 0, {0} high on rank 1".format("torch.get_float32_matmul_precision()"),
     _unfreezes: "3.weight is frozen on rank 0, 3.weight is trained on rank 1",
 }
 CHANGES |= {change.__name__: change for change in STATES}
@@ -123,6 +128,8 @@ def trained(width: int, change: str, build: Callable[[], nn.Module] = small) -> 
             optimizer.zero_grad()
     except DivergenceError as error:
         return str(error), []
+    finally:
+        torch.set_float32_matmul_precision("highest")
     return "", [parameter.sum().item() for parameter in model.parameters()]
 
 

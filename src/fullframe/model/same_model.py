@@ -77,14 +77,15 @@ def settings_of(module: nn.Module) -> dict[str, str]:
 def state_of(model: nn.Module, turn: int) -> int:
     """A number, of 31 bits, that is the same where all modules train alike and the same parameters want gradients.
 
-    And where one module, that of `turn`, is set alike. It is quick.
+    And where one module, that of `turn`, and how torch computes are set alike. It is quick.
     """
     modules = _modules(model)
     flags = bytearray()
     for module in modules:
         flags.append(bool(module.training))
         flags.extend([parameter is not None and parameter.requires_grad for parameter in module._parameters.values()])
-    return zlib.crc32(repr(_decided(modules[turn % len(modules)])).encode(), zlib.crc32(flags)) >> 1
+    text = repr((_decided(modules[turn % len(modules)]), _precision()))
+    return zlib.crc32(text.encode(), zlib.crc32(flags)) >> 1
 
 
 def state_in_words(model: nn.Module, turn: int) -> list[str]:
@@ -95,7 +96,15 @@ def state_in_words(model: nn.Module, turn: int) -> list[str]:
     modules = _modules(model)
     module = modules[turn % len(modules)]
     path = paths.get(module, "")
-    return said + [f"{_under(path, name)} = {text}" for name, text in _decided(module).items()]
+    return said + [f"{_under(path, name)} = {text}" for name, text in _decided(module).items()] + _precision()
+
+
+def _precision() -> list[str]:
+    casts = {kind: torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")}
+    return [
+        *(f"autocast to {dtype or 'nothing'} on {kind}" for kind, dtype in casts.items()),
+        f"torch.get_float32_matmul_precision() {torch.get_float32_matmul_precision()}",
+    ]
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
