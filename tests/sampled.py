@@ -25,7 +25,7 @@ EVERY = {
     "horovod/launcher/test_jobs.py::test_the_same_script_under_torchrun": 0,
     "launching/test_on_slurm.py::test_two_nodes_train_to_the_bits_of_one_machine": 0,
     "model/compiled/test_blocks.py::test_a_compiled_block_gives_one_process_numbers_or_says_why_not": 3,
-    "model/test_fsdp.py::test_every_gradient_is_that_of_one_process": 2,
+    "model/sharding/test_fsdp.py::test_every_gradient_is_that_of_one_process": 2,
     "model/test_parallelize.py::test_methods_and_attributes_are_those_of_the_model": 2,
     "model/test_unused.py::test_gradients_and_updates_are_one_process_s": 3,
     "model/test_unused.py::test_with_every_technique": 2,

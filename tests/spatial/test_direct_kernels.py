@@ -27,7 +27,7 @@ CALLS = {
     ("spatial/rules/channel_statistics.py", "native_batch_norm", 2):
         "in evaluation the running statistics must be there, and be float32 where x is 16 bit; weight and bias alike. "
         "A map of 2^31 elements and more takes the slow kernel",
-    ("model/sharded_values.py", "_local_scalar_dense", 1): "no call: DTensor's table is told of a function for it",
+    ("model/sharding/values.py", "_local_scalar_dense", 1): "no call: DTensor's table is told of a function for it",
     ("spatial/tensor.py", "_to_copy", 1): "no call: what torch.as_tensor asks for is recognized, and goes on",
     ("spatial/rules/operators.py", "_assert_tensor_metadata", 1): "no kernel; of a tensor without memory",
     ("spatial/rules/channel_statistics.py", "native_batch_norm_backward", 2):

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW
 import fullframe as ff
 from fullframe.errors import StrategyError
 from fullframe.model.parallelize import parallelize_for
-from fullframe.model.sharded_values import whole_value
+from fullframe.model.sharding.values import whole_value
 from fullframe.recipe import Parameters
 from fullframe.simulation.memory.trace import storages
 from fullframe.techniques.optimizers import build_optimizer, set_learning_rate

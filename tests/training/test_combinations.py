@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.model.parallelize import parallelize_for
-from fullframe.model.sharded_values import is_sharded, whole_value
+from fullframe.model.sharding.values import is_sharded, whole_value
 from fullframe.techniques.optimizers import build_optimizer
 from tests.rank_group import rank_group
 from tests.training.blocks import loss as exact_loss

@@ -13,7 +13,7 @@ import fullframe as ff
 from fullframe.errors import StrategyError
 from fullframe.model.compiled import blocks
 from fullframe.model.parallelize import parallelize_for
-from fullframe.model.sharded_values import whole_value
+from fullframe.model.sharding.values import whole_value
 from fullframe.strategy import describe
 from tests.rank_group import rank_group
 

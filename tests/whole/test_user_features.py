@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
 from fullframe.model.parallelize import parallelize_for
-from fullframe.model.sharded_values import whole_value
+from fullframe.model.sharding.values import whole_value
 from fullframe.techniques.optimizers import build_optimizer
 from tests.rank_group import rank_group
 

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import GradientError
 from fullframe.model.gradient_memory import Buckets, Placed, chunks
-from fullframe.model.same_weights import WeightsInTurn
+from fullframe.model.same.weights import WeightsInTurn
 from fullframe.model.trained import Trained, frozen, late, trained
 from fullframe.model.unused import Unused, give_zeros, has_hooks
 from fullframe.ranks.agreement import on_any_rank

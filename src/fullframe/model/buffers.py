@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fullframe.errors import MeshError
-from fullframe.model.sharded_values import is_sharded
+from fullframe.model.sharding.values import is_sharded
 from fullframe.model.unread import copy_of
 from fullframe.ranks.raw_bytes import share_values
 from fullframe.spatial.tensor import SpatialTensor

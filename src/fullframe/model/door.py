@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from fullframe.errors import GradientError
 from fullframe.model.containers import Contents
 from fullframe.spatial.spec import Spec, spec_of
 from fullframe.spatial.tensor import local_or_whole, spec_in, wrapped_as
@@ -47,6 +49,18 @@ class Undressed(nn.Module):
         """Without `nn.SyncBatchNorm`, which DDP refuses on a CPU: `synchronize_batchnorm` has given it a way to run."""
         every = self.named_modules(remove_duplicate=remove_duplicate)
         return (module for _, module in every if not isinstance(module, nn.SyncBatchNorm))
+
+
+def require_no_ddp_around(model: nn.Module) -> None:
+    """Raises GradientError where a DistributedDataParallel of the user's would divide this model's means once more."""
+    around = DistributedDataParallel._get_active_ddp_module()
+    if around is None or isinstance(around.module, Undressed):  # ours, of a model that calls this one
+        return
+    if any(module is model for module in around.modules()):
+        raise GradientError(
+            "a DistributedDataParallel is around the model of fullframe.parallelize, which averages its gradients "
+            "already; they would come out too small. Leave it out (with Accelerate: do not prepare the model)"
+        )
 
 
 def unwrapped(tree: Any) -> tuple[list[Any], Shells]:

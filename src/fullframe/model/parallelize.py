@@ -22,13 +22,14 @@ from fullframe.model.averaging import Averaging, leave_shares
 from fullframe.model.buffers import require_whole_buffers, share_buffers
 from fullframe.model.compiled.blocks import CompiledBlocks, compiled_blocks
 from fullframe.model.containers import put_back, values_in
-from fullframe.model.door import Undressed, unwrapped, wrapped
-from fullframe.model.fsdp import AtEnd, ShardedParameters, require_whole
-from fullframe.model.same_model import require_same_model
-from fullframe.model.same_program import Agreement
-from fullframe.model.sharded_values import is_sharded
+from fullframe.model.door import Undressed, require_no_ddp_around, unwrapped, wrapped
+from fullframe.model.same.model import require_same_model
+from fullframe.model.same.program import Agreement
+from fullframe.model.sharding.fsdp import AtEnd, ShardedParameters
+from fullframe.model.sharding.requirements import require_whole
+from fullframe.model.sharding.taken import naming_shards
+from fullframe.model.sharding.values import is_sharded
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
-from fullframe.model.taken import naming_shards
 from fullframe.model.trained import require_shapes
 from fullframe.model.world_collectives import watch_collectives
 from fullframe.ranks.mesh import Axis, Spatial, has_stages, spatial_of, stage_axis
@@ -243,7 +244,8 @@ class ParallelModel(nn.Module):
     def _called(self, method: str, args: Any, kwargs: Any) -> Any:
         """The model, or a method of it, called by way of the door and DDP."""
         leave_own_frames()
-        self._require_no_ddp_around()
+        if self._averaging is not None:
+            require_no_ddp_around(self)
         run = self._as_called
         if self._replicas > 1 and self.training:
             require_whole_buffers(self.module)
@@ -278,16 +280,6 @@ class ParallelModel(nn.Module):
     def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
         warn_of_dynamo()
         return self.forward(*args, **kwargs)
-
-    def _require_no_ddp_around(self) -> None:
-        """Raises GradientError where a DistributedDataParallel of the user's would divide our means once more."""
-        around = DistributedDataParallel._get_active_ddp_module()
-        ours = around is None or isinstance(around.module, Undressed)  # of a model that calls this one
-        if not ours and self._averaging is not None and any(module is self for module in around.modules()):
-            raise GradientError(
-                "a DistributedDataParallel is around the model of fullframe.parallelize, which averages its gradients "
-                "already; they would come out too small. Leave it out (with Accelerate: do not prepare the model)"
-            )
 
     @property
     def _as_called(self) -> nn.Module:

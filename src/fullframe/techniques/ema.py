@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullframe.model.sharded_values import local_value
+from fullframe.model.sharding.values import local_value
 
 
 class ParameterAverage:

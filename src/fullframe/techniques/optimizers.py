@@ -11,7 +11,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 from fullframe.errors import RecipeError, StrategyError
 from fullframe.model.parallelize import ParallelModel
-from fullframe.model.sharded_values import is_sharded
+from fullframe.model.sharding.values import is_sharded
 from fullframe.recipe import Parameters
 from fullframe.strategy import Strategy
 from fullframe.technique import OptimizerName

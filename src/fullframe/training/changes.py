@@ -5,7 +5,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fullframe.data.nested import leaves
-from fullframe.model.sharded_values import is_sharded
+from fullframe.model.sharding.values import is_sharded
 from fullframe.ranks.raw_bytes import checksums
 from fullframe.spatial.tensor import local_or_whole
 

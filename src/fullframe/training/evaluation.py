@@ -71,7 +71,7 @@ def evaluate(
         return {}
     if mesh.size(0) > 1:
         share_buffers(model)  # running statistics as the next step takes them
-    tally, data = Tally(), evaluation_data(recipe)
+    tally, data = _Tally(), evaluation_data(recipe)
     batches = evaluation_batches(data, mesh, recipe.seed, workers=recipe.workers, collate=recipe.collate)
     counted = tally
     try:
@@ -140,13 +140,13 @@ class _Found(NamedTuple):
     digest: list[tuple[float, float]]  # of each number or state: its sum, and the sum of its absolute values
 
 
-class Tally:
-    """What this rank measured so far; by name also whether of its part alone."""
+class _Tally:
+    """What this rank measured so far."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}
         self._metrics: dict[str, dict[int, Any]] = {}  # by identity: one that is updated, or a new one for each batch
-        self.of_part: dict[str, bool] = {}
+        self._of_part: dict[str, bool] = {}
 
     def add(self, measured: Mapping[str, Any]) -> None:
         """Take in what `recipe.evaluate` returned for one batch."""
@@ -155,7 +155,7 @@ class Tally:
         for name, value in measured.items():
             part = isinstance(value, OfPart)
             value = value.value if isinstance(value, OfPart) else value
-            if self.of_part.setdefault(name, part) != part:
+            if self._of_part.setdefault(name, part) != part:
                 raise RecipeError(f"evaluate() marks {name!r} as OfPart for some batches only; mark all or none")
             if is_metric(value):
                 self._metrics.setdefault(name, {})[id(value)] = value
@@ -177,7 +177,7 @@ class Tally:
     def found(self, first: bool, counts: bool) -> dict[str, _Found]:
         """What is sent to rank 0 from the first rank of a replica, or of parts from each rank that `counts`."""
         result = {}
-        for name, part in self.of_part.items():
+        for name, part in self._of_part.items():
             if name in self._sums:
                 content: Any = self._sums[name]
                 digest = [(value, abs(value)) for value in content]

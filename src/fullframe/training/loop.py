@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.arguments import checked
 from fullframe.errors import ArgumentError, RecipeError, RunError, require_count
-from fullframe.model.sharded_values import is_sharded, whole_value
+from fullframe.model.sharding.values import is_sharded, whole_value
 from fullframe.processes.exit_reasons import restart_reason
 from fullframe.ranks import device
 from fullframe.ranks.agreement import from_all_ranks, on_first_rank
@@ -117,13 +117,6 @@ def _met(recipe: Recipe, strategy: Strategy, options: Mapping[str, Any], about: 
     return reason
 
 
-def _try_evaluation(recipe: Recipe, todo: Steps, run: Run) -> None:
-    """Before the first step; compiled blocks are left to be compiled by it."""
-    if recipe.evaluate is not None and todo.done == 0 and todo.compiled is None:
-        run.watchdog.beat("trying the evaluation on one sample")
-        _joined(dict.fromkeys(_OF_STEP), dict.fromkeys(todo.names_measured(), 0.0))
-
-
 def _finished(recipe: Recipe, model: nn.Module, strategy: Strategy, run_dir: Path) -> nn.Module:
     """The trained plain model, after the recipe's own end with it on rank 0."""
     plain = _whole(recipe, model, strategy)
@@ -154,7 +147,6 @@ def _train(
         run.directory.file.update(reason=f"stopped early: {ended}")
         run.say(f"nothing is left to do: {ended}; a larger --patience goes on")
         return
-    _try_evaluation(recipe, todo, run)
     first, compiled, told = todo.done + 1, todo.compiled, ""
     if compiled is not None:
         compiled.programs.tell = run.say

@@ -25,8 +25,8 @@ from fullframe.model.buffers import KeptBuffers
 from fullframe.model.compiled.blocks import compiled_blocks
 from fullframe.model.forward_patch import restore
 from fullframe.model.parallelize import ParallelModel, require_parallelized_for
-from fullframe.model.sharded_values import whole_value
-from fullframe.model.steps_taken import options_of
+from fullframe.model.sharding.steps_taken import options_of
+from fullframe.model.sharding.values import whole_value
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.ranks.waiting import naming_lost_ranks
 from fullframe.strategy import Strategy, multiplied

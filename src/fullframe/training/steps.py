@@ -44,7 +44,6 @@ from fullframe.training.observers import Observer
 from fullframe.training.run_directory import RunDirectory, write_strategy
 from fullframe.training.session import Session
 from fullframe.training.step import StepRecord
-from fullframe.training.tried import names_measured
 from fullframe.wording import first_line, plural
 
 
@@ -187,10 +186,6 @@ class Steps:
             self._looking.evaluation_out_of_memory(number, error)
             problem = first_line(error)
         self._end_with_evaluation(number, problem)  # outside, for the traceback holds what was computed
-
-    def names_measured(self) -> set[str]:
-        """What the recipe measures, as one sample tells."""
-        return names_measured(self._recipe, self._session.model, self._mesh, self._strategy.precision)
 
     def better(self, number: int, measured: Mapping[str, float]) -> Best | None:
         """What the recipe has measured after a step, if it is better than all before; all ranks call it."""

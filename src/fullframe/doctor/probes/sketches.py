@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fullframe.data.nested import tensors_in
 from fullframe.doctor.probes.notes import Sketch
-from fullframe.model.sharded_values import is_sharded, local_value
+from fullframe.model.sharding.values import is_sharded, local_value
 from fullframe.spatial.gradients import graph_behind
 
 _HERE = "/fullframe/doctor/"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fullframe.errors import CheckpointError
-from fullframe.model.sharded_values import is_sharded, local_value
+from fullframe.model.sharding.values import is_sharded, local_value
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.training.checkpoints.manifest import Manifest
 from fullframe.training.checkpoints.safetensors_files import DTYPES

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fullframe.errors import CheckpointError
-from fullframe.model.sharded_values import is_sharded
+from fullframe.model.sharding.values import is_sharded
 from fullframe.ranks.mesh import axes_of
 from fullframe.technique import Precision
 from fullframe.techniques.ema import ParameterAverage

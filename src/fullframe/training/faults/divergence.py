@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import RunError
-from fullframe.model.sharded_values import is_sharded
+from fullframe.model.sharding.values import is_sharded
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.mesh import Spatial, spatial_of

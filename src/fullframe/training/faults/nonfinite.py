@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fullframe.model.blocks import class_name
-from fullframe.model.sharded_values import local_value
+from fullframe.model.sharding.values import local_value
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.spatial.tensor import local_or_whole
 

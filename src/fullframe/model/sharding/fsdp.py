@@ -22,18 +22,19 @@ from fullframe.errors import DivergenceError, GradientError, MeshError, Strategy
 from fullframe.model.averaging import leave_shares
 from fullframe.model.containers import GivenBack
 from fullframe.model.forward_patch import PatchedForward, unpatch
-from fullframe.model.sharded_values import (
+from fullframe.model.sharding.requirements import require_all_ranks, require_no_hooks, require_one_message
+from fullframe.model.sharding.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
+from fullframe.model.sharding.taken import Lending, Replaced, stand_in
+from fullframe.model.sharding.units import units_to_shard
+from fullframe.model.sharding.values import (
     is_sharded,
     leave_step,
     mind_sharded_values,
     take_whole_optimizer_states,
     take_whole_states,
 )
-from fullframe.model.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
-from fullframe.model.taken import Lending, Replaced, stand_in
-from fullframe.model.units import units_to_shard
+from fullframe.model.sharding.written import WrittenIn
 from fullframe.model.unused import say_unused
-from fullframe.model.written import WrittenIn
 from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_rank_each
 from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.gradients import is_managed
@@ -56,8 +57,8 @@ class ShardedParameters:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         mind_sharded_values()
-        _require_all_ranks(model)
-        _require_no_hooks(model)
+        require_all_ranks(model)
+        require_no_hooks(model)
         begin_anew()
         mesh = DeviceMesh(spatial.mesh.device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
         held = {p: (each, own) for each in model.modules() for own, p in each._parameters.items()}
@@ -66,7 +67,7 @@ class ShardedParameters:
         for name in ("", *units_to_shard(model))[::-1]:
             module = model.get_submodule(name)
             if not isinstance(module, FSDPModule):
-                _require_one_message(name, module)
+                require_one_message(name, module)
                 written[name] = WrittenIn(module, name, spatial.channel.tagged)
                 given_back.append(GivenBack(module))
                 module.register_forward_hook(_without_views)  # before torch's own, which hooks what it returns
@@ -165,7 +166,7 @@ class ShardedParameters:
             )
         for unit in self._units:
             _take_up_data(unit)
-        _require_no_hooks(self._root)
+        require_no_hooks(self._root)
         self._had = {name for name, p in self._parameters.items() if p.grad is not None}
 
     @contextmanager
@@ -343,60 +344,3 @@ def _refuse_copy(module: nn.Module, memo: dict[int, Any]) -> NoReturn:
 
 def _loses_hooks(value: Tensor) -> bool:
     return value.requires_grad and not isinstance(value, SpatialTensor) and value._is_view()
-
-
-def require_whole(model: nn.Module) -> None:
-    """Raises MeshError when a parameter is sharded already."""
-    for name, parameter in model.named_parameters():
-        if is_sharded(parameter):
-            raise MeshError(
-                f"parameter {name} is sharded already, by fully_shard perhaps; "
-                "pass parallelize(..., shard_parameters=True), which shards the rest and averages all"
-            )
-
-
-def _require_no_hooks(model: nn.Module) -> None:
-    """A sharded parameter's gradient comes by another way, on which no hook is called."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks and not is_managed(parameter):  # as those are that are still gathered
-            raise GradientError(
-                f"parameter {name} has a gradient hook, which sharded parameters do not call; use "
-                "register_post_accumulate_grad_hook after parallelize, or do without shard_parameters"
-            )
-
-
-def _require_all_ranks(model: nn.Module) -> None:
-    """What the user sharded must be averaged over all ranks too."""
-    ranks = dist.get_world_size()
-    sharded: dict[str, Any] = {name: p for name, p in model.named_parameters() if is_sharded(p)}
-    for name, parameter in sharded.items():
-        if parameter.device_mesh.size() != ranks:
-            raise MeshError(
-                f"parameter {name} is sharded over {parameter.device_mesh.size()} of {ranks} ranks and "
-                "would be averaged over those only; give fully_shard a mesh of all ranks"
-            )
-
-
-def _require_one_message(name: str, module: nn.Module) -> None:
-    """Raises MeshError where the parameters cannot be gathered together."""
-    whole = {own: p for own, p in module.named_parameters() if not is_sharded(p)}
-    dtypes = {p.dtype for p in whole.values() if p.requires_grad}
-    if len(dtypes) > 1:
-        found = ", ".join(sorted(map(str, dtypes)))
-        raise MeshError(
-            f"{name or 'the model'} has parameters of {found}, which cannot be gathered in one message; "
-            "give them one dtype, or do without shard_parameters"
-        )
-    scalar = next((own for own, p in whole.items() if p.dim() == 0), None)
-    if scalar is not None:
-        raise MeshError(
-            f"{f'{name}.' if name else ''}{scalar} is a number without dims, which torch's FSDP does not shard; give "
-            "it the shape (1,), or do without shard_parameters"
-        )
-    gaps = next((own for own, p in whole.items() if not p.is_contiguous()), None)
-    if gaps is not None:
-        raise MeshError(
-            f"{f'{name}.' if name else ''}{gaps} is not contiguous (in channels_last, perhaps), and torch's FSDP "
-            "shards what is; assign parameter.data.contiguous() to parameter.data before (convolutions go by images in "
-            "channels_last, too), or do without shard_parameters"
-        )

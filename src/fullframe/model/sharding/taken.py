@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from fullframe.errors import GradientError
-from fullframe.model.sharded_values import is_sharded
+from fullframe.model.sharding.values import is_sharded
 
 
 class Lending:

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
 from fullframe.errors import DivergenceError, GradientError, MeshError, StrategyError
-from fullframe.model.fsdp import require_whole
-from fullframe.model.sharded_values import whole_value
+from fullframe.model.sharding.requirements import require_whole
+from fullframe.model.sharding.values import whole_value
 from tests.exactness import mesh, relative
 from tests.rank_group import RankFailure, rank_group
 

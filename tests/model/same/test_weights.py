@@ -9,7 +9,7 @@ from torch import nn
 
 import fullframe as ff
 from fullframe.errors import DivergenceError
-from fullframe.model.same_weights import Weights, WeightsInTurn, require_same_weights
+from fullframe.model.same.weights import Weights, WeightsInTurn, require_same_weights
 from tests.rank_group import rank_group
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import GradientError, ShapeError
-from fullframe.model.sharded_values import is_sharded, whole_value
+from fullframe.model.sharding.values import is_sharded, whole_value
 from tests.exactness import mesh
 from tests.rank_group import rank_group
 

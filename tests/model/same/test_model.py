@@ -12,7 +12,7 @@ from torch import nn
 
 import fullframe as ff
 from fullframe.errors import ShapeError
-from fullframe.model.same_model import settings_of, state_in_words, state_of
+from fullframe.model.same.model import settings_of, state_in_words, state_of
 from tests.rank_group import rank_group
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullframe.model.units import units_to_shard
+from fullframe.model.sharding.units import units_to_shard
 
 MIB = (1 << 20) // 4  # numbers
 

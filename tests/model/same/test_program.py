@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fullframe.errors import DivergenceError
-from fullframe.model.same_program import Agreement
+from fullframe.model.same.program import Agreement
 from fullframe.ranks.mesh import init_mesh, spatial_of
 from tests.rank_group import rank_group
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import fullframe as ff
 from fullframe.errors import DivergenceError
-from fullframe.model.steps_taken import options_of
+from fullframe.model.sharding.steps_taken import options_of
 from tests.rank_group import rank_group
 
 

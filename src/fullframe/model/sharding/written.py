@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fullframe.errors import StrategyError
-from fullframe.model.sharded_values import is_sharded
+from fullframe.model.sharding.values import is_sharded
 from fullframe.ranks.raw_bytes import checksums
 
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 import fullframe as ff
 from fullframe.errors import StrategyError
-from fullframe.model.sharded_parts import CopiedPart
-from fullframe.model.sharded_values import whole_value
+from fullframe.model.sharding.parts import CopiedPart
+from fullframe.model.sharding.values import whole_value
 from tests.exactness import mesh
 from tests.rank_group import rank_group
 

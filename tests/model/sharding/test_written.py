@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import StrategyError
-from fullframe.model.written import WrittenIn
+from fullframe.model.sharding.written import WrittenIn
 from tests.exactness import mesh
 from tests.rank_group import RankFailure, rank_group
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullframe.errors import GradientError, ShapeError
-from fullframe.model.steps_taken import note_values
+from fullframe.model.sharding.steps_taken import note_values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -52,8 +52,8 @@ def mind_sharded_values() -> None:
     """From now on what is read of sharded tensors, and written to them, is that of all ranks, or refused."""
     from torch.distributed.tensor import DTensor
 
-    from fullframe.model.sharded_parts import refuse_lost_writes
-    from fullframe.model.sharded_random import draw_whole
+    from fullframe.model.sharding.parts import refuse_lost_writes
+    from fullframe.model.sharding.random import draw_whole
 
     if not isinstance(vars(DTensor).get("data"), property):
         handlers: Any = DTensor._op_dispatcher._custom_op_handlers

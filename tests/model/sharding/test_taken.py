@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
 from fullframe.model import units
-from fullframe.model.sharded_values import whole_value
-from fullframe.model.taken import Replaced, stand_in
+from fullframe.model.sharding.taken import Replaced, stand_in
+from fullframe.model.sharding.values import whole_value
 from tests.exactness import mesh
 from tests.rank_group import RankFailure, rank_group
 

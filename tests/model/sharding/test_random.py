@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import fullframe as ff
-from fullframe.model.sharded_random import draw_whole
-from fullframe.model.sharded_values import whole_value
+from fullframe.model.sharding.random import draw_whole
+from fullframe.model.sharding.values import whole_value
 from tests.exactness import mesh
 from tests.rank_group import rank_group
 

@@ -1,0 +1,67 @@
+"""What a model must be before its parameters are sharded, or before they are not."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fullframe.errors import GradientError, MeshError
+from fullframe.model.sharding.values import is_sharded
+from fullframe.spatial.gradients import is_managed
+
+
+def require_whole(model: nn.Module) -> None:
+    """Raises MeshError when a parameter is sharded already."""
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise MeshError(
+                f"parameter {name} is sharded already, by fully_shard perhaps; "
+                "pass parallelize(..., shard_parameters=True), which shards the rest and averages all"
+            )
+
+
+def require_no_hooks(model: nn.Module) -> None:
+    """A sharded parameter's gradient comes by another way, on which no hook is called."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks and not is_managed(parameter):  # as those are that are still gathered
+            raise GradientError(
+                f"parameter {name} has a gradient hook, which sharded parameters do not call; use "
+                "register_post_accumulate_grad_hook after parallelize, or do without shard_parameters"
+            )
+
+
+def require_all_ranks(model: nn.Module) -> None:
+    """What the user sharded must be averaged over all ranks too."""
+    ranks = dist.get_world_size()
+    sharded: dict[str, Any] = {name: p for name, p in model.named_parameters() if is_sharded(p)}
+    for name, parameter in sharded.items():
+        if parameter.device_mesh.size() != ranks:
+            raise MeshError(
+                f"parameter {name} is sharded over {parameter.device_mesh.size()} of {ranks} ranks and "
+                "would be averaged over those only; give fully_shard a mesh of all ranks"
+            )
+
+
+def require_one_message(name: str, module: nn.Module) -> None:
+    """Raises MeshError where the parameters cannot be gathered together."""
+    whole = {own: p for own, p in module.named_parameters() if not is_sharded(p)}
+    dtypes = {p.dtype for p in whole.values() if p.requires_grad}
+    if len(dtypes) > 1:
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise MeshError(
+            f"{name or 'the model'} has parameters of {found}, which cannot be gathered in one message; "
+            "give them one dtype, or do without shard_parameters"
+        )
+    scalar = next((own for own, p in whole.items() if p.dim() == 0), None)
+    if scalar is not None:
+        raise MeshError(
+            f"{f'{name}.' if name else ''}{scalar} is a number without dims, which torch's FSDP does not shard; give "
+            "it the shape (1,), or do without shard_parameters"
+        )
+    gaps = next((own for own, p in whole.items() if not p.is_contiguous()), None)
+    if gaps is not None:
+        raise MeshError(
+            f"{f'{name}.' if name else ''}{gaps} is not contiguous (in channels_last, perhaps), and torch's FSDP "
+            "shards what is; assign parameter.data.contiguous() to parameter.data before (convolutions go by images in "
+            "channels_last, too), or do without shard_parameters"
+        )

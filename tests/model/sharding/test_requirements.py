@@ -1,0 +1,59 @@
+"""What is refused before parameters are sharded; what the ranks must have in common is asked of FSDP2."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fullframe.errors import GradientError, MeshError
+from fullframe.model.sharding.requirements import require_no_hooks, require_one_message, require_whole
+
+
+def plain() -> nn.Conv2d:
+    return nn.Conv2d(3, 4, 3)
+
+
+def mixed() -> nn.Module:
+    return nn.Sequential(plain(), nn.GroupNorm(2, 4).double())
+
+
+def frozen() -> nn.Module:
+    return nn.Sequential(plain(), nn.GroupNorm(2, 4).double().requires_grad_(False))
+
+
+def with_a_number() -> nn.Module:
+    module = plain()
+    module.temperature = nn.Parameter(torch.ones(()))
+    return module
+
+
+def with_gaps() -> nn.Module:
+    return plain().to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (mixed, "torch.float32, torch.float64"),
+        (with_a_number, "head.temperature"),
+        (with_gaps, "head.weight is not co"),
+    ],
+)
+def test_what_cannot_be_gathered_in_one_message(made: Callable[[], nn.Module], says: str) -> None:
+    with pytest.raises(MeshError, match=says):
+        require_one_message("head", made())
+
+
+def test_what_can_be() -> None:
+    for module in (plain(), frozen()):
+        require_one_message("head", module)
+        require_no_hooks(module)
+        require_whole(module)
+
+
+def test_a_hook_that_nobody_would_call() -> None:
+    module = plain()
+    module.weight.register_hook(torch.sin)
+    with pytest.raises(GradientError, match="weight has a gradient hook"):
+        require_no_hooks(module)
