@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
 from fullframe.errors import DivergenceError, GradientError, MeshError, StrategyError
+from fullframe.model.sharding.fsdp import AtEnd
 from fullframe.model.sharding.requirements import require_whole
 from fullframe.model.sharding.values import whole_value
 from tests.exactness import mesh, relative
@@ -598,6 +599,15 @@ def _copied() -> None:
     for module in (model.module, model.module.blocks[0]):  # type: ignore[index]
         with pytest.raises(StrategyError, match="keep an average by names"):
             AveragedModel(module)  # type: ignore[arg-type]
+
+
+def test_the_end_of_a_backward_pass_is_told_from_its_being_given_up() -> None:
+    told: list[str] = []
+    queued = [AtEnd(lambda: told.append("ended"), lambda: told.append("given up")) for _ in range(2)]
+    queued.pop()()
+    assert told == ["ended"]
+    queued.clear()
+    assert told == ["ended", "given up"]
 
 
 def test_a_copy_of_a_sharded_module_is_refused() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
-from fullframe.model import units
+from fullframe.model.sharding import units
 from fullframe.model.sharding.taken import Replaced, stand_in
 from fullframe.model.sharding.values import whole_value
 from tests.exactness import mesh
