@@ -28,6 +28,8 @@ CALLS = {
         "in evaluation the running statistics must be there, and be float32 where x is 16 bit; weight and bias alike. "
         "A map of 2^31 elements and more takes the slow kernel",
     ("model/sharding/values.py", "_local_scalar_dense", 1): "no call: DTensor's table is told of a function for it",
+    ("model/sharding/random.py", "*", 1): "no call: DTensor's table is told of a function for those that draw",
+    ("model/sharding/random.py", "bernoulli", 1): "no call: which of them reads its operand",
     ("spatial/tensor.py", "_to_copy", 1): "no call: what torch.as_tensor asks for is recognized, and goes on",
     ("spatial/rules/operators.py", "_assert_tensor_metadata", 1): "no kernel; of a tensor without memory",
     ("spatial/rules/channel_statistics.py", "native_batch_norm_backward", 2):

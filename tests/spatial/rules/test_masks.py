@@ -283,7 +283,8 @@ CASES: dict[str, Case] = {
     "written at places": Case(put_at_places, sizes=TWO),
     **{f"what follows: {name}": Case(followers(name), sizes=((9, 26), (8, 11))) for name in FOLLOWERS},
     "masked_scatter of whole maps": Case(
-        lambda x, y: torch.masked_scatter(y, above(x), y.flip(2)), ((2, 4),), whole=((2, 4, 7, 11),), sizes=((7, 11),)
+        lambda x, y: [torch.masked_scatter(y, above(x), y.flip(2)), x[above(x)].sum()], ((2, 4),),
+        whole=((2, 4, 7, 11),), sizes=((7, 11),)
     ),
     "masked_scatter": Case(
         lambda x, y: [x.masked_scatter(above(x), y), x.masked_scatter(above(x)[0, 0], y[above(y, -9)]),
