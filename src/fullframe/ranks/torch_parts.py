@@ -21,6 +21,7 @@ PARTS = [
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",
+    "torch._C._disabled_torch_function_impl",
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._dispatch_key_for_device",
     "torch._C._functorch.is_legacy_batchedtensor",
