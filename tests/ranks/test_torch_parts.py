@@ -24,6 +24,7 @@ LAZY = (
     "torch.utils",
     "torch.nn",
     "torch.dist",
+    "torch.ops.mkldnn",  # which a torch for other processors lacks
 )
 
 

@@ -55,7 +55,6 @@ PARTS = [
     "torch.ops.aten._to_copy.default",
     "torch.ops.aten._unsafe_view",
     "torch.ops.aten.convolution_backward.default._op",
-    "torch.ops.mkldnn._is_mkldnn_bf16_supported",
 ]
 
 
