@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fullframe as ff
 from benchmarks.networks import convnext_tiny
-from fullframe.model.parallelize import parallelize_for
+from fullframe.model.parallelize_for import parallelize_for
 from fullframe.simulation.memory.trace import storages
 from fullframe.techniques.optimizers import build_optimizer
 from tests.simulation.real_steps import held_bytes

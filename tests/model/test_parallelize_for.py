@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from fullframe.errors import StrategyError
-from fullframe.model.parallelize import parallelize_for, require_parallelized_for
+from fullframe.model.parallelize_for import parallelize_for, require_parallelized_for
 from fullframe.ranks.mesh import init_mesh
 from fullframe.strategy import Strategy
 from tests.rank_group import rank_group

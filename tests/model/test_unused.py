@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fullframe as ff
-from fullframe.model.parallelize import parallelize_for
+from fullframe.model.parallelize_for import parallelize_for
 from fullframe.model.unused import Unused
 from fullframe.techniques.optimizers import build_optimizer
 from tests.exactness import mesh, relative

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW
 
 import fullframe as ff
 from fullframe.errors import StrategyError
-from fullframe.model.parallelize import parallelize_for
+from fullframe.model.parallelize_for import parallelize_for
 from fullframe.model.sharding.values import whole_value
 from fullframe.recipe import Parameters
 from fullframe.simulation.memory.trace import storages

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fullframe as ff
 from fullframe.errors import StrategyError
-from fullframe.model.parallelize import parallelize_for
+from fullframe.model.parallelize_for import parallelize_for
 from fullframe.ranks.randomness import random_state, seed_everything
 from fullframe.techniques.recompute import blocks_to_recompute, recompute
 from tests.collector import tensors_for_the_collector

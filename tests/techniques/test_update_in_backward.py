@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
 from fullframe.errors import GradientError, StrategyError
-from fullframe.model.parallelize import parallelize_for
+from fullframe.model.parallelize_for import parallelize_for
 from fullframe.techniques.optimizers import build_optimizer
 from tests.rank_group import RankFailure, rank_group
 from tests.techniques.test_optimizers import ADAMW, changes, grouped, trained

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fullframe as ff
-from fullframe.model.parallelize import parallelize_for
+from fullframe.model.parallelize_for import parallelize_for
 from fullframe.model.sharding.values import is_sharded, whole_value
 from fullframe.techniques.optimizers import build_optimizer
 from tests.rank_group import rank_group

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fullframe as ff
 from fullframe.errors import StrategyError
 from fullframe.model.compiled import blocks
-from fullframe.model.parallelize import parallelize_for
+from fullframe.model.parallelize_for import parallelize_for
 from fullframe.model.sharding.values import whole_value
 from fullframe.strategy import describe
 from tests.rank_group import rank_group

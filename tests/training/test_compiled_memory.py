@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fullframe as ff
 from fullframe.errors import StrategyError
 from fullframe.model.compiled import blocks
-from fullframe.model.parallelize import parallelize_for
+from fullframe.model.parallelize_for import parallelize_for
 from fullframe.training import host
 from tests.rank_group import rank_group
 from tests.techniques.test_offload import Watched

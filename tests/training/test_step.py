@@ -9,7 +9,7 @@ from torch import nn
 
 import fullframe as ff
 from fullframe.errors import DivergenceError, RecipeError, ShapeError, StrategyError
-from fullframe.model.parallelize import parallelize_for
+from fullframe.model.parallelize_for import parallelize_for
 from fullframe.training.microbatches import microbatches
 from tests.rank_group import rank_group
 from tests.training.tiny import Frames, Plain, loss, mean_loss

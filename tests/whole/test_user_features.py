@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
-from fullframe.model.parallelize import parallelize_for
+from fullframe.model.parallelize_for import parallelize_for
 from fullframe.model.sharding.values import whole_value
 from fullframe.techniques.optimizers import build_optimizer
 from tests.rank_group import rank_group

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
@@ -40,7 +41,6 @@ from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split ten
 from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
 from fullframe.spatial.shard import even_spec
 from fullframe.spatial.tensor import leave_own_frames, left_whole, warn_of_dynamo
-from fullframe.strategy import Strategy
 
 
 @checked
@@ -106,38 +106,6 @@ def parallelize(
     )
 
 
-def parallelize_for(strategy: Strategy, model: nn.Module, mesh: DeviceMesh, **options: Any) -> "ParallelModel":
-    """`parallelize`, with the options that follow from the strategy."""
-    return parallelize(
-        model,
-        mesh,
-        shard_parameters=strategy.shard_parameters,
-        average_gradients=not strategy.update_in_backward,
-        compile=strategy.compile,
-        **options,
-    )
-
-
-def require_parallelized_for(strategy: Strategy, model: Any) -> None:
-    """Raises StrategyError when `parallelize` was asked for something else than the strategy."""
-    wanted = {
-        "shard_parameters": (any(map(is_sharded, model.parameters())), strategy.shard_parameters),
-        "average_gradients": (getattr(model, "average_gradients", True), not strategy.update_in_backward),
-    }
-    stages = getattr(model, "_stages", 1)
-    if stages != strategy.stages:
-        raise StrategyError(
-            f"the model was parallelized over a mesh with {stages} stages, strategy.stages is {strategy.stages}; pass "
-            f"fullframe.parallelize(model, fullframe.init_mesh(..., stages={strategy.stages}))"
-        )
-    for option, (is_so, should_be) in wanted.items():
-        if is_so != should_be:
-            raise StrategyError(
-                f"with this strategy (shard_parameters={strategy.shard_parameters}, update_in_backward="
-                f"{strategy.update_in_backward}) pass fullframe.parallelize(model, mesh, {option}={should_be})"
-            )
-
-
 class ParallelModel(nn.Module):
     """What `parallelize` returns; the user's model is `.module`, as in DDP.
 
@@ -166,6 +134,7 @@ class ParallelModel(nn.Module):
         self._spatial, self._said_whole = spatial, False
         self._syncing = True  # outside no_sync()
         self._queued = False  # a check at the end of the backward pass that is running
+        self._thread = get_ident()  # the user's
         self.find_unused_parameters = find_unused_parameters
         self.average_gradients = average_gradients
         self._leave_shares = partial(leave_shares, spatial=spatial)  # of parameters that it did not have before
@@ -179,6 +148,8 @@ class ParallelModel(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """What the model has of that name. Raises AttributeError where it has none, of the model's class."""
         if name in self._modules or name.startswith("_"):
+            if name == "module":
+                self._settle()
             return super().__getattr__(name)
         found = getattr(self.module, name)
         if isinstance(found, nn.Module) and self._averaging is not None:  # a part, to be called on its own
@@ -244,6 +215,7 @@ class ParallelModel(nn.Module):
     def _called(self, method: str, args: Any, kwargs: Any) -> Any:
         """The model, or a method of it, called by way of the door and DDP."""
         leave_own_frames()
+        self._thread = get_ident()
         if self._averaging is not None:
             require_no_ddp_around(self)
         run = self._as_called
@@ -252,8 +224,7 @@ class ParallelModel(nn.Module):
             if not isinstance(run, DistributedDataParallel):
                 share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
         if self._sharded is not None:
-            if torch._C._current_graph_task_id() < 0:
-                self._abandoned()  # where torch has not let go of the last backward pass yet
+            self._settle()
             self._sharded.begin()
         given = values_in((args, kwargs))
         leaves, shells = unwrapped((args, kwargs))
@@ -333,16 +304,29 @@ class ParallelModel(nn.Module):
                 when_gradient_arrives(result, reached)
 
     def _abandoned(self) -> None:
-        """A backward pass of sharded parameters has ended by an error: what is written to them next is to stay."""
-        if self._queued and self._sharded is not None:
+        """A backward pass of sharded parameters has ended by an error: what is written to them next is to stay.
+
+        A GPU's thread, which may let go of it later, leaves that to the user's, which may be in another pass by then.
+        """
+        if self._queued and self._sharded is not None and get_ident() == self._thread:
             self._queued = False
             self._sharded.abandon()
+
+    def _settle(self) -> None:
+        """The same, before the model or its parameters are handed to the user's thread, outside backward."""
+        if self._queued and torch._C._current_graph_task_id() < 0:
+            self._abandoned()
 
     def _after_backward(self) -> None:
         """Of sharded parameters."""
         assert self._sharded is not None
         self._queued = False
         self._sharded.end_backward(self._syncing)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `nn.Module.named_parameters`."""
+        self._settle()
+        return super().named_parameters(*args, **kwargs)
 
     def train(self, mode: bool = True) -> "ParallelModel":
         """As `nn.Module.train(mode)`, for the model and for DDP around it."""

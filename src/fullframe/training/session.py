@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fullframe.errors import RecipeError
-from fullframe.model.parallelize import ParallelModel, parallelize_for
+from fullframe.model.parallelize import ParallelModel
+from fullframe.model.parallelize_for import parallelize_for
 from fullframe.ranks.randomness import seed_everything
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy

@@ -1,6 +1,7 @@
 """Sharded parameters under split tensors: every gradient is one process's, in whatever way the blocks are written."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -633,7 +634,7 @@ def test_a_torch_that_cannot_go_on_after_an_error_is_told() -> None:
     rank_group(2).run(_without_a_way_back)
 
 
-def _after_an_error_in_backward() -> float:
+def _after_an_error_in_backward(runs: Callable[[Callable[[], Any]], Any]) -> float:
     """A batch is left out, as after an out-of-memory, and a state loaded, between two steps."""
     on = mesh(1, 2)
     model, plain = ff.parallelize(_built(Net), on, shard_parameters=True), _built(Net)
@@ -643,7 +644,7 @@ def _after_an_error_in_backward() -> float:
         for fails in (False, True, False):
             handle = block.register_full_backward_hook(_fail) if fails else None
             with pytest.raises(ValueError, match="no memory") if fails else nullcontext():
-                _loss(net(images)).backward()
+                runs(_loss(net(images)).backward)
             if handle is None:
                 optimizer.step()
             else:
@@ -662,5 +663,16 @@ def _fail(*_: Any) -> None:
     raise ValueError("no memory")
 
 
-def test_a_step_after_an_error_in_backward_is_one_process_s() -> None:
-    assert max(rank_group(2).run(_after_an_error_in_backward)) < 1e-9
+def _here(call: Callable[[], Any]) -> None:
+    call()
+
+
+def _elsewhere(call: Callable[[], Any]) -> None:
+    """In another thread, as a GPU's backward pass."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(call).result()
+
+
+@pytest.mark.parametrize("runs", [_here, _elsewhere])
+def test_a_step_after_an_error_in_backward_is_one_process_s(runs: Callable[[Callable[[], Any]], Any]) -> None:
+    assert max(rank_group(2).run(_after_an_error_in_backward, runs)) < 1e-9
