@@ -324,7 +324,7 @@ class ParallelModel(nn.Module):
         self._sharded.end_backward(self._syncing)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `nn.Module.named_parameters`."""
+        """As `nn.Module.named_parameters`, `args` and `kwargs` included."""
         self._settle()
         return super().named_parameters(*args, **kwargs)
 
