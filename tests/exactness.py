@@ -11,6 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fullframe as ff
+from fullframe.spatial.tensor import local_or_whole
+from fullframe.spatial.views import version_of
 
 Op = Callable[..., Any]
 FLOOR = 1e-6  # of inputs of order 1: what is smaller is zero but for rounding, and has no relative error
@@ -128,9 +130,9 @@ def _answers(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], on: Devic
         torch.cuda.manual_seed(0)
     leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in (*split, *whole)]
     given = [ff.shard(t, on) if on is not None else t for t in leaves[: len(split)]]
-    before = [_version(t) for t in given]
+    before = [version_of(local_or_whole(t)) for t in given]
     outputs = [t for t in tree_leaves(op(*given, *leaves[len(split) :])) if isinstance(t, Tensor)]
-    written = [n for n, t in enumerate(given) if t.requires_grad and _version(t) != before[n]]
+    written = [n for n, t in enumerate(given) if t.requires_grad and version_of(local_or_whole(t)) != before[n]]
     assert not written, f"operands {written} were written to, which one process's autograd would not allow"
     outputs = [t.full() if isinstance(t, ff.SpatialTensor) else t for t in outputs]
     answers = {f"output {n}": t.detach() for n, t in enumerate(outputs)}
@@ -143,10 +145,6 @@ def _answers(op: Op, split: Sequence[Tensor], whole: Sequence[Tensor], on: Devic
     if on is not None:
         _require_equal_on_all_ranks(list(gradients.values()))
     return answers | gradients
-
-
-def _version(tensor: Tensor) -> int:
-    return (tensor._local if isinstance(tensor, ff.SpatialTensor) else tensor)._version
 
 
 def unlike(

@@ -162,12 +162,12 @@ READS: list[Callable[[Any], Any]] = [
     lambda weight: float(weight.square().sum()),
     lambda weight: int(weight.sum()),
     lambda weight: weight.abs().max().item(),
-    lambda weight: bool(weight.isnan().any()),
-    lambda weight: 1 if weight.isfinite().all() else 0,
     lambda weight: f"{weight.norm():.3f}",
     lambda weight: weight.norm().tolist(),
+    lambda weight: bool(weight.isnan().any()),
+    lambda weight: 1 if weight.isfinite().all() else 0,
 ]
-# By torch itself of all ranks from 2.15 on: any() and all().
+# By torch itself of all ranks from 2.15 on: any() and all(), the last two.
 OF_ALL_RANKS = READS[-2:] if torch.__version__ >= "2.15" else []
 
 

@@ -60,9 +60,7 @@ def refuse_lost_writes() -> None:
         if not _is_view(op):
             return made
         held = [value._local_tensor for value in tree_leaves(args) if isinstance(value, DTensor)]
-        return tree_map_only(
-            Tensor, lambda own: own if any(share_memory(own, of) for of in held) else _copied(own), made
-        )
+        return tree_map_only(Tensor, lambda own: _copied(own) if _is_apart(own, held) else own, made)
 
     dispatcher._dispatch_get_local_results_slow_path = local_results
     DTensor.__setitem__ = _set_rows  # type: ignore[method-assign]
