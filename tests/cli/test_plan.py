@@ -334,7 +334,7 @@ def test_tensors_are_held_against_tensors_and_the_process_is_a_line_of_its_own(t
         for seconds in (9.0, 7.0, 0.4, 0.5, 0.6, 0.7):
             assert comparison.record({"step_seconds": seconds}) is None
     assert said[0].startswith("allocated 1 predicted, 1.25 GiB measured (+25%); step seconds 0.25 predicted, ")
-    assert "(+100%)" in said[0] or "more in which other processes had the core" in said[0]
+    assert "(+100%)" in said[0] or "more in which others had the core" in said[0]
     assert "Python with what it has loaded, 0.25 GiB when it was calibrated" in said[1]
     assert noted == [prediction]
 

@@ -123,6 +123,24 @@ def test_waiting_for_data_and_slower_steps_are_told(tmp_path: Path) -> None:
     ]
 
 
+def test_a_rank_that_has_no_core_is_told_and_the_prediction_is_held_against_the_rest(tmp_path: Path) -> None:
+    metrics = [{"step": n, "loss": 1 / n, "step_seconds": 0.4} for n in range(1, 41)]
+    seen = {rank: observations(rank, range(1, 41)) for rank in (0, 1)}
+    for rank, stood in ((0, 0.1), (1, 0.2)):
+        for row in seen[rank]:
+            row["without_core_seconds"] = stood if row["step"] % 3 else 0.0
+    predicted = facts(prediction={"peak_bytes": None, "step_seconds": 0.15})
+    run = read_run(write_run(tmp_path / "run", metrics=metrics, observed=seen, run=predicted))
+    summary = summarize(run)
+    share = 0.2 / sum(summary.ranks[1].seconds.values())
+    assert texts(summary.findings, "warn") == [f"rank 1 waits for a core {share:.0%} of a step: others have them"]
+    (step,) = compared(run, summary)
+    assert (round(step.measured, 9), step.beside) == (0.3, 0.1)
+    assert texts(summary.findings, "info") == [
+        "step time: 150 ms predicted, 300 ms measured (+100%) and 100 ms more without a core"
+    ]
+
+
 def test_a_prediction_that_is_off_is_told_and_one_that_holds_is_not(tmp_path: Path) -> None:
     path = good_run(tmp_path / "run")
     run = read_run(path)

@@ -16,12 +16,12 @@ from typing import Any
 from fullframe.cli.simulate import Simulate
 from fullframe.cli.words import words
 from fullframe.errors import RunError
+from fullframe.processes.cores import apart, seconds_without_core
 from fullframe.strategy import Strategy
 from fullframe.wording import GIB, plural
 
 _STEPS = 2  # of which the second has the optimizer's state from the start
 _TIMED = 3  # steps, where the prediction is there already
-_NOTABLE = 0.1  # of a step, without a core
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE")
 
 
@@ -83,7 +83,7 @@ class Comparison:
         if self._records > _STEPS:
             self._seconds.append(float(record["step_seconds"]))
         if self._records == _STEPS:
-            self._delayed = _seconds_without_core()
+            self._delayed = seconds_without_core()
             self._start(record)
         elif self._child is not None and self._child.poll() is not None:
             self._conclude(self._predicted())
@@ -140,8 +140,8 @@ class Comparison:
                 )
                 if name != "step_seconds":
                     off[name] = share
-        if without_core > _NOTABLE * found["step_seconds"]:
-            parts[-1] += f" and {without_core:.3g} s more in which other processes had the core"
+        if without_core:
+            parts[-1] += f" and {without_core:.3g} s more in which others had the core"
         self._say("; ".join(parts))
         if "allocated_bytes" in found and "process_bytes" in self._measured:
             self._say(_beside(self._measured["process_bytes"], found["allocated_bytes"], predicted))
@@ -155,9 +155,8 @@ class Comparison:
         if not self._seconds:
             return found, 0.0
         step = statistics.median(self._seconds)
-        waited = (_seconds_without_core() - self._delayed) / len(self._seconds)
-        waited = min(waited, step / 2) if waited > _NOTABLE * step else 0.0
-        return found | {"step_seconds": step - waited}, waited
+        step, stood = apart(step, (seconds_without_core() - self._delayed) / len(self._seconds))
+        return found | {"step_seconds": step}, stood
 
     def _require_close(self, off: Mapping[str, float], strict: float) -> None:
         worst = max(off, key=lambda name: abs(off[name]))
@@ -245,14 +244,6 @@ def _beside(process: float, tensors: float, predicted: Mapping[str, Any]) -> str
         f"has loaded, {libraries / GIB:.3g} GiB when it was calibrated; the other {rest / GIB:.3g} GiB are freed "
         "memory that malloc keeps for the next tensor, and samples being read"
     )
-
-
-def _seconds_without_core() -> float:
-    """How long this process's main thread was ready to run so far, and another one had the core."""
-    try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 def _most_resident_bytes() -> float:

@@ -75,6 +75,7 @@ class ObservedStep:
     reserved_bytes: int | None = None
     limit_bytes: int | None = None
     host_bytes: int | None = None
+    without_core_seconds: float | None = None
     gpu_percent: float | None = None
     others_bytes: int | None = None
 

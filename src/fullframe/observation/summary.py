@@ -13,12 +13,13 @@ from fullframe.observation.out_of_memory.account import PAGE
 from fullframe.observation.out_of_memory.words import happened
 from fullframe.observation.run_files import ObservedStep, RunFiles
 from fullframe.observation.units import duration_text, seconds_text, size_text
+from fullframe.processes.cores import apart
 from fullframe.wording import plural
 
 _RECENT = 50  # observed steps, or recorded ones, that "now" means
 _WAITING = ("exchange", "all_reduce")  # where a rank waits for a slower one
 _QUIET_SECONDS = 120.0
-_DATA_SHARE, _SLOW_SHARE, _FULL_SHARE, _SLOWER_SHARE = 0.1, 0.1, 0.95, 0.3
+_DATA_SHARE, _CORE_SHARE, _SLOW_SHARE, _FULL_SHARE, _SLOWER_SHARE = 0.1, 0.1, 0.1, 0.95, 0.3
 _BYTES_OFF, _SECONDS_OFF, _OTHERS_SHARE = 0.1, 0.25, 0.01
 _SAID_IN_LOG = ("warning:", "started again", "out of memory", "left out")
 _SAID_ELSEWHERE = ("ran out of memory in ", " out of memory: ")  # a finding of its own
@@ -36,7 +37,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankNow(ObservedStep):
-    """One rank's last steps: median seconds by kind, the newest memory, and when the last was."""
+    """One rank's last steps: median seconds, the newest memory, and when the last was."""
 
     rank: int
 
@@ -162,6 +163,7 @@ def _rank_now(rank: int, rows: Sequence[ObservedStep]) -> RankNow:
         host_bytes=newest("host_bytes"),
         gpu_percent=latest("gpu_percent"),
         others_bytes=latest("others_bytes"),
+        without_core_seconds=statistics.median([row.without_core_seconds or 0.0 for row in recent]),
     )
 
 
@@ -301,6 +303,15 @@ def _of_time(run: RunFiles, summary: Summary) -> Iterator[Finding]:
         rank = max(waits, key=lambda number: waits[number])
         text = f"rank {rank} waits for data {waits[rank]:.0%} of a step"
         yield Finding("warn", text, "more workers in the recipe, or a reader that decodes only its slice")
+    stood = {r.rank: (r.without_core_seconds or 0.0) / whole[r.rank] for r in summary.ranks if whole[r.rank]}
+    if stood and max(stood.values()) > _CORE_SHARE:
+        rank = max(stood, key=lambda number: stood[number])
+        text = f"rank {rank} waits for a core {stood[rank]:.0%} of a step: others have them"
+        yield Finding(
+            "warn",
+            text,
+            "fewer workers in the recipe, less beside the run, or more cores a rank (Slurm: --cpus-per-task)",
+        )
     if summary.slowest is not None:
         rank, share = summary.slowest
         yield Finding("warn", f"rank {rank} works {share:.0%} longer on a step than the others, who wait for it")
@@ -316,7 +327,8 @@ def _of_prediction(run: RunFiles, summary: Summary) -> Iterator[Finding]:
     for one in compared(run, summary):
         if not one.holds:
             predicted, measured = one.text(one.predicted), one.text(one.measured)
-            yield Finding("info", f"{one.name}: {predicted} predicted, {measured} measured ({one.share:+.0%})")
+            said = f"{one.name}: {predicted} predicted, {measured} measured ({one.share:+.0%})"
+            yield Finding("info", f"{said} and {one.text(one.beside)} more without a core" if one.beside else said)
 
 
 class Compared(NamedTuple):
@@ -327,6 +339,7 @@ class Compared(NamedTuple):
     measured: float
     most: float  # of `share` either way: what is further off is worth saying
     text: Callable[[float], str]
+    beside: float = 0.0  # measured too, and not counted: it is not the run's doing
 
     @property
     def share(self) -> float:
@@ -348,9 +361,10 @@ def compared(run: RunFiles, summary: Summary) -> Iterator[Compared]:
         yield Compared("peak memory", prediction.peak_bytes, summary.peak[1].peak_bytes, _BYTES_OFF, size_text)
     _, known = run.table.known("step_seconds")
     if prediction.step_seconds and known:
-        yield Compared(
-            "step time", prediction.step_seconds, statistics.median(known[-_RECENT:]), _SECONDS_OFF, seconds_text
-        )
+        first = next((rank for rank in summary.ranks if rank.rank == 0), None)  # whose seconds they are
+        stood = first.without_core_seconds or 0.0 if first is not None else 0.0
+        step, stood = apart(statistics.median(known[-_RECENT:]), stood)
+        yield Compared("step time", prediction.step_seconds, step, _SECONDS_OFF, seconds_text, stood)
 
 
 def leak_sentence(leak: Mapping[str, Any]) -> str:

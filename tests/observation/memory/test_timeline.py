@@ -39,6 +39,7 @@ def test_two_ranks(tmp_path):
             parts = set(row["seconds"]) - {"exchange"}  # which a rank that never waited has not
             assert parts == {"data", "forward", "backward", "all_reduce", "optimizer"}
             assert row["host_bytes"] > 2**20 and row["limit_bytes"] > row["host_bytes"] and row["time"] > 1.7e9
+            assert 0 <= row["without_core_seconds"] <= sum(row["seconds"].values()) + 1e-3
         assert any("exchange" in row["seconds"] for row in rows)
         assert [row["step"] for row in rows if "bytes" in row] == [2, 4]
         second = rows[1]

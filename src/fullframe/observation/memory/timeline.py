@@ -15,6 +15,7 @@ import torch
 from fullframe.observation.gpu_meter import GpuMeter, meter_of_rank
 from fullframe.observation.memory.timeline_file import TimelineFile
 from fullframe.observation.memory.traced_step import TracedStep
+from fullframe.processes.cores import backward_threads, seconds_without_core
 from fullframe.ranks import device
 from fullframe.simulation.memory.account import Account
 from fullframe.simulation.memory.trace import Trace
@@ -59,6 +60,7 @@ class Timeline(Observer):
         self._seconds: dict[str, float] = {}
         self._waiting: dict[int, dict[str, Any]] = {}
         self._began = time.perf_counter()
+        self._threads, self._stood = tuple[int, ...](), 0.0
 
     def before_step(self, number: int) -> None:
         """The batch is read from here on."""
@@ -67,6 +69,7 @@ class Timeline(Observer):
     def batch_read(self, number: int, batch: Any) -> None:
         """The step begins."""
         self._seconds = {"data": time.perf_counter() - self._began}
+        self._stood = seconds_without_core(*self._threads)
         if device.is_in_use():
             torch.accelerator.reset_peak_memory_stats()
         self._taken += 1
@@ -85,6 +88,9 @@ class Timeline(Observer):
     def step_taken(self, number: int) -> None:
         """The line of this step."""
         row: dict[str, Any] = {"step": number, "time": round(time.time(), 3), "seconds": self._seconds}
+        row["without_core_seconds"] = round(seconds_without_core(*self._threads) - self._stood, 6)
+        if self._taken == 1:  # backward has run
+            self._threads = backward_threads()
         if self._taken == _FIRST and device.is_in_use():
             self.counted = device.peak_bytes()
         if self._traced is not None:
