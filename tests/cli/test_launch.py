@@ -103,6 +103,24 @@ def test_what_cannot_be_submitted_is_said(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "is_told"),
+    [
+        ([], True),
+        (["--cpus-per-node", "32"], False),
+        (["--sbatch", "mem=64G", "cpus-per-gpu=8"], False),
+        (["--sbatch", "exclusive"], False),
+        (["--on", "docker"], False),
+    ],
+)
+def test_slurms_one_core_is_told(
+    words: list[str], is_told: bool, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["launch", "recipe.py", "--on", "slurm", *words, "--dry-run"]) == 0
+    found = capsys.readouterr()
+    assert ("one core" in found.err) == is_told and "one core" not in found.out
+
+
 def test_a_recipe_is_named_as_the_container_has_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(project / "recipe.py")
     assert run(["launch", recipe, "--on", "docker", "--run-dir", "r", "--dry-run"]) == 0

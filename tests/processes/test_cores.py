@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fullframe.processes import cores
-from fullframe.processes.cores import apart, backward_threads, seconds_without_core
+from fullframe.processes.cores import apart, backward_threads, seconds_without_core, too_few
 
 
 def test_two_that_share_a_core_stand_for_half_the_time() -> None:
@@ -56,3 +56,9 @@ def test_little_of_a_step_is_not_worth_saying() -> None:
     assert apart(2.0, 0.1) == (2.0, 0.0)
     assert apart(2.0, 0.5) == (1.5, 0.5)
     assert apart(2.0, 1.9) == (1.0, 1.0)
+
+
+def test_more_ranks_than_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
+    assert too_few(1) == ""
+    assert too_few(4).startswith("the 4 ranks of this machine have 1 core between them")

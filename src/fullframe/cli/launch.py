@@ -92,6 +92,7 @@ class Launch:
         if self.on == "docker":
             return self._docker(job)
         text = self._described(job)
+        self._tell_of_cores()
         if self.dry_run:
             self._print_dry(job, text, SCRIPT if self.on == "slurm" else MANIFEST)
             return 0
@@ -125,6 +126,16 @@ class Launch:
             retries=self.requeues,
         )
         return manifest_of(job, options)
+
+    def _tell_of_cores(self) -> None:
+        """Slurm's own default is one core a task, and all ranks of a machine are one task."""
+        asked = any(word.startswith(("cpus-per-", "exclusive")) for word in self.sbatch)
+        if self.on == "slurm" and self.cpus_per_node is None and not asked:
+            print(
+                "note: --cpus-per-node is not given, and Slurm then gives all ranks and loader workers of a machine "
+                "one core, where the cluster has no other default (DefCpuPerGPU)",
+                file=sys.stderr,
+            )
 
     def _docker(self, job: Job) -> int:
         """Run the container and wait for it; its exit code."""

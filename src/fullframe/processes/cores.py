@@ -1,7 +1,10 @@
 """How long threads of this process stood ready to run while others had the cores, as the kernel counts it."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
+
+from fullframe.wording import plural
 
 _THREADS = Path("/proc/self/task")
 _MAIN = Path("/proc/self/schedstat")  # nanoseconds: run, and ready to run without a core. Not every kernel keeps it
@@ -30,6 +33,17 @@ def backward_threads() -> tuple[int, ...]:
                 if (thread / "comm").read_text().startswith(_BACKWARD):
                     ran[int(thread.name)] = int((thread / "schedstat").read_bytes().split()[0])
     return (max(ran, key=lambda thread: ran[thread]),) if ran else ()
+
+
+def too_few(ranks: int) -> str:
+    """What to say where this process and `ranks` like it, of one machine, have fewer cores; "" where they have not."""
+    cores = len(os.sched_getaffinity(0))
+    if cores >= ranks:
+        return ""
+    return (
+        f"the {ranks} ranks of this machine have {plural(cores, 'core')} between them and wait for each other; ask for "
+        "more (Slurm: --cpus-per-task, fullframe launch: --cpus-per-node)"
+    )
 
 
 def apart(seconds: float, stood: float) -> tuple[float, float]:
