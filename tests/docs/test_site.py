@@ -23,6 +23,7 @@ DOCS = ROOT / "docs"
 OPTIONAL = ("...", "[", "$")
 OTHERS = {  # options of torchrun, docker, kubectl, Slurm, the tests, and of fullframe itself that no command has
     *("--nproc-per-node", "--ipc", "--shm-size", "--ulimit", "--tag", "--mem", "--write", "--version", "--completion"),
+    "--cpus-per-task",
     *("--local", "--lr", "--training"),  # a script's own --local_rank and --lr; torchtitan's --training.steps
     "--half-activations",  # the worked example of a technique
 }

@@ -324,7 +324,6 @@ class Train:
 
         from fullframe.cli.display import Display, print_json
         from fullframe.observation.observers import observers_of_run
-        from fullframe.processes.cores import too_few
         from fullframe.ranks import device
         from fullframe.training.loop import fit
         from fullframe.training.run_file import note_prediction
@@ -359,8 +358,6 @@ class Train:
         with aside(), show or contextlib.nullcontext(), compared as comparison:
             place = f"{place_of(strategy)}, on {device.name()}"
             say(f"{self.recipe}: {plural(steps, 'step')} on {place}, writing {run_dir}")
-            if device.is_in_use() and (few := too_few(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))):
-                say(f"warning: {few}")
             if recipe.batch_size != read.batch_size:
                 say(f"batches of {recipe.batch_size} in place of the recipe's {read.batch_size}")
             try:

@@ -1,6 +1,7 @@
 """The loop: build what the recipe names, step, record, evaluate, checkpoint. Prints nothing; callers get records."""
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullframe.arguments import checked
 from fullframe.errors import ArgumentError, RecipeError, RunError, require_count
 from fullframe.model.sharding.values import is_sharded, whole_value
+from fullframe.processes.cores import too_few
 from fullframe.processes.exit_reasons import restart_reason
 from fullframe.ranks import device
 from fullframe.ranks.agreement import from_all_ranks, on_first_rank
@@ -257,13 +259,20 @@ def _whole(recipe: Recipe, model: nn.Module, strategy: Strategy) -> nn.Module:
 def _take_up(session: Session, run: Run, strategy: Strategy, goes_on: bool, steps: int) -> None:
     if goes_on:
         _go_on(session, run)
-    if strategy.precision == "tf32" and device.kind_of_job() == "cpu":
-        run.say("warning: the CPU has no TF32 units, so precision tf32 computes in fp32 here")
+    for trouble in _troubles_of_machine(strategy):
+        run.say(f"warning: {trouble}")
     run.checkpoints.require_storable(session.state)  # now rather than at the first checkpoint
     if goes_on and session.state.step >= steps:
         run.directory.file.is_done = True
     elif (changed := run.directory.take_up(strategy)) and goes_on:
         run.say(f"warning: the run goes on otherwise than it was started: {changed}")
+
+
+def _troubles_of_machine(strategy: Strategy) -> Iterator[str]:
+    if strategy.precision == "tf32" and device.kind_of_job() == "cpu":
+        yield "the CPU has no TF32 units, so precision tf32 computes in fp32 here"
+    if device.is_in_use() and (few := too_few(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))):
+        yield few
 
 
 def _go_on(session: Session, run: Run) -> None:
