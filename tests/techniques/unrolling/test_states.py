@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fullframe.errors import DeviceError, GradientError
 from fullframe.techniques.unrolling.states import (
@@ -57,3 +58,19 @@ def test_a_freed_graph_is_seen_and_its_line_named() -> None:
     with pytest.raises(GradientError, match=r"call at .*test_states\.py:\d+.*state\.detach\(\)"):
         require_live([state * 2])
     require_live([state.detach()])
+
+
+def test_to_look_recomputes_nothing() -> None:
+    calls = []
+
+    def block(x: Tensor) -> Tensor:
+        calls.append(x)
+        return x.exp().tanh()
+
+    state = checkpoint(block, torch.ones(3, requires_grad=True), use_reentrant=False)
+    note_made([state])
+    require_live([state * 2])
+    assert len(calls) == 1
+    state.sum().backward()
+    with pytest.raises(GradientError, match="an earlier call"):
+        require_live([state * 2])

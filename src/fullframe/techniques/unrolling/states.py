@@ -90,11 +90,16 @@ def require_live(tensors: Sequence[Tensor]) -> None:
 
 
 def _is_freed(node: Any) -> bool:
-    """Whether backward has let go of what the node saved; a node that saves nothing cannot tell."""
+    """Whether backward has let go of what the node saved; a node that saves nothing cannot tell.
+
+    What is there is not unpacked: that of a recomputed block would be computed for it, with the block's messages.
+    """
     try:
         for name in dir(node):
-            if name.startswith("_saved_") or name == "saved_tensors":
-                getattr(node, name)
+            if name.startswith("_raw_saved_"):
+                saved = getattr(node, name)
+                if getattr(saved, "data", saved) is None:  # freed, or never there
+                    getattr(node, name.removeprefix("_raw"))
     except RuntimeError:
         return True
     return False
