@@ -93,7 +93,23 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "roll": lambda x, target: x.roll((3, 3), (2, 3)),
     "index_select": lambda x, target: x.index_select(1, torch.arange(16)),
     "masked": lambda x, target: x[torch.ones(2, 16, 128, 128, dtype=torch.bool)],
+    "bilinear": lambda x, target: F.bilinear(rows(x)[:999], rows(target)[:999], torch.ones(9, 64, 64)),
+    "embedding_bag": lambda x, target: F.embedding_bag(torch.arange(2048).view(-1, 8), rows(x), mode="max"),
+    "a fixed grid": lambda x, target: F.grid_sample(x, target[:, :2].permute(0, 2, 3, 1), align_corners=False),
+    "fixed maps": lambda x, target: F.grid_sample(target, x[:, :2].permute(0, 2, 3, 1), align_corners=False),
+    "ctc": lambda x, target: ctc(x, torch.full((32,), 20)),
+    "ctc, known to be shorter": lambda x, target: ctc(x, torch.full((32,), 5)),
+    "lstsq": lambda x, target: torch.linalg.lstsq(rows(x), rows(target)[:, :32]).solution,
 }
+
+
+def rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, 64)
+
+
+def ctc(x: Tensor, lengths: Tensor) -> Tensor:
+    targets = torch.ones(32, 20, dtype=torch.int64)
+    return F.ctc_loss(x.reshape(128, 32, -1).log_softmax(-1), targets, torch.full((32,), 128), lengths)
 
 
 def step(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, target: Tensor) -> None:

@@ -38,6 +38,9 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], Any, int]] = {
     "at places": (aten.index.Tensor, (LONG, [PLACES]), LONG[:100], 0),
     "added up at places": (aten._index_put_impl_.default, (LONG, [PLACES], LONG[:100], True), LONG, 48 * 100),
     "put at places": (aten.index_put_.default, (LONG, [PLACES], LONG[:100]), LONG, 0),
+    "distances": (aten._cdist_backward.default, (X[..., :5], X, X[:, :5], 1.0, X[..., :5]), X, 5 * X.nbytes),
+    "differing places": (aten._cdist_backward.default, (X[..., :5], X, X[:, :5], 0.0, X[..., :5]), X, 0),
+    "distances within": (aten._pdist_backward.default, (LONG[:6], ROWS, 2.0, LONG[:6]), ROWS, 3 * ROWS.nbytes),
     "rows of a table": (aten.embedding_dense_backward.default, (X, PLACES, 9, -1, False), X, 48 * 100),
 }  # fmt: skip
 

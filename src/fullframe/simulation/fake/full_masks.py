@@ -13,18 +13,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fullframe.simulation.fake.numbers import known
 
 FULL_MASKS = (
-    "a mask or nms picks by values, which a simulation does not have: all elements are taken as picked, an upper bound"
+    "a mask, nms, the lengths of ctc_loss or the rank of lstsq pick by values, which a simulation does not have: all "
+    "elements are taken as picked, an upper bound"
 )
 
 _aten = torch.ops.aten
 _nonzero, _select, _index = _aten.nonzero.default, _aten.masked_select.default, _aten.index.Tensor
-_bincount = _aten.bincount.default
+_bincount, _ctc, _lstsq = _aten.bincount.default, _aten._ctc_loss.Tensor, _aten.linalg_lstsq.default
 
 
 def picks_by_value(func: Any, args: Sequence[Any]) -> bool:
     """Whether the shape of what an op gives depends on which elements of a fake mask are true."""
     if func in (_nonzero, _select):
         return isinstance(args[-1], FakeTensor)
+    if func in (_ctc, _lstsq):
+        return isinstance(args[0], FakeTensor)
     if func is _bincount:
         return isinstance(args[0], FakeTensor) and len(args) > 2 and args[2] > 0
     if func is _index:
@@ -34,6 +37,8 @@ def picks_by_value(func: Any, args: Sequence[Any]) -> bool:
 
 def are_known(func: Any, args: Sequence[Any]) -> bool:
     """Whether the numbers of the masks by which such an op picks are known."""
+    if func is _ctc:
+        return known(args[3]) is not None
     masks = [index for index in args[1] if _is_mask(index)] if func is _index else [args[-1]]
     return func in (_select, _index) and all(known(mask) is not None for mask in masks)
 
@@ -46,7 +51,7 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def as_if_all_were_true(func: Any, args: Sequence[Any]) -> Tensor:
+def as_if_all_were_true(func: Any, args: Sequence[Any]) -> Any:
     """The outcome of such an op; called with the fake mode on. Of a mask whose numbers are known it is the true one."""
     x = args[0]
     if func is _nonzero:
@@ -54,6 +59,10 @@ def as_if_all_were_true(func: Any, args: Sequence[Any]) -> Tensor:
     if func is _select:
         shape = torch.broadcast_shapes(x.shape, args[1].shape)
         return torch.empty(_picked(args[1], shape), dtype=x.dtype)
+    if func is _ctc:
+        return _of_longest(*args[:4])
+    if func is _lstsq:
+        return _of_full_rank(*args[:2])
     if _is_nms(func):
         return torch.empty(len(x), dtype=torch.int64)
     if func is _bincount:  # of numbers below `minlength`: it is the number of classes
@@ -64,7 +73,32 @@ def as_if_all_were_true(func: Any, args: Sequence[Any]) -> Tensor:
             indices += torch.empty(index.dim(), _picked(index, index.shape), dtype=torch.int64).unbind()
         else:
             indices.append(index)
-    return _index(x, indices)  # type: ignore[no-any-return]
+    return _index(x, indices)
+
+
+def _of_longest(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor) -> list[Tensor]:
+    """What `ctc_loss` gives, and keeps for its derivative, of the longest target: a row of (N, S), or all of one."""
+    values, samples = known(target_lengths), log_probs.shape[1]
+    longest = targets.shape[-1]
+    if values is not None:
+        with torch._C._DisableTorchDispatch():
+            longest = int(values.max())
+    alpha = log_probs.new_empty(samples, log_probs.shape[0], 2 * longest + 1)
+    return [log_probs.new_empty(samples), alpha]
+
+
+def _of_full_rank(a: Tensor, b: Tensor) -> list[Tensor]:
+    """Solution, residuals, rank and singular values of matrices (..., M, N) of full rank, as the usual drivers say."""
+    (rows, columns), batch = a.shape[-2:], a.shape[:-2]
+    is_vector = b.dim() == 1 or (a.dim() - 1 == b.dim() and b.shape == a.shape[:-1])
+    sides = () if is_vector else b.shape[-1:]
+    residuals = (*batch, *sides) if rows > columns else (0,)
+    return [
+        a.new_empty(*batch, columns, *sides),
+        a.new_empty(residuals),
+        a.new_empty(batch, dtype=torch.int64),
+        a.new_empty(0),
+    ]
 
 
 def _picked(mask: Tensor, shape: torch.Size) -> int:

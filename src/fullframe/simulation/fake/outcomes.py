@@ -70,6 +70,10 @@ _ROOMY = {
     torch.ops.aten.binary_cross_entropy.default,
 }
 _OF_ONE_DTYPE = {torch.ops.aten.grid_sampler_2d.default, torch.ops.aten.grid_sampler_3d.default}
+_OF_A_GRID = {
+    torch.ops.aten.grid_sampler_2d_backward.default,
+    torch.ops.aten.grid_sampler_3d_backward.default,
+}  # which is always made
 _SMALL = 2**20  # elements that may have memory
 _BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _Kind = Literal["new", "compared", "in place", "all in place", "view", "other"]
@@ -266,7 +270,8 @@ def _wanted(func: Any, args: Sequence[Any], out: Any) -> Any:
     place = _place_of_mask(func)
     if place is None or len(args) <= place:
         return out
-    return tuple(made if wanted else None for made, wanted in zip(out, args[place], strict=True))
+    kept = (args[place][0], True) if func in _OF_A_GRID else args[place]
+    return tuple(made if wanted else None for made, wanted in zip(out, kept, strict=True))
 
 
 @functools.cache

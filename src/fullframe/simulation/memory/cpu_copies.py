@@ -6,6 +6,7 @@ first, where CUDA's kernels convert as they read.
 
 import functools
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_iter
 
 _aten = torch.ops.aten
 _INT64, _FP32 = 8, 4
+_MAXIMUM = 2  # mode of an embedding bag
 _HALF = (torch.float16, torch.bfloat16)
 _BY_A_MASK = (_aten.where.self, _aten.where.ScalarOther, _aten.where.ScalarSelf, _aten.where.Scalar)
 _COPYING = ("masked_fill", "copy", "fill", "to_copy", "native_dropout_backward")  # which convert as they go
@@ -101,8 +103,28 @@ def _one_dim_resampled(args: tuple[Any, ...], out: Tensor) -> int:
     return int(args[0].nbytes) // int(args[0].shape[-1]) * int(out.shape[-1])
 
 
+def _trilinear(args: tuple[Any, ...], out: Tensor) -> int:
+    """Of one place of the dim that is gone through: the product of the first two operands, then with the third."""
+    dims, summed, unrolled = len(args[0].shape) + len(args[3]), args[6], args[7] if len(args) > 7 else 1
+    missing = args[3:6]  # dims that each operand lacks
+    sizes = [1] * dims
+    for x, lacks in zip(args[:3], missing, strict=True):
+        for dim, size in zip((dim for dim in range(dims) if dim not in lacks), x.shape, strict=True):
+            sizes[dim] = size
+    sizes[unrolled] = 1
+    pair = (dim for dim in range(dims) if not (dim in missing[0] and dim in missing[1]))
+    first = prod(sizes[dim] for dim in pair if not (dim in summed and dim in missing[2]))
+    return (first + prod(sizes[dim] for dim in range(dims) if dim not in summed)) * out.element_size()
+
+
+def _bags_backward(args: tuple[Any, ...], out: Any) -> int:
+    """The gradient, and the places of the maxima, of the bags that are not empty."""
+    return int(args[0].nbytes + args[5].nbytes) if args[8] == _MAXIMUM else 0
+
+
 # Written with other ops, or by code that CPU and CUDA share.
 OF_ANY_DEVICE: dict[Any, Rule] = {
+    _aten._trilinear.default: _trilinear,
     **dict.fromkeys((_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.huber_loss.default), _reduced_loss),
     _aten.binary_cross_entropy_with_logits.default: _logits,
     _aten.soft_margin_loss_backward.default: lambda args, out: 2 * int(out.nbytes),
@@ -110,6 +132,7 @@ OF_ANY_DEVICE: dict[Any, Rule] = {
 }
 _RULES: dict[Any, Rule] = {
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
+    _aten._embedding_bag_backward.default: _bags_backward,
     _aten.native_layer_norm.default: lambda args, out: _contiguous(args[0]),
     _aten.native_layer_norm_backward.default: lambda args, out: _contiguous(*args[:2]),
     _aten.upsample_bicubic2d_backward.default: lambda args, out: _contiguous(args[0]),

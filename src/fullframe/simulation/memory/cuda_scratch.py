@@ -33,6 +33,10 @@ def cuda_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
         return _sorting(args[0], args[0].numel()) + int(args[0].nbytes) + int(args[0].numel()) * _INT64
     if func is _aten.embedding_dense_backward.default:
         return int(args[1].numel()) * _BY_INDEX
+    if func is _aten._cdist_backward.default:  # what each pair gives to the gradient; none for the count of differences
+        return int(args[1].numel()) * args[2].shape[-2] * args[1].element_size() if args[3] else 0
+    if func is _aten._pdist_backward.default:
+        return int(args[1].nbytes) * (args[1].shape[0] - 1) if args[2] else 0
     if func is _aten.sum.default or func is _aten.sum.dim_IntList:
         return 0 if args[0].dtype in _HALF else widened(args[0], out)
     added = func in _ADDED_UP and len(args) > 3 and args[3]
