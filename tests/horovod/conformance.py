@@ -630,6 +630,13 @@ def objects(which: str) -> None:
     assert [rank for rank, _ in gathered] == list(ranks()) and str(gathered[-1][1]) == str(values[which])
 
 
+@case(("broadcast_object", "allgather_object"))
+def objects_that_cannot_be_pickled(which: str) -> None:
+    mine = _rank(lambda: None, "x")
+    raises(hvd.HorovodInternalError, lambda: getattr(hvd, which)(mine), "an object of class function cannot be sent")
+    assert hvd.allgather_object(hvd.rank()) == list(ranks())
+
+
 @case(("state_dict", "named_parameters", "parameters"))
 def parameters(which: str) -> None:
     torch.manual_seed(hvd.rank())

@@ -280,6 +280,45 @@ def test_misuse_is_refused(which: str) -> None:
     rank_group(2).run(misuse, which)
 
 
+def apart(which: str) -> None:
+    """Rank 0 reduces otherwise; every rank is told in the message by which they would be reduced."""
+    with initialized():
+        model, first = Model(), hvd.rank() == 0
+        parameters, options = list(model.parameters()), {}
+        if which == "order" and first:
+            parameters[1], parameters[5] = parameters[5], parameters[1]
+        if which == "op" and first:
+            options["op"] = hvd.Sum
+        if which == "backward_passes_per_step" and first:
+            options[which] = 2
+        plain = torch.optim.SGD(parameters, lr=0.1)
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
+        for _ in range(2 if which == "backward_passes_per_step" and first else 1):
+            model(batch(0)[0], True).sum().backward()
+        said = {"order": "body.0.weight", "op": "op=Sum, another rank has op=Average"}.get(which, f"{which}=2")
+        with pytest.raises(hvd.HorovodInternalError, match=said):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("which", ["op", "backward_passes_per_step", "order"])
+def test_ranks_that_reduce_differently_are_told(which: str) -> None:
+    rank_group(2).run(apart, which)
+
+
+def sparse_apart() -> None:
+    with initialized():
+        table = nn.Embedding(3, 2, sparse=True)
+        op = hvd.Sum if hvd.rank() == 0 else hvd.Average
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), op=op)
+        table(torch.tensor([1])).sum().backward()
+        with pytest.raises(hvd.HorovodInternalError, match="op=Sum, another rank has op=Average"):
+            optimizer.step()
+
+
+def test_ranks_that_reduce_sparse_gradients_differently_are_told() -> None:
+    rank_group(2).run(sparse_apart)
+
+
 def trained_later(way: str, wraps: bool) -> list[Tensor]:
     """The table is frozen in the first step; then it is one of the optimizer's parameters, or becomes one."""
     model = Model()

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from fullframe.horovod.context import world
 from fullframe.horovod.handles import synchronize
 from fullframe.horovod.movements import allgather, broadcast, broadcast_async_
-from fullframe.horovod.objects import pickled, unpickled
+from fullframe.horovod.objects import checked, pickled, unpickled
 from fullframe.horovod.process_sets import ProcessSet, global_process_set
 
 
@@ -94,7 +94,7 @@ def _skeleton(state: Any) -> tuple[Any, list[Tensor]]:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The object of rank `root_rank`, which can be pickled; the root gets its own back."""
+    """The object of rank `root_rank`; the root gets its own back. RequestError on all where it cannot be pickled."""
     label = f"broadcast_object.{name}" if name else ""
     is_root = world().rank == root_rank
     data = pickled(obj) if is_root else torch.zeros(0, dtype=torch.uint8)
@@ -102,7 +102,10 @@ def broadcast_object(
     if not is_root:
         data = torch.zeros(int(length), dtype=torch.uint8)
     received = broadcast(data, root_rank, label or None, process_set)
-    return obj if is_root else unpickled(received, 1)[0]
+    if is_root:
+        checked(received)
+        return obj
+    return unpickled(received, 1)[0]
 
 
 def broadcast_object_fn(
@@ -113,6 +116,6 @@ def broadcast_object_fn(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks, by rank."""
+    """The objects of all ranks, by rank. RequestError on all where one cannot be pickled."""
     whole = allgather(pickled(obj), f"allgather_object.{name}" if name else None, process_set)
     return unpickled(whole, process_set.size() or 1)

@@ -10,10 +10,11 @@ from fullframe.errors import GradientError
 from fullframe.horovod.compression import Compression, Compressor
 from fullframe.horovod.context import World, world
 from fullframe.horovod.gradient_groups import grouped
-from fullframe.horovod.handles import Handle, synchronize
+from fullframe.horovod.handles import Handle, begin, synchronize
 from fullframe.horovod.process_sets import ProcessSet
-from fullframe.horovod.reductions import allreduce, allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
+from fullframe.horovod.reductions import allreduce, sparse_allreduce_async
 from fullframe.horovod.request import ReduceOp
+from fullframe.horovod.requests_of import allreduce_request
 from fullframe.spatial.gradients import is_managed
 
 
@@ -34,11 +35,12 @@ class _Room:
 class _Group:
     """Gradients that are reduced as one; `left`: those that backward has yet to reach.
 
-    `room`: on the CPU, for dense gradients of one dtype that travel as they are; what all ranks answer alike.
+    `room`: on the CPU, for dense gradients of one dtype that travel as they are; what all ranks answer alike. `terms`:
+    of which parameters, in order.
     """
 
-    def __init__(self, name: str, parameters: Sequence[Tensor], has_room: bool):
-        self.name, self.parameters = name, parameters
+    def __init__(self, name: str, parameters: Sequence[Tensor], has_room: bool, terms: str):
+        self.name, self.parameters, self.terms = name, parameters, terms
         self.left = set(parameters)
         kinds = {(parameter.dtype, parameter.device.type) for parameter in parameters}
         self.has_room = has_room and kinds == {(parameters[0].dtype, "cpu")}
@@ -113,7 +115,8 @@ class GradientReducer:
         """Reduce the gradients of these too."""
         for parameters in groups:
             name = f"DistributedOptimizer.{self._names[parameters[0]]}.{len(parameters)}"
-            group = _Group(name, parameters, self._compression is Compression.none)
+            terms = "".join(f"\n{self._names[one]} {tuple(one.shape)}" for one in parameters)
+            group = _Group(name, parameters, self._compression is Compression.none, terms)
             self._groups.append(group)
             for parameter in parameters:
                 self._of[parameter], self._counts[parameter] = group, self.passes
@@ -167,7 +170,7 @@ class GradientReducer:
         if all(self._fits(group, parameter) for parameter in group.parameters):
             finish_dense: Callable[[], None] | None = self._begin_room(group, copied)
         else:
-            finish_dense = self._begin_dense(group.name, dense) if dense else None
+            finish_dense = self._begin_dense(group, dense) if dense else None
 
         def finish() -> None:
             for parameter, wait in waiting:
@@ -185,9 +188,7 @@ class GradientReducer:
         gradients: list[Any] = [parameter.grad for parameter in group.parameters]
         averages, count = self._op == ReduceOp.Average, self._process_set.size() or 1
         op = ReduceOp.Sum if averages else self._op  # it is divided on the way back
-        handle: Handle = allreduce_async_(
-            room.flat, None, group.name, op, 1 / self._predivide, process_set=self._process_set
-        )
+        handle = self._send(group, [room.flat], op, postscale=1.0)
 
         def finish() -> None:
             synchronize(handle)
@@ -201,12 +202,11 @@ class GradientReducer:
 
         return finish
 
-    def _begin_dense(self, name: str, parameters: Sequence[Tensor]) -> Callable[[], None]:
+    def _begin_dense(self, group: _Group, parameters: Sequence[Tensor]) -> Callable[[], None]:
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         small = [self._compression.compress(gradient) for gradient in gradients]
         sent = [tensor for tensor, _ in small]
-        pre, post = 1 / self._predivide, self._predivide
-        handle: Handle = grouped_allreduce_async_(sent, None, name, self._op, pre, post, self._process_set)
+        handle = self._send(group, sent, self._op, postscale=self._predivide)
 
         def finish() -> None:
             for gradient, whole, (_, ctx) in zip(gradients, synchronize(handle), small, strict=True):
@@ -215,6 +215,12 @@ class GradientReducer:
                     gradient.copy_(whole)
 
         return finish
+
+    def _send(self, group: _Group, sent: list[Tensor], op: ReduceOp, postscale: float) -> Handle:
+        """Begin to reduce in place, if all ranks mean the same by it."""
+        terms = f"op={self._op.name}\nbackward_passes_per_step={self.passes}{group.terms}"
+        request = allreduce_request(sent, group.name, op, 1 / self._predivide, postscale, self._process_set, terms)
+        return begin(request, sent, self._process_set, list, targets=sent)
 
     def _clear(self) -> None:
         for group in self._groups:

@@ -12,7 +12,6 @@ from torch import Tensor
 from fullframe.horovod.compression import Compression, Compressor
 from fullframe.horovod.gradients import Allreduce, Reducescatter, with_gradient
 from fullframe.horovod.handles import Handle, begin, complete, first, synchronize
-from fullframe.horovod.movements import allgather_async
 from fullframe.horovod.process_sets import ProcessSet, global_process_set
 from fullframe.horovod.request import ReduceOp, Request
 from fullframe.horovod.requests_of import allreduce_request, reduction, request_of
@@ -148,8 +147,13 @@ def sparse_allreduce_async(
     if op not in (ReduceOp.Sum, ReduceOp.Average):
         raise NotImplementedError(f"a sparse allreduce can be Sum or Average, not {ReduceOp(op).name}")
     entries = tensor.coalesce() if tensor.is_sparse else tensor.to_sparse()
-    indices = allgather_async(entries.indices().t().contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(entries.values(), f"{name}.values", process_set)
+
+    def gathered(what: str, part: Tensor) -> Handle:
+        request = request_of("allgather", [part], f"{name}.{what}", terms=f"op={ReduceOp(op).name}")
+        return begin(request, [part], process_set, first)
+
+    indices = gathered("indices", entries.indices().t().contiguous())
+    values = gathered("values", entries.values())
 
     def result() -> Tensor:
         all_values, all_indices = synchronize(values), synchronize(indices)

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from fullframe.ranks.agreement import first_difference
+
 
 class ReduceOp(IntEnum):
     """How values of several ranks become one; the numbers are Horovod's."""
@@ -20,7 +22,8 @@ class ReduceOp(IntEnum):
 class Request:
     """One collective, of one tensor or of a group that is done together.
 
-    `name` is "" where the user gave none. `splits`: rows for each rank, of an alltoall.
+    `name` is "" where the user gave none. `splits`: rows for each rank, of an alltoall. `terms`: what else the ranks
+    must have in common, in words, one a line.
     """
 
     kind: str
@@ -33,12 +36,18 @@ class Request:
     postscale: float = 1.0
     root: int = -1
     splits: tuple[int, ...] = ()
+    terms: str = ""
 
 
 def mismatch(requests: Sequence[Request], joined: bool) -> str | None:
     """Why these requests of the ranks for the same collective cannot be met, or None. `joined`: some rank has none."""
     first = requests[0]
     kind, label = first.kind, first.name or "without a name"
+    terms = [request.terms.splitlines() for request in requests]
+    if any(one != terms[0] for one in terms):
+        expected, _, found = first_difference(terms)
+        text = f"one rank has {expected}, another rank has {found}"
+        return f"{kind} '{label}' does not mean the same on all ranks: {text}; all ranks must ask for the same"
     for what, value in _COMPARED:
         different = next((r for r in requests if value(r) != value(first)), None)
         if different is not None:

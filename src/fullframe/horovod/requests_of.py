@@ -42,17 +42,18 @@ def allreduce_request(
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
+    terms: str = "",
 ) -> Request:
     """A request for an allreduce; that of one tensor like another is the very same object, which is found faster."""
     key: tuple[object, ...] | None = None
     if len(tensors) == 1 and type(tensors[0]) is Tensor:
         t = tensors[0]
-        key = name, op, prescale, postscale, t.shape, t.dtype, t.device, t.layout, process_set.size()
+        key = name, op, prescale, postscale, t.shape, t.dtype, t.device, t.layout, process_set.size(), terms
         found = _known.get(key)
         if found is not None:
             return found
     factors = {"prescale": float(prescale), "postscale": float(postscale)}
-    request = request_of("allreduce", tensors, name, op=op, **factors)
+    request = request_of("allreduce", tensors, name, op=op, terms=terms, **factors)
     check_allreduce(tensors, op, process_set)
     if key is not None:
         if len(_known) >= _KEPT:
