@@ -211,3 +211,38 @@ def test_eight_bit_state_that_is_sharded(tmp_path):
     eight_bit_state(tmp_path / "alone", 2, False)
     for _, _, spread in rank_group(2).run(eight_bit_state, tmp_path / "alone", 0, True):
         assert (spread - eight_bit_state(tmp_path / "alone", 0, False)[2]).abs().max() <= 0.01 * spread.abs().max()
+
+
+class Remembering(Network):
+    """Keeps what it has seen where no checkpoint looks: an attribute, and a buffer that is not stored."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+        self.register_buffer("last", torch.zeros((), dtype=torch.float64), persistent=False)
+
+    def forward(self, x):
+        self.seen += 1
+        self.note = float(self.seen)
+        with torch.no_grad():
+            self.last += 1.0
+        return super().forward(x)
+
+
+def seen_when_resumed(folder):
+    made = []
+
+    def remembering():
+        made.append(Remembering())
+        return made[-1]
+
+    ff.fit(recipe(model=remembering), ff.Strategy(width=3), folder, steps=2, checkpoint_every=2)
+    made.clear()
+    ff.fit(recipe(model=remembering), ff.Strategy(width=3), folder, steps=3, resume=True, on_record=lambda record: None)
+    return [(model.seen, float(model.last)) for model in made]
+
+
+def test_a_resumed_run_of_many_ranks_has_seen_its_own_steps_alone(tmp_path):
+    """Before they go on, more than two ranks take a step that comes to nothing."""
+    for found in rank_group(3).run(seen_when_resumed, tmp_path):
+        assert max(found) == (1, 1.0)

@@ -277,6 +277,20 @@ def test_constants_of_no_named_dtype_follow_into_double_precision(tmp_path: Path
     assert torch.get_default_dtype() is torch.float32
 
 
+def test_images_as_a_sensor_counts_them(tmp_path: Path) -> None:
+    """Of uint16 torch reads no pickle."""
+    code = """
+class Counted(Frames):
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        return sample | {"image": (sample["image"].abs() * 1000).to(torch.uint16)}
+Frames = Counted
+"""
+    path = written(tmp_path, RIGHT, code)
+    path.write_text(path.read_text().replace('batch["image"])', 'batch["image"].to(torch.get_default_dtype()))'))
+    assert verified(path).exact
+
+
 def test_data_are_read_as_in_training(tmp_path: Path) -> None:
     """Torch puts no double into floats through a mask, nor the other way round."""
     drawn = """

@@ -134,6 +134,7 @@ class ParallelModel(nn.Module):
         self._spatial, self._said_whole = spatial, False
         self._syncing = True  # outside no_sync()
         self._queued = False  # a check at the end of the backward pass that is running
+        self._has_trained = False  # since buffers were shared
         self._thread = get_ident()  # the user's
         self.find_unused_parameters = find_unused_parameters
         self.average_gradients = average_gradients
@@ -219,10 +220,13 @@ class ParallelModel(nn.Module):
         if self._averaging is not None:
             require_no_ddp_around(self)
         run = self._as_called
-        if self._replicas > 1 and self.training:
+        if self._replicas > 1 and (self.training or self._has_trained):
             require_whole_buffers(self.module)
             if not isinstance(run, DistributedDataParallel):
                 share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
+            self._has_trained = (
+                self.training and self._sharded is not None
+            )  # of which all ranks call an evaluation, too
         if self._sharded is not None:
             self._settle()
             self._sharded.begin()

@@ -40,7 +40,7 @@ from fullframe.techniques.separable import require_separable
 from fullframe.techniques.stages.models import staged
 from fullframe.techniques.unrolling.models import keep_states
 from fullframe.techniques.update_in_backward import UpdateInBackward
-from fullframe.training.changes import Changes
+from fullframe.training.changes import Changes, attributes_kept
 from fullframe.training.host import RealHost, StepHost
 from fullframe.training.microbatches import Cut, fresh, microbatches
 from fullframe.training.phases import Phases
@@ -253,10 +253,11 @@ class TrainStep:
             )
 
     def rehearse(self, batch: Any) -> None:
-        """Forward and backward as in a step, without an update; the gradients are thrown away."""
-        with fp32_math(Fp32Math.of(self._strategy.precision)):
+        """Forward and backward as in a step, without an update; gradients, buffers, plain attributes are as before."""
+        self._buffers.keep()
+        with attributes_kept(self._plain), fp32_math(Fp32Math.of(self._strategy.precision)):
             self._accumulate(batch)
-        self._model.zero_grad(set_to_none=True)
+        self.abandon()
 
     def forward(self, batch: Any) -> None:
         """The forward passes of a step alone; buffers are as before."""

@@ -6,6 +6,7 @@ goes through replica by replica, each from the same initial buffers, and the gra
 replica's samples at a time, as it does in data-parallel training.
 """
 
+import io
 import math
 import os
 import re
@@ -311,6 +312,18 @@ def _restore(model: nn.Module, initial: Mapping[str, Tensor]) -> None:
         )
     for name, tensor in state.items():
         tensor.copy_(initial[name])
+
+
+def packed(value: Any) -> bytes:
+    """For other ranks, with tensors of any dtype: of some, as uint16, torch reads no pickle."""
+    into = io.BytesIO()
+    torch.save(value, into)
+    return into.getvalue()
+
+
+def unpacked(raw: bytes) -> Any:
+    """What was `packed`."""
+    return torch.load(io.BytesIO(raw), weights_only=False)
 
 
 def _write(tensor: Tensor, path: Path) -> None:

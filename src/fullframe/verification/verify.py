@@ -151,9 +151,9 @@ def _run_reference(
     first_ranks = mesh.mesh.flatten(1)[:, 0].tolist()
     parts = []
     for rank in first_ranks:
-        carried = [mine if rank == dist.get_rank() else None]
+        carried = [reference.packed(mine) if rank == dist.get_rank() else b""]
         dist.broadcast_object_list(carried, src=rank)
-        parts.append(carried[0])
+        parts.append(reference.unpacked(carried[0]))
     seeds = [_seed(recipe, replica) for replica in range(len(parts))]
 
     def compute() -> None:

@@ -270,6 +270,26 @@ def test_no_stale_parameters_after_a_forward_pass_without_backward() -> None:
     assert max(rank_group(2).run(_after_evaluation)) < 1e-12
 
 
+def _evaluated_by_replicas() -> tuple[float, list[float]]:
+    """Replicas that trained on samples of their own: what each gives for the same images, and its statistics."""
+    on = mesh(1, 1)
+    norm = nn.BatchNorm2d(4).double()
+    model = ff.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3).double(), norm), on, shard_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(_images().chunk(on.size(0))[on.get_local_rank("data")]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        return float(model(_images()).sum()), norm.running_mean.tolist()
+
+
+def test_replicas_evaluate_with_the_same_running_statistics() -> None:
+    first, second = rank_group(2).run(_evaluated_by_replicas)
+    assert first == second
+
+
 def _inference(first: bool) -> float:
     on = mesh(1, 2)
     model = ff.parallelize(_built(Net), on, shard_parameters=True)
