@@ -52,6 +52,23 @@ def test_the_cuts_are_those_of_what_is_written() -> None:
     assert rank_group(4).run(_cuts) == [[taller, (1, 2, 3, 1), flat] for taller, flat in parts]
 
 
+def _voxels(images: int) -> tuple[int, ...]:
+    """Points of cameras are put into cells seen from above, as lift-splat does it."""
+    points = torch.arange(images * 10.0).view(-1, 2)
+    places = torch.arange(len(points))
+    cells = torch.zeros(images, 2, 6, 9)
+    cells[places % images, :, places % 5, places % 9] = ff.shard(points[None, None], mesh(2, 1))[0, 0]
+    expected = torch.zeros(images, 2, 6, 9)
+    expected[places % images, :, places % 5, places % 9] = points
+    assert torch.equal(cells.full(), expected)  # type: ignore[attr-defined]
+    return tuple(cells.local.shape)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("images", [1, 2, 3])
+def test_what_positions_pick_together_lies_along_the_longest_of_their_dims(images: int) -> None:
+    assert rank_group(2).run(_voxels, images) == [(images, 2, 6, 5), (images, 2, 6, 4)]
+
+
 def _window(image: Tensor) -> Tensor:
     summed = torch.zeros(1, 4, 11, 13)
     for top in (0, 2, 5):

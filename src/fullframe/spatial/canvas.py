@@ -188,7 +188,8 @@ def _lies_along(shell: SpatialTensor, canvas: Tensor, func: Any, args: tuple[Any
     """The dim of the canvas that each dim of an operand lies along; None where it lies along none.
 
     What is written ends where the canvas ends, or what an index picks of it. A mask in the index lies along the dims
-    that it covers, what it picks along the longest of them; positions lie along the dim that they index.
+    that it covers, what it picks along the longest of them; positions lie along the dim that they index, what they pick
+    together along the longest of these.
     """
     index: Any = args[1] if getattr(func, "__name__", "") in ("__setitem__", "index_put_") else ()
     items = list(index) if isinstance(index, tuple) or func is Tensor.index_put_ else [index]
@@ -198,6 +199,7 @@ def _lies_along(shell: SpatialTensor, canvas: Tensor, func: Any, args: tuple[Any
     at = next((n for n, item in enumerate(items) if item is Ellipsis), len(items))
     items[at : at + 1] = [slice(None)] * rest
     picked: list[int | None] = []
+    indexed = _indexed(items)
     dim, in_tensors = 0, False
     for item in items:
         if item is shell:
@@ -206,9 +208,19 @@ def _lies_along(shell: SpatialTensor, canvas: Tensor, func: Any, args: tuple[Any
             picked.append(dim if isinstance(item, slice) else None)
         elif not in_tensors:
             dims = 1 if is_mask(item) else (item if isinstance(item, Tensor) else torch.as_tensor(item)).dim()
-            covered = range(dim, dim + dims_used(item))
+            covered = range(dim, dim + dims_used(item)) if is_mask(item) else indexed or [dim]
             picked += [max(covered, key=lambda d: (canvas.shape[d], d))] * dims
             in_tensors = dims > 0
         dim += dims_used(item)
     outside = shell.dim() - len(picked)
     return [*[None] * outside, *picked[max(0, -outside) :]]
+
+
+def _indexed(items: Sequence[Any]) -> list[int]:
+    """The dims for which there is a tensor of positions."""
+    found, dim = [], 0
+    for item in items:
+        if isinstance(item, Tensor) and item.dim() and not is_mask(item):
+            found.append(dim)
+        dim += dims_used(item)
+    return found
