@@ -182,6 +182,8 @@ class Steps:
             return {}
         except Exception as error:
             if not is_out_of_memory(error):
+                if self._kept(number):
+                    self._run.say(f"the evaluation after step {number} failed; the state is kept, for --resume")
                 raise
             self._looking.evaluation_out_of_memory(number, error)
             problem = first_line(error)
@@ -289,17 +291,21 @@ class Steps:
         raise StartAgain(text, remedy=f"--resume --microbatches {count}")
 
     def _end_with_evaluation(self, number: int, problem: str) -> NoReturn:
-        """Keep the state after the step, where this rank has all of it, and end: to try again would not help."""
-        state, saved = self._session.state, ""
-        if not (self._strategy.shard_parameters or self._strategy.shard_optimizer):
-
-            def save() -> None:
-                free_memory()
-                self._run.checkpoints.save_alone(state)
-
-            by_one_that_is_through("state before the evaluation", save)
-            saved = f"; the state after step {number} is kept, for --resume"
+        """Keep the state after the step and end: to try again would not help."""
+        saved = f"; the state after step {number} is kept, for --resume" if self._kept(number) else ""
         raise RunError(f"out of memory in the evaluation after step {number} ({problem}){saved}. {NEEDS_LESS}")
+
+    def _kept(self, number: int) -> bool:
+        """Write the state before the evaluation that failed, if a rank has all of it; whether one has."""
+        if self._strategy.shard_parameters or self._strategy.shard_optimizer:
+            return False
+
+        def save() -> None:
+            free_memory()
+            self._run.checkpoints.save_alone(self._session.state)
+
+        by_one_that_is_through(f"state of {self._run.directory.path} before its evaluation after step {number}", save)
+        return True
 
     def _count(self, number: int, record: StepRecord, batch: Any) -> None:
         """Be stuck when nothing but skipped steps is left; an fp16 scale that is still falling is not that."""

@@ -16,7 +16,7 @@ from fullframe.processes.launch import launch
 from fullframe.ranks import channel, device
 from fullframe.recipe import load_recipe
 from fullframe.training.faults.out_of_memory import by_one_that_is_through, cut_finer
-from tests.rank_group import rank_group
+from tests.rank_group import RankFailure, rank_group
 from tests.training import tiny
 from tests.training.tiny import Plain, loss, recipe
 
@@ -258,6 +258,24 @@ def test_an_evaluation_of_a_process_alone_that_does_not_fit(tmp_path):
     ff.fit(recipe(**measured), ff.Strategy(), tmp_path / "calm", steps=4)
     kept, calm = numbers(tmp_path / "run"), numbers(tmp_path / "calm")
     assert [line["loss"] for line in kept] == [line["loss"] for line in calm] and kept[3] == calm[3]
+
+
+def evaluated_wrongly(folder, wrong_rank):
+    def evaluate(model, batch):
+        if wrong_rank in (None, dist.get_rank()):
+            raise KeyError("no such score")
+        return tiny.evaluate(model, batch)
+
+    measured = {"evaluation_data": lambda: tiny.Frames(augment=False), "evaluate": evaluate, "evaluate_every": 2}
+    ff.fit(recipe(**measured), ff.Strategy(width=dist.get_world_size()), folder, steps=4)
+
+
+@pytest.mark.parametrize(("ranks", "wrong_rank"), [(1, None), (2, None), (2, 1)])
+def test_a_wrong_evaluation_costs_no_steps(tmp_path, ranks, wrong_rank):
+    with pytest.raises(RankFailure, match="KeyError: 'no such score'"):
+        rank_group(ranks).run(evaluated_wrongly, tmp_path, wrong_rank)
+    assert "the evaluation after step 2 failed; the state is kept, for --resume" in (tmp_path / "log.txt").read_text()
+    assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").exists()
 
 
 def test_recomputed_blocks_go_on_as_well(tmp_path):
