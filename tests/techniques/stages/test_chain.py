@@ -9,7 +9,7 @@ from torch import nn
 import fullframe as ff
 from fullframe.errors import GradientError, MeshError
 from fullframe.techniques.stages.chain import Stages, require_known
-from tests.rank_group import rank_group
+from tests.rank_group import RankFailure, rank_group
 
 
 def shares(parts: int) -> list[range]:
@@ -77,3 +77,37 @@ def energy(split: bool) -> float:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_the_gradient_of_an_energy_in_a_block(split: bool) -> None:
     assert max(rank_group(2 + 2 * split).run(energy, split)) < 1e-10
+
+
+class Regular(nn.Module):
+    """Leaves a loss of its own in an attribute, as of what came in, what went out, or its weights."""
+
+    def __init__(self, of: str):
+        super().__init__()
+        self.conv, self.of = nn.Conv2d(2, 2, 3, padding=1), of
+        self.aux = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.conv(x).relu()
+        self.aux = {"input": x, "output": y, "weight": self.conv.weight}[self.of].mean()
+        return y
+
+
+def left_in_an_attribute(of: str, where: int, ranks: int) -> None:
+    parts = nn.Sequential(*(Regular(of) for _ in range(4)))
+    model = ff.parallelize(parts, ff.init_mesh(stages=ranks))
+    strategy = ff.Strategy(stages=ranks)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        y = model(batch).square().mean()
+        return y + parts[where].aux  # type: ignore[operator]
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ff.TrainStep(model, loss, optimizer, strategy)(torch.ones(2, 2, 5, 6))
+
+
+@pytest.mark.parametrize("of", ["input", "output", "weight"])
+def test_a_loss_that_a_part_leaves_in_an_attribute_is_refused(of: str) -> None:
+    left_in_an_attribute(of, 3, 1)
+    with pytest.raises(RankFailure, match="GradientError: the loss takes more from a part on stage"):
+        rank_group(2).run(left_in_an_attribute, of, 3, 2)

@@ -1,8 +1,8 @@
 """A chain of parts that can be cut into stages, and this rank's share of it."""
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import GradientError, RecipeError, StrategyError, require_count
 from fullframe.ranks.mesh import Axis, spatial_of, stage_axis
+from fullframe.ranks.stage_messages import telling_others
 from fullframe.spatial.gradients import graph_behind, manage
 
 
@@ -112,6 +113,41 @@ def require_known(states: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor],
                 f"a part on stage {stage} uses a tensor of shape {tuple(node.variable.shape)} that wants a gradient "
                 "and is neither a parameter of its block nor an argument of the call; give it to the call as one of "
                 "the inputs, and a criterion that has parameters as a module"
+            )
+
+
+class OwnGraph:
+    """The graph of a call's parts on this stage, into which gradients come by the states that are handed on alone."""
+
+    def __init__(self, stage: int):
+        self._stage = stage
+        self._around: int | None = (
+            None  # the backward pass in which this stage goes back, -1 for none; None: it does not
+        )
+
+    def watch(self, leaves: Iterable[Tensor]) -> None:
+        """GradientError, told to the others, where these get a gradient by another way, which would be lost."""
+        for leaf in leaves:
+            if leaf.requires_grad:
+                leaf.register_hook(self._require_own)
+
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        """Around this stage's own backward passes."""
+        self._around = torch._C._current_graph_task_id()
+        try:
+            yield
+        finally:
+            self._around = None
+
+    def _require_own(self, gradient: Tensor) -> None:
+        if self._around is not None and self._around != torch._C._current_graph_task_id():
+            return
+        with telling_others():
+            raise GradientError(
+                f"the loss takes more from a part on stage {self._stage} than the state that it hands on, as a tensor "
+                "that forward leaves in an attribute or a hook hands out; other stages do not have it, and its "
+                "gradient would be lost: make it a part of the state, detach it, or leave out stages"
             )
 
 

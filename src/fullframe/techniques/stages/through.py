@@ -38,7 +38,7 @@ from fullframe.spatial.operands import has_gradients
 from fullframe.spatial.tensor import local_or_whole
 from fullframe.techniques.stages.arguments import Arguments, Begun, Kept, StageSaid, State, or_zeros
 from fullframe.techniques.stages.buffers import StageBuffers
-from fullframe.techniques.stages.chain import Chain, Criterion, Segment, Stages, require_known
+from fullframe.techniques.stages.chain import Chain, Criterion, OwnGraph, Segment, Stages, require_known
 from fullframe.techniques.stages.pipelines import one_forward_one_backward
 
 
@@ -93,6 +93,8 @@ class _Call:
             modules[-1].append(criterion.loss)
         self._parameters = [parameter for parameter in whole.parameters() if parameter.requires_grad]
         self._aliases = self._segment.lent() if self._keeps else {}
+        self._graph = OwnGraph(axis.coordinate)
+        self._graph.watch(self._aliases.values())
         modules = modules if are_real(axis) else [[] for _ in modules]  # in a simulation there are no numbers
         self._buffers = StageBuffers(whole, modules, axis.coordinate, self._given.microbatches)
         self._owners = [axis.size - 1]  # of the states that are returned
@@ -188,6 +190,7 @@ class _Call:
 
         with self._buffers.around(), torch.set_grad_enabled(self._keeps):
             begun = Begun(own, inputs, self._keeps, came=not self._is_first)
+            self._graph.watch(begun.leaves if self._keeps else ())
             args = form.dressed(begun.state, self._given.spatial), *self._given.inputs(parts, begun.inputs), before
             states = functional_call(self._segment, self._aliases, args) if self._aliases else self._segment(*args)
         begun.require_as_given(self._axis.coordinate, self._returns_all)
@@ -310,7 +313,8 @@ class _Call:
         wanted = [tensor for tensor in (*given, *aliases) if tensor.requires_grad]
         flowed: Sequence[Tensor | None] = [None] * len(wanted)
         if outs and wanted:
-            flowed = torch.autograd.grad(outs, wanted, seeds, allow_unused=True)
+            with self._graph.going_back():
+                flowed = torch.autograd.grad(outs, wanted, seeds, allow_unused=True)
         by_tensor = {id(tensor): gradient for tensor, gradient in zip(wanted, flowed, strict=True)}
         for alias in aliases:
             part, before = by_tensor[id(alias)], totals.get(id(alias))
