@@ -1,8 +1,5 @@
 """What a forward pass with its loss may change beside buffers, and what must not change where it is run once more."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from numbers import Number
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -32,23 +29,6 @@ class Changes:
     def of_parameters(self) -> bool:
         """Whether parameters are others."""
         return _sums(self._model, self._of) != self._sums
-
-
-@contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards what modules hold as plain attributes is as before: numbers, words, tensors (not what is in these)."""
-    before = [(module, _plain(module)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, plain in before:
-            for name in _plain(module).keys() - plain.keys():
-                delattr(module, name)
-            vars(module).update(plain)
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {n: value for n, value in vars(module).items() if isinstance(value, (Tensor, Number, str, type(None)))}
 
 
 def _sums(model: nn.Module, of: str) -> list[int]:

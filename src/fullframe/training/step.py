@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fullframe.arguments import checked
 from fullframe.errors import DivergenceError, GradientError, RecipeError, StrategyError
+from fullframe.model.attributes import kept_attributes
 from fullframe.model.buffers import KeptBuffers
 from fullframe.model.compiled.blocks import compiled_blocks
 from fullframe.model.forward_patch import restore
@@ -40,7 +41,7 @@ from fullframe.techniques.separable import require_separable
 from fullframe.techniques.stages.models import staged
 from fullframe.techniques.unrolling.models import keep_states
 from fullframe.techniques.update_in_backward import UpdateInBackward
-from fullframe.training.changes import Changes, attributes_kept
+from fullframe.training.changes import Changes
 from fullframe.training.host import RealHost, StepHost
 from fullframe.training.microbatches import Cut, fresh, microbatches
 from fullframe.training.phases import Phases
@@ -253,9 +254,9 @@ class TrainStep:
             )
 
     def rehearse(self, batch: Any) -> None:
-        """Forward and backward as in a step, without an update; gradients, buffers, plain attributes are as before."""
+        """Forward and backward as in a step, without an update; gradients, buffers and attributes are as before."""
         self._buffers.keep()
-        with attributes_kept(self._plain), fp32_math(Fp32Math.of(self._strategy.precision)):
+        with kept_attributes(self._plain), fp32_math(Fp32Math.of(self._strategy.precision)):
             self._accumulate(batch)
         self.abandon()
 
