@@ -121,6 +121,7 @@ def test_waiting_for_data_and_slower_steps_are_told(tmp_path: Path) -> None:
         "rank 0 waits for data 33% of a step",
         "steps became slower: 0.2 s after 0.1 s",
     ]
+    assert summarize(run).ranks[0].without_core_seconds is None, "it was not measured"
 
 
 def test_a_rank_that_has_no_core_is_told_and_the_prediction_is_held_against_the_rest(tmp_path: Path) -> None:

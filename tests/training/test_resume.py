@@ -238,7 +238,7 @@ def seen_when_resumed(folder):
 
     ff.fit(recipe(model=remembering), ff.Strategy(width=3), folder, steps=2, checkpoint_every=2)
     made.clear()
-    ff.fit(recipe(model=remembering), ff.Strategy(width=3), folder, steps=3, resume=True, on_record=lambda record: None)
+    ff.fit(recipe(model=remembering), ff.Strategy(width=3), folder, steps=3, resume=True)
     return [(model.seen, float(model.last)) for model in made]
 
 

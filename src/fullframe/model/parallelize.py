@@ -224,9 +224,8 @@ class ParallelModel(nn.Module):
             require_whole_buffers(self.module)
             if not isinstance(run, DistributedDataParallel):
                 share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
-            self._has_trained = (
-                self.training and self._sharded is not None
-            )  # of which all ranks call an evaluation, too
+            # Without sharded parameters a replica may evaluate alone.
+            self._has_trained = self.training and self._sharded is not None
         if self._sharded is not None:
             self._settle()
             self._sharded.begin()

@@ -3,7 +3,7 @@
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -138,11 +138,10 @@ def smoothed(values: Sequence[float]) -> list[float]:
 def _rank_now(rank: int, rows: Sequence[ObservedStep]) -> RankNow:
     recent = rows[-_RECENT:]
     kinds = dict.fromkeys(kind for row in recent for kind in row.seconds)
-    seconds = {}
-    for kind in kinds:
-        known = [row.seconds[kind] for row in recent if kind in row.seconds]
-        if known:
-            seconds[kind] = statistics.median(known)
+
+    def usual(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if known else None
 
     def newest(name: str) -> Any:
         return next((found for row in reversed(rows) if (found := getattr(row, name))), None)
@@ -154,7 +153,7 @@ def _rank_now(rank: int, rows: Sequence[ObservedStep]) -> RankNow:
         rank=rank,
         step=rows[-1].step,
         time=rows[-1].time,
-        seconds=seconds,
+        seconds={kind: usual(row.seconds.get(kind) for row in recent) or 0.0 for kind in kinds},
         peak_bytes=newest("peak_bytes"),
         bytes=newest("bytes") or {},
         modules=newest("modules") or {},
@@ -163,7 +162,7 @@ def _rank_now(rank: int, rows: Sequence[ObservedStep]) -> RankNow:
         host_bytes=newest("host_bytes"),
         gpu_percent=latest("gpu_percent"),
         others_bytes=latest("others_bytes"),
-        without_core_seconds=statistics.median([row.without_core_seconds or 0.0 for row in recent]),
+        without_core_seconds=usual(row.without_core_seconds for row in recent),
     )
 
 
@@ -298,20 +297,21 @@ def _of_others(summary: Summary) -> Iterator[Finding]:
 
 def _of_time(run: RunFiles, summary: Summary) -> Iterator[Finding]:
     whole = {rank.rank: sum(rank.seconds.values()) for rank in summary.ranks}
-    waits = {r.rank: r.seconds.get("data", 0.0) / whole[r.rank] for r in summary.ranks if whole[r.rank]}
-    if waits and max(waits.values()) > _DATA_SHARE:
-        rank = max(waits, key=lambda number: waits[number])
-        text = f"rank {rank} waits for data {waits[rank]:.0%} of a step"
+
+    def longest(wait: Callable[[RankNow], float]) -> tuple[float, int]:
+        """The largest share of a step that a rank waits in this way, and the rank."""
+        shares = [(wait(rank) / whole[rank.rank], rank.rank) for rank in summary.ranks if whole[rank.rank]]
+        return max(shares, key=lambda each: each[0], default=(0.0, 0))
+
+    share, number = longest(lambda rank: rank.seconds.get("data", 0.0))
+    if share > _DATA_SHARE:
+        text = f"rank {number} waits for data {share:.0%} of a step"
         yield Finding("warn", text, "more workers in the recipe, or a reader that decodes only its slice")
-    stood = {r.rank: (r.without_core_seconds or 0.0) / whole[r.rank] for r in summary.ranks if whole[r.rank]}
-    if stood and max(stood.values()) > _CORE_SHARE:
-        rank = max(stood, key=lambda number: stood[number])
-        text = f"rank {rank} waits for a core {stood[rank]:.0%} of a step: others have them"
-        yield Finding(
-            "warn",
-            text,
-            "fewer workers in the recipe, less beside the run, or more cores a rank (Slurm: --cpus-per-task)",
-        )
+    share, number = longest(lambda rank: rank.without_core_seconds or 0.0)
+    if share > _CORE_SHARE:
+        text = f"rank {number} waits for a core {share:.0%} of a step: others have them"
+        remedy = "fewer workers in the recipe, less beside the run, or more cores a rank (Slurm: --cpus-per-task)"
+        yield Finding("warn", text, remedy)
     if summary.slowest is not None:
         rank, share = summary.slowest
         yield Finding("warn", f"rank {rank} works {share:.0%} longer on a step than the others, who wait for it")

@@ -121,9 +121,7 @@ class OwnGraph:
 
     def __init__(self, stage: int):
         self._stage = stage
-        self._around: int | None = (
-            None  # the backward pass in which this stage goes back, -1 for none; None: it does not
-        )
+        self._around: int | None = None  # while this stage goes back: the backward pass around its own, -1 for none
 
     def watch(self, leaves: Iterable[Tensor]) -> None:
         """GradientError, told to the others, where these get a gradient by another way, which would be lost."""
