@@ -1,23 +1,24 @@
 """`python -m benchmarks.published [--json]`: what was published, and what a simulation says of the same set-up."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks import machine, show
-from benchmarks.published.figures import DURATIONS, FIGURES, GIB, Duration, Figure
+from benchmarks.published.figures import FIGURES, GIB, Figure
 from benchmarks.published.models import inputs_of_softmax_kept
+from benchmarks.published.times import DURATIONS, Duration
 from fullframe.recipe import Recipe
 from fullframe.simulation.simulate import simulate
-
-TARGET = 0.05
 
 
 def predicted(figure: Figure, make: Callable[[], Recipe]) -> int:
@@ -34,7 +35,7 @@ def predicted(figure: Figure, make: Callable[[], Recipe]) -> int:
 
 
 def compared(figure: Figure) -> dict[str, Any]:
-    """One row."""
+    """One row of memory."""
     bytes = predicted(figure, figure.make)
     others = {assumed: predicted(figure, make) for assumed, make in figure.others.items()}
     return {
@@ -50,59 +51,73 @@ def compared(figure: Figure) -> dict[str, Any]:
 
 
 def timed(duration: Duration) -> dict[str, Any]:
-    """Seconds of a step for each set-up that the source leaves open."""
-    told = {
-        name: simulate(duration.make(), strategy, duration.device) for name, strategy in duration.strategies.items()
-    }
+    """One row of time."""
+    seconds = simulate(duration.make(), duration.strategy, duration.device).step_seconds
     return {
         "name": duration.name,
-        "published_seconds": duration.published_seconds,
-        "predicted_seconds": {name: prediction.step_seconds for name, prediction in told.items()},
+        "device": duration.device,
+        "precision": duration.strategy.precision,
+        "channels_last": duration.channels_last,
+        "published_seconds": duration.seconds,
+        "predicted_seconds": seconds,
+        "error": seconds / duration.seconds - 1,
+        "use": duration.use,
         "source": duration.source,
-        "assumed": duration.assumed,
     }
+
+
+def median_errors(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The median of the errors without their signs, by what the rows were used for."""
+    errors: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        errors[row.get("use", "held against")].append(abs(row["error"]))
+    return {use: median(found) for use, found in errors.items()}
 
 
 def print_table(found: dict[str, Any], console: Console) -> None:
     """The findings for a reader."""
     console.print(found["machine"], highlight=False)
-    table = Table(title="Peak memory, GiB", box=SIMPLE)
-    for heading in ("set-up", "measure", "published", "predicted", "error", "left open"):
-        table.add_column(heading)
-    for row in found["rows"]:
-        table.add_row(
-            row["name"],
-            row["measure"],
-            f"{row['published_bytes'] / GIB:.2f}",
-            f"{row['predicted_bytes'] / GIB:.2f}",
-            f"{row['error']:+.1%}",
-            ", ".join(f"{assumed}: {bytes / GIB:.2f}" for assumed, bytes in row["others"].items()),
-        )
-    console.print(table)
-    for row in found["durations"]:
-        said = ", ".join(f"{precision}: {seconds:.3f}" for precision, seconds in row["predicted_seconds"].items())
-        console.print(
-            f"{row['name']}: {row['published_seconds']} s a step published; predicted {said}", highlight=False
-        )
-    console.print(f"median error {found['median_error']:.1%} (target {TARGET:.0%})", highlight=False)
+    if found["rows"]:
+        table = Table("set-up", "measure", "published", "predicted", "error", "left open", box=SIMPLE)
+        table.title = "Peak memory, GiB"
+        for row in found["rows"]:
+            others = (f"{assumed}: {bytes / GIB:.2f}" for assumed, bytes in row["others"].items())
+            numbers = (f"{row[f'{of}_bytes'] / GIB:.2f}" for of in ("published", "predicted"))
+            table.add_row(row["name"], row["measure"], *numbers, f"{row['error']:+.1%}", ", ".join(others))
+        console.print(table)
+    if found["durations"]:
+        table = Table("set-up", "device", "precision", "layout", "published", "predicted", "error", "", box=SIMPLE)
+        table.title = "Step, ms"
+        for row in found["durations"]:
+            layout = "channels last" if row["channels_last"] else ""
+            numbers = (f"{row[f'{of}_seconds'] * 1e3:.1f}" for of in ("published", "predicted"))
+            use = "" if row["use"] == "held against" else row["use"]
+            table.add_row(row["name"], row["device"], row["precision"], layout, *numbers, f"{row['error']:+.1%}", use)
+        console.print(table)
+    for what, errors in found["median_errors"].items():
+        said = ", ".join(f"{use} {error:.1%}" for use, error in errors.items())
+        console.print(f"median error of {what}: {said}", highlight=False)
 
 
-def main(json: bool = False, only: tuple[int, ...] = ()) -> None:
-    """Predicted against published peak memory.
+def main(json: bool = False, what: Literal["all", "memory", "time"] = "all", only: tuple[int, ...] = ()) -> None:
+    """Predicted against published peak memory and step times.
 
     Args:
         json: Print one JSON object and nothing else.
+        what: Memory, time, or both.
         only: Numbers of the figures to take; all without.
     """
     warnings.filterwarnings("ignore")
-    rows = [compared(figure) for number, figure in enumerate(FIGURES) if not only or number in only]
-    durations = [timed(duration) for duration in DURATIONS] if not only else []
-    found = {
-        "machine": machine(),
-        "rows": rows,
-        "durations": durations,
-        "median_error": median(abs(row["error"]) for row in rows),
-    }
+    console = Console(stderr=True)
+
+    def chosen(figures: list[Any], wanted: str) -> list[Any]:
+        taken = [figure for number, figure in enumerate(figures) if not only or number in only]
+        return taken if what in ("all", wanted) else []
+
+    rows = [compared(figure) for figure in track(chosen(FIGURES, "memory"), "memory", console=console)]
+    durations = [timed(duration) for duration in track(chosen(DURATIONS, "time"), "time", console=console)]
+    errors = {"memory": median_errors(rows), "time": median_errors(durations)}
+    found = {"machine": machine(), "rows": rows, "durations": durations, "median_errors": errors}
     show(found, print_table, json)
 
 

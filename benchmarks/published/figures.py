@@ -37,19 +37,6 @@ class Figure:
     others: dict[str, Callable[[], Recipe]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Duration:
-    """One published time of a step, and the set-ups that its source leaves open."""
-
-    name: str
-    published_seconds: float
-    source: str
-    assumed: str
-    make: Callable[[], Recipe]
-    device: str
-    strategies: dict[str, Strategy]
-
-
 NIO = "NVIDIA and NIO on spatial parallel convolution, ConvNeXt-XL at (7, 3, 512, 2048), one GPU"
 TRAINER = "Hugging Face, 'Efficient Training on a Single GPU' (transformers docs, perf_train_gpu_one, 2022), one V100"
 GPIPE = "torchgpipe, benchmarks/unet-memory, torch 1.3, 32 images of 192x192, SGD"
@@ -62,7 +49,8 @@ _SOFTMAX = "softmax keeps its input for backward (torch before 1.11)"
 _BUCKETS = "DDP's buckets and the gradients beside them (its default), both kept between steps; AdamW or SGD one by one"
 
 
-def _xl(stochastic_depth: float) -> Recipe:
+def convnext_xl(stochastic_depth: float) -> Recipe:
+    """Seven frames of 512 x 2048."""
     sample = {"image": ((3, 512, 2048), _F), "target": ((), _I)}
     return models.recipe(
         partial(models.convnext_xl, stochastic_depth), sample, 7, torch.optim.AdamW, models.classification_loss
@@ -137,18 +125,6 @@ def _mmseg(
 _CHECKPOINTED = Strategy(microbatches=4, recompute="blocks", recompute_modules=("*.encoder.layer.*",))
 _convnext, _swin, _resnet = models.upernet_convnext, models.upernet_swin, models.upernet_resnet
 
-DURATIONS = [
-    Duration(
-        name="ConvNeXt-XL on 2 GPUs",
-        published_seconds=0.937,
-        source=NIO.replace("one GPU", "two GPUs"),
-        assumed="A100-80GB with NVLink, split on the width, AdamW, a classifier; the source states none of these",
-        make=partial(_xl, 0.0),
-        device="2xA100-80GB",
-        strategies={name: Strategy(width=2, precision=name) for name in ("bf16", "tf32", "fp32")},  # type: ignore[arg-type]
-    )
-]
-
 FIGURES = [
     Figure(
         name="ConvNeXt-XL",
@@ -156,10 +132,10 @@ FIGURES = [
         measure="allocated",
         source=NIO,
         assumed="bf16 autocast, AdamW, a classifier, no stochastic depth; the source states none of these",
-        make=partial(_xl, 0.0),
+        make=partial(convnext_xl, 0.0),
         strategy=Strategy(precision="bf16"),
         device="A100-80GB",
-        others={"stochastic depth 0.4": partial(_xl, 0.4)},
+        others={"stochastic depth 0.4": partial(convnext_xl, 0.4)},
     ),
     Figure(
         name="ConvNeXt-XL, recompute",
@@ -167,10 +143,10 @@ FIGURES = [
         measure="allocated",
         source=NIO,
         assumed="as above; every block recomputed",
-        make=partial(_xl, 0.0),
+        make=partial(convnext_xl, 0.0),
         strategy=Strategy(precision="bf16", recompute="blocks"),
         device="A100-80GB",
-        others={"stochastic depth 0.4": partial(_xl, 0.4)},
+        others={"stochastic depth 0.4": partial(convnext_xl, 0.4)},
     ),
     _trainer("batch 4", 14949, Strategy(microbatches=2, clip_norm=1.0), 8),
     _trainer("batch 1, accumulated 4 times", 8681, Strategy(microbatches=4, clip_norm=1.0), 4),

@@ -50,20 +50,36 @@ def adafactor(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return Adafactor(parameters, scale_parameter=False, relative_step=False, lr=1e-4)  # type: ignore[no-any-return]
 
 
-def bert_large() -> nn.Module:
-    """bert-large-uncased with a classifier, attention as written out at the time."""
+def _bert_large(head: str) -> nn.Module:
+    """bert-large-uncased, attention as written out at the time."""
     import transformers
 
     config = transformers.BertConfig(
         vocab_size=30522, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
     )
     config._attn_implementation = "eager"
-    return transformers.BertForSequenceClassification(config)
+    return getattr(transformers, f"BertFor{head}")(config)  # type: ignore[no-any-return]
+
+
+def bert_large() -> nn.Module:
+    """BERT-large with a classifier."""
+    return _bert_large("SequenceClassification")
+
+
+def bert_answers() -> nn.Module:
+    """BERT-large that finds an answer's first and last token."""
+    return _bert_large("QuestionAnswering")
 
 
 def bert_loss(model: Any, batch: Any) -> Tensor:
     """The model's own."""
     return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss  # type: ignore[no-any-return]
+
+
+def answers_loss(model: Any, batch: Any) -> Tensor:
+    """The model's own."""
+    found = model(input_ids=batch["input_ids"], start_positions=batch["start"], end_positions=batch["end"])
+    return found.loss  # type: ignore[no-any-return]
 
 
 class _Softmax(torch.autograd.Function):

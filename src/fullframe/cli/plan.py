@@ -126,7 +126,7 @@ class Plan:
     def _report(self, planned: "Planned", seconds: float, stream: TextIO) -> None:
         from fullframe.planning.ranking import winner
         from fullframe.planning.shortfall import sentences
-        from fullframe.simulation.prediction import said_of_host
+        from fullframe.simulation.prediction import said_of_host, said_of_layout
 
         console = Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else _WIDTH)
         simulated = [plan for plan in planned.plans if plan.prediction is not None]
@@ -146,8 +146,11 @@ class Plan:
             for line in sentences(planned.shortfall):
                 console.print(line, soft_wrap=True)
         best = winner(planned.plans)
-        if best is not None and best.prediction is not None and best.prediction.bound_by_host:
-            console.print(f"the best is {said_of_host(best.prediction)}", soft_wrap=True)
+        if best is not None and best.prediction is not None:
+            if best.prediction.bound_by_host:
+                console.print(f"the best is {said_of_host(best.prediction)}", soft_wrap=True)
+            if turning := said_of_layout(best.prediction):
+                console.print(f"of the best: {turning}", soft_wrap=True)
         if planned.untried:
             console.print(self._out_of_time(planned), soft_wrap=True)
         verdict = f"best: {describe(best.strategy)}" if best else "nothing fits"

@@ -95,7 +95,7 @@ class Simulate:
 
 def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None:
     from fullframe.planning.plan import KEPT_FREE
-    from fullframe.simulation.prediction import said_of_evaluation, said_of_host
+    from fullframe.simulation.prediction import said_of_evaluation, said_of_host, said_of_layout
 
     def gib(bytes: int) -> str:
         return f"{bytes / GIB:.3f}"
@@ -116,7 +116,7 @@ def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None
         "what no tensor shows: " + (", ".join(f"{n} {gib(b)}" for n, b in prediction.terms.items()) or "nothing"),
         f"{figure(1e3 * prediction.step_seconds)} ms a step: "
         + ", ".join(f"{kind} {figure(1e3 * seconds)}" for kind, seconds in prediction.seconds.items() if seconds),
-        *([said_of_host(prediction)] if prediction.bound_by_host else []),
+        *filter(None, [said_of_host(prediction), said_of_layout(prediction)]),
         "the largest tensors at the peak, GiB:",
     ]
     for tensor in prediction.largest:

@@ -22,6 +22,7 @@ _COLOURS = {
     "context": "#bab0ac",
     "matmul": "#4c78a8",
     "convolution": "#f58518",
+    "layout": "#ff9da6",
     "attention": "#e45756",
     "memory": "#72b7b2",
     "exchange": "#b279a2",

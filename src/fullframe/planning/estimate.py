@@ -115,6 +115,7 @@ def _seconds(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job
         "matmul": by_rate,
         "convolution": by_rate,
         "attention": by_rate,
+        "layout": work * rough.width / before.width * (strategy.precision != "fp32"),
         "memory": work * rough.width / before.width,
         "optimizer": _share("optimizer", strategy) / _share("optimizer", like),
         "exchange": cut / cut_before * like.data / strategy.data if cut_before else 0.0,

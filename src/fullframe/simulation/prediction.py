@@ -96,6 +96,9 @@ class Prediction:
         return asdict(self) | found
 
 
+_MUCH_TURNING = 0.05  # of a step
+
+
 def said_of_host(prediction: Prediction) -> str:
     """A sentence about a step that is bound by the host; "" of any other."""
     if not prediction.bound_by_host:
@@ -104,6 +107,17 @@ def said_of_host(prediction: Prediction) -> str:
     return (
         f"bound by the host: it works {1e3 * prediction.host_seconds:.3g} ms on a step that takes the device "
         f"{1e3 * others:.3g} ms; with a larger frame, more samples a rank or fewer ranks the device would wait less"
+    )
+
+
+def said_of_layout(prediction: Prediction) -> str:
+    """A sentence about a step of which much goes into turning maps for the matrix units; "" of any other."""
+    share = prediction.seconds.get("layout", 0.0) / max(prediction.step_seconds, 1e-12)
+    if share < _MUCH_TURNING:
+        return ""
+    return (
+        f"{share:.0%} of the step brings the channels of maps side by side for the tensor cores, and back; "
+        "model.to(memory_format=torch.channels_last) spares it, where convolutions are not in groups"
     )
 
 

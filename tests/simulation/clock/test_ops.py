@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fullframe.simulation.clock.ops import Op, bytes_of, is_depthwise, tensors
+from fullframe.simulation.clock.ops import Op, bytes_of, is_channels_last, is_depthwise, tensors
 
 aten = torch.ops.aten
 
@@ -83,3 +83,13 @@ def test_bytes_are_counted_once() -> None:
     assert bytes_of(torch.zeros(0, 4).expand(0, 4)) == 0
     assert bytes_of(torch.zeros(1, dtype=torch.float64).expand(5, 7)) == 8
     assert [t.shape[0] for t in tensors([a, (a, [a, 3]), None])] == [3, 3, 3]
+
+
+def test_which_maps_have_their_channels_last() -> None:
+    x = torch.zeros(2, 8, 10, 10)
+    assert is_channels_last(x, x.to(memory_format=torch.channels_last))
+    assert not is_channels_last(x, torch.zeros(3))
+    assert not is_channels_last(torch.zeros(2, 1, 10, 10).to(memory_format=torch.channels_last))  # both at once
+    one = torch.zeros(1, 10, 10, 8).permute(0, 3, 1, 2)
+    assert is_channels_last(one)
+    assert not is_channels_last(one.as_strided(one.shape, (8, *one.stride()[1:])))  # a row's stride of a size of 1

@@ -16,7 +16,8 @@ from fullframe.simulation.clock.timed_ops import MeasuredClock
 from fullframe.simulation.devices.host_costs import HostCosts
 from fullframe.simulation.devices.table import Cluster, Device, device_named
 
-PEAK = Efficiency(matmul=1, convolution=1, attention=1, depthwise=1, memory=1, link=1, network=1, host=1,
+aten = torch.ops.aten
+PEAK = Efficiency(matmul=1, convolution=1, grouped=1, attention=1, depthwise=1, memory=1, link=1, network=1, host=1,
                   kernel_seconds=0, message_host_seconds=0)  # fmt: skip
 
 
@@ -111,6 +112,71 @@ BYTES = [
 def test_bytes_are_counted(program: Any, moved: int) -> None:
     endless = device(matmul_flops_per_second={"fp32": math.inf})
     assert sum(seconds_of(program, (100,), device=endless).values()) == pytest.approx(moved)
+
+
+def convolution_backward(x: Tensor, w: Tensor, dy: Tensor, wanted: tuple[bool, bool, bool]) -> Any:
+    return aten.convolution_backward(dy, x, w, [8], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted)
+
+
+def norm_backward(x: Tensor, dy: Tensor, s: Tensor) -> Any:
+    return aten.native_batch_norm_backward(dy, x, None, None, None, s, s, True, 1e-5, [True, False, False])
+
+
+X, W, Y = 2 * 6 * 64 * 4, 8 * 6 * 4, 2 * 8 * 64 * 4  # bytes of (2, 6, 8, 8), of a 1x1 weight, and of what it gives
+MAP, WEIGHT, RESULT = (2, 6, 8, 8), (8, 6, 1, 1), (2, 8, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("program", "shapes", "moved"),
+    [
+        (lambda x, w: F.conv2d(x, w), [MAP, WEIGHT], X + W + Y),
+        # backward is a product for each gradient, and a sum for the bias's
+        (lambda x, w, dy: convolution_backward(x, w, dy, (True, True, True)), [MAP, WEIGHT, RESULT],
+         2 * (X + W + Y) + Y + 8 * 4),
+        (lambda x, w, dy: convolution_backward(x, w, dy, (False, True, False)), [MAP, WEIGHT, RESULT], X + W + Y),
+        # a norm that takes statistics reads its input for them and again; backward likewise
+        (lambda x: F.batch_norm(x, None, None, training=True), [MAP], 3 * X + 2 * 6 * 4),
+        (lambda x, m: F.batch_norm(x, m, m), [MAP, (6,)], 2 * X + 2 * 6 * 4),
+        (lambda x, w: F.group_norm(x, 2, w, w), [MAP, (6,)], 3 * X + 2 * 6 * 4 + 2 * 4 * 4),
+        (norm_backward, [MAP, MAP, (6,)], 5 * X + 2 * 6 * 4),
+    ],
+)  # fmt: skip
+def test_bytes_of_convolutions_and_norms(program: Any, shapes: Any, moved: int) -> None:
+    endless = device(matmul_flops_per_second={"fp32": math.inf})
+    without_gradients = lambda *inputs: program(*(x.detach() for x in inputs))  # noqa: E731
+    assert sum(seconds_of(without_gradients, *shapes, device=endless).values()) == pytest.approx(moved)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "channels_last", "turned"),
+    [
+        (torch.float16, "fp16", False, True),
+        (torch.float16, "fp16", True, False),
+        (torch.float32, "tf32", False, True),
+        (torch.float32, "fp32", False, False),
+    ],
+)
+def test_matrix_units_turn_maps_that_are_not_channels_last(
+    dtype: torch.dtype, precision: str, channels_last: bool, turned: bool
+) -> None:
+    a100 = device_named("A100-80GB")
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return F.conv2d(x.detach().to(memory_format=layout), w.detach())
+
+    took = seconds_of(program, (8, 64, 56, 56), (16, 64, 1, 1), device=a100, dtype=dtype, precision=precision)
+    maps, weight = 8 * (64 + 16) * 56 * 56, 16 * 64
+    moved = {"convolution": maps + weight} | ({"layout": 2 * maps} if turned else {})
+    took = {kind: seconds for kind, seconds in took.items() if kind in ("convolution", "layout")}
+    assert took == {kind: pytest.approx(n * dtype.itemsize / a100.memory_bytes_per_second) for kind, n in moved.items()}
+
+
+def test_a_grouped_convolution_has_a_share_of_its_own() -> None:
+    clock = StepClock(device(memory_bytes_per_second=math.inf), efficiency=dataclasses.replace(PEAK, grouped=0.25))
+    with FakeTensorMode(), Recorded(clock):
+        F.conv2d(torch.empty(1, 4, 5, 5), torch.empty(6, 2, 1, 1), groups=2)
+    assert clock.seconds["convolution"] == 4 * 2 * 25 * 6 * 2
 
 
 def test_an_op_takes_as_long_as_the_slower_of_both() -> None:

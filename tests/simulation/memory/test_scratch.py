@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from fullframe.simulation.memory import scratch
-from fullframe.simulation.memory.scratch import cpu_scratch, is_channels_last
+from fullframe.simulation.memory.scratch import cpu_scratch
 from tests.simulation.real_steps import held_bytes
 
 aten = torch.ops.aten
@@ -180,16 +180,6 @@ def test_attention_holds_a_tile_of_scores(dtype: torch.dtype, queries: int, keys
     assert allocated(partial(forward, query, key, key)) == cpu_scratch(forward, (query, key, key), out)
     args = (out, query, key, key, out, sums, 0.0, False)
     assert allocated(partial(backward, *args)) == cpu_scratch(backward, args, out)
-
-
-def test_which_maps_have_their_channels_last() -> None:
-    x = torch.zeros(2, 8, 10, 10)
-    assert is_channels_last(x, x.to(memory_format=torch.channels_last))
-    assert not is_channels_last(x, torch.zeros(3))
-    assert not is_channels_last(torch.zeros(2, 1, 10, 10).to(memory_format=torch.channels_last))  # both at once
-    one = torch.zeros(1, 10, 10, 8).permute(0, 3, 1, 2)
-    assert is_channels_last(one)
-    assert not is_channels_last(one.as_strided(one.shape, (8, *one.stride()[1:])))  # a row's stride of a size of 1
 
 
 def test_truths_are_added_up_as_numbers() -> None:

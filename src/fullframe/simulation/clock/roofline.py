@@ -16,13 +16,13 @@ import torch.distributed.fsdp  # which makes the ops of that name
 from torch.distributed.tensor import DTensor
 
 from fullframe.ranks.mesh import AXES, STAGE, axes_in, axes_of
-from fullframe.simulation.clock.ops import Op, bytes_of, is_depthwise, tensors
+from fullframe.simulation.clock.ops import Op, is_depthwise, is_grouped, lies_channels_last, tensors
 from fullframe.simulation.devices.calibration import Points, rate_at
 from fullframe.simulation.devices.table import Cluster, Device
 from fullframe.simulation.fake.sharded import own_parts
 
-KINDS = ("matmul", "convolution", "attention", "memory", "optimizer", "exchange", "gradients", "offload", "stages",
-         "launch")  # fmt: skip
+KINDS = ("matmul", "convolution", "layout", "attention", "memory", "optimizer", "exchange", "gradients", "offload",
+         "stages", "launch")  # fmt: skip
 
 _SMALL_BYTES = 2**16  # what goes over all ranks and is less is no bucket of gradients but a count or a norm
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -34,9 +34,10 @@ _running_node: Callable[[], Any] = torch._C._current_autograd_node
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """The share of a data sheet's peak that kernels reach; assumptions, fitted to no published step time.
+    """The share of a data sheet's peak that kernels reach: of matmul, the convolutions and memory fitted, in round
+    numbers, to published step times of one card and held against others' (`benchmarks/published`); the rest assumed.
 
-    matmul, convolution, attention: of the matrix units' rate for the dtype
+    matmul, convolution, grouped, attention: of the matrix units' rate for the dtype; grouped: of convolutions
     depthwise: of the vector units' rate; a convolution with one channel a group has no matrix product in it
     memory, link, network, host: of the bandwidth
     kernel_seconds: what the shortest kernel takes
@@ -46,11 +47,12 @@ class Efficiency:
         By the Python around them, measured: docs/devices.md
     """
 
-    matmul: float = 0.7
-    convolution: float = 0.5
+    matmul: float = 0.9
+    convolution: float = 0.8
+    grouped: float = 0.5
     attention: float = 0.5
-    depthwise: float = 0.2
-    memory: float = 0.8
+    depthwise: float = 0.07
+    memory: float = 0.77
     link: float = 0.8
     network: float = 0.8
     host: float = 0.8
@@ -61,7 +63,7 @@ class Efficiency:
     dtensor_launches: float = 0.25
 
 
-_MEASURED = Efficiency(matmul=1, convolution=1, memory=1, link=1, network=1, host=1, kernel_seconds=0,
+_MEASURED = Efficiency(matmul=1, convolution=1, grouped=1, memory=1, link=1, network=1, host=1, kernel_seconds=0,
                        message_host_seconds=0)  # fmt: skip
 
 
@@ -168,6 +170,8 @@ class StepClock:
         issue = self.device.launch_seconds * (1 + self._sharded_launches(func, args))
         args, out = tuple(map(own_parts, args)), own_parts(out)
         self.work(op.kind, self.op_seconds(op, func, args, kwargs, out), issue)
+        if op.kind == "convolution" and (turning := self.turning_seconds(op, func, args, kwargs, out)):
+            self._work("layout", turning)
         self._take_in()
 
     def fused(self, bytes: int) -> None:
@@ -202,25 +206,39 @@ class StepClock:
             self.finish(self.start("exchange", "exchange", *facts))
 
     def op_seconds(self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-        """The roofline: whichever is slower, operations or bytes."""
-        given = tuple(value for name, value in kwargs.items() if name != "out")  # which is only written
-        read = list(tensors(args)) + list(tensors(given))
-        moved = sum(map(bytes_of, read)) + sum(map(bytes_of, tensors((out,)))) * op.gives_new
-        if op.writes and not op.only_writes:
-            moved += sum(map(bytes_of, op.written(args, kwargs)))
-        operations = op.operations(func, args, kwargs, out) if op.operations is not None else 0.0
-        share = self.efficiency
-        by_bytes = moved / self._memory_rate(moved)
-        by_operations = 0.0
-        if operations:
-            dtype = next((_NAMES[t.dtype] for t in read if t.dtype in _NAMES), "fp32")
-            by_operations = operations / self._rate(op, args, dtype, operations)
-        return max(by_bytes, by_operations, share.kernel_seconds)
+        """The roofline: of each kernel whichever is slower, operations or bytes."""
+        dtype = self._dtype((*args, *kwargs.values()))
+        seconds = 0.0
+        for operations, bytes, _ in op.kernels(func, args, kwargs, out):
+            by_operations = operations / self._rate(op, args, dtype, operations) if operations else 0.0
+            seconds += max(by_operations, bytes / self._memory_rate(bytes), self.efficiency.kernel_seconds)
+        return seconds
+
+    def turning_seconds(self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
+        """Of a convolution whose maps are not channels last: cuDNN turns each of them for the matrix units, or back.
+
+        What was measured on a device has these passes in it.
+        """
+        dtype = self._dtype(args)
+        units = dtype in ("tf32", "bf16", "fp16") and dtype in self.device.matmul_flops_per_second
+        assumed = self.device.is_cuda and self.device.measured is None
+        if not (assumed and units) or is_depthwise(op, args) or lies_channels_last(op, args):
+            return 0.0
+        maps = sum(kernel.maps for kernel in op.kernels(func, args, kwargs, out))
+        return 2 * maps / self._memory_rate(maps)  # read and written
+
+    def _dtype(self, values: Sequence[Any]) -> str:
+        """That of the rate at which an op on these values multiplies."""
+        dtype = next((_NAMES[t.dtype] for t in tensors(values) if t.dtype in _NAMES), "fp32")
+        return "tf32" if dtype == "fp32" and self._tf32 else dtype
 
     def work(self, kind: str, seconds: float, issue_seconds: float | None = None) -> None:
         """The device works `seconds`, once the host has issued it; until then it is idle, which counts as launch."""
         self.issue(self.device.launch_seconds if issue_seconds is None else issue_seconds)
         self._wait_for_host()
+        self._work(kind, seconds)
+
+    def _work(self, kind: str, seconds: float) -> None:
         self._now += seconds
         self.seconds[kind] += seconds
         if not self.device.is_cuda:
@@ -348,11 +366,11 @@ class StepClock:
         device, share = self.device, self.efficiency
         if op.kind == "convolution" and is_depthwise(op, args):
             return self._measured_rate("depthwise", dtype, operations) or device.rate("fp32") * share.depthwise
-        dtype = "tf32" if dtype == "fp32" and self._tf32 else dtype
         measured = self._measured_rate("convolution" if op.kind == "convolution" else "matmul", dtype, operations)
-        return measured or device.rate(dtype) * getattr(share, op.kind)
+        grouped = op.kind == "convolution" and is_grouped(op, args)
+        return measured or device.rate(dtype) * (share.grouped if grouped else getattr(share, op.kind))
 
-    def _memory_rate(self, bytes: int) -> float:
+    def _memory_rate(self, bytes: float) -> float:
         device = self.device
         return self._measured_rate("copy", None, bytes) or device.memory_bytes_per_second * self.efficiency.memory
 

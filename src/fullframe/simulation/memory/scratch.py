@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullframe.simulation.clock.ops import is_channels_last
 from fullframe.simulation.memory.cpu_copies import cpu_copies
 
 _aten = torch.ops.aten
@@ -180,22 +181,6 @@ def _depthwise_sums(x: Tensor, weight: Tensor) -> int:
 def _is_copied(weight: Tensor) -> bool:
     """Whether maps are copied into blocks of channels; 1x1 kernels in fp32 read them as they are."""
     return prod(weight.shape[2:]) > 1 or weight.element_size() < _FP32
-
-
-def is_channels_last(*tensors: Tensor) -> bool:
-    """Whether torch takes any of these maps or kernels for one with its channels last in memory."""
-    return any(t.dim() == 4 and not t.is_contiguous() and _has_strides_of_channels_last(t) for t in tensors)
-
-
-def _has_strides_of_channels_last(x: Tensor) -> bool:
-    """As the C++ of `suggest_memory_format` looks, which asks for the stride of a size of 1 too."""
-    least = 0
-    for dim in (1, 3, 2, 0):
-        stride, size = x.stride(dim), x.shape[dim]
-        if stride < least or (dim == 0 and least == x.stride(1)):
-            return False
-        least = stride * size
-    return x.stride(1) > 0 and x.numel() > 0
 
 
 def _blocked(x: Tensor) -> int:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullframe.simulation.clock.ops import is_channels_last
 from fullframe.simulation.devices.table import Device
 from fullframe.simulation.memory.cuda_scratch import cuda_scratch
-from fullframe.simulation.memory.scratch import cpu_scratch, is_channels_last
+from fullframe.simulation.memory.scratch import cpu_scratch
 
 TERMS = (
     "context",
