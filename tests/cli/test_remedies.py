@@ -12,7 +12,7 @@ from fullframe.cli.words import TechniqueOptions
 from fullframe.observation.out_of_memory.account import of_record
 from fullframe.observation.run_files import read_run
 from fullframe.observation.summary import summarize
-from fullframe.planning.plan import KEPT_FREE as KEPT_BY_THE_PLAN
+from fullframe.simulation.prediction import KEPT_FREE as KEPT_BY_THE_PLAN
 from fullframe.strategy import Strategy
 from tests.cli.test_train import environment, fullframe
 from tests.observation.run_writer import good_run, out_of_memory

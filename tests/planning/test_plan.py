@@ -13,10 +13,11 @@ import fullframe as ff
 from fullframe import strategy as strategies
 from fullframe.errors import DeviceError, FullframeError, RecipeError, StrategyError
 from fullframe.planning import shortfall as advice
-from fullframe.planning.plan import KEPT_FREE, Planned, PlanRequest, plan, plan_in_full
+from fullframe.planning.plan import Planned, PlanRequest, plan, plan_in_full
 from fullframe.planning.ranking import winner
 from fullframe.planning.shortfall import separable
 from fullframe.simulation.devices.table import parse_cluster
+from fullframe.simulation.prediction import KEPT_FREE
 from fullframe.simulation.simulate import simulate
 from fullframe.strategy import Strategy, describe
 

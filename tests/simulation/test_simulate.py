@@ -1,5 +1,7 @@
 """Simulated steps against what can be counted by hand, and against what torch's profiler counts of a real step."""
 
+import dataclasses
+import itertools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import fullframe as ff
 from fullframe.errors import RecipeError, ShapeError, StrategyError
+from fullframe.simulation.devices.table import device_named
 from fullframe.simulation.host import SimulatedHost
 from fullframe.simulation.memory.trace import OutOfTime, Trace, Tracer
-from fullframe.simulation.prediction import Prediction, said_of_host
+from fullframe.simulation.prediction import KEPT_FREE, Prediction, said_of_host
 from fullframe.simulation.simulate import simulate
 from fullframe.spatial.rules.convolution import JOINED_BYTES
 from fullframe.training.host import RealHost
@@ -227,6 +230,34 @@ def test_small_frames_on_fast_devices_are_bound_by_the_host() -> None:
     assert not large.bound_by_host and said_of_host(large) == ""
     assert large.host_seconds == pytest.approx(small.host_seconds, rel=0.1)  # it does the same whatever the size
     assert large.step_seconds > 2 * large.host_seconds
+
+
+class Pooled(nn.Sequential):
+    """Its allocator would keep more than the device has."""
+
+    def __init__(self) -> None:
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise((3, 32, 64, 128, 128)):
+            layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1))
+
+
+def test_a_step_fits_where_the_allocator_can_give_back_what_is_unused() -> None:
+    v100 = device_named("V100-16GB")
+
+    def of(memory_bytes: float) -> Prediction:
+        device = dataclasses.replace(v100, memory_bytes=int(memory_bytes))
+        sample = lambda: {"image": torch.zeros(3, 512, 512)}  # noqa: E731
+        return simulate(recipe(model=Pooled, sample=sample, batch_size=4), ff.Strategy(precision="fp16"), device)
+
+    roomy = of(v100.memory_bytes)
+    beside = roomy.step_bytes - roomy.reserved_bytes
+    usable = (roomy.reserved_bytes + roomy.peak_bytes) // 2
+    tight, too_small = of((usable + beside + 1) / (1 - KEPT_FREE)), of((roomy.peak_bytes + beside) / (1 - KEPT_FREE))
+    assert tight.peak_bytes == roomy.peak_bytes < tight.reserved_bytes <= usable < roomy.reserved_bytes
+    assert any("goes back to the driver" in note for note in tight.notes)
+    assert tight.step_seconds == pytest.approx(roomy.step_seconds + 1e-3, rel=1e-3)
+    assert too_small.reserved_bytes == roomy.reserved_bytes and too_small.notes == roomy.notes
 
 
 def test_activations_follow_the_part_that_a_rank_has() -> None:

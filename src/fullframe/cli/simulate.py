@@ -94,8 +94,7 @@ class Simulate:
 
 
 def _report(prediction: "Prediction", memory_bytes: int, stream: TextIO) -> None:
-    from fullframe.planning.plan import KEPT_FREE
-    from fullframe.simulation.prediction import said_of_evaluation, said_of_host, said_of_layout
+    from fullframe.simulation.prediction import KEPT_FREE, said_of_evaluation, said_of_host, said_of_layout
 
     def gib(bytes: int) -> str:
         return f"{bytes / GIB:.3f}"

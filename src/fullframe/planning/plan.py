@@ -24,7 +24,7 @@ from fullframe.recipe import Recipe
 from fullframe.simulation.devices.table import Cluster, parse_cluster
 from fullframe.simulation.evaluation import EvaluationSample, read_evaluation
 from fullframe.simulation.fake.abstract import abstract_batch, abstract_model, read_sample
-from fullframe.simulation.prediction import Prediction
+from fullframe.simulation.prediction import KEPT_FREE, Prediction
 from fullframe.simulation.simulate import simulate
 from fullframe.strategy import OTHER_OPTIMIZERS, Strategy
 from fullframe.technique import Precision
@@ -32,7 +32,6 @@ from fullframe.techniques.stages.models import parts_of
 from fullframe.techniques.unrolling.models import most_iterations
 
 LIMIT_SECONDS = 120.0  # of a search; most come to their end long before
-KEPT_FREE = 0.06  # of the device's memory: benchmarks/prediction is at most 5.1 % below what was measured
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,10 +41,10 @@ from fullframe.simulation.fake.replaced import replaced
 from fullframe.simulation.fake.world import fake_job
 from fullframe.simulation.host import Kept, SimulatedHost
 from fullframe.simulation.memory.account import account, category_of
-from fullframe.simulation.memory.allocator import replay
+from fullframe.simulation.memory.allocator import replay_within
 from fullframe.simulation.memory.terms import TERMS, Terms
 from fullframe.simulation.memory.trace import OutOfTime, Trace, Tracer
-from fullframe.simulation.prediction import Prediction
+from fullframe.simulation.prediction import KEPT_FREE, OUTSIDE_ALLOCATOR, Prediction
 from fullframe.simulation.shares import Shares
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.strategy import Strategy
@@ -260,12 +260,6 @@ class _Simulation:
     def _accounted(self, trace: Trace, model: ParallelModel, ahead: list[Any]) -> Prediction:
         terms = self._terms
         held = account(trace)
-        peak = reserved = held.peak_bytes
-        if self._is_cuda:
-            allocator = replay(trace.events)
-            peak, reserved = allocator.most_allocated_bytes, allocator.most_reserved_bytes
-        if not terms.has("caching_allocator"):
-            peak = reserved = held.peak_bytes
         largest_scratch = max((b.bytes for b in trace.events if b.mark == "workspace" and b.died), default=0)
         groups = [*self._spatial.groups.values()]
         groups += [stage_axis(self._mesh).group] if has_stages(self._mesh) else []
@@ -277,8 +271,17 @@ class _Simulation:
             "cudnn_workspace": largest_scratch,
             "ddp_buckets": sum(t.nbytes for t in model.gradient_buckets),
             "prefetched_batch": sum(t.nbytes for t in tree_iter(_local(ahead)) if isinstance(t, Tensor)),
-            "caching_allocator": reserved - held.peak_bytes,
         }
+        peak = reserved = held.peak_bytes
+        if terms.has("caching_allocator"):
+            beside = sum(named[name] for name in OUTSIDE_ALLOCATOR)
+            usable = int(self._clock.device.memory_bytes * (1 - KEPT_FREE)) - beside
+            replayed = replay_within(trace.events, usable, trace.step_ends[-2:-1])
+            if replayed.returns and len(trace.step_ends) > 1:
+                self._clock.hold(replayed.segments * self._clock.efficiency.segment_seconds)
+                self._outcomes.notes.add(replayed.said)
+            peak, reserved = replayed.allocator.most_allocated_bytes, replayed.allocator.most_reserved_bytes
+            named["caching_allocator"] = reserved - held.peak_bytes
         rounding = {"rounding": peak - held.peak_bytes} if peak > held.peak_bytes else {}
         return Prediction(
             peak_bytes=peak,

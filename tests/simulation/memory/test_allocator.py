@@ -2,10 +2,11 @@
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullframe.simulation.memory.allocator import CachingAllocator, replay
+from fullframe.simulation.memory.allocator import CachingAllocator, replay, replay_within
 from fullframe.simulation.memory.trace import Block
 
 KIB, MIB = 2**10, 2**20
@@ -161,7 +162,58 @@ def test_shared_segments_can_need_more_when_the_same_requests_come_again():
 @few
 @given(Requests)
 def test_replay_counts_what_the_events_say(requests):
-    allocator, events = replay(trace_of(requests)), trace_of(requests)
+    allocator, events = replay(trace_of(requests)).allocator, trace_of(requests)
     left = [block.bytes for block in dict.fromkeys(events) if block.died is None]
     assert sum(left) <= allocator.allocated_bytes <= allocator.most_allocated_bytes <= allocator.most_reserved_bytes
     assert allocator.most_allocated_bytes >= max((block.bytes for block in events), default=0)
+
+
+def test_what_is_unused_as_a_whole_goes_back_where_the_driver_has_no_more():
+    # |-- 14 --| in use, |---- 30 ----| free: 32 more fit into 46 only without the second
+    allocator = CachingAllocator(limit_bytes=46 * MIB)
+    allocator.malloc(14 * MIB)
+    allocator.free(allocator.malloc(30 * MIB))
+    assert (allocator.reserved_bytes, allocator.returns) == (44 * MIB, 0)
+    allocator.malloc(32 * MIB)
+    assert (allocator.reserved_bytes, allocator.returns, allocator.segments) == (46 * MIB, 1, 3)
+    with pytest.raises(MemoryError):
+        allocator.malloc(10 * MIB)
+
+
+def test_a_segment_in_use_in_part_stays():
+    allocator = CachingAllocator(limit_bytes=40 * MIB)
+    allocator.malloc(5 * MIB)
+    allocator.free(allocator.malloc(9 * MIB))  # 15 MiB of its 20 are free
+    with pytest.raises(MemoryError):
+        allocator.malloc(22 * MIB)
+    assert (allocator.reserved_bytes, allocator.returns) == (20 * MIB, 1)
+
+
+def blocks(*sizes_mib: int) -> list[Block]:
+    """One after the other."""
+    return trace_of([(mib * MIB, 0) for mib in sizes_mib])
+
+
+def test_a_trace_is_replayed_within_what_may_be_used_only_where_it_would_take_more():
+    step = blocks(20, 30, 40)  # 90 MiB if nothing goes back
+    free = replay_within(step, 90 * MIB)
+    assert (free.allocator.most_reserved_bytes, free.wanted_bytes, free.returns) == (90 * MIB, 90 * MIB, 0)
+    twice = [*blocks(20, 30, 40), *shifted(blocks(20, 30, 40), 6)]
+    within = replay_within(twice, 60 * MIB, before=[6])
+    assert within.wanted_bytes == 90 * MIB and within.allocator.most_reserved_bytes <= 60 * MIB
+    assert (within.returns, within.segments) == (0, 0)  # the segment of 40 does for all of the second step
+    once = replay_within(twice, 60 * MIB)
+    assert (
+        (once.returns, once.segments) == (1, 3)
+        and "90 MiB if it could" in once.said
+        and "1 time in a step" in once.said
+    )
+    assert replay_within(twice, 39 * MIB, before=[6]).allocator.most_reserved_bytes == 90 * MIB  # does not fit
+
+
+def shifted(events: list[Block], by: int) -> list[Block]:
+    """As they are after `by` other events."""
+    for block in dict.fromkeys(events):
+        block.born += by
+        block.died = None if block.died is None else block.died + by
+    return events

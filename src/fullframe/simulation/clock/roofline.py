@@ -41,6 +41,7 @@ class Efficiency:
     depthwise: of the vector units' rate; a convolution with one channel a group has no matrix product in it
     memory, link, network, host: of the bandwidth
     kernel_seconds: what the shortest kernel takes
+    segment_seconds: what the driver takes for memory that it gave back and is asked for again
     message_host_seconds: what NCCL needs of the host for each of its groups; Python's share is in `Device.host`
     fsdp_launches, fsdp_parameter_launches: what the host needs for one gather or reduction of FSDP2, and for each
         parameter in it, in the time that it needs to issue an op; of a DTensor in an op's arguments: dtensor_launches.
@@ -57,6 +58,7 @@ class Efficiency:
     network: float = 0.8
     host: float = 0.8
     kernel_seconds: float = 3e-6
+    segment_seconds: float = 1e-3
     message_host_seconds: float = 30e-6
     fsdp_launches: float = 20.0
     fsdp_parameter_launches: float = 1.4
@@ -254,6 +256,11 @@ class StepClock:
     def _wait_for_host(self) -> None:
         self.seconds["launch"] += max(self._issued - self._now, 0.0)
         self._now = max(self._issued, self._now)
+
+    def hold(self, seconds: float) -> None:
+        """Host and device wait for the driver."""
+        self._now = self._issued = self.step_seconds + seconds
+        self.seconds["launch"] += seconds
 
     def wait_for_stages(self, seconds: float) -> None:
         """Nothing to do until other stages are done."""
