@@ -94,16 +94,16 @@ _RTX3090: list[tuple[str, int, int, float | None, float | None]] = [
     ("mobilevit_s", 192, 256, 260.821, 303.779),
 ]
 
-# network, device, precision, batch, channels last, images a second
-_NVIDIA: list[tuple[str, str, Precision, int, bool, float]] = [
-    ("resnet50", "A100-80GB", "fp16", 256, True, 2470),
-    ("resnet50", "A100-80GB", "tf32", 256, False, 938),
-    ("resnet50", "V100-16GB", "fp16", 256, True, 1200),
-    ("resnet50", "V100-16GB", "fp32", 112, False, 367),
-    ("se_resnext101_32x4d", "A100-80GB", "fp16", 128, True, 855),
-    ("se_resnext101_32x4d", "A100-80GB", "tf32", 128, False, 395),
-    ("se_resnext101_32x4d", "V100-16GB", "fp16", 112, True, 443),
-    ("se_resnext101_32x4d", "V100-16GB", "fp32", 64, False, 132),
+# network, device, precision, batch of a GPU, channels last, images a second of one GPU and of eight
+_NVIDIA: list[tuple[str, str, Precision, int, bool, int, int]] = [
+    ("resnet50", "A100-80GB", "fp16", 256, True, 2470, 16621),
+    ("resnet50", "A100-80GB", "tf32", 256, False, 938, 7248),
+    ("resnet50", "V100-16GB", "fp16", 256, True, 1200, 8322),
+    ("resnet50", "V100-16GB", "fp32", 112, False, 367, 2855),
+    ("se_resnext101_32x4d", "A100-80GB", "fp16", 128, True, 855, 5779),
+    ("se_resnext101_32x4d", "A100-80GB", "tf32", 128, False, 395, 2991),
+    ("se_resnext101_32x4d", "V100-16GB", "fp16", 112, True, 443, 2971),
+    ("se_resnext101_32x4d", "V100-16GB", "fp32", 64, False, 132, 1004),
 ]
 
 _SGD = partial(torch.optim.SGD, lr=1e-4, momentum=0.9, weight_decay=1e-4, nesterov=True, foreach=False)
@@ -140,16 +140,18 @@ def _timm() -> Iterator[Duration]:
 
 
 def _nvidia() -> Iterator[Duration]:
-    for network, device, precision, batch, channels_last, rate in _NVIDIA:
-        yield Duration(
-            name=f"{network}, batch {batch}",
-            seconds=batch / rate,
-            source=RESNETS,
-            make=partial(_classifier, network, batch, 224, channels_last),
-            device=device,
-            strategy=Strategy(precision=precision),
-            channels_last=channels_last,
-        )
+    for gpus in (1, 8):
+        for network, device, precision, each, channels_last, *rates in _NVIDIA:
+            batch = gpus * each
+            yield Duration(
+                name=f"{network}, batch {batch}",
+                seconds=batch / rates[gpus > 1],
+                source=RESNETS,
+                make=partial(_classifier, network, batch, 224, channels_last),
+                device=f"{gpus}x{device}" if gpus > 1 else device,
+                strategy=Strategy(data=gpus, precision=precision),
+                channels_last=channels_last,
+            )
 
 
 def _squad(batch: int) -> Recipe:
