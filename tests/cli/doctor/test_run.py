@@ -7,7 +7,7 @@ import pytest
 
 from fullframe.cli.application import run
 from fullframe.cli.doctor.report import summary
-from fullframe.cli.doctor.run import is_recipe
+from fullframe.cli.doctor.run import DoctorRun, is_recipe, simplified
 from fullframe.doctor.probes import kinds
 from tests.doctor.rehearsal.test_job import HEAD, STEP
 
@@ -31,12 +31,25 @@ def test_wrong_use_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.Cap
     for words, said in (
         ([str(tmp_path / "none.py")], "there is no file"),
         ([str(script), "--width", "2"], "leave out --width"),
+        ([str(script), "--batch-size", "2"], "leave out --batch-size"),
+        ([str(script), "--set", "lr=1"], "leave out --set"),
+        ([str(script), "--recompute", "blocks"], "leave out --recompute"),
+        ([str(script), "--small-only"], "leave out --small-only"),
+        ([str(recipe), "--width", "2", "--small-only", "--whole-only"], "leave one out"),
         ([str(recipe), "--width", "2", "--", "x"], "takes no arguments"),
         ([str(recipe), "--processes", "3", "--stages", "2"], "use 2 or 4 processes"),
         ([str(recipe), "--processes", "3", "--width", "2"], "use 2 or 4 processes"),
     ):
         assert run(["doctor", "run", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_the_simplified_example_is_a_recipe_on_small_frames(tmp_path: Path) -> None:
+    recipe, script = tmp_path / "recipe.py", tmp_path / "script.py"
+    recipe.write_text("def recipe(): ...")
+    script.write_text("x = 1")
+    assert simplified(DoctorRun(program=recipe, width=2, whole_only=True)).endswith(f"{recipe} --width 2 --small-only")
+    assert simplified(DoctorRun(program=script, steps=2, json=True)).endswith(f"{script} --steps 2")
 
 
 def test_the_last_line_counts_what_was_found() -> None:

@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 from fullframe.cli.comparison import predicting, prediction_of
 from fullframe.cli.doctor.report import exit_code, print_answers, print_findings, summary
 from fullframe.cli.train import Train
-from fullframe.cli.words import Count, TechniqueOptions, TechniqueWords, words
+from fullframe.cli.words import Count, TechniqueOptions, TechniqueWords, changed, option, words
 from fullframe.errors import MeshError, RecipeError, RunError
 from fullframe.processes.place import launched_place
 from fullframe.recipe import function_in
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from fullframe.doctor.finding import Finding
     from fullframe.doctor.rehearsal.job import Outcome
     from fullframe.strategy import Strategy
+
+# What may be given for a script; that there are techniques says nothing of whether any is chosen.
+_OF_SCRIPTS = {"program", "arguments", "processes", "on_cpu", "techniques", "steps", "patience", "json"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,8 @@ class DoctorRun:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if self.steps < 1 or not self.patience > 0:
             raise RunError(f"--steps {self.steps} and --patience {self.patience:g} must be greater than 0")
+        if self.small_only and self.whole_only:
+            raise RunError("--small-only and --whole-only are both given; leave one out")
         return self._run_recipe() if is_recipe(self.program) else self._run_script()
 
     def _run_recipe(self) -> "list[Finding]":
@@ -113,9 +118,7 @@ class DoctorRun:
         small = not self.whole_only
         outcome = self._outcome(strategy.ranks, strategy, small=small)
         failed_small = [rank.one(Failure) for rank in outcome.whole if len(rank.events) == 1]
-        if not (small and any(failed_small) and any(rank.events for rank in outcome.small)):
-            return outcome, ""
-        if self.small_only:
+        if self.small_only or not (small and any(failed_small) and any(rank.events for rank in outcome.small)):
             return outcome, ""
         again = self._outcome(strategy.ranks, strategy, small=False)
         problem = next(failure for failure in failed_small if failure is not None)
@@ -123,9 +126,9 @@ class DoctorRun:
         return again, "" if any(rank.one(Failure) for rank in again.whole) else says
 
     def _run_script(self) -> "list[Finding]":
-        given = [n for n in ("data", "depth", "height", "width", "plan", "batch_size") if getattr(self, n) is not None]
+        given = [name for name in (*changed(self), *changed(self.techniques)) if name not in _OF_SCRIPTS]
         if given:
-            raise MeshError(f"{self.program} is a script, which makes its own mesh; leave out --{given[0]}")
+            raise MeshError(f"{self.program} is a script, which makes its own mesh; leave out {option(given[0])}")
         from fullframe.ranks import device
 
         outcome = self._outcome(self.processes or device.count() or 2, None, small=False)
@@ -168,10 +171,8 @@ class DoctorRun:
         if self.json:
             return findings
         console = Console(highlight=False, markup=False)
-        again = replace(self, json=False, small_only=is_recipe(self.program))
-        example = f"fullframe doctor run {shlex.join(words(again))}"
         notes = outcome.whole if took_steps else outcome.small or outcome.whole
-        print_answers(console, checklist(notes, findings, predicted=predicted, again=example))
+        print_answers(console, checklist(notes, findings, predicted=predicted, again=simplified(self)))
         if remark:
             console.print(f"note: {remark}", soft_wrap=True)
         print_findings(console, findings)
@@ -179,6 +180,12 @@ class DoctorRun:
         where = f"{self.program}, {plural(steps, 'step')} on {plural(len(notes), 'rank')}"
         console.print(summary(findings, where), soft_wrap=True)
         return findings
+
+
+def simplified(command: DoctorRun) -> str:
+    """The words that run the simplified example; of a script, which has none, its own."""
+    again = replace(command, json=False, small_only=is_recipe(command.program), whole_only=False)
+    return f"fullframe doctor run {shlex.join(words(again))}"
 
 
 def is_recipe(program: Path) -> bool:
