@@ -71,7 +71,7 @@ def parallelize(
     Raises ArgumentError for options that contradict each other, MeshError for a model that is wrapped already or a mesh
     that `init_mesh` did not make, ShapeError for lazy parameters, and on all ranks where they have different models.
     """
-    _require_one_way(unsupported, shard_parameters, average_gradients, compile)
+    _require_one_way(shard_parameters, average_gradients, compile)
     _require_plain(model)
     spatial = spatial_of(mesh)
     along = stage_axis(mesh) if has_stages(mesh) else None
@@ -360,9 +360,7 @@ class ParallelModel(nn.Module):
             self._sharded.set_gradient_sync(on)
 
 
-def _require_one_way(
-    unsupported: str, shard_parameters: bool, average_gradients: bool, compile: bool | str | Sequence[str]
-) -> None:
+def _require_one_way(shard_parameters: bool, average_gradients: bool, compile: bool | str | Sequence[str]) -> None:
     """Raises ArgumentError for options of `parallelize` that contradict each other."""
     if shard_parameters and not average_gradients:
         raise ArgumentError("shard_parameters averages gradients; leave out average_gradients=False")

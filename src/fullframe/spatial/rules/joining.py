@@ -45,7 +45,7 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     spec = _common(shells)
     result = spec.resized(dim, sum(sizes))
     parts = [spec.resized(dim, size) for size in sizes]
-    if not empty and all(own is part and not part.fleeting for own, part in zip(specs, parts, strict=True)):
+    if all(own is part and not part.fleeting for own, part in zip(specs, parts, strict=True)):
         plans[key] = result
     return wrap(torch.cat([aligned(t, part) for t, part in zip(tensors, parts, strict=True)], dim), result)
 
