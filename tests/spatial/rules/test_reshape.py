@@ -107,14 +107,16 @@ def _said(change: Callable[[Tensor, Tensor], object], leaf: bool = False) -> str
 
 def _refused() -> list[str]:
     changes = [lambda _, view: view.unsqueeze_(0), lambda base, view: (base.unsqueeze_(0), view + 1)]
-    return [*map(_said, changes), _said(changes[1], leaf=True)]
+    without_graph = torch.no_grad()(changes[1])
+    return [*map(_said, changes), _said(changes[1], leaf=True), _said(without_graph, leaf=True)]
 
 
 def test_a_shape_in_place_is_refused_where_views_would_go_wrong() -> None:
-    for copy, base, leaf in rank_group(2).run(_refused):
+    for copy, base, leaf, without_graph in rank_group(2).run(_refused):
         assert "it changes the shape of a view that is a copy in place" in copy
         assert "the tensor that it is a view of was given another shape in place" in base
         assert "a leaf Variable that requires grad" in leaf
+        assert "it changes the shape of what has a gradient in place, under no_grad" in without_graph
 
 
 def _untouched() -> list[float]:

@@ -115,8 +115,7 @@ def _viewed_as(x: SpatialTensor, kind: torch.dtype) -> Tensor:
     group = kind.itemsize // local.dtype.itemsize
     shape = (*spec.shape[:last], spec.shape[last] // group, group)
     local, spec = _reshaped_local(local, spec, shape)
-    local = local if local.is_contiguous() else local.contiguous()
-    return wrap(local.view(kind).squeeze(-1), spec.with_(shape[:-1], spec.placements))
+    return wrap(local.contiguous().view(kind).squeeze(-1), spec.with_(shape[:-1], spec.placements))
 
 
 @rule(Tensor.view_as, Tensor.reshape_as)
@@ -218,14 +217,16 @@ def _in_place(func: Any, x: SpatialTensor, *args: Any, **named: Any) -> Tensor:
 
     Refuses views that are copies. Views that were copied from `x` before are refused when they are next read.
     """
-    local = local_of(x)
+    local, fix = local_of(x), "Use the form without _."
     if local.requires_grad and local.is_leaf and torch.is_grad_enabled():
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    if local.requires_grad and not torch.is_grad_enabled():  # no gradient would reach what it was
+        raise Unsupported("it changes the shape of what has a gradient in place, under no_grad", fix)
     if local.retains_grad:
-        raise Unsupported("it changes the shape of what retains its gradient in place", "Use the form without _.")
+        raise Unsupported("it changes the shape of what retains its gradient in place", fix)
     made = getattr(Tensor, func.__name__[:-1])(x, *args, **named)
     if x._view is not None or not isinstance(made, SpatialTensor) or made._view is not None:
-        raise Unsupported("it changes the shape of a view that is a copy in place", "Use the form without _.")
+        raise Unsupported("it changes the shape of a view that is a copy in place", fix)
     if made.spec is not x.spec:
         with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch(), torch.no_grad():
             func(x, *args, **named)  # sizes and strides alone, as the shell has no memory
