@@ -134,20 +134,17 @@ if _of_logits is not None:
 
 
 def _matched(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Spec]:
-    """Local logits (N, C, ...) and local labels cut alike, and the spec of the labels (N, ...)."""
-    class_dim = 0 if input.dim() == 1 else 1
+    """Local logits (N, C, ...) and local labels cut alike, and the spec of the labels (N, ...); C is whole."""
     probabilities = target.is_floating_point()
     if isinstance(input, SpatialTensor):
         spec = input.spec
-    elif isinstance(target, SpatialTensor):
+    else:
+        assert isinstance(target, SpatialTensor)
         cuts = target.spec.placements
         if not probabilities:  # the labels have no class dim
-            cuts = tuple(p if p.dim < class_dim else p.at(p.dim + 1) for p in cuts)
+            cuts = tuple(p if p.dim < 1 else p.at(p.dim + 1) for p in cuts)
         spec = target.spec.with_(input.shape, cuts)
-    else:
-        raise Unsupported("neither logits nor labels are split")
-    spec.require_whole("the classes are split", class_dim)
-    labels_spec = without(spec, (class_dim,), False)
+    labels_spec = without(spec, (1,), False)
     labels = aligned(target, spec if probabilities else labels_spec)
     return aligned(input, spec), labels, labels_spec
 

@@ -299,11 +299,11 @@ def _max_windows(x: _Largest, dim: int, window: AdaptiveWindow, rows: range, off
         reads = window.reads(range(row, row + 1))
         seen = x.values.narrow(dim, reads.start - offset, len(reads))
         largest, index = seen.max(dim, keepdim=True)
-        if seen.is_floating_point():  # of several NaN torch's pool takes the last, its max the first
-            places = torch.arange(len(reads), device=seen.device).view(-1, *(1,) * (seen.dim() - dim - 1))
-            last = (seen.isnan() * places).amax(dim, keepdim=True)
-            index = torch.where(largest.isnan(), last, index)
-            largest = seen.gather(dim, index)
+        # Of several NaN torch's pool takes the last, its max the first.
+        places = torch.arange(len(reads), device=seen.device).view(-1, *(1,) * (seen.dim() - dim - 1))
+        last = (seen.isnan() * places).amax(dim, keepdim=True)
+        index = torch.where(largest.isnan(), last, index)
+        largest = seen.gather(dim, index)
         best.append(largest)
         if area:
             inner = 0 if x.numbers is None else x.numbers.narrow(dim, reads.start - offset, len(reads))

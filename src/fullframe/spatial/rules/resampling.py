@@ -172,7 +172,7 @@ def _where_it_lies(x: SpatialTensor, request: _Request, factors: dict[int, int])
     """One local call: each split dim grows by its whole number."""
     local, spec, mode = local_of(x), x.spec, request.options["mode"]
     steps, result = _growing(spec, tuple(request.after), _REACH.get(mode, 1), tuple(factors.items()))
-    if len(steps) == 1 and steps[0].factor > 1 and not request.options["align_corners"]:
+    if len(steps) == 1 and steps[0].factor > 1:
         others = tuple(None if n + 2 in factors else scale for n, scale in enumerate(request.scales))
         how = Upsampling(mode, steps[0].cut, steps[0].factor, tuple(request.after), others)
         if how.is_quicker(local):
