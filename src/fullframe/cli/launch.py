@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from fullframe.cli.train import Train, name_of, new_run_dir
-from fullframe.cli.words import option, require_counts, words
+from fullframe.cli.words import changed, option, require_counts, words
 from fullframe.errors import LaunchError
 from fullframe.launching.docker import command_of
 from fullframe.launching.job import Job, make_folders, read_launch, runs_of, slug, write_launch
@@ -24,6 +24,12 @@ from fullframe.recipe import require_file, require_names, values_of
 
 _NO_COMMAND = 127  # as a shell says it
 _OURS = ("node_rank", "rendezvous")  # what the allocation says
+_ONLY_ON: dict[str, tuple[str, ...]] = {  # options that say nothing on others
+    **dict.fromkeys(("time", "partition", "account", "qos", "after", "parallel", "sbatch"), ("slurm",)),
+    **dict.fromkeys(("volume", "kind", "runtime", "namespace", "queue", "memory"), ("kubernetes",)),
+    **dict.fromkeys(("signal_seconds", "requeues"), ("slurm", "kubernetes")),
+    **dict.fromkeys(("image", "shared_memory"), ("kubernetes", "docker")),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +186,9 @@ class Launch:
         require_counts(self, ("gpus_per_node", "cpus_per_node", "parallel", "signal_seconds"), LaunchError)
         if self.plan_for is not None and self.on != "slurm":
             raise LaunchError(f"--plan-for is for Slurm; on {self.on} give a file of fullframe plan that is there")
+        for name in changed(self):
+            if self.on not in (places := _ONLY_ON.get(name, (self.on,))):
+                raise LaunchError(f"{option(name)} is for --on {' and '.join(places)}, and says nothing on {self.on}")
         if self.plan_for is not None and train.plan is not None:
             raise LaunchError("--plan and --plan-for are both given; leave one out")
         on_a_node = train.processes or self.gpus_per_node

@@ -36,6 +36,7 @@ def test_wrong_use_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.Cap
         ([str(script), "--recompute", "blocks"], "leave out --recompute"),
         ([str(script), "--small-only"], "leave out --small-only"),
         ([str(recipe), "--width", "2", "--small-only", "--whole-only"], "leave one out"),
+        ([str(recipe), "--width", "2", "--steps", "9"], "leave out --steps"),
         ([str(recipe), "--width", "2", "--", "x"], "takes no arguments"),
         ([str(recipe), "--processes", "3", "--stages", "2"], "use 2 or 4 processes"),
         ([str(recipe), "--processes", "3", "--width", "2"], "use 2 or 4 processes"),

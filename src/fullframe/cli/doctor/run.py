@@ -96,6 +96,8 @@ class DoctorRun:
     def _run_recipe(self) -> "list[Finding]":
         if self.arguments:
             raise RecipeError(f"{self.program} is a recipe, which takes no arguments; leave out {self.arguments[0]!r}")
+        if "steps" in changed(self):
+            raise RecipeError(f"{self.program} is a recipe, of which a few steps are taken; leave out --steps")
         mesh: dict[str, Any] = {name: getattr(self, name) for name in ("processes", "data", "depth", "height", "width")}
         options: dict[str, Any] = {"plan": self.plan, "batch_size": self.batch_size, "techniques": self.techniques}
         strategy = Train(recipe=self.program, on_cpu=self.on_cpu, **options, **mesh).local_strategy()
