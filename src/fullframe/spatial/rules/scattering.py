@@ -245,7 +245,7 @@ def _rows_into_whole(func: Any, x: Tensor, dim: int, index: Tensor, source: Any,
     at = dim if given is source else 0
     if not func.__name__.startswith("index_add") or any(p.dim != at for p in given.spec.placements):
         raise Unsupported("it writes split rows into a whole tensor; only sums are added over ranks")
-    spec, alpha = given.spec, args[0] if args else kwargs.get("alpha", 1)
+    spec, alpha = given.spec, kwargs.get("alpha", 1)
     index, source = (
         aligned(t, spec.with_(t.shape, tuple(p.at(d) for p in spec.placements))) for t, d in ((index, 0), (source, dim))
     )
