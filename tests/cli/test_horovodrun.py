@@ -30,6 +30,7 @@ def test_options_end_where_the_command_begins(given: str, meant: str) -> None:
         ("-np 2 --hostfile none python x", "there is no host file none"),
         ("-np 2 --min-np 3 python x", "--min-np 3 <= -np 2 <= --max-np 2 does not hold"),
         ("-np 2 --host-discovery-script ./none python x", "the host discovery script failed"),
+        ("-np 2 -H a:1 -hostfile hosts python x", "--hosts and --hostfile say which hosts there are"),
         ("-np 2 not-there x", "not-there cannot be started: No such file or directory"),
     ],
 )

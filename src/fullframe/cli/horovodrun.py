@@ -75,6 +75,9 @@ class Horovodrun:
         if not self.command:
             raise MeshError("which command? fullframe horovodrun -np 4 python train.py")
         require_counts(self, ("np", "min_np", "max_np", "slots"))
+        given = [name for name in ("hosts", "hostfile", "host_discovery_script") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise MeshError(f"{' and '.join(map(option, given))} say which hosts there are; leave all but one out")
         code, resets = self._run()
         if self.json:
             print(json.dumps({"exit_code": code, "np": self.np, "resets": resets, "command": list(self.command)}))
