@@ -41,6 +41,11 @@ def first_of(names: Collection[str], most: int = 3) -> str:
     return ", ".join(list(names)[:most]) + (", ..." if len(names) > most else "")
 
 
+def inside(path: str, name: str) -> str:
+    """The full name of what is called `name` inside of the module at `path`, which is "" for the model."""
+    return f"{path}.{name}" if path else name
+
+
 def capital(sentence: str) -> str:
     """With a capital at its beginning, unless a name of a program stands there (`torch.load`); the rest as it is."""
     first = sentence.partition(" ")[0]

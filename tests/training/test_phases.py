@@ -3,10 +3,11 @@
 import torch
 
 import fullframe as ff
+from fullframe.observation.kinds import KINDS
 from fullframe.ranks import waiting
 from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.training import phases
-from fullframe.training.phases import PHASES, Phases
+from fullframe.training.phases import Phases
 from tests.rank_group import rank_group
 from tests.training.tiny import Network, loss
 
@@ -97,6 +98,6 @@ def test_a_split_step_has_all_its_parts():
     ranks = rank_group(2).run(seconds_of_steps)
     for idle, taken, same in ranks:
         assert idle == {} and same
-        assert set(taken) | {"exchange"} == set(PHASES) - {"data"}
+        assert set(taken) | {"exchange"} == set(KINDS) - {"data"}
         assert all(seconds >= 0 for seconds in taken.values())
     assert any("exchange" in taken for _, taken, _ in ranks), "who comes last to every meeting waits for nobody"

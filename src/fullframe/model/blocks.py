@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fullframe.errors import StrategyError
 from fullframe.model.runs import runs_of_layers
-from fullframe.wording import first_of
+from fullframe.wording import first_of, inside
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
@@ -55,7 +55,7 @@ def _weights(module: nn.Module) -> int:
 
 def _innermost(module: nn.Module, name: str, repeated: set[nn.Module]) -> list[str]:
     """The blocks inside `module`, or its own name where it is one and few of its parameters are in blocks."""
-    children = [(f"{name}.{child}" if name else child, submodule) for child, submodule in module.named_children()]
+    children = [(inside(name, child), submodule) for child, submodule in module.named_children()]
     inner = [block for child, submodule in children for block in _innermost(submodule, child, repeated)]
     if module not in repeated:
         return inner
@@ -78,7 +78,7 @@ def _iterated_blocks(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         iterated: Callable[[], dict[str, nn.Module]] | None = getattr(module, "iterated_blocks", None)
         for own, block in iterated().items() if iterated is not None else ():
-            found.setdefault(block, f"{name}.{own}" if name else own)
+            found.setdefault(block, inside(name, own))
     return list(found.values())
 
 

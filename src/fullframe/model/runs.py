@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from fullframe.model.forward_patch import PatchedForward
+from fullframe.wording import inside
 
 _FEWEST = 4  # layers with weights that are worth to be cut
 
@@ -28,7 +29,7 @@ def runs_of_layers(model: nn.Module) -> list[str]:
 def _outermost(module: nn.Module, name: str) -> list[tuple[str, Any]]:
     if _is_plain(module) and len(_with_weights(module)) >= _FEWEST:  # type: ignore[arg-type]
         return [(name, module)]
-    children = [(f"{name}.{child}" if name else child, submodule) for child, submodule in module.named_children()]
+    children = [(inside(name, child), submodule) for child, submodule in module.named_children()]
     return [found for child, submodule in children for found in _outermost(submodule, child)]
 
 

@@ -38,7 +38,7 @@ class StepHost(Protocol):
         """Take the optimizer's `step`."""
 
     def phase(self, name: str) -> None:
-        """What a step does from here on: one of `phases.PHASES`, "" for nothing."""
+        """What a step does from here on: "forward", "backward", "all_reduce" or "optimizer"; "" for nothing."""
 
     def backward(self, loss: Tensor) -> None:
         """Backward from `loss`, of which waiting for the gradients of other ranks is a phase of its own."""

@@ -13,7 +13,6 @@ import torch
 
 from fullframe.ranks.waiting import waited_seconds
 
-PHASES = ("data", "forward", "exchange", "backward", "all_reduce", "optimizer")
 _WAITING = ("forward", "backward")  # in which ranks exchange rows
 _PENDING = 64  # steps whose events are kept until the device has met them
 

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from fullframe import __version__
 from fullframe.errors import ShapeError
+from fullframe.model.attributes import OF_EVERY_MODULE
 from fullframe.ranks.agreement import first_difference, from_all_ranks, is_first_rank
+from fullframe.wording import inside
 
-_EVERY_MODULES = frozenset(vars(nn.Module()))  # hooks, say; and `training`, which is compared at each pass
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.layout, torch.memory_format, type(None))
 _DEEPEST = 8  # of lists in lists
 _ELEMENTS = 4096  # of a tensor in an attribute that is compared by its values
@@ -41,7 +42,7 @@ def require_same_model(model: nn.Module, options: Mapping[str, Any] = MappingPro
         mine.append(f"{path or 'the model'}: {_name_of(type(module))}")
         for name, text in settings_of(module).items():
             decides = _is_in(name, _decisive(module))
-            (mine if decides else attributes).append(f"{_under(path, name)} = {text}")
+            (mine if decides else attributes).append(f"{inside(path, name)} = {text}")
     everyone = from_all_ranks((_digest(mine), _digest(attributes)))
     if len({digest for digest, _ in everyone}) > 1:
         first, rank, other = first_difference(from_all_ranks(mine))
@@ -67,7 +68,7 @@ def settings_of(module: nn.Module) -> dict[str, str]:
     """
     found = {}
     ours = type(module).__module__.startswith("fullframe.")
-    for name in sorted(vars(module).keys() - _EVERY_MODULES):
+    for name in sorted(vars(module).keys() - OF_EVERY_MODULE):
         text = _text(vars(module)[name]) if ours or not name.startswith("_") else None
         if text is not None:
             found[name] = text
@@ -96,7 +97,7 @@ def state_in_words(model: nn.Module, turn: int) -> list[str]:
     modules = _modules(model)
     module = modules[turn % len(modules)]
     path = paths.get(module, "")
-    return said + [f"{_under(path, name)} = {text}" for name, text in _decided(module).items()] + _precision()
+    return said + [f"{inside(path, name)} = {text}" for name, text in _decided(module).items()] + _precision()
 
 
 def _precision() -> list[str]:
@@ -161,10 +162,6 @@ def _of_tensors(model: nn.Module) -> list[str]:
 
 def _digest(lines: Sequence[str]) -> bytes:
     return hashlib.sha256("\n".join(lines).encode(errors="replace")).digest()
-
-
-def _under(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _name_of(value: Any) -> str:

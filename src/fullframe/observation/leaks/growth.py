@@ -84,8 +84,3 @@ class Growth:
         """Elements of a list that fills grow older by themselves."""
         around = (self._series.get(spot.key) for spot in islice(series.spot.upwards(), 1, None))
         return any(other is not None and other.grew_at > series.since for other in around)
-
-    def forget(self, series: Series) -> None:
-        """Begin to count anew."""
-        series.looks = series.evaluations = 0
-        series.since, series.first = series.step, series.size

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fullframe.observation.leaks.walk import Place, Variables, is_users, plain, size_of
+from fullframe.observation.leaks.walk import PACKAGE, Place, Variables, is_users, plain, size_of
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _PYTHON = str(Path(linecache.__file__).parent) + "/"
-_PACKAGE = str(Path(__file__).parents[2]) + "/"
-_LOOP = _PACKAGE + "training/"  # what called it has made nothing
+_LOOP = PACKAGE + "training/"  # what called it has made nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ class Lines:
 
 
 def _is_followed(file: str) -> bool:
-    return not file.startswith((_TORCH, _PACKAGE, "<frozen", "<string>")) and (
+    return not file.startswith((_TORCH, PACKAGE, "<frozen", "<string>")) and (
         not file.startswith(_PYTHON) or is_users(file)
     )
 

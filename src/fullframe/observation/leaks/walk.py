@@ -36,7 +36,7 @@ _OWN = {"torch", "torchvision", "numpy", "fullframe", "builtins", "rich", "tyro"
 _LIBRARIES = tuple(
     str(Path(sysconfig.get_path(name)).resolve()) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-_PACKAGE = str(Path(__file__).parents[2]) + "/"
+PACKAGE = str(Path(__file__).parents[2]) + "/"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +105,7 @@ def _of_library(file: str) -> bool:
 
 
 def _is_library(path: str) -> bool:
-    return path.startswith(_LIBRARIES) or path.startswith(_PACKAGE) or "/site-packages/" in path
+    return path.startswith(_LIBRARIES) or path.startswith(PACKAGE) or "/site-packages/" in path
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from fullframe.errors import StrategyError
 from fullframe.techniques.stages.attributes import SharedAttributes, packed, require_tensor_alone, unpack
 from fullframe.techniques.stages.statistics import Apart, Statistics, add, counts, is_torchs
+from fullframe.wording import inside
 
 
 class Change(NamedTuple):
@@ -73,7 +74,7 @@ class StageBuffers:
         self._apart = {name: Apart(norm, name) for name, norm in self._norms.items()}
         self._attributes.begin()
         self._before = {
-            _joined(path, name): (buffer, buffer._version)
+            inside(path, name): (buffer, buffer._version)
             for path, owner in self._watched
             for name, buffer in owner._buffers.items()
             if buffer is not None and not buffer.is_inference()
@@ -86,7 +87,7 @@ class StageBuffers:
         self._put_back()
         for path, owner in self._watched:
             for name, buffer in owner._buffers.items():
-                full = _joined(path, name)
+                full = inside(path, name)
                 before, version = self._before.get(full, (None, 0))
                 if buffer is None or buffer.is_inference():
                     continue
@@ -98,7 +99,7 @@ class StageBuffers:
                 is_new = buffer is not before or self._changed.get(full) == "new"
                 self._changed[full] = "new" if is_new else "values"
         for path, owner, name in self._attributes.changed():
-            full = _joined(path, name)
+            full = inside(path, name)
             self._require_known(owner, f"attribute {full}", is_first)
             self._changed[full] = "attribute"
 
@@ -172,10 +173,6 @@ class StageBuffers:
                 owner._buffers[own] = value.to(device if there is None else there.device)
             else:
                 (there.data if isinstance(owner, _NormBase) else there).copy_(value)
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _split(name: str) -> tuple[str, str]:
