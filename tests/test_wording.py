@@ -1,6 +1,6 @@
 """Counts, amounts, lists of names and errors in sentences."""
 
-from fullframe.wording import amount, capital, figure, first_line, first_of, in_one_line, inside, plural, some
+from fullframe.wording import amount, capital, figure, first_line, first_of, in_json, in_one_line, inside, plural, some
 
 
 def test_one_is_not_several() -> None:
@@ -20,6 +20,12 @@ def test_a_figure_has_three_digits_and_all_before_the_point() -> None:
 def test_of_many_names_the_first_are_said() -> None:
     assert some("abcde") == "a, b, c and 2 more" and some("ab") == "a, b"
     assert first_of("abcde") == "a, b, c, ..." and first_of(["a"]) == "a" and first_of("abc", most=2) == "a, b, ..."
+
+
+def test_json_has_null_for_what_is_not_finite() -> None:
+    assert in_json({"loss": float("nan"), "best": [1.5, float("inf")], "at": (2, True)}) == (
+        '{"loss": null, "best": [1.5, null], "at": [2, true]}'
+    )
 
 
 def test_a_full_name_begins_with_the_module_it_is_inside_of() -> None:

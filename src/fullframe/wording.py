@@ -1,8 +1,11 @@
 """Counts, amounts, lists of names and errors in sentences, and their beginning."""
 
+import json
+import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from types import FunctionType
+from typing import Any
 
 GIB, MIB = 2**30, 2**20
 SHOWN = (int, float, str, bool, type(None))  # whose values are short enough for a sentence
@@ -60,6 +63,19 @@ def first_line(error: BaseException) -> str:
 def in_one_line(text: str) -> str:
     """As a line of a table takes it: what ends a line, or steers a terminal, as Python writes it ('\\n')."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def in_json(value: Any) -> str:
+    """One line; a number that is not finite is null, which JSON knows."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def described(value: object) -> str:

@@ -1,7 +1,6 @@
 """How a run looks: a live bar on a terminal, plain lines anywhere else, one object as JSON."""
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from fullframe.errors import RunError
 from fullframe.observation.kinds import OF_STEP
-from fullframe.wording import plural
+from fullframe.wording import in_json, plural
 
 _QUIET_SECONDS = 5.0
 
@@ -124,4 +123,4 @@ def require_writable(path: Path | None, option: str) -> None:
 
 def print_json(fields: Mapping[str, Any]) -> None:
     """Print one object; a value that is not finite as null, which JSON knows."""
-    print(json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}))
+    print(in_json(fields))

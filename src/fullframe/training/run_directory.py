@@ -19,6 +19,7 @@ from fullframe.processes.lock import ProcessLock
 from fullframe.processes.whole_files import replace_end, replace_text
 from fullframe.strategy import Strategy
 from fullframe.training.run_file import LOCK, RunFile, read_json, read_run_file
+from fullframe.wording import in_json
 
 _BLOCK_BYTES = 65536  # of metrics.jsonl, that are read at a time from its end
 _SAID_ELSEWHERE = ("data", "depth", "height", "width", "stages", "precision")  # by the checkpoint, where they differ
@@ -62,7 +63,7 @@ class RunDirectory:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl; a value that is not finite is written as null, which JSON knows."""
-        self._add(self._metrics, _text(record))
+        self._add(self._metrics, in_json(record))
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl, oldest first; where `forget_after` has left none cut off."""
@@ -84,7 +85,7 @@ class RunDirectory:
 
         def changed(line: bytes) -> bytes:
             is_step = (found := json.loads(line)).get("step") == number and "loss" in found
-            return (_text(record) + "\n").encode() if is_step else line
+            return (in_json(record) + "\n").encode() if is_step else line
 
         self._end_anew(number - 1, lambda lines: map(changed, lines))
 
@@ -259,10 +260,6 @@ def _from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 def _has_steps(path: Path) -> bool:
     return (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
-
-
-def _text(record: Mapping[str, Any]) -> str:
-    return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()})
 
 
 def _step_of(line: bytes) -> float:

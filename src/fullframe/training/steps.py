@@ -118,7 +118,7 @@ class Steps:
         self._recipe, self._strategy, self._mesh = recipe, strategy, mesh
         self._session, self._run, self._steps, self._max_skipped = session, run, steps, max_skipped
         self._patience, self._looking = patience, looking
-        self._batches = _endless(session.state.loader)
+        self._batches = endless(session.state.loader)
         self._skipped_in_a_row = 0
         self.stuck = ""  # why the run ends after the step that was taken, which is recorded first
         self._moves_frozen: bool | None = None  # whether a step does; known after the first
@@ -347,6 +347,7 @@ def due(number: int, every: int) -> bool:
     return every > 0 and number % every == 0
 
 
-def _endless(loader: ShardedLoader) -> Iterator[Any]:
+def endless(loader: ShardedLoader) -> Iterator[Any]:
+    """Its batches, one epoch after another."""
     while True:
         yield from loader

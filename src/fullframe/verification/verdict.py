@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
+from fullframe.wording import in_json
+
 # Where theory says zero (the gradient of a bias before batch norm, say) a tensor holds rounding noise alone. Its peers
 # say how large that may be: what else its module holds, or the middle one of all tensors of its kind.
 _ZERO = 1e-12  # of the peers: noise, measured against them
@@ -139,7 +141,7 @@ class Verdict:
 
     def to_json(self) -> str:
         """One JSON object; what is not a finite number is null."""
-        return json.dumps(_finite(dataclasses.asdict(self)), allow_nan=False)
+        return in_json(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Verdict":
@@ -150,14 +152,6 @@ class Verdict:
         for name in ("parameters", "buffers"):
             fields[name] = tuple(_read(Difference, item) for item in fields[name])
         return cls(**fields | {"notes": tuple(fields["notes"])})
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read(kind: Any, fields: dict[str, Any]) -> Any:

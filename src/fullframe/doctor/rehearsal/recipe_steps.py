@@ -34,6 +34,7 @@ from fullframe.techniques.optimizers import set_learning_rate
 from fullframe.training.evaluation import evaluate
 from fullframe.training.session import Session, assemble
 from fullframe.training.step import StepRecord
+from fullframe.training.steps import endless
 
 SMALL_STEPS, WHOLE_STEPS = 5, 3
 SMALL, WHOLE = "small", "whole"  # folders of notes
@@ -85,7 +86,7 @@ def _steps(
         probes.replica = lambda: mesh.get_local_rank("data")
         session = assemble(recipe, strategy, mesh)
         with probes.attached():
-            batches = _endless(session)
+            batches = endless(session.state.loader)
             first, batch = _step(recipe, mesh, session, batches, 1, note)
             contents = checksum_of_batch(batch)
             del batch
@@ -96,7 +97,7 @@ def _steps(
         if repeat:
             del session, batches
             again = assemble(recipe, strategy, mesh)
-            second, batch = _step(recipe, mesh, again, _endless(again), 1, lambda event: None)
+            second, batch = _step(recipe, mesh, again, endless(again.state.loader), 1, lambda event: None)
             both = contents, checksum_of_batch(batch)
             note(Repeated(first=_numbers(first), second=_numbers(second), contents=both))
 
@@ -132,11 +133,6 @@ def _is_small(recipe: Recipe) -> bool:
 
 def _numbers(record: StepRecord) -> dict[str, float]:
     return {"loss": record.loss, "grad_norm": record.grad_norm}
-
-
-def _endless(session: Session) -> Iterator[Any]:
-    while True:
-        yield from session.state.loader
 
 
 def _evaluate(recipe: Recipe, strategy: Strategy, mesh: DeviceMesh, session: Session) -> None:
