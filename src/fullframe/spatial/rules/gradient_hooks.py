@@ -202,7 +202,7 @@ def _base(func: Any, x: SpatialTensor) -> None:
 def _listed(values: Any) -> list[Any]:
     if isinstance(values, dict):
         return list(values.values())
-    return list(values) if isinstance(values, Sequence) and not isinstance(values, Tensor) else [values]
+    return list(values) if isinstance(values, Sequence) else [values]
 
 
 def _seeded(outputs: Any, seeds: Any) -> tuple[list[Any], list[Tensor | None]]:
