@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import StrategyError
-from fullframe.techniques.stages.attributes import SharedAttributes, packed, unpack
+from fullframe.techniques.stages.attributes import PartAttributes, packed, unpack
 from tests.rank_group import RankFailure, rank_group
 
 
@@ -121,16 +121,16 @@ CHANGES: dict[str, Callable[[Holder], Any]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen(name: str) -> None:
     module = Holder()
-    attributes = SharedAttributes({"a": module, "b": nn.Conv2d(1, 1, 1)})
+    attributes = PartAttributes({"a": module, "b": nn.Conv2d(1, 1, 1)})
     attributes.begin()
     assert not list(attributes.changed())
     CHANGES[name](module)
-    assert [(path, own) for path, _, own in attributes.changed()] == [("a", name)]
+    assert [(found.path, found.name) for found in attributes.changed()] == [("a", name)]
 
 
 def test_the_same_values_anew_are_no_change() -> None:
     module = Holder()
-    attributes = SharedAttributes({"a": module})
+    attributes = PartAttributes({"a": module})
     attributes.begin()
     module.number, module.named = float("1.5"), {"a": [1]}
     assert not list(attributes.changed())

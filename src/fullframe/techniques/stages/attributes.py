@@ -1,11 +1,12 @@
-"""What forward sets on modules that several stages run: counters, caches, hidden states, generators of random numbers.
+"""What forward sets on the modules of parts: counters, caches, hidden states, generators of random numbers.
 
-Seen: another value, another entry of a list or dict, what is written into a tensor, what is drawn from a generator. Not
-what changes inside of objects of the user's own. torch's modules keep nothing in attributes.
+Seen: another value, another entry of a list or dict, what is written into a tensor, what is drawn from a generator,
+another attribute of an object of the user's own. Not what changes deeper. torch's modules keep nothing in attributes.
 """
 
 import copy
 import pickle
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,29 +19,43 @@ from fullframe.model.attributes import OF_EVERY_MODULE, state_of_generator
 from fullframe.spatial.tensor import SpatialTensor
 
 _UNSEEN = OF_EVERY_MODULE - {"training"}
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, range)
-_CONTAINERS = (list, tuple, set, frozenset, deque)
-_GONE: Any = object()
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, range)
+CONTAINERS = (list, tuple, set, frozenset, deque)
+_MOST_ENTRIES = 1000  # of a container inside of an object
 
 
-class SharedAttributes:
+class GONE:
+    """In the place of an attribute that is not there; pickled, it stays itself."""
+
+
+class ChangedAttribute(NamedTuple):
+    """One that forward has changed; `inside`: in the very object that it was."""
+
+    path: str
+    module: nn.Module
+    name: str
+    inside: bool
+
+
+class PartAttributes:
     """Those of `modules`, by their path."""
 
     def __init__(self, modules: Mapping[str, nn.Module]):
-        self._modules = {path: module for path, module in modules.items() if not _is_torchs(type(module))}
+        self.modules = {path: module for path, module in modules.items() if not _is_torchs(type(module))}
         self._before: dict[str, dict[str, tuple[Any, Any]]] = {}
 
     def begin(self) -> None:
         """Note how they are."""
-        self._before = {path: _seen(module) for path, module in self._modules.items()}
+        self._before = {path: _seen(module) for path, module in self.modules.items()}
 
-    def changed(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """Those that are other than at `begin`: the path, the module, the name."""
-        for path, module in self._modules.items():
+    def changed(self) -> Iterator[ChangedAttribute]:
+        """Those that are other than at `begin`."""
+        for path, module in self.modules.items():
             before, now = self._before[path], _seen(module)
             for name in dict.fromkeys((*before, *now)):
-                if not _is_same(before.get(name, (_GONE, None)), now.get(name, (_GONE, None))):
-                    yield path, module, name
+                old, new = before.get(name, (GONE, None)), now.get(name, (GONE, None))
+                if not _is_same(old, new):
+                    yield ChangedAttribute(path, module, name, inside=old[0] is new[0])
 
 
 class Packed(NamedTuple):
@@ -53,7 +68,7 @@ class Packed(NamedTuple):
 
 def packed(module: nn.Module, name: str, path: str) -> Packed:
     """The attribute as it is now. Raises StrategyError where it cannot go to other stages."""
-    value = vars(module).get(name, _GONE)
+    value = vars(module).get(name, GONE)
     generator = state_of_generator(value)
     if generator is not None:
         return Packed("generator", generator[0]())
@@ -66,7 +81,7 @@ def packed(module: nn.Module, name: str, path: str) -> Packed:
 def require_tensor_alone(module: nn.Module, value: Any, path: str) -> None:
     """Raises StrategyError for all but a whole tensor without a graph, which the module has set at `path`."""
     if not isinstance(value, Tensor):
-        what = "and removes it" if value is _GONE else f"to an object ({type(value).__name__})"
+        what = "and removes it" if value is GONE else f"to an object ({type(value).__name__})"
     elif isinstance(value, SpatialTensor) or value.requires_grad:
         what = f"to a tensor that {'is split' if isinstance(value, SpatialTensor) else 'wants a gradient'}"
     else:
@@ -96,15 +111,15 @@ def _seen(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 
 def _inside(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return None
     if isinstance(value, Tensor):
         return None if value.is_inference() else value._version
-    if isinstance(value, (*_CONTAINERS, dict)):
+    if isinstance(value, (*CONTAINERS, dict)):
         return copy.deepcopy(value) if _is_plain(value) else _Entries(value)
     generator = state_of_generator(value)
     if generator is None:
-        return None
+        return _Entries(_attributes_of(value)) if _is_users(value) else None
     state = generator[0]()
     return state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
 
@@ -120,22 +135,42 @@ class _Entries:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Entries) or len(self._entries) != len(other._entries):
             return False
-        return all(a is b for a, b in zip(self._entries, other._entries, strict=True))
+        pairs = zip(self._entries, other._entries, strict=True)
+        return all(a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b) for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def _is_same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
-    if before[0] is not now[0] and isinstance(before[0], _PLAIN):
+    if before[0] is not now[0] and isinstance(before[0], PLAIN):
         return type(before[0]) is type(now[0]) and bool(before[0] == now[0])
-    is_equal = type(before[0]) is type(now[0]) and isinstance(now[0], (*_CONTAINERS, dict))
+    is_equal = type(before[0]) is type(now[0]) and isinstance(now[0], (*CONTAINERS, dict))
     return (before[0] is now[0] or is_equal) and bool(before[1] == now[1])
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_plain(each) for item in value.items() for each in item)
-    return isinstance(value, _PLAIN) or (isinstance(value, _CONTAINERS) and all(map(_is_plain, value)))
+    return isinstance(value, PLAIN) or (isinstance(value, CONTAINERS) and all(map(_is_plain, value)))
+
+
+def _is_users(value: Any) -> bool:
+    """Whether it is an object, with attributes, of a class that is not Python's, torch's or ours."""
+    package = type(value).__module__.partition(".")[0]
+    is_other = package in sys.stdlib_module_names or package in ("torch", "fullframe", "numpy")
+    return not is_other and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__")
+
+
+def _attributes_of(value: Any) -> list[Any]:
+    """Its attributes, what they hold, and how often tensors among them were written."""
+    found: list[Any] = []
+    for name, one in vars(value).items():
+        found += [name, one]
+        if isinstance(one, Tensor) and not one.is_inference():
+            found.append(one._version)
+        elif isinstance(one, (*CONTAINERS, dict)) and len(one) <= _MOST_ENTRIES:
+            found += one.values() if isinstance(one, dict) else one
+    return found
 
 
 def _is_torchs(kind: type) -> bool:

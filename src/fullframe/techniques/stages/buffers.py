@@ -3,7 +3,8 @@
 With one microbatch, what the parts have made of them travels with the state. With several, a module of one stage sees
 its own in their order anyway. Of batch norm that several stages run, each microbatch's part of the running statistics
 is kept apart and put together in the order of one process. Anything else there may be set by the very first microbatch
-on the first stage, as caches are, and travels with it; what is changed later is refused.
+on the first stage, as caches are, and travels with it; what is changed later is refused. What a module of one stage
+keeps in attributes is told to the other stages after the call, for those who read it there.
 """
 
 from collections import Counter
@@ -16,7 +17,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fullframe.errors import StrategyError
-from fullframe.techniques.stages.attributes import SharedAttributes, packed, require_tensor_alone, unpack
+from fullframe.techniques.stages.attributes import (
+    ChangedAttribute,
+    PartAttributes,
+    packed,
+    require_tensor_alone,
+    unpack,
+)
+from fullframe.techniques.stages.elsewhere import Left, left, put, put_back
 from fullframe.techniques.stages.statistics import Apart, Statistics, add, counts, is_torchs
 from fullframe.wording import inside
 
@@ -38,6 +46,7 @@ class Said(NamedTuple):
 
     changes: Changes
     statistics: list[dict[str, Statistics]]  # of each microbatch, by the name of the module
+    left: dict[str, Left]  # in attributes of modules that this stage alone runs
 
 
 class StageBuffers:
@@ -45,18 +54,20 @@ class StageBuffers:
 
     def __init__(self, whole: nn.Module, stages: Sequence[Sequence[nn.Module]], stage: int, microbatches: int):
         self._stage, self._has_several = stage, microbatches > 1
-        names = {module: name for name, module in whole.named_modules()}
+        self._names = names = {module: name for name, module in whole.named_modules()}
         here = nn.ModuleList(dict.fromkeys(stages[stage]))
         times = Counter(module for each in stages for module in nn.ModuleList(dict.fromkeys(each)).modules())
         self._shared = {names[m]: m for m in here.modules() if m in names and times[m] > 1}
         self._norms = {name: m for name, m in self._shared.items() if counts(m) and is_torchs(m) and microbatches > 1}
-        self._attributes = SharedAttributes(self._shared)
+        self._attributes = PartAttributes({names[m]: m for m in here.modules() if m in names})
         self._owners = {names[m]: m for m in whole.modules()}
+        self._others = [m for m in whole.modules() if m not in set(here.modules())]
         self._watched = [(names[m], m) for m in here.modules() if m in names and names[m] not in self._norms]
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._apart: dict[str, Apart] = {}  # while a microbatch runs
         self._changed: dict[str, str] = {}  # the kind of change
         self._taken: Changes = {}  # by the stages before
+        self._left: dict[str, tuple[ChangedAttribute, bool]] = {}  # and whether with each microbatch
         self._statistics: list[dict[str, Statistics]] = []
 
     @contextmanager
@@ -71,6 +82,8 @@ class StageBuffers:
 
     def begin(self) -> None:
         """Before a microbatch."""
+        if not self._statistics:
+            self.put_back_attributes()
         self._apart = {name: Apart(norm, name) for name, norm in self._norms.items()}
         self._attributes.begin()
         self._before = {
@@ -98,10 +111,31 @@ class StageBuffers:
                     require_tensor_alone(owner, buffer, full)
                 is_new = buffer is not before or self._changed.get(full) == "new"
                 self._changed[full] = "new" if is_new else "values"
-        for path, owner, name in self._attributes.changed():
-            full = inside(path, name)
-            self._require_known(owner, f"attribute {full}", is_first)
-            self._changed[full] = "attribute"
+        for changed in self._attributes.changed():
+            full = inside(changed.path, changed.name)
+            if changed.path in self._shared:
+                self._require_known(changed.module, f"attribute {full}", is_first)
+                self._changed[full] = "attribute"
+                continue
+            if changed.inside:
+                self._require_own(changed, full)
+            self._left[full] = changed, len(self._statistics) > 1
+
+    def put_back_attributes(self) -> None:
+        """Modules of this stage alone have in their attributes what they go on with, read or not."""
+        for path, module in self._attributes.modules.items():
+            for name in put_back(module):
+                self._left[inside(path, name)] = ChangedAttribute(path, module, name, inside=True), True
+
+    def _require_own(self, changed: ChangedAttribute, full: str) -> None:
+        """Raises StrategyError where modules of other stages hold the very object that forward has changed."""
+        value = vars(changed.module)[changed.name]
+        other = next((m for m in self._others for one in vars(m).values() if one is value), None)
+        if other is not None:
+            raise StrategyError(
+                f"{type(changed.module).__name__} changes {full} in forward, an object that {self._names[other]} on "
+                "another stage holds, too, which would not see it; make it a part of the state, or leave out stages"
+            )
 
     def _put_back(self) -> None:
         for apart in self._apart.values():
@@ -131,7 +165,8 @@ class StageBuffers:
 
     def said(self) -> Said:
         """What the others must know when all microbatches are through."""
-        return Said(self.changes(), self._statistics)
+        found = {full: left(changed, full, self._stage, varies) for full, (changed, varies) in self._left.items()}
+        return Said(self.changes(), self._statistics, found)
 
     def take(self, changes: Changes) -> None:
         """Go on from what the stages before have changed."""
@@ -143,6 +178,10 @@ class StageBuffers:
         last = {name: stage for stage, said in enumerate(everyone) for name in said.changes}
         for stage, said in enumerate(everyone):
             self._put({name: said.changes[name] for name in said.changes if last[name] == stage != self._stage})
+        for stage, said in enumerate(everyone):
+            for full, found in said.left.items():
+                path, name = _split(full)
+                put(self._owners[path], name, found, is_own=stage == self._stage)
         names = dict.fromkeys(name for said in everyone for each in said.statistics for name in each)
         for name in names:
             for number in range(max(len(said.statistics) for said in everyone)):
