@@ -242,6 +242,11 @@ def misuse(which: str) -> None:
             backward()
             backward()
 
+        def early() -> None:
+            backward()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
         def zero() -> None:
             backward()
             optimizer.zero_grad()
@@ -266,6 +271,7 @@ def misuse(which: str) -> None:
             "maximum": (ValueError, lambda: hvd.DistributedOptimizer(plain, named, op=hvd.Max), "not Max"),
             "groups": (ValueError, lambda: hvd.DistributedOptimizer(plain, named, groups=-1), "non-negative"),
             "too many passes": (AssertionError, twice, "Increase backward_passes_per_step"),
+            "stepped too early": (AssertionError, early, "before optimizer.synchronize"),
             "zero_grad too early": (AssertionError, zero, "prohibited as it can cause a race condition"),
         }
         kind, call, said = calls[which]
@@ -275,9 +281,29 @@ def misuse(which: str) -> None:
 
 
 @pytest.mark.parametrize("which", ["no tuples", "same names", "without names", "predivided sum", "maximum", "groups",
-                                   "too many passes", "zero_grad too early"])  # fmt: skip
+                                   "too many passes", "stepped too early", "zero_grad too early"])  # fmt: skip
 def test_misuse_is_refused(which: str) -> None:
     rank_group(2).run(misuse, which)
+
+
+class Doubled(hvd.Compression.none):  # type: ignore[misc]
+    """Sends twice of it."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor * 2, 2
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor / ctx
+
+
+class Tenfold(Doubled):
+    """Sends ten times of it."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor * 10, 10
 
 
 def apart(which: str) -> None:
@@ -291,18 +317,85 @@ def apart(which: str) -> None:
             options["op"] = hvd.Sum
         if which == "backward_passes_per_step" and first:
             options[which] = 2
+        if which == "compressor":
+            options["compression"] = Doubled if first else Tenfold
+        if which == "setting":
+            options["compression"] = type("Half", (hvd.Compression.fp16,), {"ratio": 0.5 if first else 0.25})
         plain = torch.optim.SGD(parameters, lr=0.1)
         optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
         for _ in range(2 if which == "backward_passes_per_step" and first else 1):
             model(batch(0)[0], True).sum().backward()
-        said = {"order": "body.0.weight", "op": "op=Sum, another rank has op=Average"}.get(which, f"{which}=2")
+        said = {
+            "order": "body.0.weight",
+            "op": "op=Sum, another rank has op=Average",
+            "compressor": "compression=Doubled, another rank has compression=Tenfold",
+            "setting": "Half.ratio=0.5, another rank has Half.ratio=0.25",
+        }.get(which, f"{which}=2")
         with pytest.raises(hvd.HorovodInternalError, match=said):
             optimizer.step()
 
 
-@pytest.mark.parametrize("which", ["op", "backward_passes_per_step", "order"])
+@pytest.mark.parametrize("which", ["op", "backward_passes_per_step", "order", "compressor", "setting"])
 def test_ranks_that_reduce_differently_are_told(which: str) -> None:
     rank_group(2).run(apart, which)
+
+
+def adasum_apart(which: str) -> None:
+    with initialized():
+        one, other = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+        first, options = hvd.rank() == 0, {}
+        if which == "compressor":
+            options["compression"] = Doubled if first else Tenfold
+        order = [other, one] if which == "order" and first else [one, other]
+        named = [("one", one), ("other", other)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(order, lr=0.1), named, op=hvd.Adasum, **options)
+        (one + 2 * other).sum().backward()
+        said = {"order": r"other \(3,\), another rank has one \(3,\)", "compressor": "compression=Doubled, another"}
+        with pytest.raises(hvd.HorovodInternalError, match=said[which]):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("which", ["order", "compressor"])
+def test_ranks_whose_adasum_differs_are_told(which: str) -> None:
+    rank_group(2).run(adasum_apart, which)
+
+
+def drifting(which: str, small: bool) -> None:
+    """From its second step on rank 0 does otherwise; all hear of it before they apply another one."""
+    with initialized():
+        model = nn.Linear(3, 2) if small else Model()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+
+        def step(leaves_out: bool) -> None:
+            optimizer.zero_grad()
+            (model(torch.ones(2, 3)) if small else model(batch(0)[0], True)).sum().backward()
+            optimizer.synchronize()
+            if not leaves_out:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+
+        for _ in range(5):
+            step(False)
+        if which == "lr" and hvd.rank() == 0:
+            optimizer.param_groups[0]["lr"] = 0.05
+        if which == "all leave it out":
+            step(True)
+        elif which == "leaves it out":
+            step(hvd.rank() == 0)
+        elif which == "twice" and hvd.rank() == 0:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        if which == "all leave it out":
+            step(False)
+        else:
+            with pytest.raises(hvd.HorovodInternalError, match="another lr or another option, or has stepped more or"):
+                step(False)
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("which", ["lr", "leaves it out", "twice", "all leave it out"])
+def test_ranks_that_step_differently_are_told(which: str, small: bool) -> None:
+    rank_group(2).run(drifting, which, small)
 
 
 def sparse_apart() -> None:

@@ -1,10 +1,11 @@
 """Small allreduces that come again and again are done without asking first: the question travels with the numbers.
 
 Every rank learns the same from what all have done, so all expect the same collective next. They reduce it at once, with
-three numbers more: whether any rank wanted something else, and which of the unnamed ones each meant. If all wanted it,
-it is done; if not, it is thrown away and the ranks ask each other as usual.
+three numbers more: whether any rank wanted something else, and which of the unnamed ones each meant, or of a named one
+its checksum. If all wanted it, it is done; if not, it is thrown away and the ranks ask each other as usual.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ from fullframe.horovod.table import Due
 _LARGEST_BYTES = 256 << 10  # what is thrown away in vain must not cost more than the question
 _SURE = 2  # times that a collective followed another, before it is expected to
 _KEPT = 64
-_CYCLE = 64  # of the numbers of unnamed collectives: squares summed over 4,096 ranks are exact in float32
+_EXACT = 1 << 24  # up to which whole numbers are exact in float32
 
 
 class _Known:
@@ -39,6 +40,7 @@ class Forecast:
 
     def __init__(self, collectives: Collectives):
         self._collectives = collectives
+        self._cycle = math.isqrt(_EXACT // collectives.size)  # of the numbers: their squares' sum is exact
         self._known: dict[Request, _Known] = {}
         self._last: _Known | None = None
         self.expected: Request | None = None  # what all ranks expect next
@@ -73,7 +75,7 @@ class Forecast:
         else:
             data.copy_(submission.inputs[0])
             scale(data, request.prescale)
-            number = submission.number % _CYCLE
+            number = submission.number % self._cycle
             head[0], head[1], head[2] = 0, number, number * number
         self._collectives.allreduce(known.buffer, ReduceOp.Sum)
         others, total, squares = head.tolist()

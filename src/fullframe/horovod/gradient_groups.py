@@ -1,6 +1,7 @@
-"""Which gradients travel together."""
+"""Which gradients travel together, and what the ranks must have in common for it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -68,3 +69,12 @@ def _by_size(parameters: Iterable[Tensor], limit_bytes: int) -> list[list[Tensor
         open_groups[kind].append(parameter)
         held[kind] += size
     return found
+
+
+def terms_of(parameters: Iterable[Tensor], names: Mapping[Tensor, str], compression: Any) -> str:
+    """Of which parameters, in order, and by which compressor with which settings; a line each."""
+    kind = compression if isinstance(compression, type) else type(compression)
+    settings = {**vars(kind), **(getattr(compression, "__dict__", {}) if kind is not compression else {})}
+    plain = {k: v for k, v in settings.items() if isinstance(v, (bool, int, float, str)) and not k.startswith("__")}
+    lines = [f"compression={kind.__qualname__}", *(f"{kind.__qualname__}.{k}={v}" for k, v in plain.items())]
+    return "\n".join([*lines, *(f"{names[one]} {tuple(one.shape)}" for one in parameters)])

@@ -1,5 +1,6 @@
 """Gradients of a model reduced over the ranks while backward still computes others."""
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,12 +10,13 @@ from torch import Tensor
 from fullframe.errors import GradientError
 from fullframe.horovod.compression import Compression, Compressor
 from fullframe.horovod.context import World, world
-from fullframe.horovod.gradient_groups import grouped
+from fullframe.horovod.gradient_groups import grouped, terms_of
 from fullframe.horovod.handles import Handle, begin, synchronize
 from fullframe.horovod.process_sets import ProcessSet
 from fullframe.horovod.reductions import allreduce, sparse_allreduce_async
 from fullframe.horovod.request import ReduceOp
 from fullframe.horovod.requests_of import allreduce_request
+from fullframe.model.sharding.steps_taken import options_of
 from fullframe.spatial.gradients import is_managed
 
 
@@ -35,8 +37,7 @@ class _Room:
 class _Group:
     """Gradients that are reduced as one; `left`: those that backward has yet to reach.
 
-    `room`: on the CPU, for dense gradients of one dtype that travel as they are; what all ranks answer alike. `terms`:
-    of which parameters, in order.
+    `room`: on the CPU, for dense gradients of one dtype that travel as they are; what all ranks answer alike.
     """
 
     def __init__(self, name: str, parameters: Sequence[Tensor], has_room: bool, terms: str):
@@ -51,11 +52,12 @@ class _Group:
 class GradientReducer:
     """Begins to reduce a group when backward has come to all of it `passes` times; `finish` waits for all groups.
 
-    `predivide` splits an average: divided by it before, the rest after.
+    `predivide` splits an average: divided by it before, the rest after. The `optimizer` must be set alike on all ranks.
     """
 
     def __init__(
         self,
+        optimizer: torch.optim.Optimizer,
         names: dict[Tensor, str],
         groups: Sequence[Sequence[Tensor]],
         *,
@@ -73,7 +75,9 @@ class GradientReducer:
         self._of: dict[Tensor, _Group] = {}
         self._counts: dict[Tensor, int] = {}
         self._sparse: set[Tensor] = set()  # those that were ever given a sparse gradient
-        self._names = names
+        self._names, self._optimizer = names, optimizer
+        self._steps = 0  # since the last reduction
+        self._checksum: int | None = None  # while one is under way
         self._world: World | None = None
         self._take_up(groups)
 
@@ -105,6 +109,11 @@ class GradientReducer:
             assert group.finish is not None
             group.finish()
         self._clear()
+        self._steps = 0
+
+    def note_step(self) -> None:
+        """The optimizer has applied them."""
+        self._steps += 1
 
     def of_all(self, loss: Any) -> Tensor:
         """One number, reduced as the gradients are."""
@@ -115,7 +124,7 @@ class GradientReducer:
         """Reduce the gradients of these too."""
         for parameters in groups:
             name = f"DistributedOptimizer.{self._names[parameters[0]]}.{len(parameters)}"
-            terms = "".join(f"\n{self._names[one]} {tuple(one.shape)}" for one in parameters)
+            terms = terms_of(parameters, self._names, self._compression)
             group = _Group(name, parameters, self._compression is Compression.none, terms)
             self._groups.append(group)
             for parameter in parameters:
@@ -218,19 +227,22 @@ class GradientReducer:
 
     def _send(self, group: _Group, sent: list[Tensor], op: ReduceOp, postscale: float) -> Handle:
         """Begin to reduce in place, if all ranks mean the same by it."""
-        terms = f"op={self._op.name}\nbackward_passes_per_step={self.passes}{group.terms}"
+        terms = f"op={self._op.name}\nbackward_passes_per_step={self.passes}\n{group.terms}"
         request = allreduce_request(sent, group.name, op, 1 / self._predivide, postscale, self._process_set, terms)
-        return begin(request, sent, self._process_set, list, targets=sent)
+        if self._checksum is None:
+            self._checksum = zlib.crc32(f"{self._steps} {options_of(self._optimizer)}".encode())
+        return begin(request, sent, self._process_set, list, targets=sent, checksum=self._checksum)
 
     def _clear(self) -> None:
         for group in self._groups:
             group.finish, group.left = None, set(group.parameters)
+        self._checksum = None
         self._counts = dict.fromkeys(self._of, self.passes)
 
     def _forget_other_world(self) -> None:
         """What was under way before the ranks met anew is lost."""
         if self._world is not world():
-            self._world = world()
+            self._world, self._steps = world(), 0
             for group in self._groups:
                 group.room = None  # where the other world may still write
             self._clear()

@@ -25,9 +25,13 @@ def begin(
     process_set: ProcessSet,
     finish: _Finish,
     targets: Sequence[Tensor] | None = None,
+    checksum: int = 0,
 ) -> Handle:
-    """Ask for a collective; `finish` makes the result that the user gets of the engine's."""
-    engine, submission = _submission(request, inputs, process_set, targets)
+    """Ask for a collective; `finish` makes the result that the user gets of the engine's.
+
+    `checksum`: where it has a name, of what all ranks must have in common by now.
+    """
+    engine, submission = _submission(request, inputs, process_set, targets, checksum)
     engine.submit(submission)
     handle = next(_numbers)
     _pending[handle] = engine, submission, finish
@@ -49,11 +53,15 @@ def complete(
 
 
 def _submission(
-    request: Request, inputs: Sequence[Tensor], process_set: ProcessSet, targets: Sequence[Tensor] | None
+    request: Request,
+    inputs: Sequence[Tensor],
+    process_set: ProcessSet,
+    targets: Sequence[Tensor] | None,
+    checksum: int = 0,
 ) -> tuple[Engine, Submission]:
     made = world()
     engine = made.engine(process_set)
-    number = 0 if request.name else made.number(process_set)
+    number = checksum if request.name else made.number(process_set)
     inside = [_numbers_of(tensor) for tensor in inputs]
     outside = inside if targets is inputs else None if targets is None else [_numbers_of(tensor) for tensor in targets]
     return engine, Submission(request, number, inside, outside)

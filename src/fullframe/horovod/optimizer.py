@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fullframe.horovod.compression import Compression, Compressor
 from fullframe.horovod.context import world
-from fullframe.horovod.gradient_groups import grouped, named_parameters_of
+from fullframe.horovod.gradient_groups import grouped, named_parameters_of, terms_of
 from fullframe.horovod.gradient_reducer import GradientReducer
+from fullframe.horovod.handles import complete
 from fullframe.horovod.process_sets import ProcessSet, global_process_set
 from fullframe.horovod.queries import rocm_built
-from fullframe.horovod.reductions import grouped_allreduce_
 from fullframe.horovod.request import ReduceOp
-from fullframe.horovod.requests_of import check_allreduce
+from fullframe.horovod.requests_of import allreduce_request, check_allreduce
 
 
 def DistributedOptimizer(
@@ -60,9 +60,10 @@ def DistributedOptimizer(
     made = _same(optimizer, kind)
     made.backward_passes_per_step = backward_passes_per_step
     made.process_set = process_set
-    made.compression = compression
+    made.compression, made.names = compression, names
     if reduces and kind is _ByGradient:
         made.reducer = GradientReducer(
+            made,
             names,
             parts,
             compression=compression,
@@ -122,7 +123,13 @@ class _ByGradient:
         """
         if closure is not None and not self._skips:
             closure = self._reducing(closure)
-        elif not self._skips:
+        elif self._skips:
+            if not self._synchronized and self.reducer is not None and self.reducer.is_under_way:
+                raise AssertionError(
+                    "optimizer.step() inside optimizer.skip_synchronize() before optimizer.synchronize(): gradients "
+                    "are still being reduced, and the ranks would drift apart; call optimizer.synchronize() first"
+                )
+        else:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -132,7 +139,10 @@ class _ByGradient:
                 )
             self.synchronize()
         self._synchronized = False
-        return super().step(closure)  # type: ignore[misc]
+        result = super().step(closure)  # type: ignore[misc]
+        if self.reducer is not None:
+            self.reducer.note_step()
+        return result
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         searches = inspect.signature(super().step).parameters["closure"].default is inspect.Parameter.empty  # type: ignore[misc]
@@ -161,6 +171,7 @@ class _ByUpdate:
     backward_passes_per_step: int
     process_set: ProcessSet
     compression: type[Compressor]
+    names: dict[Tensor, str]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Gradients add up until `step`, however many passes those are."""
@@ -185,9 +196,13 @@ class _ByUpdate:
         if self.process_set.included() and (self.process_set.size() or 1) > 1:
             updates = [parameter - start for parameter, start in zip(parameters, before, strict=True)]
             small = [self.compression.compress(update) for update in updates]
-            name = "DistributedOptimizer.adasum"
             sent = [tensor for tensor, _ in small]
-            reduced = grouped_allreduce_(sent, None, name, ReduceOp.Adasum, process_set=self.process_set)
+            for parameter in parameters:  # those that came later
+                self.names.setdefault(parameter, f"allreduce.noname.{len(self.names)}")
+            terms = terms_of(parameters, self.names, self.compression)
+            name, op = "DistributedOptimizer.adasum", ReduceOp.Adasum
+            request = allreduce_request(sent, name, op, 1.0, 1.0, self.process_set, terms)
+            reduced = complete(request, sent, self.process_set, list, targets=sent)
             for parameter, start, whole, (_, ctx) in zip(parameters, before, reduced, small, strict=True):
                 parameter.copy_(start + self.compression.decompress(whole, ctx))
         return result

@@ -11,11 +11,18 @@ from typing import NamedTuple
 
 from fullframe.horovod.request import Request, mismatch
 
+OTHERWISE_SET = (
+    "the optimizer of one rank has another lr or another option, or has stepped more or less often since the last "
+    "reduction; step and schedule on all ranks alike, by what all ranks know"
+)
 _REMEMBERED = 4096  # requests that have a number
 
 
 class Key(NamedTuple):
-    """What the ranks' requests for one collective have in common; `number` counts those without a name."""
+    """What the ranks' requests for one collective have in common; `number` counts those without a name.
+
+    Of those with one the number that is said is a checksum of what the ranks must have in common by then.
+    """
 
     kind: str  # "" without a name: which collective is the `number`-th is part of what must fit
     name: str
@@ -47,6 +54,7 @@ class Table:
     def __init__(self, size: int):
         self._size = size
         self._waiting: dict[Key, dict[int, Request]] = {}
+        self._said: dict[Key, set[int]] = {}  # the numbers
         self._numbers: dict[Request, int] = {}
         self._remembered: list[Request] = []
         self._joined: list[int] = []  # in the order in which they did
@@ -77,12 +85,15 @@ class Table:
             joins, said = pickle.loads(message) if message else (False, [])
             for one, number in said:
                 request = self._remembered[one] if isinstance(one, int) else one
-                self._waiting.setdefault(key_of(request, number), {})[rank] = request
+                key = key_of(request, number)
+                self._waiting.setdefault(key, {})[rank] = request
+                self._said.setdefault(key, set()).add(number)
             if joins and rank not in self._joined:
                 self._joined.append(rank)
         due = [*self._complete(), *self._at_cross_purposes()]
         for item in due:
             self._waiting.pop(item.key, None)
+            self._said.pop(item.key, None)
             for request in filter(None, item.requests):
                 self._remember(request)
         last = None
@@ -101,7 +112,10 @@ class Table:
             if all(rank in asked or rank in self._joined for rank in range(self._size)):
                 requests = tuple(asked.get(rank) for rank in range(self._size))
                 said = [request for request in requests if request is not None]
-                found.append(Due(key, requests, mismatch(said, len(said) < self._size)))
+                error = mismatch(said, len(said) < self._size)
+                if error is None and len(self._said[key]) > 1:
+                    error = f"{key.kind} '{key.name}' does not mean the same on all ranks: {OTHERWISE_SET}"
+                found.append(Due(key, requests, error))
         return found
 
     def _at_cross_purposes(self) -> list[Due]:
