@@ -70,6 +70,14 @@ def test_a_run_that_has_all_its_steps_says_so(tmp_path):
     assert not any("already" in said for said in messages)
 
 
+@pytest.mark.parametrize("strategy", [ff.Strategy(data=2), ff.Strategy(data=2, shard_parameters=True)])
+def test_all_ranks_get_the_same_model(strategy, tmp_path):
+    """Without an evaluation, which shares the replicas' running statistics."""
+    first, second = rank_group(2).run(train, strategy, tmp_path, {"evaluate": None, "steps": 2})
+    for one, other in zip(first[0], second[0], strict=True):
+        assert torch.equal(one, other)
+
+
 def train_steps(strategy, run_dir, steps):
     """Without dropout, whose masks depend on the split."""
     return train(strategy, run_dir, {"model": Network}, steps=steps)[0]

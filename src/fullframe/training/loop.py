@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.arguments import checked
 from fullframe.errors import ArgumentError, RecipeError, RunError, require_count
+from fullframe.model.buffers import share_buffers
 from fullframe.model.sharding.values import is_sharded, whole_value
 from fullframe.processes.cores import too_few
 from fullframe.processes.exit_reasons import restart_reason
@@ -58,7 +59,6 @@ def fit(
     about: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Train to `steps` optimizer steps (the recipe's unless given) under `strategy`; returns the trained plain model.
-
     All ranks call it; `run_dir` must be visible to all. `resume` goes on from the newest readable checkpoint, bit
     for bit where the mesh is the same and the kernels repeat themselves (CPUs' do; GPUs' under
     `torch.use_deterministic_algorithms`); with "auto", and on ranks that a launcher has started again, if there is one.
@@ -120,7 +120,9 @@ def _met(recipe: Recipe, strategy: Strategy, options: Mapping[str, Any], about: 
 
 
 def _finished(recipe: Recipe, model: nn.Module, strategy: Strategy, run_dir: Path) -> nn.Module:
-    """The trained plain model, after the recipe's own end with it on rank 0."""
+    """The trained plain model, the same on all ranks, after the recipe's own end with it on rank 0."""
+    if strategy.data > 1:  # each replica has its own running statistics
+        share_buffers(model)
     plain = _whole(recipe, model, strategy)
     if recipe.finish and dist.get_rank() == 0:
         with evaluating(plain):
