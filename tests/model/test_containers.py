@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 import fullframe as ff
 from fullframe.errors import StrategyError
@@ -20,6 +21,16 @@ from tests.rank_group import RankFailure, rank_group
 class State:
     last: Any = None
     parts: list[Any] = field(default_factory=list)
+
+
+class Registered:
+    """With a list beside its leaf."""
+
+    def __init__(self, last: Any = None, parts: list[Any] | None = None):
+        self.last, self.parts = last, [] if parts is None else parts
+
+
+register_pytree_node(Registered, lambda one: ([one.last], one.parts), lambda last, parts: Registered(*last, parts))
 
 
 def _append(seen: Any, y: Tensor) -> None:
@@ -57,6 +68,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], None]]] = {
     "OrderedDict": (OrderedDict, _move),
     "defaultdict": (lambda: defaultdict(list), _set),
     "dataclass": (State, _to_state),
+    "a class that torch's trees know": (Registered, _to_state),
 }
 
 
@@ -101,6 +113,7 @@ def _step(kind: str, on: Any = None, **options: Any) -> Any:
     out = model(x, given)
     assert given["seen"] is seen and given["count"] == 4 and "number" not in given
     found = _tensors(seen)
+    assert len(found) >= 4
     loss = out.square().mean() + sum((n + 1) * each.sin().mean() for n, each in enumerate(found))
     loss.backward()
     gradients = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in net.parameters()]
@@ -152,6 +165,31 @@ def test_what_was_given_stays_itself() -> None:
     assert given["a"][0] is inner and given["a"][1] is first  # type: ignore[index]
     with pytest.raises(StrategyError, match="given twice"):
         put_back(values_in([inner, inner]), {1: [2]})
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 1, 1)
+
+    def forward(self, one: Registered) -> Tensor:
+        y: Tensor = self.conv(one.last) * (1 + len(one.parts))
+        one.parts.append(1)
+        return y
+
+
+def test_a_block_that_is_recomputed_writes_once() -> None:
+    net, found, one = nn.Sequential(Counting()), [], Registered(torch.ones(1, 1, 2, 2))
+    step = ff.TrainStep(
+        net,
+        lambda model, batch: model(one).mean(),
+        torch.optim.SGD(net.parameters(), lr=0.0),
+        ff.Strategy(recompute="blocks", recompute_modules=("0",)),
+    )
+    for _ in range(3):
+        step({"x": torch.ones(1)})
+        found.append((len(one.parts), float(net[0].conv.bias.grad)))  # type: ignore[union-attr, arg-type]
+    assert found == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
 def test_containers_in_a_circle_are_walked_once() -> None:

@@ -1,10 +1,14 @@
-"""Lists, dicts, dataclasses that a call is given and writes to: our door and FSDP2 hand it copies, which are lost."""
+"""Lists, dicts, dataclasses that a call is given and writes to: our door and FSDP2 hand it copies, which are lost.
+
+So they do of objects of classes that are registered with `torch.utils._pytree`, from the parts that these name.
+"""
 
 from collections import deque
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import BUILTIN_TYPES, SUPPORTED_NODES, TreeSpec
 
 from fullframe.errors import StrategyError
 
@@ -110,11 +114,32 @@ def _inside(value: Any) -> list[Any] | dict[Any, Any] | None:
         return dict(value)
     if isinstance(value, (list, tuple, deque)):
         return list(value)
+    if _is_registered(type(value)) and hasattr(value, "__dict__"):
+        return dict(vars(value))
     if is_dataclass(value) and not isinstance(value, (type, nn.Module)):  # FSDP2 copies those, too
         return {field.name: getattr(value, field.name, None) for field in fields(value)} | getattr(
             value, "__dict__", {}
         )
     return None
+
+
+def with_own_contexts(tree: TreeSpec) -> TreeSpec:
+    """The same, by which objects are made that have lists and dicts of their own beside the leaves, as they are now."""
+    children = [*map(with_own_contexts, tree.children() if hasattr(tree, "children") else tree.children_specs)]
+    context = _copied(tree.context) if _is_registered(tree.type) else tree.context
+    return TreeSpec(tree.type, context, children) if children or context is not None else tree
+
+
+def _copied(context: Any) -> Any:
+    if type(context) is deque:
+        return deque(map(_copied, context), context.maxlen)
+    if type(context) in (list, tuple, set):
+        return type(context)(map(_copied, context))
+    return {key: _copied(value) for key, value in context.items()} if type(context) is dict else context
+
+
+def _is_registered(kind: Any) -> bool:
+    return kind in SUPPORTED_NODES and kind not in BUILTIN_TYPES
 
 
 def _each(function: Any, inside: Any) -> Any:

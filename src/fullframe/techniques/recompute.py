@@ -23,6 +23,7 @@ from fullframe.model.attributes import Attributes
 from fullframe.model.blocks import blocks_that_repeat, class_name, examples, matching
 from fullframe.model.buffers import borrow_buffers, buffers_of, copies, return_buffers
 from fullframe.model.compiled.blocks import CompiledBlock
+from fullframe.model.containers import with_own_contexts
 from fullframe.model.door import unwrapped, wrapped
 from fullframe.model.forward_patch import PatchedForward
 from fullframe.model.runs import part
@@ -117,6 +118,7 @@ class Recomputed(PatchedForward):
         # All tensors go in as plain positional arguments: only those does checkpoint save through the hooks around it,
         # which may offload them.
         locals_, shells = unwrapped((args, kwargs))
+        shells.tree = with_own_contexts(shells.tree)  # which the first pass may write to
         given = [(args, kwargs)]  # the first pass gets the very objects, which it may change; and lets go of them
         versions = [(tensor, tensor._version) for tensor in locals_ if isinstance(tensor, Tensor)]
         before = _Before(self._module, self._name, self._leave_out, self._looks, locals_)
