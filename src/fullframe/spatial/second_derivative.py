@@ -51,6 +51,15 @@ def once_differentiable(backward: Backward) -> Backward:
     return once
 
 
+def require_first(what: str, remedy: str) -> None:
+    """In a backward: raises GradientError with `create_graph`, where `what` has a first derivative only."""
+    if torch.is_grad_enabled():
+        raise GradientError(
+            f"gradients of gradients (create_graph=True) are asked for through {what}, of which there is a first "
+            f"derivative only; {remedy}"
+        )
+
+
 class _ReadOnce:
     """A function's context whose saved tensors were read, as some may be read only once a pass."""
 

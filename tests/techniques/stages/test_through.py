@@ -266,7 +266,7 @@ class Odd(nn.Module):
         return torch.sin(x * self.weight)
 
 
-def odd(way: str, microbatches: int = 1, twice: bool = False) -> Any:
+def odd(way: str, microbatches: int = 1, twice: bool = False, penalty: bool = False) -> Any:
     mesh = ff.init_mesh(stages=2)
     block = Odd(way)
     run = ff.unroll(block, 4, placement="stages", mesh=mesh, microbatches=microbatches)
@@ -275,6 +275,10 @@ def odd(way: str, microbatches: int = 1, twice: bool = False) -> Any:
     loss.backward(retain_graph=twice)
     if twice:
         loss.backward()
+    if penalty:
+        x = torch.ones(4, 3, requires_grad=True)
+        (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+        (slope.square().sum() + run(x).sum()).backward()  # of the penalty there would be nothing
     with torch.no_grad():
         odd_sized = run.eval()(torch.ones(3, 3))  # no microbatches
     return block.unused.grad is None, block.weight.grad is not None, odd_sized.shape
@@ -295,6 +299,7 @@ def test_what_gets_no_gradient_has_none() -> None:
         ("outside", {}, "wants a gradient and is neither a parameter"),
         ("counts", {"microbatches": 2}, "changes its buffer calls in forward"),
         ("well", {"twice": True}, "a second time"),
+        ("well", {"penalty": True}, "are asked for through stages, of which there is a first derivative only"),
         ("well", {"microbatches": 3}, "4 samples cannot be cut into 3 equal microbatches"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fullframe as ff
-from fullframe.errors import ShapeError, StrategyError
+from fullframe.errors import GradientError, ShapeError, StrategyError
 from fullframe.techniques.unrolling.fixed_point import fixed_point
 from tests.rank_group import rank_group
 
@@ -122,3 +122,29 @@ def test_what_is_refused() -> None:
     for options, words in (({"backward": "exact"}, "implicit, unrolled, phantom"), ({"tolerance": 2.0}, r"\[0, 1\)")):
         with pytest.raises(StrategyError, match=words):
             fixed_point(Pair(), **options)  # type: ignore[arg-type]
+
+
+def penalized(backward: str, squared: bool) -> Tensor:
+    """The gradient of a penalty on a gradient by the input, whose seed is a constant unless `squared`."""
+    model = fixed_point(Mixing(), backward=backward, tolerance=1e-12, iterations=100)
+    x = torch.linspace(-1, 1, 4, dtype=torch.float64).requires_grad_()
+    result = model(torch.zeros_like(x), x)
+    (slope,) = torch.autograd.grad((result.square() if squared else result).sum(), x, create_graph=True)
+    (found,) = torch.autograd.grad(slope.square().sum(), model.block.parameters())
+    return found
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 0.3, dtype=torch.float64))
+
+    def forward(self, state: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.weight * state.flip(0)) + x
+
+
+@pytest.mark.parametrize("squared", [False, True])
+def test_a_penalty_on_a_gradient_is_exact_or_refused(squared: bool) -> None:
+    assert penalized("unrolled", squared).abs().min() > 1e-3
+    with pytest.raises(GradientError, match=r"through a fixed point's implicit backward pass.*backward='unrolled'"):
+        penalized("implicit", squared)

@@ -35,11 +35,14 @@ from fullframe.ranks.stage_messages import (
     telling_others,
 )
 from fullframe.spatial.operands import has_gradients
+from fullframe.spatial.second_derivative import require_first
 from fullframe.spatial.tensor import local_or_whole
 from fullframe.techniques.stages.arguments import Arguments, Begun, Kept, StageSaid, State, or_zeros
 from fullframe.techniques.stages.buffers import StageBuffers
 from fullframe.techniques.stages.chain import Chain, Criterion, OwnGraph, Segment, Stages, require_known
 from fullframe.techniques.stages.pipelines import one_forward_one_backward
+
+_WITHOUT_SECOND = "stages", "leave stages out"
 
 
 def through_stages(
@@ -370,9 +373,9 @@ class _Pipelined(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         with telling_others():
+            require_first(*_WITHOUT_SECOND)
             return None, *ctx.call.backward(gradients)
 
 
@@ -385,9 +388,9 @@ class _PipelinedLoss(torch.autograd.Function):
         return call.forward_and_back()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         with telling_others():
+            require_first(*_WITHOUT_SECOND)
             return None, *ctx.call.scaled(gradient)
 
 

@@ -19,6 +19,7 @@ from fullframe.arguments import checked
 from fullframe.errors import ShapeError, StrategyError, require_count
 from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.ranks.recording import as_they_are
+from fullframe.spatial.second_derivative import require_first
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 
 _SEVERAL_TIMES = "in the last iteration of an implicit ff.fixed_point backward goes through it several times"
@@ -181,8 +182,8 @@ class _Adjoint(torch.autograd.Function):
         return tuple(value.view_as(value) for value in values)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        require_first("a fixed point's implicit backward pass", "give it backward='unrolled'")
         return None, *ctx.solve(gradients)
 
 
