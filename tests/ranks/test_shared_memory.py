@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullframe.errors import RankError
+from fullframe.errors import DivergenceError, RankError
 from fullframe.geometry.extents import Extents
 from fullframe.ranks import exchange
 from fullframe.ranks import shared_memory as mailbox
-from fullframe.ranks.channel import channel_of
+from fullframe.ranks.channel import announce, channel_of
 from fullframe.ranks.collectives import all_gather_no_grad, all_sum_no_grad
 from fullframe.ranks.exchange import InFlight, Message, fetch
 from fullframe.ranks.mesh import init_mesh, spatial_of
@@ -184,6 +184,30 @@ def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_job_says():
     text, _ = rank_group(2).run(wait_in_vain)
     rank_group(2).run(_forget_meshes)
     assert text.startswith("rank 1 did not come for 0 s, and rank 0 waits for it at: a message.")
+
+
+def send_to_one_that_raised():
+    """It keeps running, and takes nothing."""
+    boxes, other = boxes_and_other()
+    if dist.get_rank() == 1:
+        announce(ValueError("met here alone"))
+        time.sleep(2)
+        return ""
+    seconds, mailbox._LEFT_SECONDS = mailbox._LEFT_SECONDS, 0.5
+    try:
+        with pytest.raises(DivergenceError) as raised:
+            for _ in range(SLOTS + 1):
+                boxes.send(other, HEAD, torch.zeros(1))
+    finally:
+        mailbox._LEFT_SECONDS = seconds
+    return str(raised.value)
+
+
+def test_a_sender_learns_of_an_error_of_the_one_it_waits_for():
+    group = rank_group(2)
+    found, _ = group.run(send_to_one_that_raised, timeout_seconds=20)
+    group.run(_forget_meshes)
+    assert "rank 1 raised ValueError: met here alone" in found and "rank 0 did not, and is at: a message" in found
 
 
 def patience():

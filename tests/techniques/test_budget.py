@@ -241,7 +241,7 @@ def too_small() -> str:
 def test_a_budget_that_cannot_be_met_is_refused_alike_on_all_ranks() -> None:
     first, second = rank_group(2).run(too_small)
     assert first == second
-    assert "is 1000, but with all 3 blocks recomputed" in first
+    assert "is 1000, but with all blocks recomputed that save any by it (3 of 3)" in first
     assert "more microbatches or ranks" in first
 
 

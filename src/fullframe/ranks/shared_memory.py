@@ -35,6 +35,7 @@ _SPIN_SECONDS = 0.01
 _LOOKS = 20  # at the flag alone, before one at what the other ranks say
 _NAP_SECONDS = 0.0002
 _PATIENCE_SECONDS = 1800.0  # as gloo's, where the job does not say
+_LEFT_SECONDS = 5.0  # in which a rank that has raised an error takes what was sent to it before, if it goes on at all
 _LOOK_SECONDS = 0.02  # between looks whether the other rank runs, each of which takes as long as half a nap
 
 # A rank's cell: words of 8 bytes, then texts. The first word of the first cell's line, `_APART`, is for all ranks.
@@ -275,6 +276,8 @@ class _Wait:
             return
         self._looked_at = waited
         rank, boxes = self._place.rank, self._boxes
+        if waited > _LEFT_SECONDS and boxes._errors_of(self._peer) > boxes.errors:
+            boxes._part(rank, "", text_of(self._head))
         is_gone = life_of(boxes._pids[rank]) is None
         if is_gone or waited > boxes.patience:
             what = "died or left (its own last words say why)" if is_gone else f"did not come for {waited:.0f} s"

@@ -47,10 +47,21 @@ class Step(nn.Module):
         return state + torch.tanh(self.conv(state))
 
 
-class Iterating(nn.Module):
+class Twice(Step):
+    """With its layer under two names."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.run = nn.Conv2d(3, 4, 1), ff.unroll(Step(), 6, recompute="nested")
+        self.same = self.conv
+
+    def forward(self, state: Tensor) -> Tensor:
+        return self.same(super().forward(state))
+
+
+class Iterating(nn.Module):
+    def __init__(self, step: type[Step] = Step) -> None:
+        super().__init__()
+        self.stem, self.run = nn.Conv2d(3, 4, 1), ff.unroll(step(), 6, recompute="nested")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self.stem(x))
@@ -60,6 +71,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "layers": convolutional,
     "with a head": Headed,
     "unrolled": Iterating,
+    "layers of two names": lambda: nn.Sequential(nn.Conv2d(3, 4, 1), Twice(), nn.Tanh(), Twice(), nn.Conv2d(4, 4, 1)),
+    "unrolled, of two names": lambda: Iterating(Twice),
 }
 
 
@@ -130,6 +143,8 @@ def compared(name: str, axes: dict[str, int], options: dict[str, Any]) -> float:
         ("unrolled", {"stages": 3}, {"microbatches": 2}),
         ("unrolled", {"stages": 2}, {"microbatches": 1, "recompute": "blocks"}),
         ("unrolled", {"stages": 2, "data": 2}, {"microbatches": 2, "ema_decay": 0.5}),
+        ("layers of two names", {"stages": 2}, {"microbatches": 2}),
+        ("unrolled, of two names", {"stages": 2}, {}),
     ],
 )
 def test_five_steps_as_in_one_process(name: str, axes: dict[str, int], options: dict[str, Any]) -> None:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fullframe.errors import StrategyError
 from fullframe.geometry.extents import Extents
 from fullframe.model.attributes import kept_attributes
 from fullframe.model.forward_patch import PatchedForward
+from fullframe.model.lent import lent
 from fullframe.model.runs import layers_in_runs, outermost_sequentials
 from fullframe.ranks.mesh import init_mesh
 from fullframe.ranks.randomness import kept_random_state
@@ -205,7 +205,8 @@ def trials(layers: Sequence[nn.Module], input: Any) -> list[Trial]:
                 note = partial(_note, saved, {id(weight) for weight in weights.values()})
                 with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                     begun = state.detach().requires_grad_(state.is_floating_point())
-                    state = functional_call(layer, weights, (begun,))
+                    with lent(layer, weights):
+                        state = layer(begun)
                 found.append(Trial(sum(saved.values()), tuple(state.shape), state.dtype))
         except Exception:  # whatever a layer does without numbers
             return []

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_flatten
 
 from fullframe.errors import GradientError, StrategyError
+from fullframe.model.lent import lent
 from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.ranks.exchange import InFlight
 from fullframe.ranks.randomness import kept_random_state, mixed_seed, random_state, seed_everything, set_random_state
@@ -195,7 +195,8 @@ class _Call:
             begun = Begun(own, inputs, self._keeps, came=not self._is_first)
             self._graph.watch(begun.leaves if self._keeps else ())
             args = form.dressed(begun.state, self._given.spatial), *self._given.inputs(parts, begun.inputs), before
-            states = functional_call(self._segment, self._aliases, args) if self._aliases else self._segment(*args)
+            with lent(self._segment, self._aliases):
+                states = self._segment(*args)
         begun.require_as_given(self._axis.coordinate, self._returns_all)
         states = list(states) if self._returns_all else [states[-1]]
         if self._keeps:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.arguments import checked
 from fullframe.errors import ShapeError, StrategyError, require_count
+from fullframe.model.lent import lent
 from fullframe.spatial.tensor import local_or_whole
 from fullframe.techniques.offload import saving_to_host
 from fullframe.techniques.recompute import Looks, Recomputed
@@ -305,24 +306,10 @@ class _Run:
 
 @contextmanager
 def _lent(block: nn.Module, weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, the block has these in the place of its own; `buffers` then holds what it has made of them.
-
-    As `torch.func.functional_call`, which forgets a buffer that forward sets anew.
-    """
-    own_weights, own_buffers = dict(block.named_parameters()), dict(block.named_buffers())
-    lent = {id(own): weights[name] for name, own in own_weights.items()}
-    lent |= {id(own): buffers[name] for name, own in own_buffers.items()}
-    held: list[tuple[Any, dict[str, Any]]] = [
-        (named, dict(named)) for module in block.modules() for named in (module._parameters, module._buffers)
-    ]
-    try:
-        for named, own in held:
-            named.update({name: lent[id(value)] for name, value in own.items() if value is not None})
+    """Inside, the block has these in the place of its own; `buffers` then holds what it has made of them."""
+    with lent(block, weights | buffers):
         yield
         buffers.update(dict(block.named_buffers()))
-    finally:
-        for named, own in held:
-            named.update(own)
 
 
 class _Part(nn.Module):
