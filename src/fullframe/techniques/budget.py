@@ -61,8 +61,8 @@ def choose(costs: Costs, budget_bytes: int) -> tuple[str, ...]:
     if excess > 0:
         raise StrategyError(
             f"strategy.recompute_budget_bytes is {budget_bytes}, but with all blocks recomputed that save any by it "
-            f"({len(gaining)} of {len(costs.blocks)}) {budget_bytes + excess} bytes are saved, {excess} more; raise the budget, use more microbatches or "
-            "ranks, or name larger blocks with recompute_modules"
+            f"({len(gaining)} of {len(costs.blocks)}) {budget_bytes + excess} bytes are saved, {excess} more; raise "
+            "the budget, use more microbatches or ranks, or name larger blocks with recompute_modules"
         )
     for block in sorted(chosen, key=lambda block: -block.seconds):
         if excess + block.bytes <= 0:
