@@ -46,6 +46,7 @@ from fullframe.simulation.memory.terms import TERMS, Terms
 from fullframe.simulation.memory.trace import OutOfTime, Trace, Tracer
 from fullframe.simulation.prediction import KEPT_FREE, OUTSIDE_ALLOCATOR, Prediction
 from fullframe.simulation.shares import Shares
+from fullframe.spatial.selection import TAKEN_AS_FEW
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.strategy import Strategy
 from fullframe.techniques.unrolling.models import require_one_device, unrolled_in
@@ -255,6 +256,7 @@ class _Simulation:
     def _notes(self) -> tuple[str, ...]:
         lacking = self._clock.device.lack_of(self._strategy.precision)
         own = [f"{lacking}; products are timed at the rate of fp32"] if lacking else []
+        own += [TAKEN_AS_FEW] if TAKEN_AS_FEW in self._spatial.caches else []
         return tuple(sorted({*self._outcomes.notes, *self._programs.notes, *self._host.notes, *own}))
 
     def _accounted(self, trace: Trace, model: ParallelModel, ahead: list[Any]) -> Prediction:

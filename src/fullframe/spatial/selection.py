@@ -10,7 +10,7 @@ elements each run has, which the ranks send each other once.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, product
 from math import prod
@@ -30,6 +30,10 @@ from fullframe.ranks.mesh import Axis, axes_in
 from fullframe.spatial.operands import has_values
 from fullframe.spatial.spec import Spec
 
+TAKEN_AS_FEW = (
+    "what a mask picks is made whole on each rank somewhere, as where it is written at index tensors; a step whose "
+    "masks pick more than a rank may hold is refused there, which a simulation does not see"
+)
 _REMEMBERED = 8  # the masks among which an equal one is looked for
 
 
@@ -112,9 +116,23 @@ def selected(mask: Tensor, spec: Spec) -> tuple[Selection, Tensor]:
         counts = tuple(agreed[spatial.replica_ranks.index(rank)][0] for rank in ranks)
     else:  # a simulation, which takes all elements as true
         counts = tuple(_local_size(spec, where) for where in _coordinates(spec))
+        spatial.caches.setdefault(may_be_fewer, set()).add(sum(counts))
     made = Selection(spec, cells, counts, flat.clone() if within is None and _is_quick(flat) else None)
     recent.append(ref(made))
     return made, rows
+
+
+def may_be_fewer(shape: Sequence[int], spec: Spec) -> bool:
+    """Whether, in a simulation, a tensor has as many rows as a mask there has elements: how many it picks is not known.
+
+    By that number, as a mask's order is forgotten where its rows are sorted. `spec` is any on the same mesh, which
+    remembers with `TAKEN_AS_FEW` that it was asked and so.
+    """
+    caches = spec.spatial.caches
+    found = not caches.get(may_be_fewer, frozenset()).isdisjoint(shape)
+    if found:
+        caches[TAKEN_AS_FEW] = True
+    return found
 
 
 def _is_quick(flat: Tensor) -> bool:

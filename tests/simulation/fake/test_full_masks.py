@@ -13,6 +13,7 @@ from fullframe.cli.application import run
 from fullframe.errors import UnsupportedOp
 from fullframe.simulation.fake.full_masks import FULL_MASKS
 from fullframe.simulation.fake.outcomes import Outcomes
+from fullframe.spatial.selection import TAKEN_AS_FEW
 from tests.rank_group import rank_group
 from tests.simulation.fake.test_outcomes import Remembering
 from tests.simulation.real_steps import peak_and_left
@@ -162,3 +163,26 @@ def _scattered(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_what_a_source_gives_to_a_mask_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedOp, match=r"masked_scatter: .* which a simulation does not have"):
         ff.simulate(recipe(loss=_scattered), ff.Strategy(width=2), "A100-80GB")
+
+
+@pytest.mark.parametrize("way", ["write", "read"])
+def test_as_many_positions_as_a_mask_has_elements_may_be_few(way: str) -> None:
+    """Lift-Splat's cells: features of kept points, one a cell, written at the cells; no more than these in truth."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        image = model.stem(batch["image"])  # type: ignore[operator]
+        rows, cells = image.permute(0, 2, 3, 1).flatten(0, 2), batch["depth"].flatten()
+        kept = cells > 0
+        rows, cells = rows[kept], (cells[kept] * 36).long() % 36
+        order = cells.argsort(stable=True)
+        rows, cells = rows[order], cells[order]
+        last = torch.cat([cells[1:] != cells[:-1], cells[:1] >= 0])
+        grid = image.new_zeros(2, 16, 8, 6) if way == "write" else image[:, :, :8, :6] * 1
+        cells = cells[last]
+        if way == "read":
+            return grid[cells * 0, :, cells // 6, cells % 6].square().mean()
+        grid[cells * 0, :, cells // 6, cells % 6] = rows[last]
+        return (grid * image[:, :, :8, :6]).square().mean()
+
+    found = ff.simulate(recipe(loss=loss), ff.Strategy(width=2), "cpu", without=("context",))
+    assert set(found.notes) == {FULL_MASKS, TAKEN_AS_FEW}

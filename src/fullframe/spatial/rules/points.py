@@ -15,6 +15,7 @@ from fullframe.spatial.redistribute import gather_axes, sliced
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.tables import FEW, landing, looked_up
 from fullframe.spatial.rules.transposing import along
+from fullframe.spatial.selection import may_be_fewer
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, whole, wrap
 from fullframe.spatial.whole_rows import sent_home, whole_rows
@@ -119,7 +120,7 @@ def _whole(index: Tensor, x: SpatialTensor) -> Tensor:
     """A split index made whole, where it is no more than a rank's part of `x`."""
     if not isinstance(index, SpatialTensor):
         return index
-    if index.numel() > most_besides(x.spec):
+    if is_large(index.shape, x.spec):
         raise Unsupported("the index is split, and larger than a rank's part of what it reads from")
     return index.full()
 
@@ -127,6 +128,11 @@ def _whole(index: Tensor, x: SpatialTensor) -> Tensor:
 def most_besides(spec: Spec) -> int:
     """How many numbers a rank may hold besides its part of a map: as many again, or few."""
     return max(prod(spec.shape) // spec.parts, FEW)
+
+
+def is_large(shape: Sequence[int], spec: Spec) -> bool:
+    """Whether what is whole on each rank is certainly more than it may hold besides its part of a map."""
+    return prod(shape) > most_besides(spec) and not may_be_fewer(shape, spec)
 
 
 def _is_much(result: Spec, spec: Spec) -> bool:
@@ -137,7 +143,7 @@ def _is_much(result: Spec, spec: Spec) -> bool:
 
 def _require_few(result: Spec, spec: Spec) -> None:
     """Raises Unsupported where a rank would hold more of the result than it holds of the map `spec`."""
-    if _is_much(result, spec):
+    if _is_much(result, spec) and not may_be_fewer(result.shape, spec):
         raise Unsupported(
             f"what it reads along a split dim, {tuple(result.shape)}, would be whole on every rank, and is larger than "
             "a rank's part of the map",

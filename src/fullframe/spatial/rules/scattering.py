@@ -17,6 +17,7 @@ from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.points import (
     at_own,
     has_many_rows,
+    is_large,
     landed,
     most_besides,
     require_all_inside,
@@ -141,7 +142,7 @@ def _cut(
 
 def _without_cuts(t: SpatialTensor, x: SpatialTensor, axes: Sequence[str]) -> Tensor:
     """What is written made whole along mesh axes, where it is no more than a rank's part of what it is written to."""
-    if axes and t.numel() > most_besides(x.spec):
+    if axes and is_large(t.shape, x.spec):
         raise Unsupported("what is written at index tensors is split, and larger than a rank's part of the map")
     return wrap(*gather_axes(local_of(t), t.spec, axes))
 
