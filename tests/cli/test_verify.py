@@ -121,6 +121,22 @@ def test_the_ten_that_differ_most_or_all(tmp_path, capsys, ranks_find) -> None:
     assert started[1][0] == "2", "two ranks along the width, when no axis is given"
 
 
+def test_rows_of_what_is_equal_are_left_to_all(tmp_path, capsys, ranks_find) -> None:
+    """The statistics of a frozen batch norm, index tables."""
+    frozen = tuple(Difference(name=f"norm{n}.mean", shape=(3,), max_abs=0.0, relative=0.0) for n in range(4))
+    ranks_find(found(buffers=frozen))
+    recipe = str(written(tmp_path))
+    assert run(["verify", recipe]) == 0
+    text = capsys.readouterr().out
+    assert "norm0.mean" not in text and "buffer 4 tensors: equal bit for bit; --all prints them" in text
+    ranks_find(found(buffers=(*found().buffers, *frozen)))
+    assert run(["verify", recipe]) == 0
+    text = capsys.readouterr().out
+    assert "norm0.mean" not in text and "norm.mean" in text and "and 4 more that differ less; --all prints" in text
+    assert run(["verify", recipe, "--all"]) == 0
+    assert "norm3.mean" in capsys.readouterr().out
+
+
 def test_ranks_are_started_with_depth(tmp_path, ranks_find) -> None:
     started = ranks_find(found(mesh={"data": 1, "depth": 2, "height": 1, "width": 2}))
     assert run(["verify", str(written(tmp_path)), "--depth", "2", "--width", "2"]) == 0
@@ -177,6 +193,8 @@ def test_ranks_that_fail_give_no_verdict(tmp_path, capsys, ranks_find) -> None:
         ),
         (["--height", "0"], None, "--height must be at least 1, got 0"),
         (["--tolerance", "0"], None, "--tolerance must be greater than 0, got 0.0"),
+        (["--noise", "-1"], None, "--noise must be 0 or more, and finite, got -1.0"),
+        (["--noise", "nan"], None, "--noise must be 0 or more, and finite, got nan"),
         (["--width", "2"], "3", "data 1 x height 1 x width 2 = 2 is not the number of ranks that were started, 3"),
         (["--width", "2", "--data", "2"], "3", "= 4 is not the number of ranks that were started, 3; start 4"),
         (["--height", "4"], "2", "data 1 x height 4 x width 1 = 4 is not the number of ranks that were started, 2"),

@@ -4,9 +4,11 @@ from collections import OrderedDict, UserDict, deque, namedtuple
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import pytest
 import torch
 
 from fullframe.data.nested import leaves, replaced, tensors_in, tensors_replaced
+from fullframe.errors import DataError
 
 Pair = namedtuple("Pair", "left right")
 
@@ -64,3 +66,11 @@ def test_tensors_of_nodes_that_know_their_parent():
     root, value = Node(torch.zeros(1)), torch.ones(1)
     root.children = [Node(value, root), Node(value, root)]
     assert [tensor.item() for tensor in tensors_in([root])] == [0, 1, 1]
+
+
+def test_a_list_that_holds_itself_is_entered_once_and_not_replaced():
+    tensor, graph = torch.ones(2), {"nodes": [1]}
+    graph["nodes"] += [graph, tensor]
+    assert list(leaves(graph)) == [1, tensor] and list(tensors_in(graph)) == [tensor]
+    with pytest.raises(DataError, match=r"by 'nodes', 1, 'nodes', 1, \.\.\.: a list or mapping in it holds itself"):
+        replaced(graph, lambda leaf, path: leaf)

@@ -78,7 +78,7 @@ def _gathered() -> tuple[float, float, list[str]]:
             loss = model(ff.shard(_image(), mesh(1, 2)))
             loss.backward()
     errors = [relative(p.grad, q.grad) for p, q in zip(whole.parameters(), model.parameters(), strict=True)]  # type: ignore[arg-type]
-    return relative(expected.detach(), loss.detach()), max(errors), [str(w.message) for w in said]
+    return relative(expected.detach(), loss.detach()), max(errors), [f"{w.filename}: {w.message}" for w in said]
 
 
 def test_gather_trains_it_exactly_and_says_so_once() -> None:
@@ -87,7 +87,7 @@ def test_gather_trains_it_exactly_and_says_so_once() -> None:
         assert loss_error < 1e-12
         assert gradient_error < 1e-12
     (said,) = answers[0][2]
-    assert "torch.linalg.svdvals (blocks.1 (Spectral)) runs on the gathered" in said
+    assert said.startswith(f"{__file__}: torch.linalg.svdvals (blocks.1 (Spectral)) runs on the gathered")
     assert re.search(r"; at spatial/test_fallback.py:\d+, linalg_svdvals of ", said), said
     assert answers[1][2] == []
 

@@ -113,6 +113,20 @@ class Leaking(nn.Module):
         return Leak.apply(y)
 """
 
+# Two sums that are equal but for rounding, and a relu that stands or falls with their difference.
+KINK = """
+class Kinked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Conv2d(6, 6, 3, padding=1)
+        self.one, self.other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        x = self.mix(x)
+        one, other = x.mean((2, 3)), x.flip(3).sum(2).sum(2) / (x.shape[2] * x.shape[3])
+        return x + (self.one * one - self.other * other).relu()[:, :, None, None]
+"""
+
 # An op without a rule.
 SPECTRAL = """
 class Spectral(nn.Module):

@@ -96,6 +96,7 @@ def test_the_first_difference(off: dict[str, Any], phase: str, module: str | Non
     assert not found.exact and found.exit_code == 1 and first is not None
     assert (first.phase, first.module, first.class_name) == (phase, module, CLASSES.get(module, ""))  # type: ignore[arg-type]
     assert words in first.message, first.message
+    assert ("--noise 0.01" in first.message) == (phase in ("backward", "parameter"))
 
 
 def test_low_precision_is_named_as_a_likely_reason() -> None:

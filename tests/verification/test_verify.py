@@ -19,6 +19,7 @@ from tests.verification.job import (
     DRAWN,
     DROPPING,
     INPLACE,
+    KINK,
     LEAK,
     PARTS,
     QUERIED,
@@ -32,10 +33,10 @@ from tests.verification.job import (
 )
 
 
-def _verified(path: str, data: int, height: int, width: int, unsupported: str, depth: int) -> str:
+def _verified(path: str, data: int, height: int, width: int, unsupported: str, depth: int, noise: float = 0.0) -> str:
     torch.set_num_threads(1)
     strategy = Strategy(data=data, depth=depth, height=height, width=width)
-    return verified_by_a_fork(Path(path), strategy, unsupported=unsupported).to_json()
+    return verified_by_a_fork(Path(path), strategy, unsupported=unsupported, noise=noise).to_json()
 
 
 def _verified_as_on_a_gpu(path: str) -> str:
@@ -51,11 +52,17 @@ def _verified_as_on_a_gpu(path: str) -> str:
 
 
 def verified(
-    path: Path, data: int = 1, height: int = 1, width: int = 2, unsupported: str = "error", depth: int = 1
+    path: Path,
+    data: int = 1,
+    height: int = 1,
+    width: int = 2,
+    unsupported: str = "error",
+    depth: int = 1,
+    noise: float = 0.0,
 ) -> Verdict:
     """The verdict, the same on all ranks."""
     ranks = data * depth * height * width
-    answers = rank_group(ranks).run(_verified, str(path), data, height, width, unsupported, depth)
+    answers = rank_group(ranks).run(_verified, str(path), data, height, width, unsupported, depth, noise)
     verdicts = [json.loads(answer) for answer in answers]
     for verdict in verdicts:
         verdict.pop("notes")  # a gathered op is named by the first rank alone
@@ -193,6 +200,17 @@ def test_a_wrong_recipe_names_the_module(tmp_path: Path, what: str) -> None:
     assert first.shape == (2, 6, 9, 13) and first.local_shape in ((2, 6, 9, 7), (2, 6, 9, 6))
     assert first.relative > 1e-8
     assert largest(verdict) > 1e-9, "the gradients differ too"
+
+
+def test_values_on_a_kink_differ_and_are_exact_once_the_weights_are_moved(tmp_path: Path) -> None:
+    path = written(tmp_path, "Kinked()", KINK)
+    verdict = verified(path)
+    first = verdict.first_difference
+    assert first is not None and first.phase == "parameter" and first.relative > 0.01
+    assert verdict.loss is not None and verdict.loss.relative < 1e-13 and "--noise 0.01" in first.message
+    verdict = verified(path, noise=0.01)
+    assert verdict.exact and largest(verdict) < 1e-12, verdict
+    assert verdict.notes[0] == "the weights are the recipe's with noise of 0.01 times their size, in both runs"
 
 
 def test_samples_that_are_read_in_parts(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`fullframe verify`: one step split and in one process, compared; the ranks are started here or by torchrun."""
 
 import contextlib
+import math
 import os
 import sys
 import tempfile
@@ -65,6 +66,8 @@ class Verify:
     """An op without an exact rule is refused, or runs whole on every rank: as the recipe says unless given."""
     tolerance: Annotated[float, arg(metavar="T")] = 1e-9
     """Largest relative difference that counts as rounding."""
+    noise: Annotated[float, arg(metavar="X")] = 0.0
+    """Move the weights by noise of X times their size first, in both runs: off kinks, where rounding decides."""
     all: bool = False
     """Print every parameter and buffer, not only the ten that differ most."""
     json: bool = False
@@ -81,6 +84,8 @@ class Verify:
         sizes: dict[str, int | None] = {name: getattr(self, name) for name in axes}
         if not self.tolerance > 0:
             raise MeshError(f"--tolerance must be greater than 0, got {self.tolerance}")
+        if not 0 <= self.noise < math.inf:
+            raise MeshError(f"--noise must be 0 or more, and finite, got {self.noise}")
         require_file(self.recipe)
         if all(size is None for size in sizes.values()):
             sizes["width"] = ranks or 2
@@ -122,7 +127,12 @@ class Verify:
 
         with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is not the verdict
             verdict = verify(
-                self.recipe, strategy, values=self.set, unsupported=self.unsupported, tolerance=self.tolerance
+                self.recipe,
+                strategy,
+                values=self.set,
+                unsupported=self.unsupported,
+                tolerance=self.tolerance,
+                noise=self.noise,
             )
         folder = os.environ.get(_FOLDER)
         if dist.get_rank() == 0:
@@ -157,16 +167,19 @@ class Verify:
 
 
 def _print_table(console: Console, title: str, differences: "tuple[Difference, ...]", rows: int | None) -> None:
+    shown = [d for d in differences if rows is None or d.problem or d.max_abs][:rows]
     table = Table(title, "shape", "max abs", "relative")
     table.columns[0].overflow = "fold"
     for column in table.columns[2:]:
         column.justify = "right"
-    for d in differences[:rows]:
+    for d in shown:
         numbers = (d.problem, "") if d.problem else (f"{d.max_abs:.1e}", f"{d.relative:.1e}")
         table.add_row(Text(d.name), Text(str(d.shape)), *numbers)
-    console.print(table)
-    if rows is not None and len(differences) > rows:
-        console.print(f"and {len(differences) - rows} more that differ less; --all prints them")
+    if shown:
+        console.print(table)
+    if rest := len(differences) - len(shown):
+        said = f"and {rest} more that differ less" if shown else f"{title} {rest} tensors: equal bit for bit"
+        console.print(f"{said}; --all prints them")
 
 
 def _sentence(verdict: "Verdict", recipe: Path) -> str:

@@ -12,11 +12,22 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fullframe.errors import DataError
+
 Path = tuple[Any, ...]  # the keys and places that lead to a leaf
+_DEEPEST = 200  # containers within each other
 
 
 def replaced(value: Any, function: Callable[[Any, Path], Any], path: Path = ()) -> Any:
-    """`value` with each leaf replaced by `function(leaf, path)`, in containers of the same kinds."""
+    """`value` with each leaf replaced by `function(leaf, path)`, in containers of the same kinds.
+
+    Raises DataError where a container holds itself.
+    """
+    if len(path) > _DEEPEST:
+        raise DataError(
+            f"a batch is nested {_DEEPEST} deep, by {', '.join(map(repr, path[:4]))}, ...: a list or mapping in it "
+            "holds itself; hand on what the step needs of it"
+        )
     if isinstance(value, Mapping):
         return with_items(value, {key: replaced(item, function, (*path, key)) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
@@ -29,11 +40,12 @@ def tensors_replaced(value: Any, function: Callable[[Tensor], Any]) -> Any:
     return replaced(value, lambda leaf, path: tree_map_only(Tensor, function, leaf))
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Whatever is no mapping, list or tuple, in order."""
+def leaves(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Whatever is no mapping, list or tuple, in order; what lies `within` itself is not entered again."""
     if isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from leaves(item)
+        if not any(value is outer for outer in within):
+            for item in value.values() if isinstance(value, Mapping) else value:
+                yield from leaves(item, (*within, value))
     else:
         yield value
 

@@ -6,6 +6,7 @@ as another one.
 
 import os
 import sys
+import warnings
 import zlib
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -54,6 +55,15 @@ def line() -> str:
         if outer is None:
             return _named(frame, code.co_filename, op)
         frame = outer
+
+
+def warn(text: str) -> None:
+    """A warning of the line that `line` names."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not (_files.get(id(frame.f_code)) or _kept(frame.f_code))[1]:
+        frame = frame.f_back
+    said = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=said)
 
 
 def line_of(trace: TracebackType | None) -> str:

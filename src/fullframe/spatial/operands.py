@@ -1,6 +1,5 @@
 """Several operands of one op brought to one spec, so that the op can run on their local parts."""
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -14,7 +13,7 @@ from fullframe.errors import MeshError
 from fullframe.geometry.placement import Placement, Placements
 from fullframe.ranks.mesh import AXES, axes_in
 from fullframe.ranks.recording import require_sending
-from fullframe.ranks.tags import line
+from fullframe.ranks.tags import line, warn
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.redistribute import gather_axes, moved, resplit, sliced
 from fullframe.spatial.spec import Spec
@@ -124,8 +123,7 @@ def say_gathered(name: str, reason: str, shell: SpatialTensor) -> None:
         return
     _said.add((name, where))
     if torch.distributed.get_rank() == 0:
-        text = f"{name} ({where or 'outside a module'}) runs on the gathered {shell!r}: {reason}; at {line()}"
-        warnings.warn(text, stacklevel=2)
+        warn(f"{name} ({where or 'outside a module'}) runs on the gathered {shell!r}: {reason}; at {line()}")
 
 
 def has_gradients(tensor: Tensor) -> bool:

@@ -20,6 +20,11 @@ from fullframe.verification.verdict import (
 )
 from fullframe.wording import some
 
+_KINK = (
+    "; the forward pass and the loss agree, so values may sit on a kink (whole pixels in grid_sample, zeros in relu or "
+    "abs, ties in max), where rounding decides between two right gradients: compare with --noise 0.01, which moves the "
+    "weights; where that is exact, it was the kink"
+)
 _ROUNDING = 1e-2  # relative; what is further off is no rounding
 
 
@@ -84,6 +89,8 @@ def judged(evidence: Evidence, mesh: Mapping[str, int], device: str, tolerance: 
     first = next((difference for difference in searches if difference is not None), None)
     if first is not None and first.relative < _ROUNDING and f"torch.{first.dtype}" not in NARROW:
         first = replace(first, message=first.message + _rounding_within(evidence))
+    if first is not None and first.phase in ("backward", "parameter") and math.isfinite(first.relative):
+        first = replace(first, message=first.message + _KINK)
     return Verdict(
         exact=first is None,
         loss=loss,

@@ -197,6 +197,16 @@ def double_model(recipe: Recipe, device: torch.device) -> tuple[nn.Module, list[
     return model, without_dropout(model)
 
 
+@torch.no_grad()
+def moved(model: nn.Module, noise: float, seed: int) -> None:
+    """Add to each parameter normal noise, `noise` times its root mean square, or `noise` alone where it is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        size = parameter.abs().square().mean().sqrt().nan_to_num()
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
+        parameter.add_(noise * torch.where(size > 0, size, 1.0) * drawn)
+
+
 def in_double(tensor: Tensor) -> Tensor:
     """Real and complex numbers in double precision, others as they are."""
     if tensor.is_complex():

@@ -61,6 +61,7 @@ def verify(
     values: Sequence[str] = (),
     unsupported: Literal["error", "gather"] | None = None,
     tolerance: float = DEFAULT_TOLERANCE,
+    noise: float = 0.0,
 ) -> Verdict:
     """Run one step of the recipe in one process and on the mesh of `strategy`, in float64; all ranks call it.
 
@@ -71,7 +72,7 @@ def verify(
     It proves these numbers for this batch, this mesh and this device. It does not prove other sizes or meshes, code
     that this batch does not reach, lower precision, the optimizer, or evaluation. With data replicas, the reference
     takes each replica's samples separately, so that batch norm sees in both what it sees in data-parallel training.
-    `values` are words for the recipe, as `name=value`.
+    `values` are words for the recipe, as `name=value`. `noise` moves the weights first (`reference.moved`).
 
     Raises MeshError or RecipeError on all ranks; an op without an exact rule gives a verdict with `refused`.
     """
@@ -85,7 +86,7 @@ def verify(
     mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, stages=strategy.stages)
     notes: list[str] = []
     about = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)), mesh_device(mesh).type, tolerance, notes
-    plain, step, batch, kept = _prepared(recipe, strategy, mesh, notes)
+    plain, step, batch, kept = _prepared(recipe, strategy, mesh, notes, noise)
     with _machine_folder() as folder:
         _run_reference(path, values, folder, recipe, mesh, plain, kept.batch)
         answers, part = reference.read(folder, mesh.get_local_rank("data"))
@@ -120,9 +121,12 @@ class _KeptBatch:
 
 
 def _prepared(
-    recipe: Recipe, strategy: Strategy, mesh: DeviceMesh, notes: list[str]
+    recipe: Recipe, strategy: Strategy, mesh: DeviceMesh, notes: list[str], noise: float
 ) -> tuple[nn.Module, TrainStep, Any, _KeptBatch]:
     plain, silenced = reference.double_model(recipe, mesh_device(mesh))
+    if noise:
+        reference.moved(plain, noise, recipe.seed)
+        notes.append(f"the weights are the recipe's with noise of {noise:g} times their size, in both runs")
     if silenced:
         notes.append(f"dropout is off for the comparison, in both runs: {some(silenced)}")
     if not any(p.requires_grad for p in plain.parameters()):

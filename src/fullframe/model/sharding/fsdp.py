@@ -22,6 +22,7 @@ from fullframe.errors import DivergenceError, GradientError, MeshError, Strategy
 from fullframe.model.averaging import leave_shares
 from fullframe.model.containers import GivenBack
 from fullframe.model.forward_patch import PatchedForward, unpatch
+from fullframe.model.sharding.left import LeftIn
 from fullframe.model.sharding.requirements import require_all_ranks, require_no_hooks, require_one_message
 from fullframe.model.sharding.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
 from fullframe.model.sharding.taken import Lending, Replaced, stand_in
@@ -71,6 +72,7 @@ class ShardedParameters:
                 written[name] = WrittenIn(module, name, spatial.channel.tagged)
                 given_back.append(GivenBack(module))
                 module.register_forward_hook(_without_views)  # before torch's own, which hooks what it returns
+                LeftIn(module, name)
                 # Also the root: torch would keep its parameters whole after a forward pass without a backward pass,
                 # and go on with those when the optimizer or an average has long changed the sharded ones.
                 fully_shard(module, mesh=mesh, reshard_after_forward=True)
