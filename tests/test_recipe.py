@@ -51,6 +51,12 @@ def test_a_recipe_imports_the_files_beside_it(tmp_path):
         ("x = 1\ndef recipe(:\n", "job.py, line 2 (def recipe(:): SyntaxError"),
         ("def inner():\n    return 1 / 0\ninner()\n", "job.py, line 2 (return 1 / 0): ZeroDivisionError"),
         ("def recipe():\n    return {}['a']\n", "job.py, line 2 (return {}['a']): KeyError"),
+        (
+            "from .model import Net\n",
+            "job.py, line 1 (from .model import Net): ImportError: attempted relative import with no known parent "
+            "package; "
+            "a recipe is read as a file of its own: put it beside the package, and import by the whole name",
+        ),
         ("x = 1\n", "job.py has no function recipe()"),
         ("recipe = 3\n", "job.py has no function recipe()"),
         ("def recipe():\n    return 3\n", "recipe() must return a fullframe.Recipe, got int"),
@@ -85,6 +91,12 @@ def test_a_place_is_named_by_a_relative_path_too(tmp_path, monkeypatch):
     for text, message in (
         ("x = 1\ndef recipe(:\n", "job.py, line 2 (def recipe(:): SyntaxError"),
         ("def recipe():\n    return {}['a']\n", "job.py, line 2 (return {}['a']): KeyError"),
+        (
+            "from .model import Net\n",
+            "job.py, line 1 (from .model import Net): ImportError: attempted relative import with no known parent "
+            "package; "
+            "a recipe is read as a file of its own: put it beside the package, and import by the whole name",
+        ),
     ):
         with pytest.raises(RecipeError) as error:
             load_recipe(written(tmp_path, text).relative_to(tmp_path))

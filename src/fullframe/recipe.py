@@ -244,7 +244,9 @@ def _run_file(path: Path) -> ModuleType:
         exec(loader.source_to_code(loader.get_data(loader.path), loader.path), module.__dict__)
     except Exception as error:
         del sys.modules[module.__name__]
-        what = error.msg if isinstance(error, SyntaxError) else error
+        what = error.msg if isinstance(error, SyntaxError) else str(error)
+        if "attempted relative import with no known parent" in what:
+            what += "; a recipe is read as a file of its own: put it beside the package, and import by the whole name"
         raise RecipeError(f"{_where(path, error)}: {type(error).__name__}: {what}") from error
     return module
 

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from fullframe.cli.tracebacks import lines_of_users, of_users
+from fullframe.cli.tracebacks import lines_of_users, of_users, said_in_worker
+from fullframe.errors import RecipeError
 
 RECIPE = """
 import json
@@ -93,3 +95,19 @@ def test_the_users_lines_alone(users: dict[str, Callable[[str], object]]) -> Non
     assert where.endswith(", in wrapped") and "recipe.py" in where
     assert line == '    raise KeyError("no batch") from error'
     assert lines_of_users(KeyError("never raised")) == ""
+
+
+class Wrong(torch.utils.data.Dataset[object]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> object:
+        raise RecipeError("these samples make no batch:\nsample 0 is an Image")
+
+
+def test_an_error_of_ours_comes_out_of_a_loader_s_worker_without_its_way() -> None:
+    with pytest.raises(RecipeError) as raised:
+        list(torch.utils.data.DataLoader(Wrong(), num_workers=1))
+    assert "Original Traceback" in str(raised.value)
+    assert said_in_worker(raised.value) == "these samples make no batch:\nsample 0 is an Image"
+    assert said_in_worker(RecipeError("Caught cold")) == "Caught cold"

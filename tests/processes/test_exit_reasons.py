@@ -1,6 +1,8 @@
 """What a rank leaves behind for its launcher, and what counts as the machine's fault."""
 
 import json
+import os
+import signal
 import sys
 
 import pytest
@@ -8,7 +10,15 @@ import torch
 import torch.distributed as dist
 
 from fullframe.errors import RunError
-from fullframe.processes.exit_reasons import AGAIN, StartAgain, is_machines_fault, report, restart_reason, users_words
+from fullframe.processes.exit_reasons import (
+    AGAIN,
+    StartAgain,
+    is_machines_fault,
+    of_lost_worker,
+    report,
+    restart_reason,
+    users_words,
+)
 from fullframe.processes.rank_processes import environment_of
 
 LOST = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9095"
@@ -40,6 +50,35 @@ CASES = [
 @pytest.mark.parametrize(("error", "machine"), CASES, ids=[str(error)[:40] for error, _ in CASES])
 def test_what_is_worth_another_try(error, machine):
     assert is_machines_fault(error) is machine
+
+
+class Deadly(torch.utils.data.Dataset):
+    def __init__(self, number):
+        self.number = number
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (signal.SIGKILL, "the system kills so when the host's memory is full"),
+        (signal.SIGBUS, "give /dev/shm more"),
+        (signal.SIGSEGV, "what the data set calls may have crashed"),
+    ],
+)
+def test_a_worker_that_dies_is_told_of_in_a_sentence(number, why):
+    with pytest.raises(RuntimeError) as died:
+        list(torch.utils.data.DataLoader(Deadly(number), num_workers=1))
+    said = of_lost_worker(died.value)
+    assert is_machines_fault(died.value)
+    assert said.startswith("a process that reads data has died (DataLoader worker (pid") and why in said
+    assert said.endswith("use fewer workers (Recipe(workers=...)), smaller batches or smaller samples")
+    assert of_lost_worker(RuntimeError("too large")) == of_lost_worker(ValueError("DataLoader worker")) == ""
 
 
 def test_the_report_is_read_by_torchs_launcher_too(tmp_path, monkeypatch, capsys):

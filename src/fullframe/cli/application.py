@@ -31,13 +31,13 @@ from fullframe.cli.node_options import NodeOptions
 from fullframe.cli.plan import Plan
 from fullframe.cli.report import Report
 from fullframe.cli.simulate import Simulate
-from fullframe.cli.tracebacks import lines_of_users, of_users
+from fullframe.cli.tracebacks import lines_of_users, of_users, said_in_worker
 from fullframe.cli.train import Train
 from fullframe.cli.verify import Verify
 from fullframe.cli.watch import Watch
 from fullframe.cli.words import TechniqueOptions, option, without_empty_defaults
 from fullframe.errors import DivergenceError, FullframeError
-from fullframe.processes.exit_reasons import AGAIN, is_machines_fault, report
+from fullframe.processes.exit_reasons import AGAIN, is_machines_fault, of_lost_worker, report
 
 _DESCRIPTION = "Train perception models on the full frame, split over GPUs."
 _OPTIONS = {
@@ -137,9 +137,10 @@ def _run(arguments: Sequence[str]) -> int:
     except FullframeError as error:
         machine = is_machines_fault(error)
         consequence = machine or (isinstance(error, DivergenceError) and error.consequence)  # another says it better
-        text = "\n".join(filter(None, [f"error: {error}", lines_of_users(error)]))
-        report(text, f"{type(error).__name__}: {error}", consequence=consequence)
-        _say_as_json(arguments, str(error))
+        said = said_in_worker(error)
+        text = "\n".join(filter(None, [f"error: {said}", lines_of_users(error)]))
+        report(text, f"{type(error).__name__}: {said}", consequence=consequence)
+        _say_as_json(arguments, said)
         return AGAIN if machine else 1 if consequence else 2
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
@@ -147,8 +148,10 @@ def _run(arguments: Sequence[str]) -> int:
         if isinstance(error, PermissionError) and error.filename and not lines_of_users(error):
             return _wrong_use(arguments, f"{error.filename}: {error.strerror}")
         machine = is_machines_fault(error)
-        report(of_users(error), f"{type(error).__name__}: {error}", consequence=machine)
-        _say_as_json(arguments, f"{type(error).__name__}: {error}")
+        lost = of_lost_worker(error)
+        summary = lost or f"{type(error).__name__}: {error}"
+        report(f"error: {lost}" if lost else of_users(error), summary, consequence=machine)
+        _say_as_json(arguments, summary)
         return AGAIN if machine else 1
 
 

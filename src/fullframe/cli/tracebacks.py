@@ -1,5 +1,6 @@
 """The user's lines of a traceback as Python shows them; those of libraries in few words, and none left out."""
 
+import re
 import sysconfig
 import textwrap
 from collections.abc import Iterator
@@ -26,6 +27,12 @@ def of_users(error: BaseException) -> str:
             text += StackSummary.from_list(frames).format() if users else [_in_few_words(frames)]
         text += link.format_exception_only()
     return "".join(text).rstrip()
+
+
+def said_in_worker(error: BaseException) -> str:
+    """What `error` says, without the traceback by which torch brings an error of ours out of a loader's worker."""
+    told = re.fullmatch(r"Caught (\w+) in .+\nfullframe\.errors\.\1: (.+)", str(error), re.DOTALL)
+    return told[2].rstrip() if told else str(error)
 
 
 def lines_of_users(error: BaseException) -> str:

@@ -75,6 +75,25 @@ def is_machines_fault(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _MACHINE_SIGNS)
 
 
+def of_lost_worker(error: BaseException) -> str:
+    """What to say, and do, where a process of a rank's DataLoader has died; "" of any other error."""
+    if not isinstance(error, RuntimeError) or not str(error).startswith("DataLoader worker"):
+        return ""
+    said = str(error.__cause__ if "killed by signal" in str(error.__cause__) else error)
+    if "Bus error" in said:
+        why = (
+            "shared memory is full: give /dev/shm more (docker run --shm-size=8g; in Kubernetes a volume of memory), or"
+        )
+    elif "Killed" in said:
+        why = "the system kills so when the host's memory is full (dmesg tells): give the job more memory, or"
+    else:
+        why = "what the data set calls may have crashed (with workers=0 it says where), or memory was short:"
+    return (
+        f"a process that reads data has died ({said.split('. ')[0].strip().rstrip('.')}); {why} use fewer workers "
+        "(Recipe(workers=...)), smaller batches or smaller samples"
+    )
+
+
 def is_programs_fault(last_words: str) -> bool:
     """Whether a device or its library ended a rank for what the program did, by what was said of it."""
     return any(sign in last_words for sign in _PROGRAM_SIGNS)

@@ -35,7 +35,7 @@ _PARTIAL, _DAMAGED = ".partial", ".damaged"
 _BEST = "best"  # among the facts of a checkpoint that was the best when it was written
 _OLD = "step-*.pt"  # format 1, one file by torch.save
 _BEAT_SECONDS = 1.0
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,8 @@ class _Writing:
             free_bytes = shutil.disk_usage(self._folder if self._folder.exists() else self._folder.parent).free
             what += f": it needs {needed_bytes} bytes, {free_bytes} are free; make room or keep fewer checkpoints"
             what += f" (now {self._keep})"
+        elif error.errno == errno.EFBIG:
+            what += f": it needs {needed_bytes} bytes, more than a file may have; raise that limit (ulimit -f)"
         elif error.errno == errno.ENOENT:
             what += "; the run directory must be visible to all ranks"
         before = checkpoints_in(self._folder)
