@@ -25,6 +25,7 @@ from fullframe.strategy import Strategy
 from fullframe.techniques.evaluation_point import to_evaluation_point
 from fullframe.training.checkpoints.writer import load, newest_checkpoint
 from fullframe.training.evaluation import evaluating, evaluation_data
+from fullframe.training.loading.listing import listing_of
 from fullframe.training.observers import Observed, Observer, Observers
 from fullframe.training.run_directory import Resume, last_step, opened, strategy_of_restart
 from fullframe.training.run_file import facts
@@ -113,7 +114,12 @@ def _met(recipe: Recipe, strategy: Strategy, options: Mapping[str, Any], about: 
     reason = next((found for found in from_all_ranks(restart_reason()) if found), "")
     known = {**options, "resume": "auto"} if reason else options  # a machine may have come later, by other words
     if recipe.evaluate is not None:  # now rather than at the first evaluation
-        known = {**known, "len(recipe.evaluation_data())": len(evaluation_data(recipe))}  # type: ignore[arg-type]
+        data: Any = evaluation_data(recipe)
+        known = {
+            **known,
+            "len(recipe.evaluation_data())": len(data),
+            "the checksum of what recipe.evaluation_data() lists": listing_of(data),
+        }
     require_same_options(recipe, strategy, known, about)
     _require_measure(recipe, options["patience"])
     return reason

@@ -40,6 +40,7 @@ from fullframe.ranks.mesh import spatial_of
 from fullframe.ranks.randomness import mixed_seed, sample_randomness
 from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split
 from fullframe.training.loading.generators import generators_of, seed_generators
+from fullframe.training.loading.listing import listing_of
 from fullframe.wording import described, plural
 
 _numbers: "defaultdict[str, count[int]]" = defaultdict(count)  # the next loader's that is looped over, by its mesh
@@ -88,6 +89,7 @@ class ShardedLoader:
         self._mesh, self._passes = mesh, 0
         self._number = -1  # among the mesh's loaders, from its first pass on
         self._dataset: Dataset[Any] = loader.dataset
+        self._listing = f"listed as {listing:08x}, " if (listing := listing_of(loader.dataset)) else ""
         grid = Grid.of(mesh)
         self._loader = DataLoader(
             _Samples(loader.dataset, seed, grid),
@@ -129,13 +131,14 @@ class ShardedLoader:
             self._number = next(_numbers[mesh])
         what = f"pass {self._passes} of loader {self._number} on {mesh}"
         self._passes += 1
-        mine = f"{self._order.words}, from batch {self._order.position} of epoch {self._order.epoch} on"
+        mine = f"{self._order.words}, {self._listing}from batch {self._order.position} of epoch {self._order.epoch} on"
         first = first_to_say(what, mine)
         if first != mine:
             raise RecipeError(
                 f"rank {dist.get_rank()} reads {mine}, another rank {first}, so samples would be read twice or never. "
-                "Make and loop over each ShardedLoader on all ranks, of the same data and with the same options; leave "
-                "a loop early, and call set_epoch, on all of them"
+                "Make and loop over each ShardedLoader on all ranks, of the same data, in one order (sort what a "
+                "folder lists, give random_split a generator) and with the same options; leave a loop early, and call "
+                "set_epoch, on all of them"
             )
 
     @property
