@@ -121,6 +121,19 @@ def test_the_ten_that_differ_most_or_all(tmp_path, capsys, ranks_find) -> None:
     assert started[1][0] == "2", "two ranks along the width, when no axis is given"
 
 
+def test_a_build_without_gpus_is_not_loaded_to_count_them(tmp_path, ranks_find, monkeypatch) -> None:
+    ranks_find(found())
+    monkeypatch.setattr("fullframe.cli.verify.is_cpu_build", lambda: True)
+    monkeypatch.setattr("fullframe.cli.verify._gpus", lambda: pytest.fail("torch was loaded"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert run(["verify", str(written(tmp_path))]) == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    monkeypatch.setattr("fullframe.cli.verify.is_cpu_build", lambda: False)
+    monkeypatch.setattr("fullframe.cli.verify._gpus", lambda: 1)
+    assert run(["verify", str(written(tmp_path))]) == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "two ranks on one GPU cannot talk"
+
+
 def test_rows_of_what_is_equal_are_left_to_all(tmp_path, capsys, ranks_find) -> None:
     """The statistics of a frozen batch norm, index tables."""
     frozen = tuple(Difference(name=f"norm{n}.mean", shape=(3,), max_abs=0.0, relative=0.0) for n in range(4))

@@ -1,9 +1,13 @@
 """RANK and WORLD_SIZE, as launchers set them and as they are left over."""
 
+import importlib.util
+from importlib.machinery import ModuleSpec
+
 import pytest
+import torch
 
 from fullframe.errors import MeshError
-from fullframe.processes.place import launched_place
+from fullframe.processes.place import is_cpu_build, launched_place
 
 
 @pytest.mark.parametrize(
@@ -23,3 +27,24 @@ def test_what_is_no_place_is_named(monkeypatch, rank, world):
     monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(MeshError, match=f"RANK={rank!r} and WORLD_SIZE={world!r}, which is no rank of a job; unset"):
         launched_place()
+
+
+@pytest.mark.parametrize(
+    ("version", "none"),
+    [
+        ("cuda = None\nhip = None\nxpu = None\n", True),
+        ("cuda = '12.8'\nhip = None\nxpu = None\n", False),
+        ("cuda = None\nhip = '6.4'\nxpu = None\n", False),
+        ("cuda = None\n", False),  # of others it does not say
+    ],
+)
+def test_a_build_without_gpus_is_told_by_its_version_file(tmp_path, monkeypatch, version, none):
+    (tmp_path / "version.py").write_text(version)
+    found = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    assert is_cpu_build() == none
+
+
+def test_no_gpu_is_seen_where_the_build_that_is_installed_has_none():
+    assert is_cpu_build() == (torch.version.cuda is torch.version.hip is torch.version.xpu is None)
+    assert not (is_cpu_build() and torch.accelerator.is_available())

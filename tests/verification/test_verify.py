@@ -4,12 +4,15 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from fullframe.strategy import Strategy
 from fullframe.training.loading.delivery import Delivery
+from fullframe.verification import reference
 from fullframe.verification.verdict import Verdict
 from fullframe.verification.verify import verify
 from tests.rank_group import RankFailure, rank_group
@@ -355,3 +358,20 @@ def test_a_step_that_fails_in_one_process(tmp_path: Path, what: str) -> None:
     assert [name for _, name, _, _ in caught.value.errors] == ["RecipeError"] * 2
     for _, _, message, _ in caught.value.errors:
         assert all(words in message for words in said), message
+
+
+@pytest.mark.parametrize(("drawn", "calls"), [(False, 2), (True, 4)])
+def test_one_process_runs_forward_once_more_or_thrice_where_numbers_are_drawn(
+    tmp_path: Path, drawn: bool, calls: int
+) -> None:
+    called = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        called.append(batch)
+        return model(batch + torch.rand(1).double() * drawn).square().mean()  # type: ignore[no-any-return]
+
+    model = nn.Linear(3, 1).double()
+    recipe = mock.Mock(loss=loss)
+    given = {"state": dict(model.state_dict()), "parts": [torch.ones(2, 3).double()], "seeds": [5]}
+    answers = reference._answers(recipe, model, torch.device("cpu"), given, tmp_path)
+    assert (answers.draws, len(called), answers.narrow) == (drawn, calls, {})

@@ -17,7 +17,7 @@ from tyro.conf import Positional, arg
 from fullframe.cli.mesh_options import split_as
 from fullframe.cli.words import Count, words
 from fullframe.errors import MeshError
-from fullframe.processes.place import launched_place
+from fullframe.processes.place import is_cpu_build, launched_place
 from fullframe.recipe import require_file
 from fullframe.strategy import Strategy, multiplied
 
@@ -97,10 +97,9 @@ class Verify:
     def _launch(self, strategy: Strategy) -> int:
         from fullframe.cli.display import said_of_failure
         from fullframe.processes.launch import launch
-        from fullframe.ranks import device
         from fullframe.verification.verdict import Verdict
 
-        if device.count() < strategy.ranks:
+        if not is_cpu_build() and _gpus() < strategy.ranks:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on one GPU cannot talk; on the CPU they can
         mesh: dict[str, Any] = {**strategy.mesh}
         of_rank = replace(self, **mesh)
@@ -164,6 +163,12 @@ class Verify:
         for note in verdict.notes:
             console.print(f"note: {note}", soft_wrap=True)
         console.print(_sentence(verdict, self.recipe), soft_wrap=True)
+
+
+def _gpus() -> int:
+    from fullframe.ranks import device  # which loads torch
+
+    return device.count()
 
 
 def _print_table(console: Console, title: str, differences: "tuple[Difference, ...]", rows: int | None) -> None:

@@ -1,7 +1,11 @@
 """Which rank of how many this process is, where a launcher (torchrun, srun by a script, ours) started it as one."""
 
+import importlib.util
 import os
+import re
 from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import NamedTuple
 
 from fullframe.errors import MeshError
@@ -38,3 +42,13 @@ def launched_place(environment: Mapping[str, str] = os.environ) -> Place | None:
             "launcher set them"
         )
     return place
+
+
+def is_cpu_build() -> bool:
+    """Whether the torch that is installed knows of no kind of GPU; told without loading it, which takes seconds."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    build = Path(found.origin).with_name("version.py").read_text()
+    has_none = all(re.search(rf"^{kind}\b[^=\n]*= *None$", build, re.MULTILINE) for kind in ("cuda", "hip", "xpu"))
+    return has_none and not entry_points(group="torch.backends")  # which torch loads, for devices it does not know
