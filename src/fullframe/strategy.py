@@ -246,7 +246,7 @@ TECHNIQUES: tuple[Technique[Strategy], ...] = (
         words=lambda s: "",  # among those of the mesh
         bears_on="activations",
         alike=lambda s: (s.stages, s.stages > 1 and s.microbatches),
-        rough=lambda s: Rough(kept=s.microbatches / s.stages, work=1 / s.stages),
+        rough=lambda s: Rough(kept=s.microbatches / s.stages, work=(1 + (s.stages - 1) / s.microbatches) / s.stages),
         choices=lambda asked, s: [n for n in divisors(asked.ranks // s.ranks) if n <= max(asked.parts, 1)],
     ),
     Technique(

@@ -1,10 +1,13 @@
 """What there is to choose from, drawn, and what is expected of it before it is simulated."""
 
+import dataclasses
+
 import pytest
 
 from fullframe.planning.candidates import Job, border, candidates, meshes, precisions_of, saves_more
 from fullframe.planning.estimate import Estimator
 from fullframe.simulation.devices.table import device_named, parse_cluster
+from fullframe.simulation.memory.terms import Terms
 from fullframe.simulation.prediction import Moment, Prediction
 from fullframe.strategy import Strategy
 
@@ -31,6 +34,7 @@ def prediction(*, seconds: float = 1.0, context: int = 0, **bytes: int) -> Predi
         bytes=bytes,
         step_seconds=seconds,
         seconds={"matmul": seconds},
+        limits={"arithmetic": seconds},
         moment=Moment(step=1, phase="backward", module=""),
         largest=(),
         modules={},
@@ -146,6 +150,48 @@ def test_the_most_similar_strategy_is_scaled() -> None:
     found = Estimator(known, job())(Strategy(width=2, recompute="blocks", shard_optimizer=True))
     assert found.like.recompute == "blocks" and found.bytes == 20 * GIB and found.seconds == pytest.approx(2.6)
     assert found.doubt == 0.8  # who keeps the optimizer's state is not the same
+
+
+def test_what_arithmetic_limits_goes_by_the_rate_and_the_shortest_kernels_by_their_number() -> None:
+    made = prediction(seconds=4.0)
+    made = dataclasses.replace(made, limits={"arithmetic": 1.0, "kernel": 3.0})
+    asked = job("4xV100-16GB")
+    rates = asked.cluster.device.rate
+    estimator = Estimator({Strategy(data=4, precision="fp16"): made}, asked)
+    assert estimator(Strategy(data=4)).seconds == pytest.approx(3 + rates("fp16") / rates("fp32"))
+    assert estimator(Strategy(data=2, precision="fp16")).seconds == pytest.approx(3 + 2)
+    assert estimator(Strategy(data=2, precision="fp16", microbatches=2)).seconds == pytest.approx(6 + 2)
+
+
+def test_more_work_fills_the_time_in_which_gradients_are_waited_for() -> None:
+    made = dataclasses.replace(prediction(seconds=1.0), seconds={"matmul": 1.0, "gradients": 0.9, "launch": 0.3})
+    estimator = Estimator({Strategy(data=4): dataclasses.replace(made, step_seconds=2.2)}, job("4xV100-16GB"))
+    assert estimator(Strategy(data=4)).seconds == pytest.approx(2.2)
+    assert estimator(Strategy(data=2)).seconds == pytest.approx(2.0)  # 0.9 less a third, and 0.3, are less than 1.0
+
+
+def test_whether_one_rank_is_much_faster_than_replicas_is_not_known_before_one_was_simulated() -> None:
+    known = {Strategy(data=4): dataclasses.replace(prediction(seconds=0.1), host_seconds=5.0)}
+    assert Estimator(known, job())(Strategy(data=2)).doubt == 0.95
+    assert Estimator(known, job())(Strategy()).doubt == 0.8
+    half = {"precision": "bf16"}
+    known |= {
+        Strategy(data=n, **half): dataclasses.replace(prediction(), host_seconds=s)  # type: ignore[arg-type]
+        for n, s in ((1, 6.0), (4, 8.0))
+    }
+    found = Estimator(known, job())(Strategy())
+    assert found.doubt == 0.95 and found.seconds == pytest.approx(5.0 * 6 / 8)
+
+
+def test_a_communicator_takes_what_it_takes_for_as_many_ranks() -> None:
+    of = Terms(job().cluster.device, "fp32").nccl_bytes
+    known = dataclasses.replace(prediction(activation=GIB), terms={"nccl": of([4])})
+    estimator = Estimator({Strategy(data=4): known}, job())
+    least = estimator(Strategy(data=4, microbatches=1)).bytes - of([4])
+    assert estimator(Strategy(data=2)).bytes == least + GIB + of([2])
+    assert estimator(Strategy()).bytes == least + 3 * GIB
+    alone = Estimator({Strategy(): prediction(activation=4 * GIB)}, job())
+    assert alone(Strategy(data=4)).bytes == GIB + of([4])
 
 
 @pytest.mark.parametrize(

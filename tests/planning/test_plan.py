@@ -66,7 +66,7 @@ def _no_stored_rates(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_winner_of_a_v100_is_fp16_and_never_bf16() -> None:
-    plans = plan(recipe(), "2xV100-16GB")
+    plans = plan(recipe(sample=lambda: {"image": torch.zeros(3, 384, 768)}), "2xV100-16GB")
     first = plans[0]
     assert first.fits and first.prediction is not None and first.devices == "2xV100-16GB"
     assert first.strategy.data == 2 and first.strategy.precision == "fp16"  # replicas exchange nothing
@@ -78,6 +78,12 @@ def test_the_winner_of_a_v100_is_fp16_and_never_bf16() -> None:
     for p in simulated:
         assert p.prediction is not None and p.reason.endswith(", bound by the host") == p.prediction.bound_by_host
     assert first.samples_per_second == pytest.approx(2 / first.prediction.step_seconds)
+
+
+def test_of_small_frames_one_rank_is_found_to_be_faster_than_replicas() -> None:
+    plans = {p.strategy: p.prediction for p in plan(recipe(), "2xV100-16GB") if p.prediction is not None}
+    one, replicas = (plans[Strategy(data=data, precision="fp16")] for data in (1, 2))
+    assert one is next(iter(plans.values())) and one.step_seconds < 0.95 * replicas.step_seconds
 
 
 @pytest.fixture(scope="module")

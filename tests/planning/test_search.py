@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fullframe.errors import RecipeError, ShapeError, UnsupportedOp
+from fullframe.errors import RecipeError, ShapeError, StrategyError, UnsupportedOp
 from fullframe.planning import search as searching
 from fullframe.planning.candidates import Job, border, candidates, mesh_of
 from fullframe.planning.pool import Outcome, Refusal
@@ -46,7 +46,8 @@ def cost(strategy: Strategy, job: Job) -> Prediction:
         "offload": 0.2 * share.work * strategy.offload,
     }
     made = prediction(**bytes, context=GIB // 2)
-    return dataclasses.replace(made, seconds=seconds, step_seconds=sum(seconds.values()))
+    limits = {"arithmetic": seconds["matmul"]}
+    return dataclasses.replace(made, seconds=seconds, limits=limits, step_seconds=sum(seconds.values()))
 
 
 def searched(job: Job, limit: int, cost_of: object = cost) -> tuple[Search, list[Plan]]:
@@ -79,8 +80,9 @@ def small_frames(strategy: Strategy, job: Job) -> Prediction:
     more = 4 / 3 if strategy.recompute == "blocks" else 1.0
     device = more * (6e-3 * job.of(strategy).work + 2.5e-3 * is_split * again)
     host = more * again * (10.5e-3 if is_split else 1.7e-3)
-    seconds = {"memory": device, "launch": max(host - device, 0.0)}
-    return dataclasses.replace(found, seconds=seconds, step_seconds=sum(seconds.values()), host_seconds=host)
+    seconds, limits = {"memory": device, "launch": max(host - device, 0.0)}, {"bytes": device}
+    step_seconds = sum(seconds.values())
+    return dataclasses.replace(found, seconds=seconds, limits=limits, step_seconds=step_seconds, host_seconds=host)
 
 
 @pytest.mark.parametrize(("batch", "gib"), [(1, 24), (1, 120), (2, 60)])
@@ -90,6 +92,28 @@ def test_more_ranks_are_not_taken_for_being_there(batch: int, gib: int) -> None:
         found = winner(searched(job(f"{ranks}xA100-80GB", batch), gib * GIB, small_frames)[1])
         steps.append(found.prediction.step_seconds if found is not None and found.prediction is not None else 1.0)
     assert steps == sorted(steps, reverse=True), steps
+
+
+def short_kernels(strategy: Strategy, job: Job) -> Prediction:
+    """Milliseconds: the host binds, most kernels are the shortest there are; 16 bits take casts, replicas messages."""
+    found, again = cost(strategy, job), strategy.microbatches
+    casts = 1.8 if strategy.precision in ("bf16", "fp16") else 1.0
+    more = casts * (4 / 3 if strategy.recompute == "blocks" else 1.0) * again
+    more *= 8 if strategy.parts > 1 or strategy.stages > 1 else 1.25 if strategy.ranks > 1 else 1.0
+    arithmetic = 0.05e-3 * job.of(strategy).work * (1 if casts > 1 else 8)
+    kernels, host = {"matmul": arithmetic + 0.9e-3 * more, "memory": 0.1e-3 * more}, 2.8e-3 * more
+    device = sum(kernels.values())
+    limits = {"arithmetic": arithmetic, "kernel": device - arithmetic}
+    seconds = {**kernels, "offload": 1e-3 * strategy.offload, "launch": max(host - device, 0.0)}
+    step_seconds = sum(seconds.values())
+    return dataclasses.replace(found, seconds=seconds, limits=limits, step_seconds=step_seconds, host_seconds=host)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_where_the_host_binds_fewer_kernels_are_found_to_be_faster(ranks: int) -> None:
+    asked = job(f"{ranks}xV100-16GB", 4)
+    search, plans = searched(asked, 400 * GIB, short_kernels)
+    assert describe(plans[0].strategy) == "one rank, fp32" and len(search.known) <= 10, [*map(describe, search.known)]
 
 
 def test_one_rank_needs_no_buffers_for_messages() -> None:
@@ -162,7 +186,8 @@ def test_what_was_not_tried_is_not_said_not_to_fit(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_what_needs_least_is_tried_early(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    search = in_rounds(job("4xA100-80GB", 8), 13 * GIB, 2, width, monkeypatch)
+    rounds = 1 + 2 // width  # the two that are far apart, and it
+    search = in_rounds(job("4xA100-80GB", 8), 13 * GIB, rounds, width, monkeypatch)
     assert search.fitting and search.untried
 
 
@@ -186,7 +211,7 @@ def test_a_budget_hands_out_what_recompute_leaves_free() -> None:
 
 def test_of_equals_the_simpler_one_wins() -> None:
     def equal(strategy: Strategy, job: Job) -> Prediction:
-        return dataclasses.replace(cost(strategy, job), step_seconds=1.0, seconds={"matmul": 1.0})
+        return dataclasses.replace(cost(strategy, job), step_seconds=1.0, limits={"arithmetic": 1.0})
 
     _, plans = searched(job("4xA100-80GB", 4), 300 * GIB, equal)
     assert complexity(plans[0].strategy) == 0 and plans[0].strategy.precision == "bf16"
@@ -195,7 +220,7 @@ def test_of_equals_the_simpler_one_wins() -> None:
 def test_a_simpler_one_is_not_said_to_be_the_fastest() -> None:
     def sharded_is_faster(strategy: Strategy, job: Job) -> Prediction:
         seconds = 0.98 if strategy.shard_optimizer else 1.0
-        return dataclasses.replace(cost(strategy, job), step_seconds=seconds, seconds={"matmul": seconds})
+        return dataclasses.replace(cost(strategy, job), step_seconds=seconds, limits={"arithmetic": seconds})
 
     asked = job("4xA100-80GB", 4)
     search = Search(job=asked, limit_bytes=300 * GIB)
@@ -259,6 +284,42 @@ def test_when_everything_is_refused_there_is_no_winner() -> None:
     search.run(lambda strategies: [Refusal(RecipeError, "no model")] * len(strategies), width=2, seconds=60)
     plans = plans_of(search)
     assert winner(plans) is None and {plan.reason for plan in plans} == {"no model"}
+
+
+def test_what_the_plain_step_raises_is_not_tried_with_every_technique() -> None:
+    asked = job("4xA100-80GB", 4)
+    calls: list[Strategy] = []
+
+    def runner(strategies: Sequence[Strategy]) -> list[Outcome]:
+        calls.extend(strategies)
+        return [Refusal(RecipeError, "shapes do not match") for _ in strategies]
+
+    search = Search(job=asked, limit_bytes=100 * GIB)
+    search.run(runner, width=1, seconds=60)
+    assert set(search.refused) == set(candidates(asked)) and len(calls) <= 40, len(calls)
+
+
+def test_a_technique_that_is_refused_refuses_nothing_without_it() -> None:
+    asked = job("4xA100-80GB", 4)
+
+    def refuses_offload(strategy: Strategy, job: Job) -> Outcome:
+        return Refusal(StrategyError, "no road") if strategy.offload else cost(strategy, job)
+
+    search, plans = searched(asked, 30 * GIB, refuses_offload)
+    assert plans[0].fits and search.refused and all(strategy.offload for strategy in search.refused)
+
+
+def test_numbers_read_in_the_first_simulation_are_all_there_is_to_know() -> None:
+    asked = job("4xA100-80GB", 4)
+    calls: list[Strategy] = []
+
+    def runner(strategies: Sequence[Strategy]) -> list[Outcome]:
+        calls.extend(strategies)
+        return [Refusal(ReadsNumbers, "at line 7")] * len(strategies)
+
+    search = Search(job=asked, limit_bytes=100 * GIB)
+    search.run(runner, width=1, seconds=60)
+    assert set(search.refused) == set(candidates(asked)) and len(calls) == 1
 
 
 @pytest.mark.parametrize("always", [True, False])

@@ -221,6 +221,15 @@ def test_a_sharded_update_takes_as_long_as_the_part_that_a_rank_has() -> None:
     assert seconds(shard_parameters=True) == pytest.approx(seconds() / 4, rel=0.2)
 
 
+def test_a_budget_that_computes_nothing_again_takes_no_less_time() -> None:
+    plain = ff.Strategy(data=2, precision="fp16")
+    budget = {"recompute": "budget", "recompute_budget_bytes": 2**40, "recompute_modules": ("blocks",)}
+    idle = dataclasses.replace(plain, **budget)  # type: ignore[arg-type]  # its second step is simulated, not copied
+    one, other = (simulated(strategy) for strategy in (plain, idle))
+    assert one.step_seconds == pytest.approx(other.step_seconds, rel=1e-6)
+    assert one.host_seconds == pytest.approx(other.host_seconds, rel=1e-6)
+
+
 def test_small_frames_on_fast_devices_are_bound_by_the_host() -> None:
     small = simulated(ff.Strategy(width=4), model=Normalized)
     assert small.bound_by_host and small.as_dict()["bound_by_host"]

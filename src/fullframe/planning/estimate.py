@@ -6,12 +6,14 @@ from functools import lru_cache
 from math import prod
 
 from fullframe.planning.candidates import Job, border, mesh_of
+from fullframe.simulation.memory.terms import Terms
 from fullframe.simulation.prediction import Prediction
 from fullframe.strategy import TECHNIQUES, Strategy
-from fullframe.technique import Rough
+from fullframe.technique import Precision, Rough
 
 _STATE = ("parameter", "gradient", "optimizer")
 _HELD = ("activation", "temporary")
+_NO_WORK = ("launch", "gradients", "matmul", "convolution", "attention", "memory")  # waiting; what `limits` tell better
 # What strategies may have in common that cannot be scaled, most first.
 _LIKENESSES = (
     ("digits", "activations", "optimizer", "sharding"),
@@ -22,6 +24,7 @@ _LIKENESSES = (
     (),
 )
 _DOUBT = {True: 0.95, False: 0.8}  # whether the two differ only in what can be scaled
+_Spread = tuple[bool, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,12 @@ class Estimator:
     def __init__(self, known: Mapping[Strategy, Prediction], job: Job):
         self._job, self._known = job, known
         self._alike: dict[tuple[object, ...], list[Strategy]] = {}
-        self._host: dict[bool, float] = {}  # least seconds of a microbatch, by whether anything is split
+        self._host: dict[tuple[Precision, _Spread], float] = {}  # least seconds of a microbatch
         for strategy, prediction in known.items():
             for key in _likenesses(strategy):
                 self._alike.setdefault(key, []).append(strategy)
-            host, is_split = prediction.host_seconds / strategy.microbatches, strategy.parts > 1
-            self._host[is_split] = min(host, self._host.get(is_split, host))
+            host, kind = prediction.host_seconds / strategy.microbatches, (strategy.precision, _spread(strategy))
+            self._host[kind] = min(host, self._host.get(kind, host))
 
     def __call__(self, strategy: Strategy) -> Estimate:
         """Raises LookupError where nothing is known."""
@@ -58,13 +61,18 @@ class Estimator:
         if found is None:
             raise LookupError("nothing was simulated")
         like = min(self._alike[likenesses[found]], key=lambda other: self._distance(strategy, other))
-        return _scaled(strategy, like, self._known[like], self._job, self._host_ratio(strategy, like), close=found == 0)
+        ratio = self._host_ratio(_spread(strategy), _spread(like))
+        close = found == 0 and ratio is not None
+        host = (ratio or 1.0) * strategy.microbatches / like.microbatches
+        return _scaled(strategy, like, self._known[like], self._job, host, close)
 
-    def _host_ratio(self, strategy: Strategy, like: Strategy) -> float:
-        """By the microbatches, and by what the host has to do for split tensors, which is several times as much."""
-        again = strategy.microbatches / like.microbatches
-        mine, its = (self._host.get(s.parts > 1, 0.0) for s in (strategy, like))
-        return again * mine / its if mine and its else again
+    def _host_ratio(self, mine: _Spread, its: _Spread) -> float | None:
+        """By what the host has to do for replicas, stages and, most of all, split tensors; None where that is unknown.
+
+        Of one precision: casts are work, too.
+        """
+        both = ((self._host.get((p, mine)), self._host.get((p, its))) for p in self._job.precisions)
+        return 1.0 if mine == its else next((a / b for a, b in both if a and b), None)
 
     def _distance(self, a: Strategy, b: Strategy) -> tuple[float, ...]:
         mine, its = self._job.of(a), self._job.of(b)
@@ -73,6 +81,11 @@ class Estimator:
             abs(mine.held - its.held) / max(mine.held, its.held),
             sum(abs(m - n) for m, n in zip(mesh_of(a), mesh_of(b), strict=True)),
         )
+
+
+def _spread(strategy: Strategy) -> _Spread:
+    """Whether there are several ranks, parts of the model, parts of a frame."""
+    return strategy.ranks > 1, strategy.ranks > strategy.data * strategy.parts, strategy.parts > 1
 
 
 def _likenesses(strategy: Strategy) -> tuple[tuple[object, ...], ...]:
@@ -92,7 +105,7 @@ def _scaled(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job,
     held = float(sum(predicted.bytes.get(kind, 0) for kind in _HELD))
     held *= mine.held / its.held * rough.kept / before.kept * rough.width / before.width
     counted = sum(predicted.bytes.get(kind, 0) for kind in (*_STATE, *_HELD))
-    beside = predicted.step_bytes - counted - (predicted.terms.get("nccl", 0) if strategy.ranks == 1 else 0)
+    beside = predicted.step_bytes - counted + _nccl(strategy, like, predicted, job) - predicted.terms.get("nccl", 0)
     evaluation = 0.0 if predicted.evaluation is None else float(predicted.evaluation.device_bytes)
     evaluation *= min(1.0, like.parts / strategy.parts) * min(1.0, rough.width / before.width)  # at least
     return Estimate(
@@ -104,26 +117,38 @@ def _scaled(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job,
     )
 
 
+def _nccl(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job) -> float:
+    """As its communicators take, by that of all ranks; at least that one's."""
+    of_job = Terms(job.cluster.device, strategy.precision).nccl_bytes
+    mine, its = of_job([strategy.ranks]), of_job([like.ranks])
+    return predicted.terms.get("nccl", 0) * mine / its if its else mine
+
+
 def _seconds(strategy: Strategy, like: Strategy, predicted: Prediction, job: Job, host: float) -> float:
-    """Work by the frames of a rank, the exchange by the length of the cuts; the host's is `host` times what it was."""
+    """Work by the frames of a rank, the exchange by the length of the cuts; the host's is `host` times what it was.
+
+    What the matrix units limit goes by their rate; the shortest kernels take as long, however little they work on.
+    """
     rough, before = _rough(strategy), _rough(like)
-    work = job.of(strategy).work / job.of(like).work * rough.work / before.work
+    again = rough.work / before.work
+    work = job.of(strategy).work / job.of(like).work * again
     rate = job.cluster.device.rate
-    by_rate = work * rate(like.precision) / rate(strategy.precision)
     cut, cut_before = (border(mesh_of(s), job.frame) for s in (strategy, like))
     scale = {
-        "matmul": by_rate,
-        "convolution": by_rate,
-        "attention": by_rate,
+        "arithmetic": work * rate(like.precision) / rate(strategy.precision),
+        "bytes": work * rough.width / before.width,
+        "kernel": again * strategy.microbatches / like.microbatches,
         "layout": work * rough.width / before.width * (strategy.precision != "fp32"),
-        "memory": work * rough.width / before.width,
         "optimizer": _share("optimizer", strategy) / _share("optimizer", like),
         "exchange": cut / cut_before * like.data / strategy.data if cut_before else 0.0,
-        "gradients": _traffic(strategy) / _traffic(like) if _traffic(like) else 1.0,
     }
-    busy = sum(seconds * scale.get(kind, work) for kind, seconds in predicted.seconds.items() if kind != "launch")
-    waiting = 0.0 if predicted.bound_by_host else predicted.seconds.get("launch", 0.0) * host
-    return busy + max(waiting, predicted.host_seconds * host - busy)
+    known = {kind: seconds for kind, seconds in predicted.seconds.items() if kind not in _NO_WORK}
+    known.update(predicted.limits)
+    busy = sum(seconds * scale.get(kind, work) for kind, seconds in known.items())
+    waiting = predicted.seconds.get("gradients", 0.0) * (_traffic(strategy) / _traffic(like) if _traffic(like) else 1.0)
+    waiting += 0.0 if predicted.bound_by_host else predicted.seconds.get("launch", 0.0) * host
+    waiting -= max(busy - sum(known.values()), 0.0)  # more work fills it
+    return busy + max(waiting, predicted.host_seconds * host - busy, 0.0)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -47,13 +47,14 @@ class Search:
         """Simulate, `width` at a time, until nothing left can be fastest, or for `seconds`."""
         end = time.monotonic() + seconds
         waiting = list(candidates(self.job))
-        chosen = _seeds(waiting)
+        seeds = chosen = _seeds(waiting)
         while chosen and time.monotonic() < end:
-            self._simulate(runner, chosen)
+            self._simulate(runner, chosen[:width])
             progress()
             waiting = self._sorted_out(waiting)
             self.left = self.estimates(waiting)
-            chosen = (self._next() if self.known else waiting)[:width]
+            seeds = [seed for seed in seeds if seed in waiting]  # what the first of them shows may refuse the other
+            chosen = seeds or (self._next() if self.known else waiting)
         for more in (self._siblings, self._refined, self._last):
             if time.monotonic() < end:
                 self._simulate(runner, more()[: 2 * width])
@@ -133,16 +134,22 @@ class Search:
         return sorted(alike, key=lambda s: border(mesh_of(s), self.job.frame))
 
     def _refined(self) -> list[Strategy]:
-        """For strategies that fit with a technique and not without: what keeps as much as there is room for."""
+        """For strategies that fit with a technique and not without: what keeps as much as there is room for.
+
+        Where nobody knows whether they fit without, and they may: without.
+        """
         found = {}
         for (strategy, prediction), technique in product(self.fitting.items(), TECHNIQUES):
             free = self.limit_bytes - prediction.step_bytes
             budget = int(prediction.bytes.get("activation", 0) + _BUDGET_SHARE * free)
             refined = technique.refined(strategy, budget)
-            if refined is not None and refined[0] not in self.fitting:
-                without = self.known.get(refined[0])
-                if without is None or budget < without.bytes.get("activation", 0):
-                    found[refined[1]] = prediction.step_seconds
+            if refined is None or refined[0] in self.fitting:
+                continue
+            without, estimate = self.known.get(refined[0]), self.left.get(refined[0])
+            if without is None and estimate is not None and estimate.bytes * estimate.doubt <= self.limit_bytes:
+                found[refined[0]] = prediction.step_seconds
+            elif without is None or budget < without.bytes.get("activation", 0):
+                found[refined[1]] = prediction.step_seconds
         return sorted(found, key=lambda strategy: found[strategy])
 
     def _last(self) -> list[Strategy]:
@@ -172,26 +179,36 @@ def _splits(strategy: Strategy) -> tuple[bool, bool, bool]:
 def _holds(refusal: Refusal, refused: Strategy, strategy: Strategy, job: Job) -> bool:
     """Whether what was refused of one strategy is refused of another: an op without a rule in any that splits the dims.
 
-    What reads numbers without a split reads them always. What is wrong with the techniques is so at any number of ranks
-    and microbatches; what a step raised, where nobody has more: a batch norm of pooled features refuses one sample, and
-    takes two.
+    What reads numbers without a split reads them always. What is wrong with the techniques is so with more of them, at
+    any number of ranks and microbatches; what a step raised, where nobody has more: a batch norm of pooled features
+    refuses one sample, and takes two.
     """
     if issubclass(refusal.kind, ReadsNumbers) and not any(_splits(refused)):
         return True
+    if _splits(refused) != _splits(strategy):
+        return False
     if issubclass(refusal.kind, (UnsupportedOp, ReadsNumbers)):
-        return _splits(refused) == _splits(strategy)
-    if _kind(refused) != _kind(strategy):
+        return True
+    if not _does_all_of(strategy, refused):
         return False
     if issubclass(refusal.kind, StrategyError):
         return True
     return all(mine <= its for mine, its in zip(_room(strategy, job), _room(refused, job), strict=True))
 
 
+def _does_all_of(strategy: Strategy, other: Strategy) -> bool:
+    """Whether it uses what the other uses, in numbers of the same kind and with the same optimizer."""
+    if (strategy.precision, strategy.optimizer) != (other.precision, other.optimizer):
+        return False
+    used = zip(_kind(strategy), _kind(other), _kind(Strategy()), strict=True)
+    return all(its in (mine, default) for mine, its, default in used)
+
+
 @lru_cache(maxsize=1 << 16)
 def _kind(strategy: Strategy) -> tuple[object, ...]:
-    """All but numbers of ranks and microbatches."""
-    technique = replace(strategy, data=1, depth=1, height=1, width=1, microbatches=1)
-    return (*_splits(strategy), strategy.data > 1, strategy.microbatches > 1, technique)
+    """What it uses, without numbers of replicas and microbatches."""
+    values = (getattr(strategy, technique.name) for technique in TECHNIQUES if technique.name != "microbatches")
+    return (strategy.data > 1, strategy.microbatches > 1, *values)
 
 
 def _room(strategy: Strategy, job: Job) -> tuple[float, ...]:

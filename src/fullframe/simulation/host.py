@@ -45,6 +45,8 @@ class SimulatedHost:
         after a step than before it, others are run until they do not; where a number on them has changed, by which
         they may do something else from then on, a second one is.
         """
+        if step.scale is not None:
+            step.scale.start(1.0)  # on which ranks agree in the first step alone
         step.begin()  # keeps buffers in memory that is there from then on
         started, before = len(self._tracer.trace.events), self._kept()
         self._once(step, batch)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fullframe.training.evaluation import NEEDS_LESS
@@ -47,6 +47,8 @@ class Prediction:
     bytes:          `peak_bytes` by category
     step_seconds:   of the last step; `seconds` by kind
     host_seconds:   what the host works in that step: Python, and to issue what the device then does
+    limits:         of `seconds`, of all kernels but the optimizer's, by what limits them: "arithmetic" of the matrix
+                    units, "bytes" that are read and written, "kernel": what the shortest one takes
     moment:         where the peak is
     largest:        the ten largest tensors at the peak, largest first
     modules:        bytes of activations by the module that made them, when most activations are held
@@ -70,6 +72,7 @@ class Prediction:
     parameters: int
     notes: tuple[str, ...] = ()
     host_seconds: float = 0.0
+    limits: Mapping[str, float] = field(default_factory=dict)
     evaluation: "Prediction | None" = None
 
     @property

@@ -107,7 +107,7 @@ def simulate(
     evaluations = [each.evaluation for each in found if each.evaluation is not None]
     evaluation = max(evaluations, key=lambda each: each.device_bytes, default=None)
     slowest = max(found, key=lambda each: each.step_seconds)
-    seconds = {name: getattr(slowest, name) for name in ("step_seconds", "seconds", "host_seconds")}
+    seconds = {name: getattr(slowest, name) for name in ("step_seconds", "seconds", "limits", "host_seconds")}
     return replace(found[most], evaluation=evaluation, **seconds)
 
 
@@ -297,6 +297,7 @@ class _Simulation:
             terms={name: bytes for name, bytes in named.items() if bytes},
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             host_seconds=self._clock.host_seconds,
+            limits=dict(self._clock.limits),
         )
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullframe.simulation.clock.roofline import KINDS, Efficiency, StepClock
+from fullframe.simulation.clock.efficiency import Efficiency
+from fullframe.simulation.clock.roofline import KINDS, StepClock
 from fullframe.simulation.clock.timed_ops import MeasuredClock
 from fullframe.simulation.devices.host_costs import HostCosts
 from fullframe.simulation.devices.table import Cluster, Device, device_named
@@ -552,3 +553,27 @@ def test_an_op_that_cannot_be_run_alone_is_guessed_and_named() -> None:
         stubborn(torch.empty(1000))
     assert clock.guessed == {"fullframe_tests.stubborn.default": "ValueError: not with these numbers"}
     assert clock.seconds["memory"] > 0
+
+
+def test_it_is_known_what_limits_each_kernel_but_the_optimizers() -> None:
+    share = dataclasses.replace(PEAK, kernel_seconds=100.0)
+    with FakeTensorMode():
+        clock = StepClock(device(matmul_flops_per_second={"fp32": 0.1}), efficiency=share)
+        large, thin, small = (torch.empty(size, 8) for size in (8, 128, 1))
+        weight = torch.empty(1, 1, 3, 3).expand(2, 1, 3, 3)
+        with Recorded(clock):
+            large @ large  # 1024 operations
+            thin + thin  # 3 times 4096 bytes
+            small + small
+            before = clock.reading()
+            F.conv2d(torch.empty(1, 2, 8, 8), weight, groups=2)  # 1296 operations, of no matrix unit
+            torch._foreach_add_([thin], 1.0)
+    assert before.limits == {"arithmetic": 10240.0, "bytes": 12288.0, "kernel": 100.0}
+    assert clock.limits["arithmetic"] == 10240.0 and clock.limits["bytes"] > 12288.0
+    assert sum(clock.limits.values()) == pytest.approx(sum(clock.seconds.values()) - clock.seconds["optimizer"])
+    now = clock.reading()
+    clock.repeat(before, times=2)
+    assert clock.limits["bytes"] == pytest.approx(now.limits["bytes"] + 2 * (now.limits["bytes"] - 12288.0))
+    with clock.stopped():
+        clock.work("memory", 5.0)
+    assert sum(clock.limits.values()) == pytest.approx(sum(clock.seconds.values()) - clock.seconds["optimizer"])

@@ -1,8 +1,8 @@
 """How long a step takes: every op against the device's peaks, every message against its link, on two clocks.
 
 The host issues ops one after the other and the device works them off; messages travel beside both, those of one
-communicator one after the other. The step is over when both are done. What of the peaks a kernel reaches is assumed, by
-name, in `Efficiency`; measured rates are taken as they are.
+communicator one after the other. The step is over when both are done. What of the peaks a kernel reaches is said in
+`Efficiency`; measured rates are taken as they are.
 """
 
 import math
@@ -16,6 +16,7 @@ import torch.distributed.fsdp  # which makes the ops of that name
 from torch.distributed.tensor import DTensor
 
 from fullframe.ranks.mesh import AXES, STAGE, axes_in, axes_of
+from fullframe.simulation.clock.efficiency import MEASURED, Efficiency
 from fullframe.simulation.clock.ops import Op, is_depthwise, is_grouped, lies_channels_last, tensors
 from fullframe.simulation.devices.calibration import Points, rate_at
 from fullframe.simulation.devices.table import Cluster, Device
@@ -23,6 +24,7 @@ from fullframe.simulation.fake.sharded import own_parts
 
 KINDS = ("matmul", "convolution", "layout", "attention", "memory", "optimizer", "exchange", "gradients", "offload",
          "stages", "launch")  # fmt: skip
+LIMITS = ("arithmetic", "bytes", "kernel")  # of matrix units, of memory, of the shortest kernel
 
 _SMALL_BYTES = 2**16  # what goes over all ranks and is less is no bucket of gradients but a count or a norm
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -30,43 +32,6 @@ _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", 
 _FSDP_MESSAGES = {torch.ops.fsdp.all_gather_copy_in.default, torch.ops.fsdp.chunk_cat.default}  # what each begins with
 
 _running_node: Callable[[], Any] = torch._C._current_autograd_node
-
-
-@dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """The share of a data sheet's peak that kernels reach: of matmul, the convolutions and memory fitted, in round
-    numbers, to published step times of one card and held against others' (`benchmarks/published`); the rest assumed.
-
-    matmul, convolution, grouped, attention: of the matrix units' rate for the dtype; grouped: of convolutions
-    depthwise: of the vector units' rate; a convolution with one channel a group has no matrix product in it
-    memory, link, network, host: of the bandwidth
-    kernel_seconds: what the shortest kernel takes
-    segment_seconds: what the driver takes for memory that it gave back and is asked for again
-    message_host_seconds: what NCCL needs of the host for each of its groups; Python's share is in `Device.host`
-    fsdp_launches, fsdp_parameter_launches: what the host needs for one gather or reduction of FSDP2, and for each
-        parameter in it, in the time that it needs to issue an op; of a DTensor in an op's arguments: dtensor_launches.
-        By the Python around them, measured: docs/devices.md
-    """
-
-    matmul: float = 0.9
-    convolution: float = 0.8
-    grouped: float = 0.5
-    attention: float = 0.5
-    depthwise: float = 0.07
-    memory: float = 0.77
-    link: float = 0.8
-    network: float = 0.8
-    host: float = 0.8
-    kernel_seconds: float = 3e-6
-    segment_seconds: float = 1e-3
-    message_host_seconds: float = 30e-6
-    fsdp_launches: float = 20.0
-    fsdp_parameter_launches: float = 1.4
-    dtensor_launches: float = 0.25
-
-
-_MEASURED = Efficiency(matmul=1, convolution=1, grouped=1, memory=1, link=1, network=1, host=1, kernel_seconds=0,
-                       message_host_seconds=0)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,13 +54,17 @@ class _Batch:
 
 
 class Reading(NamedTuple):
-    """What a clock shows: seconds by kind; until when the device, the host and the messages are busy; host's work."""
+    """What a clock shows: seconds by kind; until when the device, the host and the messages are busy; host's work.
+
+    `limits`: seconds of the kernels but the optimizer's, by what limits them, as in `Prediction`
+    """
 
     seconds: dict[str, float]
     now: float
     issued: float
     wires: dict[str, float]
     host_seconds: float
+    limits: dict[str, float]
 
 
 class StepClock:
@@ -116,7 +85,7 @@ class StepClock:
         if isinstance(cluster, Device):
             cluster = Cluster(nodes=1, devices_per_node=math.prod(mesh) * stages, device=cluster)
         self.cluster, self.device, self.mesh = cluster, cluster.device, mesh
-        self.efficiency = efficiency or (_MEASURED if self.device.measured else Efficiency())
+        self.efficiency = efficiency or (MEASURED if self.device.measured else Efficiency())
         self._tf32 = precision != "fp32" and "tf32" in self.device.matmul_flops_per_second
         self._links: dict[str, tuple[bool, float, float]] = {}
         self.in_function = False  # on split tensors, which sends what it sends by Python
@@ -126,6 +95,7 @@ class StepClock:
     def reset(self) -> None:
         """Begin a new step."""
         self.seconds = dict.fromkeys(KINDS, 0.0)
+        self.limits = dict.fromkeys(LIMITS, 0.0)
         self.host_seconds = 0.0  # what the host works, without its waiting
         self._now = self._issued = 0.0  # when the device is done with what it has; what the host has got to
         self._wires: dict[str, float] = {}  # until when messages of a communicator are on their way
@@ -137,16 +107,18 @@ class StepClock:
         """What happens inside takes no time."""
         before = self.reading()
         yield
-        self.seconds, self._now, self._issued, self._wires, self.host_seconds = before
+        self.seconds, self._now, self._issued, self._wires, self.host_seconds, self.limits = before
 
     def reading(self) -> Reading:
         """What the clock shows."""
-        return Reading(self.seconds.copy(), self._now, self._issued, self._wires.copy(), self.host_seconds)
+        wires, limits = self._wires.copy(), self.limits.copy()
+        return Reading(self.seconds.copy(), self._now, self._issued, wires, self.host_seconds, limits)
 
     def repeat(self, since: Reading, times: int) -> None:
         """The same again as since a reading."""
         worked, issued = times * (self._now - since.now), times * (self._issued - since.issued)
         self.seconds = {kind: s + times * (s - since.seconds[kind]) for kind, s in self.seconds.items()}
+        self.limits = {limit: s + times * (s - since.limits[limit]) for limit, s in self.limits.items()}
         self._now, self._issued = self._now + worked, self._issued + issued
         self.host_seconds += times * (self.host_seconds - since.host_seconds)
         self._wires = {kind: done + worked for kind, done in self._wires.items()}
@@ -171,7 +143,10 @@ class StepClock:
             self._reducing.clear()
         issue = self.device.launch_seconds * (1 + self._sharded_launches(func, args))
         args, out = tuple(map(own_parts, args)), own_parts(out)
-        self.work(op.kind, self.op_seconds(op, func, args, kwargs, out), issue)
+        self.issue(issue)
+        self._wait_for_host()
+        for seconds, limit in self.op_seconds(op, func, args, kwargs, out):
+            self._work(op.kind, seconds, limit)
         if op.kind == "convolution" and (turning := self.turning_seconds(op, func, args, kwargs, out)):
             self._work("layout", turning)
         self._take_in()
@@ -207,14 +182,20 @@ class StepClock:
             facts = batch.bytes, batch.ranks, batch.axis, batch.posted, batch.communicator
             self.finish(self.start("exchange", "exchange", *facts))
 
-    def op_seconds(self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-        """The roofline: of each kernel whichever is slower, operations or bytes."""
+    def op_seconds(
+        self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+    ) -> list[tuple[float, str]]:
+        """The roofline: of each kernel whichever is slower, operations or bytes; and which of LIMITS it is."""
         dtype = self._dtype((*args, *kwargs.values()))
-        seconds = 0.0
+        vectors = op.kind == "convolution" and is_depthwise(op, args)
+        found = []
         for operations, bytes, _ in op.kernels(func, args, kwargs, out):
             by_operations = operations / self._rate(op, args, dtype, operations) if operations else 0.0
-            seconds += max(by_operations, bytes / self._memory_rate(bytes), self.efficiency.kernel_seconds)
-        return seconds
+            by_bytes, shortest = bytes / self._memory_rate(bytes), self.efficiency.kernel_seconds
+            limit = "arithmetic" if by_operations > by_bytes and not vectors else "bytes"
+            seconds = max(by_operations, by_bytes)
+            found.append((seconds, limit) if seconds > shortest else (shortest, "kernel"))
+        return found
 
     def turning_seconds(self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
         """Of a convolution whose maps are not channels last: cuDNN turns each of them for the matrix units, or back.
@@ -240,9 +221,11 @@ class StepClock:
         self._wait_for_host()
         self._work(kind, seconds)
 
-    def _work(self, kind: str, seconds: float) -> None:
+    def _work(self, kind: str, seconds: float, limit: str = "bytes") -> None:
         self._now += seconds
         self.seconds[kind] += seconds
+        if kind not in ("optimizer", "layout"):
+            self.limits[limit] += seconds
         if not self.device.is_cuda:
             self._issued = self._now
 

@@ -51,15 +51,17 @@ class MeasuredClock(StepClock):
         self._precision = precision
         self._in_tf32 = self.device.is_cuda and precision != "fp32"
 
-    def op_seconds(self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
+    def op_seconds(
+        self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+    ) -> list[tuple[float, str]]:
         key = (func, self._threads, self._in_tf32, _signature(args), _signature(tuple(kwargs.items())))
         if key not in self.timings:
             try:
                 self.timings[key] = self._measure(func, args, kwargs)
             except Exception as error:  # an op may want what tensors of zeros and ones do not give it
                 self.guessed[str(func)] = f"{type(error).__name__}: {error}"
-                self.timings[key] = super().op_seconds(op, func, args, kwargs, out)
-        return self.timings[key]
+                self.timings[key] = sum(seconds for seconds, _ in super().op_seconds(op, func, args, kwargs, out))
+        return [(self.timings[key], "bytes" if op.operations is None else "arithmetic")]
 
     def turning_seconds(self, *op: Any) -> float:
         """Part of what is timed."""
