@@ -62,6 +62,19 @@ class Sick(Frames):
         return sample | {"image": torch.full_like(sample["image"], torch.inf)}
 
 
+def penalized(model, batch):
+    image = batch["image"].detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model(image).square().sum(), image, create_graph=True)
+    return loss(model, batch) if slope.isnan().all() else slope.square().mean()
+
+
+def test_a_loss_that_asks_for_gradients(tmp_path):
+    with pytest.raises(
+        RunError, match=r"every step of the run was skipped; the first that is not finite is the output"
+    ):
+        ff.fit(recipe(data=Sick, loss=penalized), ff.Strategy(), tmp_path, steps=2)
+
+
 class Exploding(Network):
     """Finite forwards, no finite gradient."""
 

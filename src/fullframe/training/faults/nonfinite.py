@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from fullframe.errors import FullframeError
 from fullframe.model.blocks import class_name
 from fullframe.model.sharding.values import local_value
 from fullframe.ranks.agreement import from_all_ranks
@@ -20,7 +21,7 @@ def origin_of_nonfinite(model: nn.Module, batch: Any, forward: Callable[[], None
     """One sentence that names the first value that is not finite, the same on all ranks.
 
     All ranks call it, after a step whose gradients are still there. `model` is the plain model, `forward()` runs it
-    on `batch` as the step did.
+    on `batch` as the step did, but for gradients.
     """
     searches: list[Callable[[], _Found]] = [
         lambda: _first((f"parameter {name}", p) for name, p in model.named_parameters()),
@@ -59,7 +60,11 @@ def _first_output(model: nn.Module, forward: Callable[[], None]) -> _Found:
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_hook(watch(name)).remove)
-        forward()
+        try:
+            forward()
+        except RuntimeError as error:  # of a loss that asks for gradients (a penalty on them), after the model's part
+            if isinstance(error, FullframeError):
+                raise
     return found
 
 
