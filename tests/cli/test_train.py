@@ -139,6 +139,7 @@ def test_a_run_that_finds_nothing_better_ends(tmp_path, capsys):
         (["--processes", "2", "--resume"], "--resume needs --run-dir"),
         (["--processes", "2", "--auto-resume"], "--auto-resume needs --run-dir"),
         (["--processes", "2", "--resume", "--run-dir", "nothing"], "nothing holds no run to resume"),
+        (["--processes", "2", "--resume", "--auto-resume", "--run-dir", "nothing"], "nothing holds no run to resume"),
     ],
 )
 def test_wrong_use_is_refused_before_any_rank_starts(tmp_path, capsys, monkeypatch, options, message):

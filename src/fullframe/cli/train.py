@@ -299,7 +299,7 @@ class Train:
 
     @property
     def _resume(self) -> "Resume":
-        return "auto" if self.auto_resume else self.resume
+        return self.resume or ("auto" if self.auto_resume else False)  # asked for both, a run must be there
 
     def _options(self) -> dict[str, Any]:
         """What `fit` takes as it is given here."""
