@@ -39,4 +39,4 @@ class Efficiency:
 
 
 MEASURED = Efficiency(matmul=1, convolution=1, grouped=1, memory=1, link=1, network=1, host=1, kernel_seconds=0,
-                       message_host_seconds=0)  # fmt: skip
+                      message_host_seconds=0)  # fmt: skip

@@ -145,10 +145,8 @@ class StepClock:
         args, out = tuple(map(own_parts, args)), own_parts(out)
         self.issue(issue)
         self._wait_for_host()
-        for seconds, limit in self.op_seconds(op, func, args, kwargs, out):
-            self._work(op.kind, seconds, limit)
-        if op.kind == "convolution" and (turning := self.turning_seconds(op, func, args, kwargs, out)):
-            self._work("layout", turning)
+        for kind, seconds, limit in self.op_seconds(op, func, args, kwargs, out):
+            self._work(kind, seconds, limit)
         self._take_in()
 
     def fused(self, bytes: int) -> None:
@@ -184,31 +182,33 @@ class StepClock:
 
     def op_seconds(
         self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-    ) -> list[tuple[float, str]]:
-        """The roofline: of each kernel whichever is slower, operations or bytes; and which of LIMITS it is."""
+    ) -> list[tuple[str, float, str]]:
+        """The roofline: of each kernel its kind, whichever is slower, operations or bytes, and which of LIMITS it is.
+
+        Of kind "layout" is what turns the maps of a convolution.
+        """
         dtype = self._dtype((*args, *kwargs.values()))
         vectors = op.kind == "convolution" and is_depthwise(op, args)
+        turned = op.kind == "convolution" and not vectors and self._turns_maps(op, args, dtype)
         found = []
-        for operations, bytes, _ in op.kernels(func, args, kwargs, out):
+        for operations, bytes, maps in op.kernels(func, args, kwargs, out):
             by_operations = operations / self._rate(op, args, dtype, operations) if operations else 0.0
             by_bytes, shortest = bytes / self._memory_rate(bytes), self.efficiency.kernel_seconds
             limit = "arithmetic" if by_operations > by_bytes and not vectors else "bytes"
             seconds = max(by_operations, by_bytes)
-            found.append((seconds, limit) if seconds > shortest else (shortest, "kernel"))
+            found.append((op.kind, seconds, limit) if seconds > shortest else (op.kind, shortest, "kernel"))
+            if turned:
+                found.append(("layout", 2 * maps / self._memory_rate(maps), "bytes"))  # read and written
         return found
 
-    def turning_seconds(self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-        """Of a convolution whose maps are not channels last: cuDNN turns each of them for the matrix units, or back.
+    def _turns_maps(self, op: Op, args: Sequence[Any], dtype: str) -> bool:
+        """Whether cuDNN turns maps that are not channels last for the matrix units, and back.
 
         What was measured on a device has these passes in it.
         """
-        dtype = self._dtype(args)
         units = dtype in ("tf32", "bf16", "fp16") and dtype in self.device.matmul_flops_per_second
         assumed = self.device.is_cuda and self.device.measured is None
-        if not (assumed and units) or is_depthwise(op, args) or lies_channels_last(op, args):
-            return 0.0
-        maps = sum(kernel.maps for kernel in op.kernels(func, args, kwargs, out))
-        return 2 * maps / self._memory_rate(maps)  # read and written
+        return assumed and units and not lies_channels_last(op, args)
 
     def _dtype(self, values: Sequence[Any]) -> str:
         """That of the rate at which an op on these values multiplies."""

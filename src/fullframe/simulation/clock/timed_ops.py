@@ -53,19 +53,16 @@ class MeasuredClock(StepClock):
 
     def op_seconds(
         self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-    ) -> list[tuple[float, str]]:
+    ) -> list[tuple[str, float, str]]:
         key = (func, self._threads, self._in_tf32, _signature(args), _signature(tuple(kwargs.items())))
         if key not in self.timings:
             try:
                 self.timings[key] = self._measure(func, args, kwargs)
             except Exception as error:  # an op may want what tensors of zeros and ones do not give it
                 self.guessed[str(func)] = f"{type(error).__name__}: {error}"
-                self.timings[key] = sum(seconds for seconds, _ in super().op_seconds(op, func, args, kwargs, out))
-        return [(self.timings[key], "bytes" if op.operations is None else "arithmetic")]
-
-    def turning_seconds(self, *op: Any) -> float:
-        """Part of what is timed."""
-        return 0.0
+                guessed = super().op_seconds(op, func, args, kwargs, out)
+                self.timings[key] = sum(seconds for kind, seconds, _ in guessed if kind == op.kind)
+        return [(op.kind, self.timings[key], "bytes" if op.operations is None else "arithmetic")]
 
     def _measure(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
         as_trained = fp32_math(Fp32Math.of(self._precision))
