@@ -60,6 +60,7 @@ def fit(
     about: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Train to `steps` optimizer steps (the recipe's unless given) under `strategy`; returns the trained plain model.
+
     All ranks call it; `run_dir` must be visible to all. `resume` goes on from the newest readable checkpoint, bit
     for bit where the mesh is the same and the kernels repeat themselves (CPUs' do; GPUs' under
     `torch.use_deterministic_algorithms`); with "auto", and on ranks that a launcher has started again, if there is one.

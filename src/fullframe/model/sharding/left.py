@@ -16,6 +16,7 @@ from fullframe.errors import GradientError
 from fullframe.model.attributes import OF_EVERY_MODULE
 from fullframe.spatial.tensor import local_or_whole
 from fullframe.spatial.views import share_memory
+from fullframe.wording import inside
 
 
 class LeftIn:
@@ -48,7 +49,7 @@ class LeftIn:
                 is_own = name in OF_EVERY_MODULE or name in self._parameters[each]
                 if not is_own and isinstance(value, (Tensor, list, tuple, Mapping)):
                     for tensor in tensors_in(value):
-                        yield f"{path}.{name}".removeprefix("."), local_or_whole(tensor)
+                        yield inside(path, name), local_or_whole(tensor)
 
 
 def _own_modules(unit: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -58,4 +59,4 @@ def _own_modules(unit: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Modu
     yield path, unit
     for name, child in unit.named_children():
         if not isinstance(child, FSDPModule):
-            yield from _own_modules(child, f"{path}.{name}".removeprefix("."))
+            yield from _own_modules(child, inside(path, name))
