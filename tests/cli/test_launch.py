@@ -86,6 +86,7 @@ def test_what_would_be_submitted(name: str, project: Path, capsys: pytest.Captur
         (["recipe.py", "--memory", "64Gi"], "--memory is for --on kubernetes, and says nothing on slurm"),
         (["recipe.py", "--on", "kubernetes", "--after", "7"], "--after is for --on slurm, and"),
         (["recipe.py", "--on", "docker", "--requeues", "3"], "--requeues is for --on slurm and kubernetes"),
+        (["recipe.py", "--on", "kubernetes", "--runtime", "mine"], "--runtime is of --kind trainjob"),
         (["../recipe.py", "--on", "docker"], "../recipe.py is not in "),
         (["../recipe.py", "--on", "kubernetes", "--volume", "runs"], "the container has no other files of this"),
         (["recipe.py", "--on", "docker", "--plan", "../plan.json"], "../plan.json is not in "),

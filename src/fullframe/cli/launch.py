@@ -189,6 +189,8 @@ class Launch:
         for name in changed(self):
             if self.on not in (places := _ONLY_ON.get(name, (self.on,))):
                 raise LaunchError(f"{option(name)} is for --on {' and '.join(places)}, and says nothing on {self.on}")
+        if self.kind == "job" and "runtime" in changed(self):
+            raise LaunchError("--runtime is of --kind trainjob, and says nothing of a job")
         if self.plan_for is not None and train.plan is not None:
             raise LaunchError("--plan and --plan-for are both given; leave one out")
         on_a_node = train.processes or self.gpus_per_node

@@ -54,6 +54,8 @@ def test_formats(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == []
     assert run(["doctor", "lint", "--format", "sarif"]) == 1
     assert json.loads(capsys.readouterr().out)["version"] == "2.1.0"
+    assert run(["doctor", "lint", "--json", "--format", "sarif"]) == 2
+    assert "leave one out" in capsys.readouterr().err
 
 
 def test_options_and_settings_choose_rules_and_files(folder: Path) -> None:

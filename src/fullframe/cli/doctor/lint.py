@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from fullframe.errors import LintError
+
 if TYPE_CHECKING:
     from fullframe.doctor.finding import Finding
     from fullframe.doctor.lint.configuration import Configuration
@@ -42,6 +44,8 @@ class Lint:
         """Read, check, print."""
         from fullframe.doctor.lint.configuration import configured
 
+        if self.json and self.format == "sarif":
+            raise LintError("--json and --format sarif are both given; leave one out")
         configuration = self._combined(configured(self.paths))
         findings, files = self._found(configuration)
         if self.fix and self._mend(findings):
