@@ -1,6 +1,7 @@
 """What oneDNN takes for itself: by hand, in bytes of float32 maps."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,15 @@ WEIGHT = 8 * 8 * 9 * 4
 
 
 is_torchs = scratch._is_torchs
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Each thread takes a tile of its own, and which of two ends first is chance."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +97,7 @@ def test_backward_with_channels_last() -> None:
 
 def allocated(call: Callable[[], Any]) -> int:
     """What torch's allocator hands out during a call, at its most, beyond what the call returns."""
+    gc.collect()  # what earlier tests left would be counted as given back by this call
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         made = call()
     return max(held_bytes(profiled)) - sum(t.nbytes for t in tree_leaves(made) if isinstance(t, Tensor))
