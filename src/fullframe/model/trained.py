@@ -33,6 +33,12 @@ def trained(model: nn.Module) -> tuple[Trained, list[nn.Parameter]]:
     return found, list(others)
 
 
+def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """The modules by name whose weight is trained by sparse gradients."""
+    every = ((name, each) for name, each in model.named_modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    return {name: each for name, each in every if each.sparse and each.weight.requires_grad}
+
+
 @contextmanager
 def frozen(parameters: list[nn.Parameter]) -> Iterator[None]:
     """Inside, DDP leaves them out."""

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
+from fullframe.model.trained import sparse_tables
 from fullframe.ranks.agreement import is_first_rank
 from fullframe.wording import first_of
 
 Kind = TypeVar("Kind")
-
-_SPARSE = (nn.Embedding, nn.EmbeddingBag)
 
 
 class Unused:
@@ -71,7 +70,7 @@ def give_zeros(
 
     Those that have one of the `edges` get it there.
     """
-    sparse = {m.weight for m in model.modules() if isinstance(m, _SPARSE) and m.sparse}
+    sparse = {table.weight for table in sparse_tables(model).values()}
     for parameter in parameters:
         if with_hooks and parameter.requires_grad and parameter not in sparse:
             with torch.enable_grad():

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from fullframe.errors import RecipeError
 from fullframe.model.parallelize import ParallelModel
 from fullframe.model.parallelize_for import parallelize_for
+from fullframe.model.trained import sparse_tables
 from fullframe.ranks.randomness import seed_everything
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
@@ -80,13 +81,11 @@ def prepare(
 
 
 def _require_dense_gradients(plain: nn.Module) -> None:
-    for name, module in plain.named_modules():
-        trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and trains:
-            raise RecipeError(
-                f"{type(module).__name__} {name!r} gives sparse gradients, which are neither added up over ranks nor "
-                "checked; build it with sparse=False, and take an optimizer for dense ones"
-            )
+    for name, table in sparse_tables(plain).items():
+        raise RecipeError(
+            f"{type(table).__name__} {name!r} gives sparse gradients, which are neither added up over ranks nor "
+            "checked; build it with sparse=False, and take an optimizer for dense ones"
+        )
 
 
 def _loader(recipe: Recipe, mesh: DeviceMesh) -> ShardedLoader:

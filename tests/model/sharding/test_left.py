@@ -78,6 +78,40 @@ def test_what_is_a_gathered_parameter_is_refused_by_the_name_of_the_attribute(wh
         rank_group(2).run(_off, what)
 
 
+class Rows(nn.Module):
+    """Rows read by torch's own recurrent modules, which list their parameters in an attribute."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.stem, self.read = nn.Conv2d(3, 4, 3, padding=1), getattr(nn, kind)(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.stem(x).mean(3).transpose(1, 2))[0]  # type: ignore[no-any-return]
+
+
+def _rows_off(kind: str) -> float:
+    torch.manual_seed(0)
+    plain, on = Rows(kind).double(), mesh(1, 2)
+    net = Rows(kind).double()
+    net.load_state_dict(plain.state_dict())
+    model = ff.parallelize(net, on, shard_parameters=True)
+    for seed in range(2):
+        x = torch.randn(2, 3, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        plain(x).square().mean().backward()
+        model(ff.shard(x, on)).square().mean().backward()
+        with torch.no_grad():
+            for both in (plain, net):
+                for p in both.parameters():
+                    p -= 0.5 * p.grad  # type: ignore[operator]
+    pairs = zip(plain.parameters(), net.parameters(), strict=True)
+    return max(relative(p.grad, q.grad.full_tensor()) for p, q in pairs)  # type: ignore[union-attr,arg-type]
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_recurrent_modules_may_be_sharded(kind: str) -> None:
+    assert max(rank_group(2).run(_rows_off, kind)) < 1e-12
+
+
 def test_modules_of_units_within_are_theirs() -> None:
     assert issubclass(GradientError, RuntimeError)
     left = LeftIn(net := Net("a pooled value"), "model")

@@ -32,11 +32,16 @@ def with_gaps() -> nn.Module:
     return plain().to(memory_format=torch.channels_last)
 
 
+def with_a_sparse_table() -> nn.Module:
+    return nn.ModuleDict({"classes": nn.Embedding(5, 4, sparse=True)})
+
+
 @pytest.mark.parametrize(
     ("made", "says"),
     [
         (mixed, "torch.float32, torch.float64"),
         (with_a_number, "head.temperature"),
+        (with_a_sparse_table, "Embedding 'head.classes' gives sparse gradients"),
         (with_gaps, "head.weight is not co"),
     ],
 )
@@ -46,7 +51,7 @@ def test_what_cannot_be_gathered_in_one_message(made: Callable[[], nn.Module], s
 
 
 def test_what_can_be() -> None:
-    for module in (plain(), frozen()):
+    for module in (plain(), frozen(), with_a_sparse_table().requires_grad_(False)):
         require_one_message("head", module)
         require_no_hooks(module)
         require_whole(module)

@@ -27,6 +27,7 @@ class LeftIn:
 
     def __init__(self, unit: nn.Module, name: str):
         self._modules = [(".".join(filter(None, (name, path))), each) for path, each in _own_modules(unit)]
+        self._own = {each: OF_EVERY_MODULE | each._parameters.keys() | _listed(each) for _, each in self._modules}
         self._parameters = {each: frozenset(each._parameters) for _, each in self._modules}
         self._known = WeakIdKeyDictionary()  # tensors that have their hook
         unit.register_forward_hook(self._look)
@@ -46,10 +47,14 @@ class LeftIn:
     def _left(self) -> Iterator[tuple[str, Tensor]]:
         for path, each in self._modules:
             for name, value in (*vars(each).items(), *each._parameters.items()):
-                is_own = name in OF_EVERY_MODULE or name in self._parameters[each]
-                if not is_own and isinstance(value, (Tensor, list, tuple, Mapping)):
+                if name not in self._own[each] and isinstance(value, (Tensor, list, tuple, Mapping)):
                     for tensor in tensors_in(value):
                         yield inside(path, name), local_or_whole(tensor)
+
+
+def _listed(module: nn.Module) -> frozenset[str]:
+    """Where a module lists its parameters and keeps that list up to date as they are put in place and away."""
+    return frozenset({"_flat_weights"} if isinstance(module, nn.RNNBase) else ())
 
 
 def _own_modules(unit: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -7,7 +7,9 @@ from torch import nn
 
 from fullframe.errors import GradientError, MeshError
 from fullframe.model.sharding.values import is_sharded
+from fullframe.model.trained import sparse_tables
 from fullframe.spatial.gradients import is_managed
+from fullframe.wording import inside
 
 
 def require_whole(model: nn.Module) -> None:
@@ -52,16 +54,22 @@ def require_one_message(name: str, module: nn.Module) -> None:
             f"{name or 'the model'} has parameters of {found}, which cannot be gathered in one message; "
             "give them one dtype, or do without shard_parameters"
         )
+    for own, table in sparse_tables(module).items():
+        if not is_sharded(table.weight):
+            raise MeshError(
+                f"{type(table).__name__} {inside(name, own)!r} gives sparse gradients, which torch's FSDP does not "
+                "average; build it with sparse=False, or do without shard_parameters"
+            )
     scalar = next((own for own, p in whole.items() if p.dim() == 0), None)
     if scalar is not None:
         raise MeshError(
-            f"{f'{name}.' if name else ''}{scalar} is a number without dims, which torch's FSDP does not shard; give "
+            f"{inside(name, scalar)} is a number without dims, which torch's FSDP does not shard; give "
             "it the shape (1,), or do without shard_parameters"
         )
     gaps = next((own for own, p in whole.items() if not p.is_contiguous()), None)
     if gaps is not None:
         raise MeshError(
-            f"{f'{name}.' if name else ''}{gaps} is not contiguous (in channels_last, perhaps), and torch's FSDP "
+            f"{inside(name, gaps)} is not contiguous (in channels_last, perhaps), and torch's FSDP "
             "shards what is; assign parameter.data.contiguous() to parameter.data before (convolutions go by images in "
             "channels_last, too), or do without shard_parameters"
         )
