@@ -1,8 +1,13 @@
 """Buffers replaced by copies for a while."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
+import fullframe as ff
+from fullframe.model.attributes import kept_attributes
 from fullframe.model.buffers import KeptBuffers, borrow_buffers, buffers_of, return_buffers
 
 
@@ -81,3 +86,31 @@ def test_what_a_step_in_vain_made_of_buffers_is_undone() -> None:
     after = dict(model.named_buffers(remove_duplicate=False))
     assert torch.equal(after.pop("grid"), torch.zeros(3))
     torch.testing.assert_close(after, before)
+
+
+def test_a_rehearsal_that_puts_hooks_back_leaves_none_for_good() -> None:
+    model = nn.BatchNorm1d(3)
+    kept = KeptBuffers(model)
+    kept.keep()
+    with kept_attributes(model):  # as where the blocks' costs are measured, within a step
+        model(torch.randn(4, 3))
+    model.reset_running_stats()
+    for _ in range(2):  # steps in vain
+        for _ in range(3):  # microbatches
+            model(torch.full((4, 3), float("nan")))
+        kept.restore()
+        assert not model.num_batches_tracked
+        assert not model._forward_pre_hooks
+        kept.keep()
+
+
+@pytest.mark.parametrize("recompute", [{}, {"recompute": "budget", "recompute_budget_bytes": 10**6}])
+def test_a_skipped_step_of_several_microbatches_leaves_no_statistics(recompute: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    strategy = ff.Strategy(microbatches=3, recompute_modules=("0",) if recompute else (), **recompute)
+    take = ff.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1), strategy)
+    assert not take(torch.randn(3, 1, 4, 4)).skipped
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    assert take(torch.full((3, 1, 4, 4), float("inf"))).skipped
+    torch.testing.assert_close(dict(model.named_buffers()), before)

@@ -85,14 +85,12 @@ class KeptBuffers:
     def keep(self) -> None:
         """Take the copy."""
         self._copy()
-        if self._hook is None:
-            self._hook = self._model.register_forward_pre_hook(lambda module, inputs: self._copy())
+        self._hook = self._model.register_forward_pre_hook(lambda module, inputs: self._copy())
 
     @torch.no_grad()
     def _copy(self) -> None:
         if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+            self._hook.remove()  # again, where a rehearsal has put it back with all hooks
         self._there = [(o, name, buffer) for o in self._model.modules() for name, buffer in o._buffers.items()]
         buffers = [buffer for _, _, buffer in self._there if buffer is not None]
         if [(b.shape, b.dtype) for b in buffers] != [(k.shape, k.dtype) for k in self._kept]:
