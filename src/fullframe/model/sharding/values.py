@@ -52,6 +52,7 @@ def mind_sharded_values() -> None:
     """From now on what is read of sharded tensors, and written to them, is that of all ranks, or refused."""
     from torch.distributed.tensor import DTensor
 
+    from fullframe.model.sharding.few_rows import take_extremes_of_few_rows
     from fullframe.model.sharding.parts import refuse_lost_writes
     from fullframe.model.sharding.random import draw_whole
 
@@ -60,6 +61,7 @@ def mind_sharded_values() -> None:
         handlers[torch.ops.aten._local_scalar_dense.default] = _number
         DTensor.data = property(Tensor.data.__get__, _assign)  # type: ignore[assignment, attr-defined]
         refuse_lost_writes()
+        take_extremes_of_few_rows()
         draw_whole()
         for name in ("__format__", "tolist"):
             setattr(DTensor, name, _of_a_number(getattr(Tensor, name)))
