@@ -279,6 +279,15 @@ def test_an_optimizer_that_wants_a_closure_is_refused():
         ff.TrainStep(model, mean_loss, torch.optim.LBFGS(model.parameters()), ff.Strategy())
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_by_name(kind):
+    model = nn.ModuleDict({"table": kind(4, 2, sparse=True)})
+    with pytest.raises(RecipeError, match=f"{kind.__name__} 'table' gives sparse gradients, .* with sparse=False"):
+        ff.TrainStep(model, mean_loss, torch.optim.SparseAdam(model.parameters()), ff.Strategy())
+    frozen = model.requires_grad_(False)
+    ff.TrainStep(frozen, mean_loss, torch.optim.SGD(frozen.parameters()), ff.Strategy())
+
+
 def test_an_optimizer_with_a_parameter_of_its_own_is_refused():
     model, weight = network(), nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([*model.parameters(), weight], lr=0.5)

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from fullframe.errors import RecipeError
 from fullframe.model.parallelize import ParallelModel
 from fullframe.model.parallelize_for import parallelize_for
-from fullframe.model.trained import sparse_tables
 from fullframe.ranks.randomness import seed_everything
 from fullframe.recipe import Recipe
 from fullframe.strategy import Strategy
@@ -67,7 +66,6 @@ def prepare(
             "recipe.model() gives a ScriptModule, which takes no hooks and whose ops no rule can see; give the module "
             "that torch.jit.script was given"
         )
-    _require_dense_gradients(plain)
     model = parallelize_for(
         strategy,
         plain,
@@ -78,14 +76,6 @@ def prepare(
     )
     optimizer = build_optimizer(recipe.optimizer, model, strategy)
     return model, optimizer, TrainStep(model, recipe.loss, optimizer, strategy, cut=recipe.cut, host=host)
-
-
-def _require_dense_gradients(plain: nn.Module) -> None:
-    for name, table in sparse_tables(plain).items():
-        raise RecipeError(
-            f"{type(table).__name__} {name!r} gives sparse gradients, which are neither added up over ranks nor "
-            "checked; build it with sparse=False, and take an optimizer for dense ones"
-        )
 
 
 def _loader(recipe: Recipe, mesh: DeviceMesh) -> ShardedLoader:

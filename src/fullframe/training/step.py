@@ -30,6 +30,7 @@ from fullframe.model.parallelize_for import require_parallelized_for
 from fullframe.model.sharding.steps_taken import options_of
 from fullframe.model.sharding.values import whole_value
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
+from fullframe.model.trained import sparse_tables
 from fullframe.ranks.waiting import naming_lost_ranks
 from fullframe.strategy import Strategy, multiplied
 from fullframe.techniques.budget import Costs
@@ -72,9 +73,10 @@ class TrainStep:
     recipe's. `host` is where the step runs: here, unless a simulation says otherwise.
 
     Raises StrategyError when the strategy does not match the ranks, the model is not parallelized, or the optimizer
-    cannot be given some of the parameters at a time as it asks, RecipeError for an optimizer that needs a closure;
-    calling it raises ShapeError when the batch cannot be cut into the microbatches, RecipeError when the loss is no
-    scalar or requires no gradient, DivergenceError on all ranks where their strategies or optimizers differ.
+    cannot be given some of the parameters at a time as it asks, RecipeError for an optimizer that needs a closure, and
+    for sparse gradients; calling it raises ShapeError when the batch cannot be cut into the microbatches, RecipeError
+    when the loss is no scalar or requires no gradient, DivergenceError on all ranks where their strategies or
+    optimizers differ.
     """
 
     def __init__(
@@ -358,7 +360,12 @@ def _require_no_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _require_of_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raises RecipeError where the optimizer has parameters that no one zeroes, scales or averages."""
+    """Raises RecipeError where gradients are sparse, or of parameters that no one zeroes, scales or averages."""
+    for name, table in sparse_tables(model).items():
+        raise RecipeError(
+            f"{type(table).__name__} {name!r} gives sparse gradients, whose norm a step cannot take; build it with "
+            "sparse=False, and take an optimizer for dense ones"
+        )
     known = set(map(id, model.parameters()))
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
