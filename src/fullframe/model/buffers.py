@@ -122,8 +122,14 @@ class KeptBuffers:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Every rank takes the buffers of the job's first rank."""
-    share_values(buffer for buffer in model.buffers() if buffer.numel() and not is_sharded(buffer))
+    """Every rank takes the buffers of the job's first rank.
+
+    As with DDP autograd is not told: a pass before may keep a buffer for a backward that comes after this one.
+    """
+    buffers = [buffer for buffer in model.buffers() if buffer.numel() and not is_sharded(buffer)]
+    counted = tuple(buffer for buffer in buffers if not buffer.is_inference())
+    with torch.autograd._unsafe_preserve_version_counter(counted):
+        share_values(buffers)
 
 
 def require_whole_buffers(model: nn.Module) -> None:

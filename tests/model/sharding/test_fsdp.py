@@ -198,17 +198,23 @@ def test_every_gradient_is_that_of_one_process(ranks: int, height: int, width: i
         assert max(errors) < 1e-9, errors
 
 
-def _twice() -> float:
+def _norm_in_eval() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval()).double()
+
+
+def _twice(build: Build, width: int) -> float:
     """Two forward passes, one backward pass."""
-    on, plain = mesh(1, 2), _built(Net)
+    on, plain = mesh(1, width), _built(build)
     (_loss(plain(_images())) + _loss(plain(_images() + 1))).backward()
-    model = ff.parallelize(_built(Net), on, shard_parameters=True)
-    (_loss(model(_mine(_images(), on))) + _loss(model(_mine(_images() + 1, on)))).backward()
+    model = ff.parallelize(_built(build), on, shard_parameters=True)
+    (_loss(model(ff.shard(_images(), on))) + _loss(model(ff.shard(_images() + 1, on)))).backward()
     return _worst(_gradients(plain), _gradients(model))
 
 
-def test_two_forward_passes_before_backward() -> None:
-    assert max(rank_group(2).run(_twice)) < 1e-9
+@pytest.mark.parametrize(("build", "width"), [(Net, 2), (_norm_in_eval, 2), (_norm_in_eval, 1)])
+def test_two_forward_passes_before_backward(build: Build, width: int) -> None:
+    """With replicas (width 1) the second takes buffers over that the first has kept for backward."""
+    assert max(rank_group(2).run(_twice, build, width)) < 1e-9
 
 
 def _errors_of_known_models() -> list[float]:
