@@ -81,3 +81,18 @@ def test_hooks_of_a_first_pass_are_not_there_twice() -> None:
         assert model(torch.zeros(2)) == 2
     assert not model.part._forward_hooks and not model.part._forward_pre_hooks
     assert model(torch.zeros(2)) == model(torch.zeros(2)) == 2
+
+
+def test_a_hook_that_takes_itself_off_is_there_again_with_all_that_it_is_given() -> None:
+    model, seen = nn.ReLU(), list[tuple[tuple[Tensor, ...], dict[str, Tensor]]]()
+
+    def once(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        seen.append((args, kwargs))
+        handle.remove()
+
+    handle = model.register_forward_pre_hook(once, with_kwargs=True)
+    with kept_attributes(model):
+        model(torch.ones(2))
+    for _ in range(2):
+        model(input=torch.ones(2))
+    assert [(len(args), [*kwargs]) for args, kwargs in seen] == [(1, []), (0, ["input"])]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 _PLAIN = frozenset((type(None), bool, int, float, str, list, tuple, set, dict, OrderedDict))  # most by far
 _NOT_THERE: Any = object()
+_HOOKS = [name for name in vars(nn.Module()) if name.startswith("_forward")]  # and which of them take keywords, say
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # what `nn.Module` itself keeps: hooks, tables, whether it trains
 
 
@@ -26,8 +27,8 @@ class Attributes:
 
     def __init__(self, *modules: nn.Module):
         every = [each for module in modules for each in module.modules()]
-        tables = ((vars(m), m._buffers, m._forward_hooks, m._forward_pre_hooks) for m in every)
-        self._there: list[tuple[Any, dict[Any, Any]]] = [(now, dict(now)) for four in tables for now in four]
+        tables = (table for m in every for table in (vars(m), m._buffers, *(getattr(m, name) for name in _HOOKS)))
+        self._there: list[tuple[Any, dict[Any, Any]]] = [(now, dict(now)) for now in tables]
         self._generators: list[tuple[Any, Any]] = []
         self.tensors: list[tuple[str, Tensor]] = []
         self.iterators: list[str] = []

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullframe as ff
+from fullframe.model.attributes import kept_attributes
 from fullframe.model.sharding import units
 from fullframe.model.sharding.taken import Replaced, stand_in
 from fullframe.model.sharding.values import whole_value
@@ -132,8 +133,8 @@ NETS: list[Callable[[], Net]] = [
 ]  # fmt: skip
 
 
-def _steps(build: Callable[[], Net], ranks: int, height: int, width: int) -> list[Tensor]:
-    """Three steps, an evaluation before the last: the parameters."""
+def _steps(build: Callable[[], Net], ranks: int, height: int, width: int, is_rehearsed: bool = False) -> list[Tensor]:
+    """Three steps, an evaluation before the last, and perhaps a pass that does not count before all: the parameters."""
     on = mesh(height, width)
     torch.manual_seed(0)
     net = build().double()
@@ -147,22 +148,28 @@ def _steps(build: Callable[[], Net], ranks: int, height: int, width: int) -> lis
         if step == 2:
             with torch.no_grad():
                 model(mine)
+        if step == 0 and is_rehearsed:
+            with kept_attributes(net):
+                model(mine)
         model(mine).sin().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return [whole_value(parameter.detach()) for parameter in net.parameters()]
 
 
-def _apart(height: int, width: int) -> None:
+def _apart(height: int, width: int, is_rehearsed: bool) -> None:
     ranks = torch.distributed.get_world_size()
     for build in NETS:
-        found, expected = _steps(build, ranks, height, width), _steps(build, 1, 1, 1)
+        found, expected = _steps(build, ranks, height, width, is_rehearsed), _steps(build, 1, 1, 1)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("ranks", "height", "width"), [(2, 1, 2), (2, 1, 1), (4, 1, 2)])
-def test_what_is_taken_of_a_unit_is_whole(ranks: int, height: int, width: int) -> None:
-    rank_group(ranks).run(_apart, height, width)
+@pytest.mark.parametrize(
+    ("ranks", "height", "width", "is_rehearsed"),
+    [(2, 1, 2, False), (2, 1, 1, False), (4, 1, 2, False), (2, 1, 2, True)],
+)
+def test_what_is_taken_of_a_unit_is_whole(ranks: int, height: int, width: int, is_rehearsed: bool) -> None:
+    rank_group(ranks).run(_apart, height, width, is_rehearsed)
 
 
 def _accumulated(ranks: int) -> list[Tensor]:

@@ -47,6 +47,8 @@ class Lending:
     def begin(self) -> None:
         """Before a forward pass; another may have ended by an error."""
         self._running, self._to_end = 0, []
+        for unit in self.taken:
+            _leave_to_root(unit)  # again, where a rehearsal has put hooks back as they were
         self.give_back()
 
     def gather(self) -> None:
