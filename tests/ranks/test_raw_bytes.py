@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
 import fullframe as ff
 from fullframe.ranks import raw_bytes
@@ -54,6 +55,14 @@ def shared(bucket_bytes):
 def test_all_ranks_get_the_first_ranks_values(bucket_bytes, messages):
     for equal, sent in rank_group(3).run(shared, bucket_bytes):
         assert all(equal) and sent == messages
+
+
+def test_a_simulations_buffers_travel_together_too(monkeypatch):
+    sent = []
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, source: sent.append(tensor.nbytes))
+    with FakeTensorMode():
+        share_values([torch.zeros(3), torch.zeros((), dtype=torch.int64), torch.zeros(2, 5).t()])
+    assert sent == [12 + 8 + 40]
 
 
 def exchanged(dtype):

@@ -222,8 +222,9 @@ class ParallelModel(nn.Module):
         run = self._as_called
         if self._replicas > 1 and (self.training or self._has_trained):
             require_whole_buffers(self.module)
-            if not isinstance(run, DistributedDataParallel):
-                share_buffers(self.module)  # as DDP does: what one replica's samples make of them holds for all
+            by_ddp = hasattr(run, "require_backward_grad_sync")  # also a simulated one
+            if not by_ddp:
+                share_buffers(self.module)  # as it does: what one replica's samples make of them holds for all
             # Without sharded parameters a replica may evaluate alone.
             self._has_trained = self.training and self._sharded is not None
         if self._sharded is not None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from fullframe.ranks.waiting import naming_lost_ranks
 
@@ -46,7 +47,7 @@ def share_values(tensors: Iterable[Tensor]) -> None:
     """Every rank of the job takes the first rank's values, in few messages; all ranks call it with equal shapes."""
     together = []
     for tensor in map(_without_repeats, tensors):
-        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        is_plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor) and tensor.layout == torch.strided
         is_large = tensor.dtype in KNOWN and tensor.nbytes >= _LARGE_BYTES
         if not is_plain or tensor.is_inference():
             dist.broadcast(tensor, 0)

@@ -68,3 +68,21 @@ def test_without_buckets_each_gradient_is_sent_from_where_it_lies(sent: list[int
         parallel = WithoutBuckets(model())
         backward(parallel)
         assert not parallel.buckets and sorted(sent) == [10, MIB, 5 * MIB]
+
+
+def test_buffers_travel_together_as_ddp_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a dtype in one message, in forward passes that follow one whose gradients are sent, and in the first."""
+    sent: list[tuple[int, torch.dtype]] = []
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, source: sent.append((tensor.numel(), tensor.dtype)))
+    layers = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
+    with fake_job(0, 2):
+        parallel, without = FakeDataParallel(layers, forward_sync_buffers=True), FakeDataParallel(layers)
+        counts = []
+        for syncing in (True, False, False, True, True):
+            parallel.require_backward_grad_sync = syncing
+            parallel(torch.randn(2, 3, 4, 4))
+            counts.append(len(sent))
+        without(torch.randn(2, 3, 4, 4))
+    assert counts == [2, 4, 4, 4, 6]
+    assert sent[:2] == [(12, torch.float32), (2, torch.int64)]
+    assert len(sent) == 6

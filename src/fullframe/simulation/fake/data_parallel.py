@@ -1,10 +1,12 @@
-"""DistributedDataParallel on fake tensors, which torch's own refuses: its buckets, its copies and its all-reduces.
+"""DistributedDataParallel on fake tensors, which torch's own refuses: its buckets, its copies and its messages.
 
 As with `gradient_as_bucket_view`: a gradient is copied into its bucket and lies there from then on, between steps too.
 """
 
+from itertools import groupby
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -18,9 +20,11 @@ class FakeDataParallel(nn.Module):
 
     in_buckets = True
 
-    def __init__(self, module: nn.Module, **ignored: Any):
+    def __init__(self, module: nn.Module, **options: Any):
         super().__init__()
         self.module = module
+        self._shares_buffers = any(map(options.get, ("forward_sync_buffers", "broadcast_buffers")))
+        self._is_due = True  # after a forward pass whose gradients are sent
         self.buckets: list[Tensor] = []
         self.require_backward_grad_sync = True  # outside no_sync()
         parameters = [p for p in reversed(list(module.parameters())) if p.requires_grad]
@@ -52,7 +56,21 @@ class FakeDataParallel(nn.Module):
             parameter.register_post_accumulate_grad_hook(lambda p, place=place: arrived(p, place))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._shares_buffers and self._is_due:
+            self._share_buffers()
+        self._is_due = torch.is_grad_enabled() and self.require_backward_grad_sync
         return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """One message for each dtype; buffers of more than torch's 250 MiB would take several."""
+        buffers = sorted((b for b in self.module.buffers() if b.numel()), key=lambda b: str(b.dtype))
+        for _, same in groupby(buffers, key=lambda b: b.dtype):
+            together = [*same]
+            flat = torch.cat([buffer.flatten() for buffer in together])
+            dist.broadcast(flat, 0)
+            for buffer, part in zip(together, flat.split([b.numel() for b in together]), strict=True):
+                buffer.copy_(part.view(buffer.shape))
 
 
 class WithoutBuckets(FakeDataParallel):
