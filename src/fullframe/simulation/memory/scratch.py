@@ -17,6 +17,8 @@ from fullframe.simulation.memory.cpu_copies import cpu_copies
 _aten = torch.ops.aten
 _backends: Any = torch._C._ConvBackend  # type: ignore[attr-defined]
 _BLOCK_CHANNELS = 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8  # of oneDNN's specs
+_HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
+_FEW_CHANNELS = 8  # of a block of maps that have less than one, for the kernel's gradient
 _PARTIAL_SUMS = 256  # of a depthwise kernel's gradient
 _FP32 = 4
 _INT64 = 8
@@ -144,7 +146,11 @@ def _is_pointwise(weight: Tensor) -> bool:
 def _convolution(x: Tensor, weight: Tensor, out: Tensor) -> int:
     if is_channels_last(x, weight):
         return 2 * weight.nbytes
-    return max(_blocked(x) + weight.nbytes, out.nbytes) if _is_copied(weight) else 0
+    if not _is_copied(weight):
+        return 0
+    windows = prod(weight.shape[2:]) > 1
+    copies = 0 if windows and _has_few_channels(x) else _blocked(x) + weight.nbytes  # few are read as they lie
+    return max(copies + _wide(out, weight) + _blocked(out) - out.nbytes, _blocked(out))
 
 
 def _convolution_backward(
@@ -158,16 +164,24 @@ def _convolution_backward(
         return _depthwise_sums(x, weight) if depthwise and second else 2 * second + (sums or second)
     if not _is_copied(weight):
         return 0
-    for_x = max(_blocked(grad) + weight.nbytes, first) + _blocked(x) if first else 0
-    for_weight = first + max(_blocked(x) + _blocked(grad) + second, 2 * second) + sums if second else 0
+    for_x = max(_blocked(grad) + weight.nbytes + _wide(x, weight), first) + _blocked(x) if first else 0
+    block = _FEW_CHANNELS if _has_few_channels(x) and weight.element_size() == _FP32 else _BLOCK_CHANNELS
+    copies = _blocked(x, block) + _blocked(grad, block)
+    for_weight = first + max(copies + second, 2 * second) + sums if second else 0
     return max(for_x, for_weight) - first - second
+
+
+def _wide(result: Tensor, weight: Tensor) -> int:
+    """One sample's sums in fp32 of a 1x1 kernel in bf16, where the processor multiplies bf16."""
+    is_added = _HAS_BF16 and weight.dtype == torch.bfloat16 and _is_pointwise(weight)
+    return _blocked(result) // result.element_size() // result.shape[0] * _FP32 if is_added else 0
 
 
 def _wide_sums(grad: Tensor, x: Tensor, weight: Tensor) -> int:
     """What 16-bit numbers need more: the kernel's gradient in fp32, and one sample's maps with pixels in pairs."""
     if weight.element_size() == _FP32:
         return 0
-    pairs = (_blocked(x) + grad.nbytes) // x.shape[0] if prod(weight.shape[2:]) > 1 and weight.shape[1] > 1 else 0
+    pairs = (_blocked(x) + _blocked(grad)) // x.shape[0] if prod(weight.shape[2:]) > 1 and weight.shape[1] > 1 else 0
     return weight.numel() * _FP32 + pairs
 
 
@@ -183,5 +197,9 @@ def _is_copied(weight: Tensor) -> bool:
     return prod(weight.shape[2:]) > 1 or weight.element_size() < _FP32
 
 
-def _blocked(x: Tensor) -> int:
-    return x.nbytes // x.shape[1] * (-(-x.shape[1] // _BLOCK_CHANNELS) * _BLOCK_CHANNELS)
+def _has_few_channels(x: Tensor) -> bool:
+    return x.shape[1] < _BLOCK_CHANNELS and _BLOCK_CHANNELS > _FEW_CHANNELS
+
+
+def _blocked(x: Tensor, block: int = _BLOCK_CHANNELS) -> int:
+    return x.nbytes // x.shape[1] * (-(-x.shape[1] // block) * block)
