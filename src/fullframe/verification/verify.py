@@ -92,8 +92,8 @@ def verify(
         answers, part = reference.read(folder, mesh.get_local_rank("data"))
         if answers.draws:
             notes.append(
-                "the loss depends on the seed also without dropout: what is drawn for whole samples is equal in "
-                "both runs, what is drawn for every pixel is not"
+                "the loss depends on the seed also without dropout: what torch draws is equal in both runs, but for "
+                "F.rrelu's slopes; what is drawn for a rank's x.local, and by other libraries for it, is not"
             )
         comparison = _Comparison(part, mesh, plain, step)
         try:

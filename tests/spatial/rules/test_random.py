@@ -1,4 +1,4 @@
-"""Random functions: torch's distribution, other draws on each shard, equal whole values on all ranks."""
+"""Random functions: one process's noise; for dropout torch's distribution; equal whole values on all ranks."""
 
 import pytest
 import torch
@@ -25,13 +25,23 @@ DRAWS: dict[str, Op] = {
     "normal": lambda x: torch.normal(x * 2, x),
     "normal around numbers": lambda x: torch.normal(2.0, x, generator=torch.Generator().manual_seed(8)),
     "normal of one spread": lambda x: torch.normal(mean=x, std=2.0),
-    "normal around a whole tensor": lambda x: torch.normal(torch.full((84,), 3.0, dtype=torch.float64), std=x),
+    "normal around a whole tensor": lambda x: torch.normal(torch.full(x.shape[-1:], 3.0, dtype=torch.float64), std=x),
     "poisson": lambda x: torch.poisson(x * 3),
     "binomial": lambda x: torch.binomial(x * 5, x * 0.3),
     "rrelu": lambda x: F.rrelu(-x, training=True),
     "rrelu_": lambda x: F.rrelu(-x, 0.1, 0.5, True, inplace=True),
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, tau=0.7, dim=1),
     "gumbel_softmax along split dims": lambda x: F.gumbel_softmax(x, dim=2) * 60,
+}
+OF_EACH_SHARD = ("dropout in place", "dropout_", "rrelu", "rrelu_")
+LIES: dict[str, Op] = {
+    "as it is": lambda x: x,
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, 3),
+    "every other row": lambda x: x[:, :, ::2],
+    "expanded": lambda x: x[:1, :1].expand(2, 3, -1, -1),
+    "flattened": lambda x: x.flatten(2),
+    "a mask's pick": lambda x: x[x > 0.7],
 }
 UNBATCHED = {
     "dropout1d": F.dropout1d,
@@ -53,7 +63,7 @@ def all_dropped(x: Tensor) -> list[Tensor]:
 
 
 def _random(name: str, height: int, width: int) -> tuple[float, float, float, bool]:
-    """Mean and spread of what was drawn, over torch's; a later draw; whether the shards drew differently."""
+    """Mean and spread of what was drawn, over torch's; a later draw; whether the parts differ."""
     torch.manual_seed(0)
     plain = DRAWS[name](torch.ones(2, 3, 60, 84, dtype=torch.float64))
     torch.manual_seed(0)
@@ -70,6 +80,35 @@ def test_draws_have_torchs_distribution_and_leave_all_ranks_alike(name: str) -> 
         assert answers[0] == answers[1]
         shift, stretch, _, differ = answers[0]
         assert abs(shift) < 0.05 and abs(stretch - 1) < 0.05 and differ, answers
+
+
+def _as_one(name: str, height: int, width: int) -> list[str]:
+    """Ways to lie in memory whose draws, or those after them, are not one process's."""
+    whole = torch.rand(2, 3, 13, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wrong = []
+    for lies, view in LIES.items():
+        if lies == "expanded" and name.endswith("_"):  # torch refuses to write there
+            continue
+        if lies != "as it is" and name == "bernoulli_ of a map":  # the map's own order
+            continue
+        if lies not in ("as it is", "channels last") and ("whole tensor" in name or "gumbel" in name):
+            continue
+        drawn = []
+        for x in (whole, ff.shard(whole, mesh(height, width))):
+            torch.manual_seed(3)
+            made = DRAWS[name](view(x * 1))
+            drawn += [made.full() if isinstance(made, ff.SpatialTensor) else made, torch.rand(()), made.stride()]
+        (plain, after, lain), (got, later, lies_so) = drawn[:3], drawn[3:]
+        strides = name.endswith("_like")  # torch without values does not know how `normal` and `poisson` lay theirs
+        if not torch.allclose(plain, got, rtol=1e-12, atol=0) or after != later or (strides and lain != lies_so):
+            wrong.append(lies)
+    return wrong
+
+
+@pytest.mark.parametrize("name", [name for name in DRAWS if name not in OF_EACH_SHARD])
+def test_noise_is_that_of_one_process(name: str) -> None:
+    for height, width in ((1, 2), (2, 2)):
+        assert rank_group(height * width).run(_as_one, name, height, width) == [[]] * (height * width)
 
 
 def _channels(name: str) -> tuple[list[float], bool]:

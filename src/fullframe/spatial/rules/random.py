@@ -1,7 +1,6 @@
-"""Random functions: a split tensor draws differently on each shard, a whole value equally on all ranks.
+"""Random functions: noise of a split tensor is one process's, drawn whole on every rank; dropout's is each shard's own.
 
-The default generators of a replica's ranks advance together; a shard draws from one seeded by them and its number.
-Numbers of a split tensor's elements (`multinomial`) are drawn from the whole of it on every rank: one process's draws.
+The default generators of a replica's ranks advance together; a shard's own draws are seeded by them and its number.
 """
 
 import warnings
@@ -12,13 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.ranks.recording import recorder, require_sending
 from fullframe.spatial.operands import aligned, has_values, merged
+from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules.registry import rule
-from fullframe.spatial.spec import Spec
+from fullframe.spatial.spec import Spec, strides_of
 from fullframe.spatial.tensor import SpatialTensor, local_of, local_or_whole, wrap
 from fullframe.spatial.whole_rows import held_numbers
+
+_BY_HAND = "it draws random numbers for split tensors, but for dropout"
 
 
 def shard_generator(x: SpatialTensor, generator: torch.Generator | None = None) -> torch.Generator:
@@ -26,12 +27,9 @@ def shard_generator(x: SpatialTensor, generator: torch.Generator | None = None) 
 
     That is the default CPU generator where none is given, so recompute repeats it.
     """
-    return _generator_of(x.spec, local_of(x).device, generator)
-
-
-def _generator_of(spec: Spec, device: torch.device, generator: torch.Generator | None = None) -> torch.Generator:
-    require_sending("it draws random numbers for split tensors, but for dropout")
-    return torch.Generator(device).manual_seed(spec.spatial.draw_seed(generator) + spec.coordinate)
+    require_sending(_BY_HAND)
+    seed = x.spec.spatial.draw_seed(generator) + x.spec.coordinate
+    return torch.Generator(local_of(x).device).manual_seed(seed)
 
 
 def _kept(x: SpatialTensor, p: float) -> Tensor:
@@ -76,53 +74,45 @@ def _dropout(func: Any, x: SpatialTensor, p: float, training: bool, inplace: boo
     return x.copy_(result) if inplace or func in (torch.dropout_, torch.feature_dropout_) else result
 
 
+def _part(whole: Tensor, spec: Spec) -> Tensor:
+    """This rank's part of what was drawn on every rank alike, in memory of its own."""
+    return wrap(sliced(whole, spec).clone(), spec.strided(strides_of(whole)))
+
+
+def _undrawn(x: SpatialTensor, device: torch.device | str) -> Tensor:
+    """Memory for the whole of `x` as it lies in one process: torch draws in that order."""
+    require_sending(_BY_HAND)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+
 @rule(torch.rand_like, torch.randn_like, torch.randint_like)
-def _random_like(func: Any, x: SpatialTensor, *bounds: int, generator: Any = None, **options: Any) -> Tensor:
-    """A new split tensor, drawn differently on each part."""
-    bounds = (*bounds, *(options.pop(name) for name in ("low", "high") if name in options))
-    out = torch.empty_like(local_of(x), **options)
-    own = shard_generator(x, generator)
-    if func is torch.randint_like:
-        out.data.random_(*(bounds if len(bounds) == 2 else (0, *bounds)), generator=own)
-    else:
-        (out.data.uniform_ if func is torch.rand_like else out.data.normal_)(generator=own)
-    return wrap(out, x.spec)
-
-
-@rule(torch.bernoulli, Tensor.bernoulli)
-def _bernoulli(func: Any, x: SpatialTensor, p: float | None = None, *, generator: Any = None) -> Tensor:
-    """0 or 1 by the probabilities in `x`, or by `p`."""
-    local, own = local_of(x), shard_generator(x, generator)
-    drawn = torch.bernoulli(local, generator=own) if p is None else torch.empty_like(local).bernoulli_(p, generator=own)
-    return wrap(drawn, x.spec)
+def _random_like(func: Any, x: SpatialTensor, *bounds: int, **options: Any) -> Tensor:
+    """A new split tensor: one process's numbers."""
+    options["device"] = options.get("device") or local_of(x).device
+    return _part(func(_undrawn(x, "meta"), *bounds, **options), x.spec)
 
 
 @rule(
     Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_,
     Tensor.log_normal_, Tensor.random_,
 )  # fmt: skip
-def _filled(func: Any, x: SpatialTensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
-    """Every element of the same distribution, or of its own where the probabilities are a tensor."""
-    args, kwargs = tree_map_only(Tensor, lambda t: aligned(t, x.spec), (args, kwargs))
-    func(local_of(x), *args, **kwargs, generator=shard_generator(x, generator))
+def _filled(func: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """One process's numbers in place, every element of the same distribution, or each of its own probability."""
+    args, kwargs = tree_map_only(SpatialTensor, SpatialTensor.full, (args, kwargs))
+    local_of(x).copy_(sliced(func(_undrawn(x, local_of(x).device), *args, **kwargs), x.spec))
     return x
 
 
-@rule(torch.normal, torch.poisson, torch.binomial)
-def _drawn(func: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
-    """Each element of its own distribution, as its mean and spread, its rate, or its count and probability say."""
-    names = {torch.normal: ("mean", "std"), torch.poisson: ("input",), torch.binomial: ("count", "prob")}[func]
-    given = {**dict(zip((*names, "generator"), args, strict=False)), **kwargs}
-    generator = given.pop("generator", None) or generator
-    tensors = [value for value in given.values() if isinstance(value, Tensor)]
-    spec = merged(tensors)
-    parts = {name: aligned(v, spec) if isinstance(v, Tensor) else v for name, v in given.items()}
-    positive = {torch.normal: parts.get("std"), torch.poisson: parts.get("input")}.get(func)
-    if isinstance(positive, Tensor) and has_values(positive):  # what torch refuses on one rank, all refuse
-        wrong = all_sum_no_grad((~(positive >= 0)).any().int(), spec.spatial.replica)
-        parts = parts if not wrong else {n: v - v - 1 if isinstance(v, Tensor) else v for n, v in parts.items()}
-    own = _generator_of(spec, next(t for t in parts.values() if isinstance(t, Tensor)).device, generator)
-    return wrap(func(*(parts[name] for name in names if name in parts), generator=own), spec)
+@rule(torch.normal, torch.poisson, torch.binomial, torch.bernoulli, Tensor.bernoulli)
+def _drawn(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Each element of its own distribution, as mean and spread, a rate, or probabilities say: one process's numbers.
+
+    Those are made whole: how many draws an element takes may follow from its value.
+    """
+    require_sending(_BY_HAND)
+    spec = merged([value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)])
+    args, kwargs = tree_map_only(SpatialTensor, SpatialTensor.full, (args, kwargs))
+    return _part(func(*args, **kwargs), spec)
 
 
 @rule(torch.multinomial, Tensor.multinomial)
@@ -162,10 +152,11 @@ def _gumbel_softmax(
     """The softmax of `x` and noise, or one-hot with its gradient."""
     if eps != 1e-10:
         warnings.warn("`eps` parameter is deprecated and has no effect.", stacklevel=2)
-    noise, own = torch.empty_like(local_of(x), requires_grad=False), shard_generator(x)
+    require_sending(_BY_HAND)
+    noise = torch.empty(x.shape, dtype=x.dtype, device=local_of(x).device)
     if has_values(noise):  # torch has no such draw of fake tensors
-        noise.exponential_(generator=own)
-    soft: Any = torch.softmax((x + wrap(-noise.log(), x.spec)) / tau, dim)
+        noise.exponential_()
+    soft: Any = torch.softmax((x + _part(-noise.log(), x.spec)) / tau, dim)
     if not hard:
         return soft  # type: ignore[no-any-return]
     best: Any = soft.detach().max(dim, keepdim=True).indices
