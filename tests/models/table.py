@@ -66,7 +66,7 @@ REMARKS = """## Remarks
   with a gather: of their smallest level, which has fewer columns than there are ranks.
 - Where timm or torchvision is installed this table has models of theirs too, of torchvision detectors with their
   losses. What models and losses of other published libraries showed, by scripts that are not kept, is in
-  [the log](log.md#tests)."""
+  [the log](log.md#random-searches-and-published-code)."""
 
 
 def arguments() -> argparse.Namespace:
