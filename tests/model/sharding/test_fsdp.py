@@ -390,6 +390,29 @@ def test_parameters_without_a_gradient() -> None:
         assert max(rank_group(2).run(_unused, False, users)) < 1e-9
 
 
+def _zeroed_between(width: int) -> float:
+    """Gradients are let go of between forward and backward, of a branch that the second step does not use."""
+    on, found = mesh(1, width), []
+    for is_sharded in (False, True):
+        net: Any = _built(Half)
+        model = ff.parallelize(net, on, shard_parameters=True) if is_sharded else net
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        for step in range(3):
+            net.with_extra = step != 1
+            loss = _loss(model(ff.shard(_images(), on) if is_sharded else _images()))
+            optimizer.zero_grad()
+            loss.backward()
+            assert (net.extra.weight.grad is None) == (step == 1)
+            optimizer.step()
+        found.append([whole_value(parameter.detach()) for parameter in net.parameters()])
+    return max(map(relative, *found))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_gradients_that_are_let_go_of_between_forward_and_backward(width: int) -> None:
+    assert max(rank_group(2).run(_zeroed_between, width)) < 1e-9
+
+
 class Skipping(Net):
     """As with LayerDrop: a block is left out, of as many parameters as another replica's."""
 

@@ -86,7 +86,7 @@ class ShardedParameters:
         self._spatial = spatial
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._got: set[str] = set()  # parameters that got a gradient on this rank since the last exchange
-        self._had: set[str] = set()  # parameters that had one before this forward pass
+        self._had: set[str] = set()  # parameters that had one before this backward pass
         is_real = spatial.channel.tagged  # no simulation
         self._several = is_real and dist.get_world_size() > spatial.size  # replicas, which may differ
         self._ran: deque[str] = deque(maxlen=_MOST_RUN)  # units, since the ranks last compared them
@@ -169,7 +169,6 @@ class ShardedParameters:
         for unit in self._units:
             _take_up_data(unit)
         require_no_hooks(self._root)
-        self._had = {name for name, p in self._parameters.items() if p.grad is not None}
 
     @contextmanager
     def running(self, method: str) -> Iterator[None]:
@@ -247,13 +246,12 @@ class ShardedParameters:
             self._is_said = True
             say_unused(unused)
         for name, is_used in zip(self._parameters, used, strict=True):
-            if is_used:
-                self._had.add(name)  # also where another loss of the same forward pass gives it none
-            elif name not in self._had:
+            if not is_used and name not in self._had:
                 self._parameters[name].grad = None
 
     def begin_backward(self) -> None:
         """A backward pass of the model has reached its results."""
+        self._had = {name for name, p in self._parameters.items() if p.grad is not None}
         self._lending.gather()
 
     def end_backward(self, averaged: bool) -> None:
