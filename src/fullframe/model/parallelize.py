@@ -280,7 +280,7 @@ class ParallelModel(nn.Module):
         warnings.warn(
             f"the model got an image {whole[0]} that is not split, so each of the {self._spatial.size} ranks of a "
             "replica computes all of it: the numbers are right, and no memory or time is saved; pass split tensors, "
-            "from ff.ShardedLoader or ff.shard",
+            "from ff.ShardedLoader (its split=[...] names what it would not split by itself) or ff.shard",
             stacklevel=frames,
         )
 

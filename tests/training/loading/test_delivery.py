@@ -50,6 +50,16 @@ def test_only_the_part_leaves_the_process_that_read_it():
     assert type(of_a_class["image"].local) is torch.Tensor and torch.equal(of_a_class["image"].local, local)
 
 
+def test_low_resolutions_of_the_frame_are_cut_too():
+    sizes = {"high": (48, 72), "half": (24, 36), "sixth": (8, 12), "tiny": (4, 6), "other": (24, 72), "third": (17, 25)}
+    sample = {name: torch.rand(3, *size) for name, size in sizes.items()}
+    batch, _ = Collation(default_collate, LAST, "auto")([Sample(sample, (), None)])
+    assert {name for name, value in batch.items() if type(value) is Cut} == {"high", "half", "sixth"}
+    assert torch.equal(batch["sixth"].local, sample["sixth"][None, :, 4:, 8:])
+    named, _ = Collation(default_collate, LAST, ["high"])([Sample(sample, (), None)])
+    assert type(named["half"]) is torch.Tensor, "what is not named stays whole"
+
+
 class Named(list):
     """A list of a class of its own, as torch's pytree does not know it."""
 

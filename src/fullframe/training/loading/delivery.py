@@ -151,7 +151,7 @@ class Collation:
 
         def cut(tensor: Any, path: tuple[Any, ...]) -> Any:
             _require_seen(tensor)
-            if not isinstance(tensor, Tensor) or not self._splits(tensor, frame, path):
+            if not isinstance(tensor, Tensor) or not (self._splits(tensor, frame, path) or _is_reduced(tensor, frame)):
                 return tensor
             if tensor.dim() < 2:
                 raise ShapeError(f"split names {path[0]!r}, whose shape {tuple(tensor.shape)} has no dims (..., H, W)")
@@ -290,6 +290,17 @@ def _frame(batch: Any, dims: int) -> tuple[int, ...] | None:
     """The last two, or three, dims of the largest tensor that has more."""
     largest = max((t for t in _leaves(batch) if t.dim() > dims), key=Tensor.numel, default=None)
     return None if largest is None else tuple(largest.shape[-dims:])
+
+
+def _is_reduced(tensor: Tensor, frame: tuple[int, ...] | None) -> bool:
+    """Whether it is an image, or a target, of the frame's size over one whole number: a low resolution, a heatmap.
+
+    None with less than 8 rows or columns: boxes and matrices have as many.
+    """
+    if frame is None or tensor.dim() <= len(frame):
+        return False
+    size = tensor.shape[-len(frame) :]
+    return min(size) >= 8 and frame[0] % size[0] == 0 and tuple(frame[0] // size[0] * s for s in size) == frame
 
 
 def _checksum(batch: Any, checksum: int) -> int:
