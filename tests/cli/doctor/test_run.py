@@ -30,6 +30,7 @@ def test_wrong_use_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.Cap
     recipe.write_text("def recipe(): ...")
     for words, said in (
         ([str(tmp_path / "none.py")], "there is no file"),
+        ([str(tmp_path)], "name the recipe"),
         ([str(script), "--width", "2"], "leave out --width"),
         ([str(script), "--batch-size", "2"], "leave out --batch-size"),
         ([str(script), "--set", "lr=1"], "leave out --set"),

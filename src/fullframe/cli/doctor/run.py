@@ -84,7 +84,9 @@ class DoctorRun:
         if launched_place() is not None:
             raise MeshError("doctor run starts its ranks itself; run it without torchrun or srun")
         if not self.program.is_file():
-            raise RecipeError(f"there is no file {self.program}; check the path")
+            is_folder = self.program.is_dir()
+            remedy = "name the recipe; of a run tell fullframe watch and report" if is_folder else "check the path"
+            raise RecipeError(f"there is no file {self.program}; {remedy}")
         if self.on_cpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if self.steps < 1 or not self.patience > 0:
