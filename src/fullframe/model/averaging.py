@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fullframe.errors import GradientError
 from fullframe.model.gradient_memory import Buckets, Placed, chunks
 from fullframe.model.same.weights import WeightsInTurn
+from fullframe.model.sharding.steps_taken import Stepped
 from fullframe.model.trained import Trained, frozen, late, trained
 from fullframe.model.unused import Unused, give_zeros, has_hooks
 from fullframe.ranks.agreement import on_any_rank
@@ -76,6 +77,7 @@ class Averaging:
         self._pass: Any = lambda: None  # the backward pass that is running
         self.syncing = True  # outside no_sync()
         self._weights = WeightsInTurn()
+        self.stepped = Stepped(model)
         _all.add(self)
         self.arrange()
 
@@ -284,15 +286,15 @@ class Averaging:
 
     def _on_any_rank(self, came: "_Came") -> "_Came":
         """What came or is lacking on whichever rank, by one message; within a replica all ranks have the same."""
-        if not self._several:
-            self._changed = False  # what is trained was compared after the forward pass
-            return came
-        parameters, lacking = [*self.parameters, *self._frozen], set(came.lacking)  # as many on all ranks
-        mine = [parameter in came.used for parameter in parameters] + [parameter in lacking for parameter in parameters]
-        flags = self._weights.on_any_rank_each(mine, self._model, self.parameters)
-        self._changed = False
-        used, lacks = flags[: len(parameters)], flags[len(parameters) :]
-        return _Came(set(compress(parameters, used)), list(compress(parameters, lacks)))
+        if self._several:
+            parameters, lacking = [*self.parameters, *self._frozen], set(came.lacking)  # as many on all ranks
+            mine = [p in came.used for p in parameters] + [p in lacking for p in parameters]
+            flags = self._weights.on_any_rank_each(mine, self._model, self.parameters, self.stepped)
+            used, lacks = flags[: len(parameters)], flags[len(parameters) :]
+            came = _Came(set(compress(parameters, used)), list(compress(parameters, lacks)))
+        self._changed = False  # what is trained was compared, by that or after the forward pass
+        self.stepped.compared()
+        return came
 
     @torch.no_grad()
     def _average(self, parameters: set[nn.Parameter]) -> None:

@@ -242,7 +242,9 @@ class ParallelModel(nn.Module):
         else:
             results, shells, within = run(leaves, shells, method)
         trained = () if self._averaging is None else self._averaging.parameters
-        self._agreement.after_forward([*results, *within], trained, self.module)
+        owner = self._sharded if self._averaging is None else self._averaging
+        stepped = None if owner is None else owner.stepped
+        self._agreement.after_forward([*results, *within], trained, self.module, stepped)
         if self._sharded is not None:
             self._sharded.end()
         if self._averaging is not None:

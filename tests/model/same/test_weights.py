@@ -101,7 +101,7 @@ def _rounds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     torch.set_float32_matmul_precision("high")
 
 
-CHANGES = {change.__name__: change for change in (_rate, _skips, _clips, _loads)}
+CHANGES = {change.__name__: change for change in (_skips, _clips, _loads)}
 STATES = {  # what is to be said of them
     _evaluates: "1 is in train() on rank 0, 1 is in eval() on rank 1",
     _sets: "1.inplace = False on rank 0, 1.inplace = True on rank 1",
@@ -109,7 +109,7 @@ STATES = {  # what is to be said of them
     _rounds: "{0} highest on rank 0, {0} high on rank 1".format("torch.get_float32_matmul_precision()"),
     _unfreezes: "3.weight is frozen on rank 0, 3.weight is trained on rank 1",
 }
-CHANGES |= {change.__name__: change for change in STATES}
+CHANGES |= {change.__name__: change for change in (*STATES, _rate)}
 
 
 def trained(width: int, change: str, build: Callable[[], nn.Module] = small) -> tuple[str, list[float]]:
@@ -135,7 +135,7 @@ def trained(width: int, change: str, build: Callable[[], nn.Module] = small) -> 
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_weights_of_one_rank_alone_are_refused_on_all(width: int) -> None:
-    for change in CHANGES.keys() - {state.__name__ for state in STATES}:
+    for change in CHANGES.keys() - {state.__name__ for state in STATES} - {"_rate"}:
         for said, _ in rank_group(2).run(trained, width, change):
             assert said.startswith("rank 1 holds other weights than rank 0, as those of "), (change, said)
     (said, first), (_, second) = rank_group(2).run(trained, width, "")
@@ -147,6 +147,31 @@ def test_a_model_in_another_state_on_one_rank_alone_is_refused_on_all(width: int
     for change, differs in STATES.items():
         for said, _ in rank_group(2).run(trained, width, change.__name__, with_frozen):
             assert said.startswith(f"rank 1 has its model in another state than rank 0: {differs}, so"), (change, said)
+
+
+def scheduled(width: int) -> str:
+    """Two steps; after the first, rank 1 sets another option, by which the last one would go."""
+    mesh = ff.init_mesh(width=width)
+    model = ff.parallelize(small(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for number in range(2):
+            model(ff.shard(torch.ones(1, 3, 8, 9, dtype=torch.float64), mesh)).square().mean().backward()
+            optimizer.step()
+            if number == 0 and dist.get_rank() == 1:
+                optimizer.param_groups[0]["weight_decay"] = 0.3
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_an_option_that_one_rank_alone_sets_is_refused_before_the_last_step(width: int) -> None:
+    start = "the ranks do not take the same steps: the optimizer's"
+    for said in rank_group(2).run(scheduled, width):
+        assert said.startswith(f"{start} weight_decay, group 0, is 0 on rank 0")
+    for said, _ in rank_group(2).run(trained, width, "_rate"):
+        assert said.startswith(f"{start} lr, group 0, is 0.1 on rank 0, the optimizer's lr, group 0, is 0.2 on rank 1")
 
 
 def freezes(width: int) -> str:

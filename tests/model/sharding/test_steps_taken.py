@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import fullframe as ff
 from fullframe.errors import DivergenceError
-from fullframe.model.sharding.steps_taken import options_of
+from fullframe.model.sharding.steps_taken import Stepped, options_of
 from tests.rank_group import rank_group
 
 
@@ -19,8 +19,29 @@ def test_plain_values_of_every_group_by_name() -> None:
     assert not {"the optimizer's lr, group 1,", "the optimizer's params, group 0,"} & found.keys()
 
 
+def test_optimizers_of_a_model_that_have_stepped_are_known_by_their_groups_until_they_are_compared() -> None:
+    model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    known = Stepped(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, model, other)]
+    for each in (*optimizers, *optimizers):
+        each.step()
+    optimizers[1].param_groups[0]["lr"] = 0.25
+    assert [said for said in known.options() if "'s lr" in said] == [
+        f"the optimizer's lr, group 0, is {lr}" for lr in (0.5, 0.25)
+    ]
+    known.compared()
+    assert known.options() == ["optimizers that have stepped since the backward pass before: 0"]
+
+
+IN_WORDS = {
+    "lr": "the optimizer's lr, group 0, is 0.1",
+    "lr of the last": "the optimizer's lr, group 0, is 0.1",
+    "left out": "optimizers that have stepped since the backward pass before: 1",
+}
+
+
 def stepped(width: int, change: str) -> str:
-    """Three steps; in the second rank 1 does something of its own."""
+    """Three steps; in the second rank 1 does something of its own, or before the last."""
     mesh = ff.init_mesh(width=width)
     image = ff.shard(torch.ones(1, 3, 8, 9), mesh)
     model = ff.parallelize(torch.nn.Conv2d(3, 2, 3), mesh, shard_parameters=True)
@@ -38,14 +59,19 @@ def stepped(width: int, change: str) -> str:
             if not (apart and change == "left out"):
                 optimizer.step()
             optimizer.zero_grad()
+            if apart and change == "lr of the last":
+                optimizer.param_groups[0]["lr"] *= 2
     except DivergenceError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("change", ["lr", "left out", "loaded", "assigned"])
+@pytest.mark.parametrize("change", ["lr", "lr of the last", "left out", "loaded", "assigned"])
 def test_a_step_of_one_rank_alone_is_refused_on_all(width: int, change: str) -> None:
+    start = "the ranks' optimizers have taken other steps with the sharded parameters"
+    if change in IN_WORDS:
+        start = f"the ranks do not take the same steps: {IN_WORDS[change]} on rank 0"
     for said in rank_group(2).run(stepped, width, change):
-        assert said.startswith("the ranks' optimizers have taken other steps with the sharded parameters")
+        assert said.startswith(start)
     assert rank_group(2).run(stepped, width, "") == ["", ""]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fullframe.errors import DivergenceError
 from fullframe.model.same.weights import Weights, WeightsInTurn
+from fullframe.model.sharding.steps_taken import Stepped
 from fullframe.ranks.channel import compare_records
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.mesh import Spatial
@@ -45,12 +46,16 @@ class Agreement:
             self._before = digests()
 
     def after_forward(
-        self, results: Sequence[Any], trained: Collection[nn.Parameter] = (), model: nn.Module | None = None
+        self,
+        results: Sequence[Any],
+        trained: Collection[nn.Parameter] = (),
+        model: nn.Module | None = None,
+        stepped: Stepped | None = None,
     ) -> None:
         """Raise DivergenceError on all ranks if they drew random numbers from different states.
 
         Likewise where they hold other values of `trained`, the parameters of `model` that are, or a model in another
-        state.
+        state, or its optimizers, which have `stepped`, set otherwise.
 
         A state that differs and was not drawn from does no harm. What all have drawn since the last forward pass, of
         which it is not known what for, is a warning, once. The ranks meet when the first of `results` gets its
@@ -58,12 +63,12 @@ class Agreement:
         """
         if self._spatial is None or not self._looks:
             return
-        self._compare(self._spatial, trained, model)
+        self._compare(self._spatial, self._weights.look(trained, model, stepped), model)
         for result in results:
             if isinstance(result, Tensor) and result.requires_grad:
                 when_gradient_arrives(result, self._gradient_arrived)
 
-    def _compare(self, spatial: Spatial, trained: Collection[nn.Parameter], model: nn.Module | None) -> None:
+    def _compare(self, spatial: Spatial, weights: Weights, model: nn.Module | None) -> None:
         after = digests()
         drawn = [int(a != b) for a, b in zip(self._before, after, strict=True)]
         if spatial.channel.record is not None:
@@ -76,7 +81,7 @@ class Agreement:
             spatial.channel.record.note(padded(text, HEAD_BYTES))
             return
         drawn_before = [int(a != b) for a, b in zip(self._last, self._before, strict=True)]
-        own = [after, drawn, self._before, drawn_before, self._weights.look(trained, model)]
+        own = [after, drawn, self._before, drawn_before, weights]
         facts = torch.tensor(own, device=spatial.mesh.device_type)
         self._last = after
         everyone = all_gather_no_grad(facts, spatial.replica, "random states").unbind(1)

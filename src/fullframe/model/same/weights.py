@@ -1,6 +1,7 @@
 """Whether the ranks still hold the same weights: of one trained parameter, each in turn, a few values at each pass.
 
-And the same model beside them: who trains, what is frozen, and what one module, each in turn, is set to.
+And the same model beside them: who trains, what is frozen, what one module, each in turn, is set to, and what its
+optimizers are.
 
 A step of the optimizer that one rank alone leaves out, clips or takes at another rate, or a state that it alone loads,
 leaves each rank with weights of its own; what they average and exchange from then on is a mix that no rank can tell
@@ -18,7 +19,7 @@ from torch import nn
 
 from fullframe.errors import DivergenceError
 from fullframe.model.same.model import state_in_words, state_of
-from fullframe.model.sharding.steps_taken import require_same_steps, steps_taken
+from fullframe.model.sharding.steps_taken import Stepped, require_same_options, require_same_steps, steps_taken
 from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_rank_each
 from fullframe.ranks.raw_bytes import in_bytes, plain
 
@@ -39,25 +40,32 @@ class WeightsInTurn:
 
     def __init__(self) -> None:
         self._calls = 0
+        self._options: list[str] = []
 
-    def look(self, trained: Collection[nn.Parameter], model: nn.Module | None = None) -> Weights:
-        """What this rank holds of the next of the parameters that it trains, and the state that its `model` is in."""
+    def look(
+        self, trained: Collection[nn.Parameter], model: nn.Module | None = None, stepped: Stepped | None = None
+    ) -> Weights:
+        """What this rank holds of the next of the parameters that it trains, and the state that its `model` is in.
+
+        And what the optimizers are set to that have `stepped` with it.
+        """
         count = len(trained)
         turn, row = self._calls % max(count, 1), self._calls // max(count, 1)
-        state = 0 if model is None else state_of(model, self._calls)
+        self._options = [] if stepped is None else stepped.options()
+        state = 0 if model is None else zlib.crc32(repr(self._options).encode(), state_of(model, self._calls)) >> 1
         self._calls += 1
         looked_at = next(islice(trained, turn, None), None)
         digest = _digest(looked_at, row) if count else steps_taken()  # sharded, or none of ours
         return Weights(count, turn, zlib.crc32(b"%d" % count, digest) >> 1, state)
 
     def on_any_rank_each(
-        self, flags: Sequence[bool], model: nn.Module, trained: Collection[nn.Parameter]
+        self, flags: Sequence[bool], model: nn.Module, trained: Collection[nn.Parameter], stepped: Stepped
     ) -> list[bool]:
         """As `agreement.on_any_rank_each`, in whose message the ranks of the job compare their weights too.
 
         Raises DivergenceError on all of them where they differ.
         """
-        own = self.look(trained, model)
+        own = self.look(trained, model, stepped)
         found, alike = on_any_rank_each(flags, own.digest ^ own.state)
         if not alike:
             self.require_same(dict(enumerate(from_all_ranks(own))), model)
@@ -68,6 +76,7 @@ class WeightsInTurn:
     ) -> None:
         """Raises DivergenceError on all ranks of the group, which call it, where they do not hold the same."""
         if model is not None and len({own.state for own in held.values()}) > 1:
+            require_same_options(from_all_ranks(self._options, group), list(held))
             said = from_all_ranks(state_in_words(model, self._calls - 1), group)
             first, number, other = first_difference(said)
             first_rank, rank = (list(held)[n] for n in (0, number))

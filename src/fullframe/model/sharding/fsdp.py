@@ -24,7 +24,14 @@ from fullframe.model.containers import GivenBack
 from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.model.sharding.left import LeftIn
 from fullframe.model.sharding.requirements import require_all_ranks, require_no_hooks, require_one_message
-from fullframe.model.sharding.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
+from fullframe.model.sharding.steps_taken import (
+    Stepped,
+    begin_anew,
+    note_step,
+    require_same_options,
+    require_same_steps,
+    steps_taken,
+)
 from fullframe.model.sharding.taken import Lending, Replaced, stand_in
 from fullframe.model.sharding.units import units_to_shard
 from fullframe.model.sharding.values import (
@@ -99,6 +106,7 @@ class ShardedParameters:
             )
         self._lending, self._watched = Lending(model), set[str]()
         self._is_spoiled = False  # by an error in a pass
+        self.stepped = Stepped(model)
         units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         self._units = list(units.values())
         for kind in {type(unit) for unit in self._units}:
@@ -213,10 +221,14 @@ class ShardedParameters:
 
         Likewise where they have taken other steps.
         """
-        found, alike = on_any_rank_each(flags, crc32("\n".join(self._ran).encode(), steps_taken()))
+        options = self.stepped.options()
+        taken = crc32(repr(options).encode(), steps_taken())
+        found, alike = on_any_rank_each(flags, crc32("\n".join(self._ran).encode(), taken))
+        self.stepped.compared()
         ran = list(self._ran)
         self._ran.clear()
         if not alike:
+            require_same_options(from_all_ranks(options), range(dist.get_world_size()))
             require_same_steps(from_all_ranks(steps_taken()))
             mine, rank, other = first_difference(from_all_ranks(ran))
             raise DivergenceError(
@@ -235,6 +247,7 @@ class ShardedParameters:
         used = [name in self._got for name in self._parameters]
         self._got.clear()
         used = self._on_any_rank_each(used) if self._several else used  # within a replica all ranks have the same
+        self.stepped.compared()
         unused = [name for name, is_used in zip(self._parameters, used, strict=True) if not is_used]
         if unused and not self._sends_zeros:
             raise GradientError(

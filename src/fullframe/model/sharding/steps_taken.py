@@ -1,16 +1,20 @@
-"""Which steps optimizers have taken with sharded parameters, of which each rank has parts that no other rank sees.
+"""What optimizers are set to, and which steps they have taken with sharded parameters.
 
-So nothing but the steps themselves, what an optimizer is set to, and whole values that are assigned, can be compared.
+Of these each rank has parts that no other rank sees. So nothing but the steps themselves, what an optimizer is set to,
+and whole values that are assigned, can be compared.
 """
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullframe.errors import DivergenceError
+from fullframe.ranks.agreement import first_difference
 from fullframe.ranks.raw_bytes import in_bytes, plain
 
 _ELEMENTS = 4096  # of assigned values, that are looked at
@@ -19,12 +23,54 @@ _taken = [0]
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What the optimizer is and was given, by names; without tensors, for which the host might have to wait."""
-    found: dict[str, Any] = {"the optimizer": type(optimizer).__name__}
-    for number, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            if isinstance(value, (bool, int, float, str, tuple)):
-                found[f"the optimizer's {name}, group {number},"] = value
-    return found
+    return {"the optimizer": type(optimizer).__name__} | _options(optimizer.param_groups)
+
+
+def _options(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        f"the optimizer's {name}, group {number},": value
+        for number, group in enumerate(groups)
+        for name, value in group.items()
+        if isinstance(value, (bool, int, float, str, tuple))
+    }
+
+
+class Stepped:
+    """What optimizers that have stepped with a model's parameters are set to, until its ranks have compared it.
+
+    So what one rank alone sets is found before a step goes by it, be that the run's last.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._groups: list[list[dict[str, Any]]] = []  # not the optimizers, which the user may let go of
+        _all.add(self)
+
+    def note(self, groups: list[dict[str, Any]]) -> None:
+        """Before a step of an optimizer that has these groups of parameters."""
+        given = {parameter for group in groups for parameter in group["params"]}
+        if all(groups is not other for other in self._groups) and any(p in given for p in self._model.parameters()):
+            self._groups.append(groups)
+
+    def options(self) -> list[str]:
+        """How many they are and what is in their groups now, in words."""
+        said = [f"{name} is {value}" for groups in self._groups for name, value in _options(groups).items()]
+        return [f"optimizers that have stepped since the backward pass before: {len(self._groups)}", *said]
+
+    def compared(self) -> None:
+        """The ranks have compared it."""
+        self._groups.clear()
+
+
+_all: Any = WeakSet()  # every `Stepped` that there is
+
+
+def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for stepped in _all:
+        stepped.note(optimizer.param_groups)
+
+
+register_optimizer_step_pre_hook(_before_a_step)
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
@@ -50,6 +96,16 @@ def begin_anew() -> None:
 def steps_taken() -> int:
     """A checksum of all of these steps since then, and of the optimizers' options in each."""
     return _taken[0]
+
+
+def require_same_options(said: Sequence[Sequence[str]], ranks: Sequence[int]) -> None:
+    """Raises DivergenceError where what the optimizers of these ranks are set to, in words, is not the same."""
+    if any(one != said[0] for one in said):
+        first, number, other = first_difference(said)
+        raise DivergenceError(
+            f"the ranks do not take the same steps: {first} on rank {ranks[0]}, {other} on rank {ranks[number]}. Make "
+            "them alike on all ranks, and let a scheduler go by what all ranks know"
+        )
 
 
 def require_same_steps(taken: Sequence[int]) -> None:
