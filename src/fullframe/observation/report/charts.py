@@ -88,7 +88,6 @@ def area_chart(
     *,
     note: str = "",
     marks: Sequence[Mark] = (),
-    wide: bool = False,
 ) -> str:
     """Layers (name, a value for each step, colour) on top of each other, the first at the bottom."""
     totals = [sum(values) for values in zip(*(layer[1] for layer in layers), strict=True)]
@@ -110,7 +109,7 @@ def area_chart(
         below = above
     kept.append({"name": "total", "colour": "", "points": [[steps[i], _short(totals[i])] for i in indices]})
     legend = [(name, colour) for name, _, colour in reversed(layers)]
-    return _frame(title, note, legend, drawn, marks, scale, across, kept, wide)
+    return _frame(title, note, legend, drawn, marks, scale, across, kept, wide=True)
 
 
 def bars(rows: Sequence[Bar], most: float | None = None, mark: Mark | None = None) -> str:

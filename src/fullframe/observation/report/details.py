@@ -40,13 +40,10 @@ def messages(shown: Sequence[Shown]) -> str:
 
 def _strategy(run: RunFiles) -> Iterator[tuple[str, str]]:
     for name, value in (run.strategy or {}).items():
-        is_default = value == getattr(_DEFAULT, name, None) or (value == [] and not getattr(_DEFAULT, name, True))
-        yield (
-            name,
-            (", ".join(map(str, value)) or "none")
-            if isinstance(value, list)
-            else _word(value) + "*" * (not is_default),
-        )
+        if isinstance(value, list):
+            yield name, ", ".join(map(str, value)) or "none"
+        else:
+            yield name, _word(value) + "*" * (value != getattr(_DEFAULT, name, None))
 
 
 def _word(value: object) -> str:

@@ -110,7 +110,7 @@ def _timeline(one: Shown, title: str) -> str:
     kinds = in_order((kind for row in rows for kind in row.bytes), CATEGORIES)
     layers = [(plain(kind), [row.bytes.get(kind, 0) / unit for row in rows], colour_of(kind)) for kind in kinds]
     said = f"{name} at a step's peak" + (f"; {note}" if note else "")
-    return area_chart(f"memory by category{title}", steps, layers, note=said, marks=marks, wide=True)
+    return area_chart(f"memory by category{title}", steps, layers, note=said, marks=marks)
 
 
 def _heights(one: Shown, rank: int, title: str, note: str) -> str:
