@@ -168,7 +168,7 @@ class Comparison:
 
 
 def predicting(
-    recipe: Path, strategy: Strategy, batch_size: int | None, values: Sequence[str] = ()
+    recipe: Path, strategy: Strategy, batch_size: int | None, values: Sequence[str]
 ) -> "subprocess.Popen[str]":
     """A process that simulates the recipe, called with `values`, on the devices that are here, beside the run."""
     quietly = ["nice", "-n", "10"] if shutil.which("nice") else []

@@ -91,7 +91,7 @@ def _kubectl(manifest: Path, *words: str) -> str:
     return done.stdout
 
 
-def dns_name(text: str, end: str = "") -> str:
+def dns_name(text: str, end: str) -> str:
     """`text` and `end` as the name of an object, also of a Service: a DNS label that begins with a letter."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     name = name if name[:1].isalpha() else f"job-{name}"

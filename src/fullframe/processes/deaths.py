@@ -56,7 +56,7 @@ def stopped(
     return 128 + number
 
 
-def explain(death: Death, on_failure: Callable[[str], None] = lambda reason: None) -> None:
+def explain(death: Death, on_failure: Callable[[str], None]) -> None:
     """Say it on stderr: the rank's own account, or its last words; and to `on_failure` in a line."""
     on_failure(str(death))
     if death.report:

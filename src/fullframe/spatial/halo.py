@@ -78,9 +78,7 @@ def borrow(local: Tensor, cuts: tuple[Cut, ...], around: tuple[int, int] = (0, 0
     return local, strips
 
 
-def joined_again(
-    local: Tensor, cuts: tuple[Cut, ...], strips: Sequence[Tensor], around: tuple[int, int] = (0, 0)
-) -> Tensor:
+def joined_again(local: Tensor, cuts: tuple[Cut, ...], strips: Sequence[Tensor], around: tuple[int, int]) -> Tensor:
     """What `borrow` returned with these strips."""
     first = 0
     for cut in cuts:

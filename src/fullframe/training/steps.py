@@ -213,7 +213,7 @@ class Steps:
         return f"{plural(self._in_vain, 'evaluation')} in a row gave no better {measure.removeprefix('-')}{than}"
 
     def secure(
-        self, number: int, asks: bool, last: bool, checkpoint_every: int, check_every: int, best: Best | None = None
+        self, number: int, asks: bool, last: bool, checkpoint_every: int, check_every: int, best: Best | None
     ) -> None:
         """After a step: compare the ranks and write a checkpoint, where one is due or some rank `asks` to stop.
 

@@ -52,7 +52,7 @@ class Evaluator:
         evaluator = self._evaluators.get(type(node))
         return self.value(Origin.UNKNOWN, node=node) if evaluator is None else evaluator(node)
 
-    def push(self, kind: FrameKind, node: ast.AST, value: Value | None = None, **more: Any) -> Frame:
+    def push(self, kind: FrameKind, node: ast.AST, value: Value | None, **more: Any) -> Frame:
         """Enter a block."""
         events, frames = self.program.events, self.program.frames
         self.frame = Frame(kind, node, self.frame, value, start=len(events), **more)

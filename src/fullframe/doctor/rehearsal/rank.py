@@ -58,8 +58,8 @@ def stack_file(folder: Path, rank: int) -> Path:
 
 def run_rank(
     request: Request,
-    recipe_of: Callable[[Recipe], Recipe] = lambda recipe: recipe,
-    measure: Callable[[], dict[str, float]] = dict,
+    recipe_of: Callable[[Recipe], Recipe],
+    measure: Callable[[], dict[str, float]],
 ) -> None:
     """Run this rank's part and leave the process; its notes say how it ended."""
     rank, folder = int(os.environ["RANK"]), Path(request.folder)

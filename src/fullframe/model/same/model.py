@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import lru_cache, partial
 from inspect import signature
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ _DEEPEST = 8  # of lists in lists
 _ELEMENTS = 4096  # of a tensor in an attribute that is compared by its values
 
 
-def require_same_model(model: nn.Module, options: Mapping[str, Any] = MappingProxyType({})) -> None:
+def require_same_model(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Raises ShapeError on all ranks, naming the first difference, where they have other models; all ranks call it.
 
     Other parameters, buffers or modules, torch's modules set otherwise, other `options`, another torch. Other

@@ -10,7 +10,7 @@ from fullframe.spatial.tensor import SpatialTensor
 
 
 @contextmanager
-def functions_told_to(clock: StepClock, listener: Callable[[Any], None] = lambda result: None) -> Iterator[None]:
+def functions_told_to(clock: StepClock, listener: Callable[[Any], None]) -> Iterator[None]:
     """Inside, each function on split tensors in which the host issues an op costs what `Device.host` says.
 
     Of functions within functions the outermost counts, and one that only looks at a tensor does not. `listener` gets

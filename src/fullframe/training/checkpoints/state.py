@@ -136,7 +136,7 @@ def has_averages(manifest: Manifest) -> bool:
     return bool(_names(manifest, "average/"))
 
 
-def weights_in(manifest: Manifest, averaged: bool = False) -> dict[str, str]:
+def weights_in(manifest: Manifest, averaged: bool) -> dict[str, str]:
     """Name in the model's state dict -> name of the stored tensor; with `averaged`, of the parameters' averages.
 
     Raises CheckpointError when the checkpoint holds no average.

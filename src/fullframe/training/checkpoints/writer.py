@@ -290,7 +290,7 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module, averaged: bool) -> No
     on_all_ranks(lambda: take_weights(model, manifest, targets, averaged))
 
 
-def checkpoint_of(run_dir: Path, *, step: int | None = None, best: bool = False) -> tuple[Checkpoint, list[str]]:
+def checkpoint_of(run_dir: Path, *, step: int | None, best: bool) -> tuple[Checkpoint, list[str]]:
     """A run's newest readable checkpoint, the one after `step` or the `best`, and what is wrong with newer ones.
 
     Raises on all ranks: RunError when there is none such, CheckpointError when none of them is readable.
