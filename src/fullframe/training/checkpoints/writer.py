@@ -26,14 +26,13 @@ from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.techniques.evaluation_point import at_evaluation_point
 from fullframe.training.checkpoints.best import Best
 from fullframe.training.checkpoints.dcp_plans import Copies, copy_to_host, file_of, read_into
-from fullframe.training.checkpoints.manifest import FORMAT, MANIFEST, Manifest, read_manifest
+from fullframe.training.checkpoints.manifest import MANIFEST, Manifest, read_manifest
 from fullframe.training.checkpoints.safetensors_files import FileRecord, Shape, record_of, sync_folder, write_tensors
 from fullframe.training.checkpoints.state import RunState, take_weights, weight_targets
 
 _NAME = re.compile(r"step-(\d+)")
 _PARTIAL, _DAMAGED = ".partial", ".damaged"
 _BEST = "best"  # among the facts of a checkpoint that was the best when it was written
-_OLD = "step-*.pt"  # format 1, one file by torch.save
 _BEAT_SECONDS = 1.0
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
@@ -319,8 +318,8 @@ def newest_checkpoint(folder: Path, step: int | None = None) -> tuple[Checkpoint
     is readable.
     """
     problems: list[str] = []
-    found = on_first_rank(lambda: (checkpoints_in(folder), sorted(folder.glob(_OLD))))
-    for path in reversed([path for path in found[0] if step in (None, _step_of(path))]):
+    found = on_first_rank(lambda: checkpoints_in(folder))
+    for path in reversed([path for path in found if step in (None, _step_of(path))]):
         manifest, problem = on_first_rank(partial(_manifest_of, path))
         if manifest is not None:
             troubles = enumerate(from_all_ranks(_damage(path, manifest)))
@@ -331,11 +330,6 @@ def newest_checkpoint(folder: Path, step: int | None = None) -> tuple[Checkpoint
     if problems:
         left = "no older checkpoint is left: start anew in another run directory"
         raise CheckpointError("; ".join([*problems, left if step is None else "take another step's"]))
-    if found[1]:
-        raise CheckpointError(
-            f"{found[1][-1]} is of format 1 (one file by torch.save), this version reads {FORMAT!r}; "
-            "start anew in another run directory"
-        )
     return None, []
 
 
