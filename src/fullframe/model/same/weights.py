@@ -51,7 +51,7 @@ class WeightsInTurn:
         """
         count = len(trained)
         turn, row = self._calls % max(count, 1), self._calls // max(count, 1)
-        self._options = [] if stepped is None else stepped.options()
+        self._options = [] if stepped is None else stepped.options(trained)
         state = 0 if model is None else zlib.crc32(repr(self._options).encode(), state_of(model, self._calls)) >> 1
         self._calls += 1
         looked_at = next(islice(trained, turn, None), None)

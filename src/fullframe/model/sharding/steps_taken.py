@@ -4,7 +4,7 @@ Of these each rank has parts that no other rank sees. So nothing but the steps t
 and whole values that are assigned, can be compared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import WeakSet
 from zlib import crc32
@@ -44,22 +44,33 @@ class Stepped:
     def __init__(self, model: nn.Module):
         self._model = model
         self._groups: list[list[dict[str, Any]]] = []  # not the optimizers, which the user may let go of
+        self._stepped: set[Any] = set()
         _all.add(self)
 
     def note(self, groups: list[dict[str, Any]]) -> None:
-        """Before a step of an optimizer that has these groups of parameters."""
-        given = {parameter for group in groups for parameter in group["params"]}
-        if all(groups is not other for other in self._groups) and any(p in given for p in self._model.parameters()):
-            self._groups.append(groups)
+        """Before a step of an optimizer that has these groups of parameters.
 
-    def options(self) -> list[str]:
-        """How many they are and what is in their groups now, in words."""
-        said = [f"{name} is {value}" for groups in self._groups for name, value in _options(groups).items()]
-        return [f"optimizers that have stepped since the backward pass before: {len(self._groups)}", *said]
+        One whose parameters have all stepped is left out: inside a ZeroRedundancyOptimizer's step is that of a part.
+        """
+        new = {parameter for group in groups for parameter in group["params"]} - self._stepped
+        if new and any(parameter in new for parameter in self._model.parameters()):
+            self._groups.append(groups)
+            self._stepped |= new
+
+    def options(self, trained: Collection[nn.Parameter] = ()) -> list[str]:
+        """What is in their groups now, in words; nothing unless all that is `trained` (the model's own) has stepped.
+
+        For optimizers of a part may be each rank's own, as where states are sharded by hand.
+        """
+        own = trained or [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if not self._stepped.issuperset(own):
+            return ["no optimizer of all parameters has stepped since the backward pass before"]
+        return [f"{name} is {value}" for groups in self._groups for name, value in _options(groups).items()]
 
     def compared(self) -> None:
         """The ranks have compared it."""
         self._groups.clear()
+        self._stepped.clear()
 
 
 _all: Any = WeakSet()  # every `Stepped` that there is
