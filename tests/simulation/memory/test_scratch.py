@@ -67,6 +67,8 @@ def test_forward() -> None:
     wide, of_wide = torch.zeros(2, 16, 10, 10), torch.zeros(8, 16, 3, 3)
     assert forward(wide, of_wide, out) == BLOCKED + 2 * WEIGHT + BLOCKED - MAP  # to begin with; the result is made last
     assert forward(wide, of_wide, torch.zeros(2, 80, 10, 10)) == 10 * MAP
+    depthwise = torch.zeros(8, 1, 3, 3)  # copies also few
+    assert forward(x, depthwise, out) == BLOCKED + WEIGHT // 8 + BLOCKED - MAP
     assert forward(*maps(kernel=1)) == 0
     half = maps(torch.bfloat16, kernel=1)
     assert forward(*half) == MAP + 8 * 8 * 2 + MAP // 2  # in 16 bit also 1x1 kernels copy

@@ -148,8 +148,8 @@ def _convolution(x: Tensor, weight: Tensor, out: Tensor) -> int:
         return 2 * weight.nbytes
     if not _is_copied(weight):
         return 0
-    windows = prod(weight.shape[2:]) > 1
-    copies = 0 if windows and _has_few_channels(x) else _blocked(x) + weight.nbytes  # few are read as they lie
+    as_they_lie = prod(weight.shape[2:]) > 1 and weight.shape[1] == x.shape[1] and _has_few_channels(x)
+    copies = 0 if as_they_lie else _blocked(x) + weight.nbytes
     return max(copies + _wide(out, weight) + _blocked(out) - out.nbytes, _blocked(out))
 
 
