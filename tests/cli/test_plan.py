@@ -318,7 +318,7 @@ def compared(
 
 
 def test_predicted_and_measured_side_by_side(tmp_path: Path) -> None:
-    (line,) = compared(tmp_path, {"device_bytes": 2**30, "peak_bytes": 2**20, "step_seconds": 0.25})
+    (line,) = compared(tmp_path, {"step_bytes": 2**30, "peak_bytes": 2**20, "step_seconds": 0.25})
     memory, _, seconds = line.partition("; ")
     assert re.fullmatch(r"process 1 predicted, [\d.]+ GiB measured \([+-]\d+%\)", memory)
     assert seconds == "step seconds 0.25 predicted, 0.5 s measured (+100%)"
@@ -327,7 +327,7 @@ def test_predicted_and_measured_side_by_side(tmp_path: Path) -> None:
 def test_tensors_are_held_against_tensors_and_the_process_is_a_line_of_its_own(tmp_path: Path) -> None:
     said: list[str] = []
     noted: list[Any] = []
-    prediction = {"peak_bytes": 2**30, "device_bytes": 2**31, "step_seconds": 0.25, "terms": {"context": 2**28}}
+    prediction = {"peak_bytes": 2**30, "step_bytes": 2**31, "step_seconds": 0.25, "terms": {"context": 2**28}}
     plan = {"devices": "1xcpu", "prediction": prediction}
     facts: dict[str, Any] = {"tracked": lambda: 2**30 + 2**28, "on_prediction": noted.append}
     with Comparison(written(tmp_path), Strategy(), said.append, plan, **facts) as comparison:
@@ -341,15 +341,15 @@ def test_tensors_are_held_against_tensors_and_the_process_is_a_line_of_its_own(t
 
 def test_strict_is_about_memory_alone(tmp_path: Path) -> None:
     here = measured()["process_bytes"]
-    prediction = {"device_bytes": here, "step_seconds": 1e-9}
+    prediction = {"step_bytes": here, "step_seconds": 1e-9}
     assert len(compared(tmp_path, prediction, strict=0.05)) == 1
-    of_evaluation = {**prediction, "step_bytes": here, "device_bytes": 2 * here}
+    of_evaluation = {**prediction, "device_bytes": 2 * here}
     assert len(compared(tmp_path, of_evaluation, strict=0.05)) == 1, "an evaluation needs more, and was not measured"
     said = "--strict-memory compared nothing: it needs 2 steps, this took 1 step"
     assert compared(tmp_path, prediction, strict=0.05, steps=1) == [said]
     assert compared(tmp_path, prediction, steps=1) == []
     with pytest.raises(RunError, match="process memory is off by"):
-        compared(tmp_path, {**prediction, "device_bytes": here * 0.9}, strict=0.05)
+        compared(tmp_path, {**prediction, "step_bytes": here * 0.9}, strict=0.05)
 
 
 def test_strict_stops_where_nothing_can_be_predicted(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_the_commands_are_the_runs_own_with_another_strategy(tmp_path: Path) -> 
 def test_what_a_plan_may_use(changes: dict[str, Any], reserved_gib: float, room_gib: float) -> None:
     found = of_record(out_of_memory(**({"limit_bytes": 16 * GIB, "others_bytes": 0} | changes)))
     assert found is not None
-    predicted = {"reserved_bytes": reserved_gib * GIB, "device_bytes": (reserved_gib + 1) * GIB}
+    predicted = {"reserved_bytes": reserved_gib * GIB, "step_bytes": (reserved_gib + 1) * GIB}
     limit = plan_limit_bytes(found, predicted)
     assert KEPT_FREE == KEPT_BY_THE_PLAN
     assert limit * (1 - KEPT_FREE) / GIB == pytest.approx(1 + room_gib)
@@ -129,7 +129,7 @@ def test_what_a_plan_may_use(changes: dict[str, Any], reserved_gib: float, room_
 def test_cpu_ranks_share_the_machine() -> None:
     found = of_record({"step": 1, "devices": "4xcpu", "limit_bytes": 16 * GIB, "asked_bytes": 2**50})
     assert found is not None and plan_limit_bytes(found, {}) == 4 * GIB
-    predicted = {"reserved_bytes": GIB, "device_bytes": 2 * GIB}
+    predicted = {"reserved_bytes": GIB, "step_bytes": 2 * GIB}
     assert plan_limit_bytes(found, predicted) * (1 - KEPT_FREE) / GIB == pytest.approx(1 + (0.94 * 4 - 1) / 3)
 
 

@@ -127,7 +127,6 @@ class Comparison:
             self._say(f"no prediction to compare with: {predicted['problem']}")
             return {"prediction": float("inf")}
         self._on_prediction(predicted)
-        predicted = {"step_bytes": predicted.get("device_bytes"), **predicted}  # of an older plan
         found, without_core = self._measured_now()
         off, parts = {}, []
         for name, key in _MEASURES.items():

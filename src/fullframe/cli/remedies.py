@@ -131,7 +131,7 @@ def plan_limit_bytes(found: OutOfMemory, predicted: Mapping[str, Any]) -> int:
     if not predicted.get("reserved_bytes"):
         return int(limit)
     tensors = float(predicted["reserved_bytes"])
-    beside = float(predicted.get("step_bytes", predicted["device_bytes"])) - tensors
+    beside = float(predicted["step_bytes"]) - tensors
     needed = limit - beside
     if found.allocated_bytes is not None:
         needed = max(needed, float(found.allocated_bytes + (found.asked_bytes or 0)))
