@@ -55,6 +55,8 @@ def test_there_and_back() -> None:
 def failing() -> None:
     axis = stage_axis(ff.init_mesh(stages=2))
     with telling_others():
+        pass  # nothing to tell
+    with telling_others():
         if axis.coordinate == 0:
             raise ff.FullframeError("only here")
         receive_object(axis, 0, "word")

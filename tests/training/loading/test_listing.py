@@ -41,10 +41,18 @@ def test_indices_and_data_sets_inside(kind: Any) -> None:
     one, other = Subset(whole, kind([0, 2])), Subset(whole, kind([2, 0]))
     assert listing_of(one) != listing_of(other)
     assert listing_of(ConcatDataset([one, whole])) != listing_of(ConcatDataset([other, whole]))
+    deep = [ConcatDataset([Subset(Subset(each, [0, 1]), [1])]) for each in (one, other)]
+    assert listing_of(deep[0]) != listing_of(deep[1])
 
 
 def test_a_data_set_that_lists_nothing() -> None:
     assert listing_of(TensorDataset(torch.ones(3, 2))) == listing_of(range(5)) == 0
+    images, other = (
+        Files(["a", "b"]),
+        Files([("a", 0.5, None), ("b", np.ones(2), {})]),
+    )  # what is no name is passed over
+    images.other = torch.zeros(2, 3, dtype=torch.uint8)  # type: ignore[assignment]
+    assert listing_of(images) == listing_of(other) == listing_of(Files(["a", "b"]))
 
 
 def read(seed_of_all: bool) -> list[int]:
