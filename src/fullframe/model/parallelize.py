@@ -235,7 +235,8 @@ class ParallelModel(nn.Module):
         is_split = any(spec is not None for spec in shells.specs)
         if not is_split and not self._said_whole and self.training and torch.is_grad_enabled():
             self._say_whole(leaves, 5 if method else 7)
-        self._agreement.before_forward(is_split)
+        rebuilds = torch.is_grad_enabled() and not getattr(run, "_has_rebuilt_buckets", True)
+        self._agreement.before_forward(is_split, rebuilds)
         if self._sharded is not None:
             with self._sharded.running(method):
                 results, shells, within = run(leaves, shells)

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fullframe as ff
 from fullframe.errors import DivergenceError
 from fullframe.model.same.program import Agreement
 from fullframe.ranks.mesh import init_mesh, spatial_of
-from tests.rank_group import rank_group
+from tests.rank_group import _forget_meshes, rank_group
 
 
 def _drawn_apart(draws: bool, split: bool) -> str:
@@ -71,6 +72,27 @@ def _met() -> list[int]:
 
 def test_the_ranks_meet_once_a_backward_pass() -> None:
     assert rank_group(2).run(_met) == [[2], [2]]
+
+
+def _one_more_on_rank_1() -> str:
+    mesh = init_mesh(width=2)
+    model = ff.parallelize(torch.nn.Conv2d(2, 2, 3, padding=1), mesh)
+    image = ff.shard(torch.ones(1, 2, 5, 7), mesh)
+    try:
+        model(image).mean().backward()
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                model(image)
+        model(image).mean().backward()
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pass_of_one_rank_alone_is_told_where_ddp_makes_its_buckets() -> None:
+    for said in rank_group(2).run(_one_more_on_rank_1):
+        assert "rank 0 is at: forward, " in said and "rank 1 is at: rows " in said
+    rank_group(2).run(_forget_meshes)
 
 
 def test_a_copy_is_on_no_mesh_and_checks_nothing() -> None:

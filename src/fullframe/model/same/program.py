@@ -39,11 +39,16 @@ class Agreement:
         """Nothing of the mesh: a copy of the model, or a saved one, is not on it."""
         return Agreement, (None,)
 
-    def before_forward(self, is_split: bool) -> None:
-        """Remember the random states. A pass in which nothing `is_split` may well be one rank's own, and is let be."""
+    def before_forward(self, is_split: bool, rebuilds: bool = False) -> None:
+        """Remember the random states. A pass in which nothing `is_split` may well be one rank's own, and is let be.
+
+        Where DDP `rebuilds` its buckets in it, for which it waits for all ranks without a word, they meet before.
+        """
         self._looks = is_split and self._spatial is not None
         if self._looks:
             self._before = digests()
+        if self._looks and rebuilds and self._spatial is not None:
+            self._spatial.channel.agree("forward", torch.empty(()))
 
     def after_forward(
         self,
