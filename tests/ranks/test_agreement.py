@@ -4,7 +4,14 @@ import pytest
 import torch.distributed as dist
 
 from fullframe.errors import RecipeError
-from fullframe.ranks.agreement import first_difference, from_all_ranks, on_all_ranks, on_any_rank, on_first_rank
+from fullframe.ranks.agreement import (
+    first_difference,
+    from_all_ranks,
+    on_all_ranks,
+    on_any_rank,
+    on_any_rank_each,
+    on_first_rank,
+)
 from tests.rank_group import rank_group
 
 
@@ -41,10 +48,12 @@ def _agreed() -> tuple[object, ...]:
         from_all_ranks(rank * 2),
         on_any_rank(rank == 1),
         on_any_rank(False),
+        [on_any_rank_each([rank == 1, False], each) for each in (0, 2**31, 2**32 - 1, 2**31 - 1 + rank)],
         raised,
     )
 
 
 def test_all_ranks_get_the_result_or_the_error() -> None:
     for rank, found in enumerate(rank_group(2).run(_agreed)):
-        assert found == ("by 0", rank, [0, 2], True, False, ["no", "no"])
+        each = [([True, False], alike) for alike in (True, True, True, False)]
+        assert found == ("by 0", rank, [0, 2], True, False, each, ["no", "no"])

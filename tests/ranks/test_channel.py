@@ -14,7 +14,7 @@ import fullframe as ff
 from fullframe.errors import DivergenceError, ShapeError
 from fullframe.ranks import channel, same_meshes
 from fullframe.ranks import mesh as meshes
-from fullframe.ranks.channel import Channel, HeadsByGloo, Record
+from fullframe.ranks.channel import Channel, HeadsByGloo, Record, difference
 from fullframe.ranks.mesh import forget_meshes
 from fullframe.ranks.shared_memory import SLOT_BYTES
 from tests.rank_group import rank_group
@@ -106,6 +106,15 @@ def test_a_size_drawn_differently_names_both_shapes(reduces):
     for text in both_raise(another_size, reduces):
         assert ("(2, 3, 6, 12)" in text and "(2, 3, 6, 9)" in text) == reduces
         assert ("rows 5:6 of 11" in text and "rows 4:5 of 8" in text) != reduces
+
+
+def test_heads_that_were_noted_differ_from_the_first_other_one_on():
+    here, there = [b"rows", b"sum"], [b"rows", b"mean"]
+    assert difference({rank: ((0, 1), 2, here) for rank in range(2)}) == ""
+    alone = {2: ((2,), 2, there)}  # of another channel
+    assert difference({rank: ((0, 1), 2, here) for rank in range(2)} | alone) == ""
+    said = difference({0: ((0, 1), 2, here), 1: ((0, 1), 2, there)})
+    assert said == "the ranks do not run the same program: rank 0 is at: sum; rank 1 is at: mean"
 
 
 def large_ones():
