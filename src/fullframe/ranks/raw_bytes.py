@@ -55,7 +55,7 @@ def share_values(tensors: Iterable[Tensor]) -> None:
             sent = tensor.contiguous()
             dist.broadcast(sent, 0)
             if sent is not tensor:
-                tensor.copy_(sent)
+                take(tensor, sent)
         elif tensor.numel():
             together.append(tensor)
     for bucket in _buckets(together):
@@ -64,7 +64,12 @@ def share_values(tensors: Iterable[Tensor]) -> None:
         flat = torch.cat([tensor.view(torch.uint8) for tensor in copies])
         dist.broadcast(flat, 0)
         for tensor, raw in zip(bucket, flat.split([tensor.nbytes for tensor in bucket]), strict=True):
-            tensor.copy_(raw.clone().view(tensor.dtype).view(tensor.shape))  # a clone begins where any dtype may
+            take(tensor, raw.clone().view(tensor.dtype).view(tensor.shape))  # a clone begins where any dtype may
+
+
+def take(tensor: Tensor, values: Tensor) -> None:
+    """Write what the first rank has sent; replaced in a simulation, where each rank has the same numbers."""
+    tensor.copy_(values)
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

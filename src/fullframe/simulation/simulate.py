@@ -21,6 +21,7 @@ from torch.utils.data import default_collate
 from fullframe.arguments import checked
 from fullframe.errors import FullframeError, RecipeError, StrategyError
 from fullframe.model.parallelize import ParallelModel
+from fullframe.ranks import raw_bytes
 from fullframe.ranks.mesh import STAGE, has_stages, init_mesh, spatial_of, stage_axis
 from fullframe.ranks.randomness import kept_random_state, seed_everything
 from fullframe.recipe import Recipe
@@ -36,6 +37,7 @@ from fullframe.simulation.fake.autocast import cuda_autocast
 from fullframe.simulation.fake.blame import blamed, place
 from fullframe.simulation.fake.cuda_kernels import cuda_kernels
 from fullframe.simulation.fake.data_parallel import FakeDataParallel, WithoutBuckets
+from fullframe.simulation.fake.numbers import take
 from fullframe.simulation.fake.outcomes import Outcomes
 from fullframe.simulation.fake.replaced import replaced
 from fullframe.simulation.fake.world import fake_job
@@ -142,7 +144,8 @@ def _of_rank(
     terms = Terms(cluster.device, strategy.precision, without)
     # As torch does for the norms of gradients that are plain tensors, which they are in the real step.
     types = replaced(foreach, "_foreach_supported_types", [*foreach._foreach_supported_types, FakeTensor])
-    with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), types:
+    known = replaced(raw_bytes, "take", take)
+    with kept_random_state(), fake_job(rank, strategy.ranks), _kernels_of(cluster.device), types, known:
         seed_everything(recipe.seed)  # as training does
         simulation = _Simulation(recipe, strategy, terms, clock, until)
         return simulation.prediction(on_trace), simulation.shares.fuller()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullframe.ranks.raw_bytes import BUCKET_BYTES
+from fullframe.simulation.fake.numbers import take
 
 _FIRST_BYTES = 1 << 20  # of DDP's first bucket
 
@@ -70,7 +71,7 @@ class FakeDataParallel(nn.Module):
             flat = torch.cat([buffer.flatten() for buffer in together])
             dist.broadcast(flat, 0)
             for buffer, part in zip(together, flat.split([b.numel() for b in together]), strict=True):
-                buffer.copy_(part.view(buffer.shape))
+                take(buffer, part.view(buffer.shape))
 
 
 class WithoutBuckets(FakeDataParallel):

@@ -52,6 +52,15 @@ def know(fake: Tensor, values: Tensor, of: Sequence[Any] = (), drawn: bool = Fal
     fake._fullframe_known = _Known(values, memory)  # type: ignore[attr-defined]
 
 
+def take(tensor: Tensor, values: Tensor) -> None:
+    """As `raw_bytes.take`: the first rank, too, knows what this one does."""
+    held: _Known | None = getattr(tensor, "_fullframe_known", None)
+    is_known = held is not None and held.memory.is_known
+    tensor.copy_(values)
+    if held is not None:
+        held.memory.is_known = is_known
+
+
 def are_drawn(tree: Any) -> bool:
     """Whether any known numbers in nested values follow from drawn ones."""
     return any(each._fullframe_known.memory.is_drawn for each in _known_ones(tree))
