@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,30 @@ def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_job_says():
     text, _ = rank_group(2).run(wait_in_vain)
     rank_group(2).run(_forget_meshes)
     assert text.startswith("rank 1 did not come for 0 s, and rank 0 waits for it at: a message.")
+
+
+def wait_for_a_late_one():
+    boxes, other = boxes_and_other()
+    kept, mailbox._QUIET_SECONDS, boxes.has_warned = mailbox._QUIET_SECONDS, 0.05, False
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for value in (1.0, 2.0):
+                if dist.get_rank() == 1:
+                    time.sleep(0.5)
+                    boxes.send(other, HEAD, torch.tensor([value]))
+                else:
+                    boxes.receive(boxes.expect(other), HEAD, got := torch.empty(1))
+                    assert got.item() == value
+        return [str(one.message) for one in said]
+    finally:
+        mailbox._QUIET_SECONDS, boxes.has_warned = kept, False
+
+
+def test_a_rank_that_waits_for_long_says_so_once():
+    (text,), none = rank_group(2).run(wait_for_a_late_one)
+    assert text.startswith("rank 1 has not come for 0 s, and rank 0 waits for it at: a message, for up to ")
+    assert "It may be busy." in text and "take out of what one rank alone does" in text and not none
 
 
 def send_to_one_that_raised():

@@ -11,6 +11,7 @@ what it waits for, which errors it has met, and that the ranks run apart; whoeve
 import mmap
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from math import prod
@@ -36,6 +37,7 @@ _LOOKS = 20  # at the flag alone, before one at what the other ranks say
 _NAP_SECONDS = 0.0002
 _PATIENCE_SECONDS = 1800.0  # as gloo's, where the job does not say
 _LEFT_SECONDS = 5.0  # in which a rank that has raised an error takes what was sent to it before, if it goes on at all
+_QUIET_SECONDS = 60.0  # after which a rank that still waits says so, once
 _LOOK_SECONDS = 0.02  # between looks whether the other rank runs, each of which takes as long as half a nap
 
 # A rank's cell: words of 8 bytes, then texts. The first word of the first cell's line, `_APART`, is for all ranks.
@@ -79,6 +81,7 @@ class Mailboxes:
         self._expected = [0] * len(ranks)
         self._abandoned: list[Place] = []
         self.errors = 0  # that this rank has announced
+        self.has_warned = False  # that it has waited for long
         _alive.add(self)
 
     def send(self, rank: int, head: bytes, tensor: Tensor | None = None) -> Place:
@@ -278,11 +281,15 @@ class _Wait:
         rank, boxes = self._place.rank, self._boxes
         if waited > _LEFT_SECONDS and boxes._errors_of(self._peer) > boxes.errors:
             boxes._part(rank, "", text_of(self._head))
+        where = f"rank {boxes._ranks[boxes._me]} waits for it at: {text_of(self._head)}"
         is_gone = life_of(boxes._pids[rank]) is None
         if is_gone or waited > boxes.patience:
             what = "died or left (its own last words say why)" if is_gone else f"did not come for {waited:.0f} s"
-            where = f"rank {boxes._ranks[boxes._me]} waits for it at: {text_of(self._head)}"
             raise LostRank(f"rank {rank} {what}, and {where}. {ALONE_RULE}")
+        if waited > _QUIET_SECONDS and not boxes.has_warned:
+            boxes.has_warned = True
+            so_long = f"rank {rank} has not come for {waited:.0f} s, and {where}, for up to {boxes.patience:.0f} s"
+            warnings.warn(f"{so_long}. It may be busy. {ALONE_RULE}", stacklevel=2)
 
     def _say_for_whom(self) -> None:
         words, mine = self._flags, self._mine
