@@ -111,6 +111,24 @@ def test_noise_is_that_of_one_process(name: str) -> None:
         assert rank_group(height * width).run(_as_one, name, height, width) == [[]] * (height * width)
 
 
+def _of_leaf() -> tuple[bool, bool]:
+    whole = torch.rand(2, 3, 5, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for x in (whole, ff.shard(whole, mesh(1, 2))):
+        torch.manual_seed(3)
+        noise = torch.randn_like(x, requires_grad=True)
+        (noise.square() * x).sum().backward()
+        assert noise.grad is not None
+        gradients.append(noise.grad)
+    split = gradients[1]
+    assert isinstance(split, ff.SpatialTensor)
+    return noise.is_leaf, torch.allclose(gradients[0], split.full(), rtol=1e-12, atol=0)
+
+
+def test_noise_may_be_a_leaf() -> None:
+    assert rank_group(2).run(_of_leaf) == [(True, True)] * 2
+
+
 def _channels(name: str) -> tuple[list[float], bool]:
     torch.manual_seed(1)
     shape = {"dropout1d": (40, 6), "dropout3d": (40, 2, 4, 6), "alpha": (8, 5, 4, 6)}[name]

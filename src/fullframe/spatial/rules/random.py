@@ -75,8 +75,9 @@ def _dropout(func: Any, x: SpatialTensor, p: float, training: bool, inplace: boo
 
 
 def _part(whole: Tensor, spec: Spec) -> Tensor:
-    """This rank's part of what was drawn on every rank alike, in memory of its own."""
-    return wrap(sliced(whole, spec).clone(), spec.strided(strides_of(whole)))
+    """This rank's part of what was drawn on every rank alike, in memory of its own; a leaf where that is one."""
+    local = sliced(whole.detach() if whole.is_leaf else whole, spec).clone()
+    return wrap(local.requires_grad_(whole.requires_grad), spec.strided(strides_of(whole)))
 
 
 def _undrawn(x: SpatialTensor, device: torch.device | str) -> Tensor:
