@@ -260,6 +260,7 @@ def test_parameters_that_go_into_modules(tmp_path: Path) -> None:
 def test_noise_of_the_model_is_the_same_in_both(tmp_path: Path) -> None:
     verdict = verified(written(tmp_path, "Drawn()", DRAWN))
     assert verdict.exact and largest(verdict) < 1e-12, verdict
+    assert not any("depends on the seed" in note for note in verdict.notes), verdict.notes
 
 
 def test_random_numbers_are_named_as_a_reason(tmp_path: Path) -> None:

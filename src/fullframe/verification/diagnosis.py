@@ -25,6 +25,10 @@ _KINK = (
     "abs, ties in max), where rounding decides between two right gradients: compare with --noise 0.01, which moves the "
     "weights; where that is exact, it was the kink"
 )
+_DRAWS = (
+    "the loss depends on the seed also without dropout: what torch draws is equal in both runs, but for F.rrelu's "
+    "slopes; what is drawn for a rank's x.local, and by other libraries for it, is not"
+)
 _ROUNDING = 1e-2  # relative; what is further off is no rounding
 
 
@@ -59,6 +63,7 @@ class Evidence:
     buffers: Named
     classes: Mapping[str, str]  # class name by module path
     narrow: Mapping[str, str] = field(default_factory=dict)  # as `Answers.narrow`
+    draws: bool = False  # as `Answers.draws`
 
 
 def refused(
@@ -91,6 +96,8 @@ def judged(evidence: Evidence, mesh: Mapping[str, int], device: str, tolerance: 
         first = replace(first, message=first.message + _rounding_within(evidence))
     if first is not None and first.phase in ("backward", "parameter") and math.isfinite(first.relative):
         first = replace(first, message=first.message + _KINK)
+    if first is not None and evidence.draws:
+        notes = [*notes, _DRAWS]
     return Verdict(
         exact=first is None,
         loss=loss,

@@ -90,11 +90,6 @@ def verify(
     with _machine_folder() as folder:
         _run_reference(path, values, folder, recipe, mesh, plain, kept.batch)
         answers, part = reference.read(folder, mesh.get_local_rank("data"))
-        if answers.draws:
-            notes.append(
-                "the loss depends on the seed also without dropout: what torch draws is equal in both runs, but for "
-                "F.rrelu's slopes; what is drawn for a rank's x.local, and by other libraries for it, is not"
-            )
         comparison = _Comparison(part, mesh, plain, step)
         try:
             with _gather_warnings(notes), comparison.tensors, reference.NothingDropped():
@@ -295,6 +290,7 @@ def _evidence(answers: Answers, comparison: _Comparison, plain: nn.Module, loss:
         buffers=_named([found for *_, found in everyone], {}, buffers),
         classes={path: type(module).__name__ for path, module in plain.named_modules()},
         narrow=answers.narrow,
+        draws=answers.draws,
     )
 
 
