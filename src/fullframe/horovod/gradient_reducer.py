@@ -16,7 +16,7 @@ from fullframe.horovod.process_sets import ProcessSet
 from fullframe.horovod.reductions import allreduce, sparse_allreduce_async
 from fullframe.horovod.request import ReduceOp
 from fullframe.horovod.requests_of import allreduce_request
-from fullframe.model.sharding.steps_taken import options_of
+from fullframe.model.same.optimizers import options_of
 from fullframe.spatial.gradients import is_managed
 
 

@@ -20,8 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import GradientError
 from fullframe.model.gradient_memory import Buckets, Placed, chunks
+from fullframe.model.same.optimizers import Stepped
 from fullframe.model.same.weights import WeightsInTurn
-from fullframe.model.sharding.steps_taken import Stepped
 from fullframe.model.trained import Trained, frozen, late, trained
 from fullframe.model.unused import Unused, give_zeros, has_hooks
 from fullframe.ranks.agreement import on_any_rank

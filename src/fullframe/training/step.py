@@ -27,7 +27,7 @@ from fullframe.model.compiled.blocks import compiled_blocks
 from fullframe.model.forward_patch import restore
 from fullframe.model.parallelize import ParallelModel
 from fullframe.model.parallelize_for import require_parallelized_for
-from fullframe.model.sharding.steps_taken import options_of
+from fullframe.model.same.optimizers import options_of
 from fullframe.model.sharding.values import whole_value
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.model.trained import sparse_tables

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullframe.errors import DivergenceError
+from fullframe.model.same.optimizers import Stepped
 from fullframe.model.same.weights import Weights, WeightsInTurn
-from fullframe.model.sharding.steps_taken import Stepped
 from fullframe.ranks.channel import compare_records
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.mesh import Spatial

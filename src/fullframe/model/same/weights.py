@@ -19,7 +19,8 @@ from torch import nn
 
 from fullframe.errors import DivergenceError
 from fullframe.model.same.model import state_in_words, state_of
-from fullframe.model.sharding.steps_taken import Stepped, require_same_options, require_same_steps, steps_taken
+from fullframe.model.same.optimizers import Stepped, require_same_options
+from fullframe.model.sharding.steps_taken import require_same_steps, steps_taken
 from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_rank_each
 from fullframe.ranks.raw_bytes import in_bytes, plain
 

@@ -22,16 +22,10 @@ from fullframe.errors import DivergenceError, GradientError, MeshError, Strategy
 from fullframe.model.averaging import leave_shares
 from fullframe.model.containers import GivenBack
 from fullframe.model.forward_patch import PatchedForward, unpatch
+from fullframe.model.same.optimizers import Stepped, require_same_options
 from fullframe.model.sharding.left import LeftIn
 from fullframe.model.sharding.requirements import require_all_ranks, require_no_hooks, require_one_message
-from fullframe.model.sharding.steps_taken import (
-    Stepped,
-    begin_anew,
-    note_step,
-    require_same_options,
-    require_same_steps,
-    steps_taken,
-)
+from fullframe.model.sharding.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
 from fullframe.model.sharding.taken import Lending, Replaced, stand_in
 from fullframe.model.sharding.units import units_to_shard
 from fullframe.model.sharding.values import (
