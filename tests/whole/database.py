@@ -28,6 +28,14 @@ MAIN = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
 OTHERS = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool, torch.complex128)
 # Their values are whatever lay in memory.
 UNSET = {"empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted", "empty"}
+# Each shard draws its own numbers for them; all other noise is one process's.
+DRAWN_BY_SHARDS = {
+    "nn.functional.dropout",
+    "nn.functional.alpha_dropout",
+    "nn.functional.rrelu",
+    "nn.functional.scaled_dot_product_attention",
+    "nn.functional.multi_head_attention_forward",
+}
 
 
 def seeded(seed: int = 0) -> None:

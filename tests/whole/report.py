@@ -23,7 +23,8 @@ sample of each kind of case, where 24 are its default. Compared are
 values, shapes, dtypes, `requires_grad`, the gradients of all inputs and parameters, buffers, and the arguments after
 the call; as functions, methods, operators, in place, with `out=`, and by writing into the result or the argument
 afterwards; with infinities and NaN put into what is split, in other dtypes, with only some operands split, with
-`unsupported="gather"`, and with what torch refuses. Random ops are compared in shape and dtype, and in what is whole.
+`unsupported="gather"`, and with what torch refuses. Noise is compared as any value is; dropout, and what holds it, in
+shape and dtype, and in what is whole: each shard draws its own.
 
 An op has an *image-like sample* when a tensor of at least two dims among its arguments can be cut over the ranks
 of the mesh in its last two, as `ff.shard` does. These ops are listed. What counts in the table are the samples as
@@ -104,7 +105,10 @@ def document(results: Sequence[Any]) -> str:
         names = sorted(name for name, counts in by_op.items() if kind_of(counts) == kind)
         if names:
             lines += [f"## {kind.capitalize()} ({len(names)})\n", *_table(names, by_op, reasons, kind != "exact"), ""]
-    lines += ["## Random ops\n", "Compared in shape and dtype only: " + ", ".join(facts["random"]) + "."]
+    lines += [
+        "## Ops without values of their own\n",
+        "Drawn by each shard, or unset; compared in shape and dtype only: " + ", ".join(facts["random"]) + ".",
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
