@@ -146,8 +146,7 @@ def _require_few(result: Spec, spec: Spec) -> None:
     if _is_much(result, spec) and not may_be_fewer(result.shape, spec):
         raise Unsupported(
             f"what it reads along a split dim, {tuple(result.shape)}, would be whole on every rank, and is larger than "
-            "a rank's part of the map",
-            "Read at fewer positions.",
+            "a rank's part of the map"
         )
 
 
