@@ -23,14 +23,19 @@ CASES = [
     ("FF102", training("losses.append(loss)", "losses = []\n"), "losses.append(loss.detach())"),
     ("FF151", CHECKPOINT + "y = checkpoint(f, x)\n", "checkpoint(f, x, use_reentrant=False)"),
     ("FF151", CHECKPOINT + "y = checkpoint(\n    f,\n    x,\n)\n", "use_reentrant=False"),
+    ("FF151", CHECKPOINT + "y = checkpoint(f, x).sum()\n", "y = checkpoint(f, x, use_reentrant=False).sum()"),
+    ("FF156", "def f(o):\n    o(1).zero_grad(set_to_none=False)\n", "o(1).zero_grad()"),
+    ("FF156", "def f(o):\n    o.zero_grad(False)\n", "o.zero_grad()"),
     ("FF156", "def f(o):\n    o.step()\n    o.zero_grad(set_to_none = False)\n", "o.zero_grad()"),
     ("FF194", "nn.utils.clip_grad_norm(ps, 1.0)\n", "nn.utils.clip_grad_norm_(ps, 1.0)"),
+    ("FF194", "n = nn.utils.clip_grad_norm(ps, 1.0).item()\n", "n = nn.utils.clip_grad_norm_(ps, 1.0).item()"),
 ]
 
 UNSURE = [
     ("FF101", training("total += loss * 2", "total = 0\n")),
     ("FF101", training("total = total + loss", "total = 0\n")),
     ("FF102", training("log.append({'loss': loss})", "log = []\n")),
+    ("FF194", "from torch.nn.utils import clip_grad_norm\nclip_grad_norm(ps, 1.0)\n"),
     ("FF194", "F.upsample(x, scale_factor=2)\n"),
     ("FF131", training().replace("    optimizer.zero_grad()\n", "")),
 ]

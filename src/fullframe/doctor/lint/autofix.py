@@ -1,7 +1,7 @@
 """Mends what has one sure remedy, with libcst, so that all else in the file stays as it is written."""
 
 import ast
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from fullframe.doctor.finding import Finding
@@ -34,7 +34,7 @@ def mended(source: str, findings: Iterable[Finding]) -> tuple[str, list[Finding]
     return new, transformer.done
 
 
-def _transformer(libcst: Any, wanted: Mapping[Place, Finding]) -> Any:
+def _transformer(libcst: Any, wanted: dict[Place, Finding]) -> Any:
     class Transformer(libcst.CSTTransformer):  # type: ignore[misc]
         METADATA_DEPENDENCIES = (libcst.metadata.PositionProvider,)
 
@@ -50,11 +50,14 @@ def _transformer(libcst: Any, wanted: Mapping[Place, Finding]) -> Any:
 
         def _mended(self, original: Any, updated: Any) -> Any:
             start = self.get_metadata(libcst.metadata.PositionProvider, original).start
-            finding = wanted.get((start.line, start.column + 1))
-            new = FIXES[finding.code](libcst, updated) if finding is not None else None
-            if finding is None or new is None:
+            place = start.line, start.column + 1
+            finding = wanted.get(place)
+            if finding is None or isinstance(updated, libcst.AugAssign) is not (finding.code in _OF_SUMS):
                 return updated
-            self.done.append(finding)
+            new = FIXES[finding.code](libcst, updated)
+            if new is None:
+                return updated
+            self.done.append(wanted.pop(place))  # what is called of the result begins at the same place
             return new
 
     return Transformer()
@@ -62,20 +65,23 @@ def _transformer(libcst: Any, wanted: Mapping[Place, Finding]) -> Any:
 
 def _detached_sum(libcst: Any, node: Any) -> Any:
     """`total += loss` -> `total += loss.detach()`; only of a plain name or attribute."""
-    if not isinstance(node, libcst.AugAssign) or not isinstance(node.value, libcst.Name | libcst.Attribute):
+    if not isinstance(node.value, libcst.Name | libcst.Attribute):
         return None
     return node.with_changes(value=_detached(libcst, node.value))
 
 
 def _detached_argument(libcst: Any, node: Any) -> Any:
     """`losses.append(loss)` -> `losses.append(loss.detach())`."""
-    is_append = isinstance(node, libcst.Call) and isinstance(node.func, libcst.Attribute)
-    if not is_append or node.func.attr.value != "append" or len(node.args) != 1:
+    if not _is_method(libcst, node, "append") or len(node.args) != 1:
         return None
     (argument,) = node.args
     if not isinstance(argument.value, libcst.Name | libcst.Attribute):
         return None
     return node.with_changes(args=[argument.with_changes(value=_detached(libcst, argument.value))])
+
+
+def _is_method(libcst: Any, call: Any, name: str) -> bool:
+    return isinstance(call.func, libcst.Attribute) and call.func.attr.value == name
 
 
 def _detached(libcst: Any, value: Any) -> Any:
@@ -84,8 +90,6 @@ def _detached(libcst: Any, value: Any) -> Any:
 
 def _not_reentrant(libcst: Any, node: Any) -> Any:
     """`checkpoint(f, x)` -> `checkpoint(f, x, use_reentrant=False)`."""
-    if not isinstance(node, libcst.Call):
-        return None
     plain = libcst.AssignEqual(
         whitespace_before=libcst.SimpleWhitespace(""), whitespace_after=libcst.SimpleWhitespace("")
     )
@@ -98,12 +102,12 @@ def _not_reentrant(libcst: Any, node: Any) -> Any:
 
 def _to_none(libcst: Any, node: Any) -> Any:
     """`zero_grad(set_to_none=False)` -> `zero_grad()`."""
-    return node.with_changes(args=[]) if isinstance(node, libcst.Call) and len(node.args) == 1 else None
+    return node.with_changes(args=[]) if _is_method(libcst, node, "zero_grad") and len(node.args) == 1 else None
 
 
 def _underscored(libcst: Any, node: Any) -> Any:
     """`nn.utils.clip_grad_norm(...)` -> `nn.utils.clip_grad_norm_(...)`; not of a name that was imported by itself."""
-    if not isinstance(node, libcst.Call) or not isinstance(node.func, libcst.Attribute):
+    if not isinstance(node.func, libcst.Attribute):
         return None
     name = node.func.attr.value
     if name.startswith("upsample"):
@@ -111,6 +115,7 @@ def _underscored(libcst: Any, node: Any) -> Any:
     return node.with_changes(func=node.func.with_changes(attr=libcst.Name(f"{name}_")))
 
 
+_OF_SUMS = ("FF101",)  # the other remedies are of calls
 FIXES: dict[str, Callable[[Any, Any], Any]] = {
     "FF101": _detached_sum,
     "FF102": _detached_argument,
