@@ -24,6 +24,11 @@ def test_a_finding_says_where_it_is_and_shows_the_line() -> None:
     assert "total" in found.message and "detach" in found.fix
 
 
+def test_a_text_that_python_cannot_read_is_a_finding() -> None:
+    (found,) = check_source("import torch\nloss.backward()\0", "a.py", ON)
+    assert (found.code, found.line, found.column) == ("FF100", 1, 1) and "null" in found.message
+
+
 @pytest.mark.parametrize(
     ("comment", "is_found"),
     [

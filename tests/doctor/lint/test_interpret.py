@@ -46,3 +46,29 @@ def test_nonlocal_and_global_names_are_written_where_they_live() -> None:
     source = "def f():\n    a = 1\n    def g():\n        nonlocal a\n        a = 2\n    g()\n    x = a\nf()"
     assert stored(source, "x").constant == 2
     assert stored("a = 1\ndef f():\n    global a\n    a = 2\nf()\nx = a", "x").constant == 2
+
+
+def test_what_follows_raise_or_a_branch_whose_arms_all_leave_is_not_run() -> None:
+    assert order("def f():\n    raise E(a())\n    b()\nf()") == ["f", "a", "E"]
+    assert order("def f():\n    if a():\n        return 1\n    else:\n        raise E\n    b()\nf()") == ["f", "a"]
+    assert order("assert a()\nb()") == ["a", "b"]
+
+
+def test_each_case_of_a_match_is_run_and_a_name_stands_for_either() -> None:
+    source = "x = 0\nmatch a():\n    case 1:\n        x = 1\n    case 2:\n        x = 2\ny = x"
+    assert {member.constant for member in stored(source, "y").members()} == {0, 1, 2}
+
+
+def test_an_object_of_the_file_that_is_called_runs_its_call() -> None:
+    assert stored("class A:\n    def __call__(self, x):\n        return x\ny = A()(3)", "y").constant == 3
+    assert stored("class A: ...\ny = A()(3)", "y").origin is Origin.CALL
+
+
+def test_a_nonlocal_name_may_live_two_functions_out() -> None:
+    inner = "        def h():\n            nonlocal a\n            a = 2\n        h()\n"
+    assert stored(f"def f():\n    a = 1\n    def g():\n{inner}    g()\n    x = a\nf()", "x").constant == 2
+
+
+def test_further_arguments_are_a_tuple() -> None:
+    assert stored("def f(a, *rest, **named):\n    x = rest[1]\n    y = named\nf(1, 2, 3, b=4)", "x").constant == 3
+    assert stored("def f(*rest, **named):\n    y = named\nf(b=4)", "y").origin is Origin.PARAMETER

@@ -23,6 +23,11 @@ def test_a_class_with_its_methods_that_have_a_word() -> None:
     assert names(source) == {"A", "g"}
 
 
+def test_all_where_very_many_have_a_word() -> None:
+    many = "".join(f"def f{n}():\n    x.backward()\n" for n in range(201))
+    assert len(names(many + "def g():\n    return 1\n")) == 202
+
+
 def test_a_decorator_counts() -> None:
     assert names("@torch.autocast('cuda')\ndef f():\n    return 1\n") == {"f"}
 

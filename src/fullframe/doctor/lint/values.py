@@ -52,10 +52,6 @@ class Value:
     uses: set[str] = field(default_factory=set)  # attributes read of it; shared by names of one object
     fields: "dict[object, Value]" = field(default_factory=dict, init=False)  # attributes, items: stored or read
 
-    def __repr__(self) -> str:
-        inputs = ", ".join(map(repr, self.inputs[:3]))
-        return f"{self.origin.value}({self.text}{': ' if inputs else ''}{inputs})"
-
     @property
     def function(self) -> "Value":
         """Of a call: what is called."""
@@ -146,13 +142,9 @@ class Definition:
 
     def lineage(self) -> "Iterator[Definition]":
         """Of a class: itself and its bases in this file, nearest first."""
-        seen: set[int] = set()
         stack = [self]
         while stack:
             definition = stack.pop(0)
-            if id(definition) in seen:
-                continue
-            seen.add(id(definition))
             yield definition
             for base in definition.bases:
                 stack.extend(m.definition for m in base.members() if m.origin is Origin.CLASS and m.definition)

@@ -23,11 +23,18 @@ TABLE = {
         bad=[
             loop("criterion(model(x), y)", "loss.backward()  # here", before="criterion = nn.CrossEntropyLoss()"),
             loop(MEAN, "scaler.scale(loss).backward()  # here"),
+            loop("model(x)['loss']", "loss.backward()  # here"),
+            loop(MEAN, "loss = loss + loss; loss.backward()  # here"),
             loop(MEAN, "loss.backward()  # here").replace("loss.backward", "average.mul_(0.9); loss.backward"),
             loop(f"{MEAN} + F.l1_loss(model(x), y)", "loss.backward()  # here", due="not (i % steps)"),
         ],
         good=[
             loop(MEAN, "loss.backward(); p.grad.div_(4)"),
+            loop(MEAN, "loss.backward(); p.grad = p.grad / 4"),
+            loop(MEAN, "loss.backward(); torch._foreach_div_(grads, 4)"),
+            loop(MEAN, "(loss / 4).mean().backward()"),
+            loop("sum(model(x))"),
+            loop("F.cross_entropy(model(x), y, reduction='none').sum()"),
             loop(f"{MEAN} / 4"),
             loop(MEAN, "loss /= 4; loss.backward()"),
             loop(MEAN, "(0.25 * loss).backward()"),
@@ -47,6 +54,7 @@ TABLE = {
             loop("F.cross_entropy(model(x)[:, valid], y) / 4", "loss.backward()  # here"),
             loop("c(model(x['image'])[x['mask']].log(), y) / 4", "loss.backward()  # here", before="c = nn.MSELoss()"),
             loop("(model(x) - y)[~y.isnan() & (y < 9)].abs().mean() / 4", "loss.backward()  # here"),
+            loop("((model(x) - y)[y > 0] + 1).abs().mean() / 4", "loss.backward()  # here"),
         ],
         good=[
             loop("F.cross_entropy(model(x), y, ignore_index=255, reduction='sum') / n"),

@@ -154,6 +154,7 @@ TABLE = {
             training("names = []\nnames.append(loss)\nprint(sum(names))"),
             training("logs['loss'] = loss", "logs = {}\n"),
             training("recent.append(loss)", "from collections import deque\nrecent = deque(maxlen=20)\n"),
+            training("last.update(loss=loss)", "last = {}\n"),
             training("meter.update(loss)", "import torchmetrics\nmeter = torchmetrics.MeanMetric()\n"),
             """
             for episode in range(9):

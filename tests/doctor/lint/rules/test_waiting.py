@@ -25,6 +25,7 @@ TABLE = {
         good=[
             training("if step % 100 == 0:\n    log(loss.item())"),
             training("log(x.shape[0].item())"),
+            training("y.float()"),
             training("total += loss.detach()", after="print(total.item())\n"),
             "for x in d:\n    print(model(x).mean().item())\n",
             training("log(config.get('a').item())"),

@@ -182,8 +182,7 @@ def left_over(training: Training) -> Iterator[Found]:
     """The test of the branch has a remainder and no length, and no update follows the loop."""
     for loop, update, _ in accumulation(training):
         branch = update.call.frame.innermost(FrameKind.IF)
-        if branch is None or branch.value is None or loop.parent is None:
-            continue
+        assert branch is not None and branch.value is not None and loop.parent is not None
         made_of = list(cone([branch.value], 80))
         is_last = any(v.path == "builtins.len" or v.text == "Or" for v in made_of)
         later = any(u.call.index >= loop.stop for u in training.updates_in(loop.parent))

@@ -8,7 +8,7 @@ from fullframe.doctor.lint.rule import ERROR, WARNING, Found, is_true, rule, sai
 from fullframe.doctor.lint.training import WITHOUT_GRAPH, Training
 from fullframe.doctor.lint.values import Origin, Value, cone
 
-GROWS = ("append", "extend", "add", "insert", "appendleft", "extendleft", "update", "put")
+GROWS = ("append", "extend", "add", "insert", "appendleft", "extendleft", "put")
 _ADDS = (Origin.OPERATION, Origin.EITHER, Origin.CONTAINER)
 
 
@@ -77,10 +77,8 @@ def _kept(training: Training, store: Store) -> tuple[Frame, list[Value]] | None:
 def _begins_anew(training: Training, store: Store, loop: Frame) -> bool:
     """Whether what is written to was set to something else before, each time round."""
     for earlier in training.program.stores_in(loop):
-        if earlier.index >= store.index:
-            return False
         is_same = earlier.place == store.place and not any(v is earlier.old for v in cone([earlier.new], 50))
-        if is_same and earlier.frame.is_run_before(store.frame, loop):
+        if earlier.index < store.index and is_same and earlier.frame.is_run_before(store.frame, loop):
             return True
     return False
 
@@ -152,8 +150,6 @@ def collected(training: Training) -> Iterator[Found]:
             continue
         if call.receiver.path.startswith(("torch.", "torchmetrics.")) or "maxlen" in call.receiver.keywords:
             continue
-        if call.value.method == "update" and not _is_mapping(call.receiver):
-            continue
         given = [a for a in call.value.inputs[1:] if training.has_graph(a) and of_a_step(training, a, loop)]
         if given and not is_run_backward(training, call.receiver) and not is_emptied(training, call, loop):
             yield Found(call.node, f"{said(call.node.func)} keeps the graph of every step; memory grows")
@@ -164,10 +160,6 @@ def collected(training: Training) -> Iterator[Found]:
         is_kept = outlives(store.holder, loop) and not training.has_graph(store.holder) and _varies(store)
         if is_kept and of_a_step(training, store.new, loop) and not is_run_backward(training, store.holder):
             yield Found(store.node, f"{_target(store)} keeps the graph of every step; memory grows")
-
-
-def _is_mapping(value: Value) -> bool:
-    return any(m.text == "dict" or m.path.rpartition(".")[2] in ("dict", "defaultdict") for m in value.members())
 
 
 def is_emptied(training: Training, call: Call, loop: Frame) -> bool:

@@ -133,8 +133,6 @@ def cache_emptied(training: Training) -> Iterator[Found]:
         loop = call.frame.innermost(FrameKind.LOOP)
         if loop is None or not call.frame.is_always_run_in(loop) or call.followed:
             continue
-        if any(f.kind is FrameKind.EXCEPT for f in call.frame.enclosing()):
-            continue
         work = [*(c.frame for c in training.model_calls_in(loop)), *(b.call.frame for b in training.backwards_in(loop))]
         if any(frame.innermost(FrameKind.LOOP) is loop for frame in work):
             yield Found(call.node, f"{said(call.node)} runs in every step")

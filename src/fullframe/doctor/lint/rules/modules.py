@@ -32,7 +32,7 @@ from fullframe.doctor.lint.values import Origin, Value
 def grows_in_forward(training: Training) -> Iterator[Found]:
     """`self.x.append(tensor)` in forward, where nothing empties `self.x`."""
     for frame, instance in forwards(training):
-        for call in training.program.calls_in(frame, *GROWS):
+        for call in training.program.calls_in(frame, *GROWS, "update"):
             holder = call.value.receiver
             if holder is None or call.followed or not _lies_on(holder, instance) or not _in_training(call.frame, frame):
                 continue

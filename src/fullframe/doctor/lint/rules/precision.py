@@ -22,14 +22,15 @@ def _scaler_calls(training: Training, frame: Frame, name: str, scaler: Value) ->
 def _scalers(training: Training, name: str) -> Iterator[tuple[Call, Value, Frame]]:
     """Calls of a scaler's method, with the scaler and the loop or function they stand in."""
     for call in training.program.calls(name):
-        scaler, around = call.value.receiver, _step_around(call)
-        if scaler is not None and not call.followed and around is not None and training.is_a(scaler, Role.SCALER):
-            yield call, scaler, around
+        scaler = call.value.receiver
+        if scaler is not None and not call.followed and training.is_a(scaler, Role.SCALER):
+            yield call, scaler, _step_around(call)
 
 
-def _step_around(call: Call) -> Frame | None:
+def _step_around(call: Call) -> Frame:
     """The loop a call stands in, else its function."""
-    return call.frame.innermost(FrameKind.LOOP) or call.frame.innermost(FrameKind.FUNCTION, FrameKind.MODULE)
+    kinds = FrameKind.FUNCTION, FrameKind.MODULE
+    return call.frame.innermost(FrameKind.LOOP) or call.frame.innermost(*kinds) or call.frame
 
 
 def _never_both(a: Frame, b: Frame) -> bool:
@@ -202,10 +203,8 @@ def clipped_scaled(training: Training) -> Iterator[Found]:
     """Clipping between a scaled backward pass and the scaler's step, with no `unscale_` before it."""
     for call in training.program.calls(*CLIPS):
         around = _step_around(call)
-        if around is None or call.followed:
-            continue
         scaled = [b for b in training.backwards_in(around) if b.scaler is not None and b.call.index < call.index]
-        if not scaled or _never_both(scaled[-1].call.frame, call.frame):
+        if call.followed or not scaled or _never_both(scaled[-1].call.frame, call.frame):
             continue
         scaler = scaled[-1].scaler
         assert scaler is not None
