@@ -366,6 +366,18 @@ def test_each_node_of_a_graph_is_met_once_and_none_beyond_a_target() -> None:
     assert list(graph_behind([y.grad_fn], until={y.grad_fn})) == [y.grad_fn]
 
 
+def _nodes() -> tuple[bool, ...]:
+    x = ff.shard(image(), mesh(1, 2)).requires_grad_()
+    y, bare = x * 2, (x * 2).local.grad_fn
+    node = y.grad_fn
+    own = y.local.grad_fn
+    return node == y.grad_fn, node == own, node != bare, {node: 1}[y.grad_fn] == 1, repr(node) == repr(own)
+
+
+def test_a_split_tensor_s_node_is_the_same_one_each_time() -> None:
+    assert rank_group(2).run(_nodes) == [(True,) * 5] * 2
+
+
 def _of_replicas() -> dict[str, float]:
     """Two replicas of two ranks, each with an image of its own: parameters get the mean, whoever holds them."""
     on = mesh(1, 2)
