@@ -31,7 +31,7 @@ EXCEPTIONS: dict[str, str] = {
     "horovod/gradient_reducer.py": "tests/horovod/test_optimizer.py",
     **dict.fromkeys(("cli/train.py", "cli/verify.py"), END_TO_END),
     **dict.fromkeys(("spatial/views.py", "training/faults/nonfinite.py"), END_TO_END),
-    **{f"cli/{name}.py": COMMANDS for name in ("calibrate", "comparison", "display", "export")},
+    **{f"cli/{name}.py": COMMANDS for name in ("comparison", "display", "export")},
     **{f"cli/{name}.py": COMMANDS for name in ("simulate", "strategy_file")},
     **{f"cli/doctor/{name}.py": COMMANDS for name in ("report", "rank", "links")},
     **{f"planning/{name}.py": PLANS for name in ("estimate", "ranking", "shortfall")},
