@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fullframe as ff
+from fullframe.model import gradient_memory
 from fullframe.model.gradient_memory import Placed
 from tests.exactness import mesh, relative
 from tests.rank_group import rank_group
@@ -71,3 +72,12 @@ def test_gradients_that_are_pieces_of_one_tensor_or_are_held(held: bool) -> None
     expected = _in_one_tensor(None, held)
     for found in rank_group(2).run(_in_one_tensor, 2, held):
         assert max(map(relative, expected, found)) < 1e-12
+
+
+def test_a_message_holds_one_dtype_and_ends_where_it_has_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_memory, "_CHUNK_NUMBERS", 5)
+    sizes = [(3, torch.float32), (3, torch.float32), (1, torch.float32), (2, torch.float64), (2, torch.float64)]
+    parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in sizes]
+    found = list(gradient_memory.chunks(parameters))
+    assert [[len(p) for p in chunk] for chunk in found] == [[3, 3], [1], [2, 2]]
+    assert [p for chunk in found for p in chunk] == parameters

@@ -28,10 +28,9 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """The reduction of every rank's `tensor`, a new one of its shape and dtype; has a gradient."""
-    small, ctx = compression.compress(tensor)
-    request = allreduce_request([small], name, reduction(op, average), prescale_factor, postscale_factor, process_set)
-    (whole,) = with_gradient(Allreduce, request, process_set, [small], list)
-    return compression.decompress(whole, ctx)
+    op = reduction(op, average)  # here, so that its warning is of the caller's line
+    options = None, name, compression, op, prescale_factor, postscale_factor, process_set
+    return grouped_allreduce([tensor], *options)[0]
 
 
 def allreduce_(
@@ -44,10 +43,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """`allreduce` in place."""
-    request = allreduce_request([tensor], name, reduction(op, average), prescale_factor, postscale_factor, process_set)
-    tensors = [tensor]
-    complete(request, tensors, process_set, list, targets=tensors)
-    return tensor
+    op = reduction(op, average)
+    return grouped_allreduce_([tensor], None, name, op, prescale_factor, postscale_factor, process_set)[0]
 
 
 def allreduce_async(

@@ -9,11 +9,12 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from types import BuiltinMethodType, MethodType, MethodWrapperType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,17 +52,12 @@ class Same:
         return id(self.value)
 
 
-class Measures(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Measures:
     """Of tensors: what a program is compiled for of each, and the memory that they lie in."""
 
     facts: tuple[Any, ...]
     memory: frozenset[int]
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
 
 def simple(value: Any) -> tuple[Any, ...]:
