@@ -32,8 +32,6 @@ def _reached(result: Tensor, targets: dict[Any, int]) -> frozenset[int]:
 
 def with_fates(run: Callable[..., Any], inputs: Sequence[Tensor], by: Fates) -> list[Tensor]:
     """The results of `run(*inputs)`; in backward, inputs of which no result has a gradient get none."""
-    if not torch.is_grad_enabled():
-        return list(run(*inputs))
     passes: dict[int, int] = {}  # by result, the backward pass that has last brought it a gradient
     every = frozenset().union(*by)
     read = [
