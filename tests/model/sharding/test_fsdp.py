@@ -488,6 +488,14 @@ def _refused(what: str) -> None:
         model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
         model.module.head = nn.Conv2d(1, 1, 1)
         model(_mine(_images(), mesh(1, 2)))
+    elif what in ("a weight made of another", "a new weight"):
+        model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+        with torch.no_grad():
+            if what == "a new weight":
+                model(_mine(_images(), mesh(1, 2)))
+                model.module.head.weight = nn.Parameter(model.module.head.weight.detach() * 2)  # type: ignore[union-attr]
+            made = {name: p * 1.5 for name, p in model.named_parameters() if what != "a new weight"}
+            torch.func.functional_call(model, made, (_mine(_images(), mesh(1, 2)),))
     elif what == "optimizer before":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
@@ -518,6 +526,8 @@ REFUSED = {
     "frozen later": "requires_grad of head.bias, head.weight has changed",
     "optimizer before": "the optimizer was made before parallelize(..., shard_parameters=True)",
     "a new head": "head.bias, head.weight came into the model after",
+    "a weight made of another": "is another tensor than the one that was sharded",
+    "a new weight": "head.weight is another tensor than the one that was sharded",
 }
 
 
@@ -529,7 +539,8 @@ def test_what_would_be_averaged_wrong_is_refused(what: str) -> None:
     with pytest.raises(RankFailure) as caught:
         rank_group(4).run(_refused, what)
     for _, name, text, _ in caught.value.errors:
-        assert name == ("GradientError" if what in GRADIENTS else "MeshError")
+        named = "StrategyError" if "another tensor" in REFUSED[what] else "MeshError"
+        assert name == ("GradientError" if what in GRADIENTS else named)
         assert REFUSED[what] in text
 
 

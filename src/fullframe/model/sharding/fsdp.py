@@ -112,6 +112,7 @@ class ShardedParameters:
         if self._sends_zeros:
             # A rank that lacks a gradient sends zeros, for the other ranks' messages must meet one of their size.
             unit.set_reduce_scatter_unused_params(True, recurse=False)
+        unit.register_forward_pre_hook(lambda module, args: _require_sharded_ones(name, unit), prepend=True)
         unit.register_forward_pre_hook(lambda module, args: self._gathered(name, unit))  # after torch's own
         if name and written is not None:
             self._lending.lend(unit, written.modules, lambda: self._taken(name, unit, written), written.end)
@@ -314,6 +315,19 @@ def _take_up_data(unit: Any) -> None:
     for each in _sharded_in(unit):
         if not share_memory(each.sharded_param._local_tensor, each._sharded_param_data):
             each.reset_sharded_param()
+
+
+def _require_sharded_ones(name: str, unit: Any) -> None:
+    """Raises StrategyError where another tensor is in a parameter's place, which torch would pass over, or keep."""
+    for each in _sharded_in(unit):
+        module, own = each._module_info.module, each._module_info.param_name
+        if each.sharded_state.name == "SHARDED" and module._parameters.get(own) is not each.sharded_param:
+            where = next(path for path, part in unit.named_modules(prefix=name) if part is module)
+            raise StrategyError(
+                f"{'.'.join(filter(None, (where, own)))} is another tensor than the one that was sharded, as "
+                f"torch.func.functional_call or `module.{own} = ...` puts there, and would not be gathered; write to "
+                "it by parameter.data = whole, replace it before parallelize, or do without shard_parameters"
+            )
 
 
 class _Once(PatchedForward):

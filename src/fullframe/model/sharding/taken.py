@@ -33,7 +33,7 @@ class Lending:
         """From now on parameters of these modules of the unit may be taken; `begun` is called then, `ended` later."""
 
         def take() -> None:
-            if self._running:
+            if self._running > 0:  # less where a hook before ours has raised
                 unit.unshard()
                 if unit not in self.taken:
                     self.taken.append(unit)
