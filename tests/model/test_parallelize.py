@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import warnings
 from typing import Any
 
@@ -403,3 +404,43 @@ def test_a_buffer_that_is_split_is_for_one_replica_alone() -> None:
     for ranks, copied in ((2, True), (4, False)):
         with pytest.raises(RankFailure, match="the buffer seen of Background is a split tensor, which replicas"):
             rank_group(ranks).run(_background, 1, 2, copied)
+
+
+class Held(nn.Module):
+    """Stays in forward until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 3, padding=1)
+        self.entered, self.let_go = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.entered.set()
+        assert self.let_go.wait(60)
+        return self.conv(x)  # type: ignore[no-any-return]
+
+
+def _in_threads(at_once: bool) -> float:
+    """The model in a thread, and a mean in this one while it runs, or after it."""
+    on = mesh(1, 2)
+    model, x, found = Held().double(), ff.shard(_image(), on), list[Tensor]()
+    parallel: Any = ff.parallelize(model, on)
+    thread = threading.Thread(target=lambda: found.append(parallel(x).detach().full()), daemon=True)
+    if not at_once:
+        model.let_go.set()
+    thread.start()
+    assert model.entered.wait(60)
+    try:
+        if at_once:
+            x.mean()
+    finally:
+        model.let_go.set()
+        thread.join()
+    return relative(model.conv(_image()).detach(), found[0])
+
+
+def test_two_threads_at_once_are_refused_and_one_after_another_are_not() -> None:
+    with pytest.raises(RankFailure, match="two threads use split tensors at once") as caught:
+        rank_group(2).run(_in_threads, True)
+    assert [name for _, name, *_ in caught.value.errors] == ["DivergenceError"] * 2
+    assert max(rank_group(2).run(_in_threads, False)) < 1e-12

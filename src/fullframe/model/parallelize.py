@@ -36,7 +36,7 @@ from fullframe.model.world_collectives import watch_collectives
 from fullframe.ranks.mesh import Axis, Spatial, has_stages, spatial_of, stage_axis
 from fullframe.ranks.random_states import share_random_states
 from fullframe.ranks.raw_bytes import share_values
-from fullframe.ranks.waiting import naming_lost_ranks
+from fullframe.ranks.waiting import calling_a_model, naming_lost_ranks
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.rules.gradient_hooks import when_gradient_arrives
 from fullframe.spatial.shard import even_spec
@@ -213,6 +213,7 @@ class ParallelModel(nn.Module):
 
     @naming_lost_ranks()
     @naming_shards()
+    @calling_a_model()
     def _called(self, method: str, args: Any, kwargs: Any) -> Any:
         """The model, or a method of it, called by way of the door and DDP."""
         leave_own_frames()

@@ -24,12 +24,16 @@ from fullframe.ranks.device import accelerator, is_short_of_memory, place_of_num
 from fullframe.ranks.recording import recorder
 from fullframe.ranks.shared_memory import APART_RULE, Mailboxes, mailboxes_between
 from fullframe.ranks.tags import HEAD_BYTES, Rows, head_of, line, padded, text_of
-from fullframe.ranks.waiting import waiting_for_ranks
+from fullframe.ranks.waiting import another_thread_calls, waiting_for_ranks
 
 _KEPT_HEADS = 4096  # of those that NCCL's ranks compare: more than between two backward passes of most models
 _FLYING = 64  # heads by gloo that are kept until they are through: more than ranks are ever ahead of each other
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "STATUS_ALLOC_FAILED", "out of memory")  # in a plain RuntimeError
+_THREADS_RULE = (
+    "which of them is first is another matter on each rank, and one's messages would be taken for the other's; call "
+    "models from one thread, or let a lock and the program's order decide whose turn it is"
+)
 _NO_KERNEL = "unable to find an engine to execute"  # cuDNN, which has none, or no memory for any to work in
 
 
@@ -165,7 +169,15 @@ class Channel:
         self.coalesces: bool | None = None  # whether the backend makes one call of many messages; asked once
 
     def head(self, kind: str, at: str, like: Tensor, rows: Rows | None = None) -> bytes:
-        """The head of a message like `like` that belongs to the exchange `kind` at line `at`."""
+        """The head of a message like `like` that belongs to the exchange `kind` at line `at`.
+
+        Raises DivergenceError where another thread is calling a parallel model.
+        """
+        if another_thread_calls():
+            said = f"two threads use split tensors at once, at {at}: {_THREADS_RULE}"
+            if self.boxes is not None:
+                self.boxes.part(said)
+            raise DivergenceError(said)
         return head_of(kind, at, like, self.boxes.errors if self.boxes is not None else _announced[0], rows)
 
     def placed(self, value: Tensor) -> Tensor:

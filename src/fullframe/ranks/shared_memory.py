@@ -163,6 +163,12 @@ class Mailboxes:
         self._write(self._me, _ERROR, _WAITED, text)
         self._flags[self._words[self._me] + _ERRORS] = self.errors
 
+    def part(self, text: str) -> None:
+        """Tell all ranks that they run apart, in these words: whoever waits or sends raises them."""
+        self._write(self._me, _VERDICT, _CELL_BYTES, text)
+        if not self._flags[_APART]:
+            self._flags[_APART] = self._me + 1
+
     def _place(self, rank: int, sender: int, receiver: int, number: int) -> Place:
         base = _CELLS + len(self._ranks) * _CELL_BYTES + (sender * len(self._ranks) + receiver) * _PAIR_BYTES
         turn, slot = divmod(number, SLOTS)
@@ -222,9 +228,7 @@ class Mailboxes:
                 f"the ranks do not run the same program: rank {first[0]} is at: {first[1]}; "
                 f"rank {second[0]} is at: {second[1]}. {APART_RULE}"
             )
-        self._write(me, _VERDICT, _CELL_BYTES, text)
-        if not self._flags[_APART]:
-            self._flags[_APART] = me + 1
+        self.part(text)
         raise DivergenceError(text, self._errors_of(peer) > self.errors)
 
     def _raise_apart(self) -> None:

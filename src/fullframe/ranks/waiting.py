@@ -1,12 +1,15 @@
 """Which threads wait for other ranks just now: whoever waits says so, and the watchdog on hangs reads it.
 
+And which thread calls a parallel model: messages of two would meet one another's on the other ranks.
+
 How long each thread has waited in all is kept too, for the account of a step's seconds. A wait that ends because
 another rank is gone, or does not come, ends by an error that says so, in place of gloo's, NCCL's or the store's words.
 """
 
 import os
-from contextlib import ContextDecorator
-from threading import get_ident
+from collections.abc import Iterator
+from contextlib import ContextDecorator, contextmanager
+from threading import _DummyThread, current_thread, get_ident
 from time import perf_counter
 from types import TracebackType
 
@@ -24,6 +27,7 @@ _TOO_LATE = ("timed out", "timeout")
 
 _waiting: dict[int, int] = {}  # thread -> how many waits it is inside of
 _waited: dict[int, float] = {}  # thread -> seconds
+_caller = [0]  # the thread inside of a parallel model's call; 0 where none is
 
 
 class LostRank(RankError, dist.DistNetworkError):
@@ -90,3 +94,22 @@ def waits(thread: int) -> bool:
 def waited_seconds() -> float:
     """How long this thread has waited so far."""
     return _waited.get(get_ident(), 0.0)
+
+
+@contextmanager
+def calling_a_model() -> Iterator[None]:
+    """Inside `with`, and in calls within it, this thread alone sends, unless another one was first."""
+    is_first = not _caller[0]
+    if is_first:
+        _caller[0] = get_ident()
+    try:
+        yield
+    finally:
+        if is_first:
+            _caller[0] = 0
+
+
+def another_thread_calls() -> bool:
+    """Whether a parallel model is being called by another thread of the program's; autograd's own do not count."""
+    caller = _caller[0]
+    return caller != 0 and caller != get_ident() and not isinstance(current_thread(), _DummyThread)
