@@ -17,6 +17,7 @@ from fullframe.ranks import mesh as meshes
 from fullframe.ranks.channel import Channel, HeadsByGloo, Record, difference
 from fullframe.ranks.mesh import forget_meshes
 from fullframe.ranks.shared_memory import SLOT_BYTES
+from fullframe.ranks.tags import HEAD_BYTES, padded
 from tests.rank_group import rank_group
 
 AT_ONCE = 100.0  # seconds, on a busy machine; who waits for an answer that never comes waits for 200
@@ -90,6 +91,24 @@ def the_same_op_once_more():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_same_op_at_another_line_is_another_one(ranks):
     both_raise(the_same_op_once_more, ranks=ranks)
+
+
+def what_a_third_rank_hears():
+    """Ranks 0 and 1 meet each other at other lines; rank 2 waits for one of them."""
+    rank = dist.get_rank()
+    heads, mine = HeadsByGloo(dist.group.WORLD), padded(f"line {rank}", HEAD_BYTES)
+    if rank < 2:
+        heads.send(1 - rank, mine)
+    with pytest.raises(DivergenceError) as said:
+        heads.receive(heads.expect(1 - rank if rank < 2 else 0), mine)
+    for other in (1 - rank, 2) if rank < 2 else (1,):  # what else was told
+        heads.expect(other)[1].wait()
+    return str(said.value)
+
+
+def test_a_rank_that_waits_for_one_that_met_another_is_told():
+    *_, third = rank_group(3).run(what_a_third_rank_hears, timeout_seconds=100)
+    assert "rank 0 is at: the end, as it met rank 1 elsewhere; before: line 0; rank 2 is at: line 2" in third
 
 
 def another_size(reduces):
