@@ -127,6 +127,20 @@ def test_one_rank_that_is_not_finite_makes_all_skip(kind):
     torch.testing.assert_close(results[0][2], results[1][2], rtol=0, atol=0)
 
 
+def step_with_an_infinite_loss():
+    model = ff.parallelize(network(), ff.init_mesh())
+    before = [p.detach().clone() for p in model.parameters()]
+    more = math.inf if torch.distributed.get_rank() else 0.0
+    optimizer, strategy = torch.optim.SGD(model.parameters(), lr=0.5), ff.Strategy(data=2, precision="fp16")
+    step = ff.TrainStep(model, lambda model, batch: mean_loss(model, batch) + more, optimizer, strategy)
+    return step(whole_batch()).skipped, all(map(torch.equal, before, model.parameters())), step.scale.value
+
+
+def test_a_loss_that_is_infinite_on_one_rank_is_skipped_though_its_gradient_is_finite():
+    (*_, scale), second = rank_group(2).run(step_with_an_infinite_loss)
+    assert second == (True, True, scale), "the ranks go on with one scale"
+
+
 STEPS_APART = {  # what rank 1 has: other options of its strategy, another rate from its first step on, or its second
     "strategy.microbatches is 1 on rank 0, 2 on rank 1": ({}, {"microbatches": 2}, 1, 1),
     "strategy.ema_decay is None on rank 0, 0.5 on rank 1": ({}, {"ema_decay": 0.5}, 1, 1),
@@ -307,7 +321,11 @@ def test_a_child_called_module_is_not_taken_for_the_model():
     step(torch.randn(3, 2))
     assert not torch.equal(model.head[0].weight, before) and "head.0.weight" in step.average.state_dict()
     before = model.head[1].running_mean.clone()
+    step.forward(torch.randn(3, 2))
+    assert torch.equal(model.head[1].running_mean, before)
+    average = step.average.state_dict()["head.0.weight"].clone()
     assert step(torch.full((3, 2), math.inf)).skipped and torch.equal(model.head[1].running_mean, before)
+    assert torch.equal(step.average.state_dict()["head.0.weight"], average)
 
 
 def valid_only(model, batch):
