@@ -201,7 +201,7 @@ def test_the_scale_starts_by_the_count_falls_and_grows(monkeypatch):
     scale.update(overflowed=True)
     assert scale.value == 32.0
     monkeypatch.setattr(LossScale, "_GROWTH_STEPS", 3)
-    for expected in (32.0, 32.0, 64.0):
+    for expected in (32.0, 32.0, 64.0, 64.0, 64.0, 128.0):
         scale.update(overflowed=False)
         assert scale.value == expected
     resumed = LossScale()
