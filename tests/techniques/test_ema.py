@@ -65,6 +65,16 @@ def test_another_parameter_in_the_place_of_one() -> None:
         assert model.weight.item() == 2
 
 
+def test_a_parameter_that_is_put_in_after_a_step_holds_the_average_too() -> None:
+    model = nn.Linear(3, 2)
+    average = ParameterAverage(model, 0.5)
+    expected = model.weight.detach().clone()
+    model.weight = nn.Parameter(torch.zeros(2, 3))
+    with average.applied():
+        assert torch.equal(model.weight, expected)
+    assert not model.weight.any()
+
+
 def test_it_goes_on_from_a_state() -> None:
     first, second = ParameterAverage(weight(4.0), 0.5), ParameterAverage(weight(0.0), 0.5)
     second.load_state_dict({name: t.clone() for name, t in first.state_dict().items()})
