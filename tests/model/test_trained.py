@@ -1,9 +1,11 @@
 """Which parameters are trained; that what only parts of a model have shown is seen is asked in test_averaging."""
 
+import pytest
 import torch
 from torch import nn
 
-from fullframe.model.trained import frozen, late, trained
+from fullframe.errors import ShapeError
+from fullframe.model.trained import frozen, late, require_shapes, sparse_tables, trained
 
 
 def test_each_parameter_that_requires_a_gradient_is_found_once() -> None:
@@ -21,7 +23,21 @@ def test_frozen_inside() -> None:
     layer = nn.Linear(2, 2)
     with frozen([layer.weight]):
         assert list(trained(layer)[0]) == [layer.bias]
+    with pytest.raises(OSError), frozen([layer.weight]):
+        raise OSError
     assert set(trained(layer)[0]) == set(layer.parameters())
+
+
+def test_tables_with_sparse_gradients_are_those_that_are_trained() -> None:
+    model = nn.ModuleDict({"sparse": nn.Embedding(3, 2, sparse=True), "dense": nn.Embedding(3, 2)})
+    assert sparse_tables(model) == {"sparse": model["sparse"]}
+    model.requires_grad_(False)
+    assert not sparse_tables(model)
+
+
+def test_a_lazy_buffer_is_lazy_too() -> None:
+    with pytest.raises(ShapeError, match="running_mean, running_var are lazy"):
+        require_shapes(nn.LazyBatchNorm1d(affine=False))
 
 
 def test_who_came_late_is_named() -> None:
