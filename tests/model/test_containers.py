@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
 
 import fullframe as ff
 from fullframe.errors import StrategyError
-from fullframe.model.containers import Contents, put_back, values_in
+from fullframe.model.containers import Contents, put_back, values_in, with_own_contexts
 from tests.exactness import mesh
 from tests.rank_group import RankFailure, rank_group
 
@@ -196,3 +196,19 @@ def test_containers_in_a_circle_are_walked_once() -> None:
     state = State()
     state.last = state
     assert values_in(state)[0] is state and len(values_in(state)) == 3
+
+
+def test_the_order_of_keys_and_attributes_beside_the_fields_are_put_back() -> None:
+    (given, target), (state, of_caller) = ({"a": 1, "b": 2} for _ in range(2)), (State(), State())
+    contents = Contents([given, state])
+    given["a"], state.more = given.pop("a"), 3  # type: ignore[attr-defined]
+    put_back(values_in([target, of_caller]), contents.changed())
+    assert [*target.items()] == [("b", 2), ("a", 1)] and vars(of_caller)["more"] == 3
+
+
+@pytest.mark.parametrize("beside", [[1], {1}, {"a": 1}, deque([1], 2)])
+def test_what_lies_beside_the_leaves_is_copied_as_it_is(beside: Any) -> None:
+    leaves, tree = tree_flatten(Registered(torch.ones(1), beside))
+    own = tree_unflatten(leaves, with_own_contexts(tree)).parts
+    assert own == beside and own is not beside
+    assert getattr(own, "maxlen", None) == getattr(beside, "maxlen", None)
