@@ -113,7 +113,7 @@ def on_any_rank_each(flags: Sequence[bool], checksum: int) -> tuple[list[bool], 
 
 def _largest_on_any_rank(numbers: Sequence[int]) -> list[int]:
     """The largest of each of some numbers, of 32 bits with their sign, that a rank has, on every rank; one message."""
-    if not dist.is_initialized() or not numbers:
+    if not dist.is_initialized():
         return list(numbers)
     found = torch.tensor(numbers, dtype=torch.int32, device=place_of_numbers())
     with waiting_for_ranks():
