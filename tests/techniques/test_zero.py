@@ -1,5 +1,6 @@
 """ZeRO-1: each rank has the state of its parameters alone, and all parameters are updated everywhere."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -100,6 +101,32 @@ def test_the_state_of_another_rank_is_refused() -> None:
     first, second = rank_group(2).run(_loaded)
     assert not first
     assert "the state of another rank's part" in second
+
+
+def _held() -> tuple[list[int], list[bool], int]:
+    """State that is made at once, which gradients are gone after a step, and the states of one parameter of all."""
+    held = parameters()
+    optimizer = torch.optim.Adagrad(held, lr=0.1)
+    shard_state(optimizer)
+    states = sorted(parameter.numel() for parameter in trainable(optimizer) if parameter in optimizer.state)
+    gradients = []
+    for parameter in trainable(optimizer):
+        parameter.grad = torch.ones_like(parameter)
+        gradients.append(weakref.ref(parameter.grad))
+    optimizer.step()
+    optimizer.zero_grad()
+    whole = torch.optim.AdamW(held[:1])
+    held[0].grad = torch.ones_like(held[0])
+    whole.step()
+    alone = torch.optim.AdamW(held[:1])
+    shard_state(alone)
+    alone.load_state_dict(whole.state_dict())
+    return states, [gradient() is None for gradient in gradients], len(alone.state)
+
+
+def test_nothing_of_another_ranks_part_is_held() -> None:
+    first, second = rank_group(2).run(_held)
+    assert first == ([2, 7], [True] * 4, 1) and second == ([3, 5], [True] * 4, 0)
 
 
 def test_frozen_parameters_are_nobodys() -> None:
