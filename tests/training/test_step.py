@@ -322,6 +322,7 @@ def test_a_child_called_module_is_not_taken_for_the_model():
     assert not torch.equal(model.head[0].weight, before) and "head.0.weight" in step.average.state_dict()
     before = model.head[1].running_mean.clone()
     step.forward(torch.randn(3, 2))
+    step.rehearse(torch.randn(3, 2))
     assert torch.equal(model.head[1].running_mean, before)
     average = step.average.state_dict()["head.0.weight"].clone()
     assert step(torch.full((3, 2), math.inf)).skipped and torch.equal(model.head[1].running_mean, before)
