@@ -27,6 +27,8 @@ SPECIAL = torch.tensor([0.0, float("nan"), float("inf"), -1.0])
         (BASE.bfloat16(), BASE.bfloat16() * 1.01, False),
         (BASE.bfloat16(), BASE.bfloat16() * 1.5, True),
         (BASE, BASE.roll(1, 1), True),  # of which the sums are the same
+        (BASE.bfloat16(), BASE.bfloat16() + 0.2, True),  # which waves miss
+        (BASE, BASE + torch.tensor([0.0, 1.0]).repeat(35), True),  # in every other column alone
         (SPECIAL, SPECIAL.clone(), False),
         (SPECIAL, SPECIAL.nan_to_num(), True),
         (torch.zeros(3), torch.zeros(3), False),
