@@ -278,3 +278,16 @@ def test_copies_wait_for_the_device_whose_they_are(monkeypatch: pytest.MonkeyPat
     assert road._copy(torch.ones(3), torch.zeros(3)) == "copied"
     road.wait("copied")  # type: ignore[arg-type]
     assert noted == [("copies wait", Computing(second)), ("computing waits", Computing(second))]
+
+
+class Own(Tensor):
+    pass
+
+
+def test_tensors_that_their_bytes_alone_do_not_tell_are_not_taken() -> None:
+    x = torch.ones(2, 2, dtype=torch.complex64)
+    with torch.inference_mode():
+        inferred = torch.ones(2)
+    assert DeviceRoad(CPU).takes(x)
+    for other in (x.conj(), x.conj().imag, inferred, x.as_subclass(Own), x.to_sparse(), x.to("meta")):
+        assert not DeviceRoad(CPU).takes(other)
