@@ -101,6 +101,11 @@ def test_an_unknown_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> 
     assert ended.value.code == 2 and "train" in capsys.readouterr().err
 
 
+def test_doctor_of_a_file_says_which_checks_take_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "my/recipe.py"]) == 2
+    assert "fullframe doctor run my/recipe.py runs it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [

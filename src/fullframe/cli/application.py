@@ -119,6 +119,9 @@ def _run(arguments: Sequence[str]) -> int:
         arguments = ["horovodrun", *separated(arguments[1:])]
     if arguments[:1] == ["doctor"] and arguments[1:2] == ["--json"]:  # which belongs to one of the checks
         arguments = ["doctor", "all", *arguments[1:]]
+    if arguments[:1] == ["doctor"] and arguments[1:] and arguments[1].endswith(".py"):
+        file = arguments[1]
+        return _wrong_use(arguments, f"fullframe doctor run {file} runs it, and fullframe doctor lint {file} reads it")
     try:
         command = _parsed(arguments)
     except SystemExit as error:
