@@ -40,6 +40,7 @@ from fullframe.simulation.fake.data_parallel import FakeDataParallel, WithoutBuc
 from fullframe.simulation.fake.numbers import take
 from fullframe.simulation.fake.outcomes import Outcomes
 from fullframe.simulation.fake.replaced import replaced
+from fullframe.simulation.fake.sharded import known_when_gathered
 from fullframe.simulation.fake.world import fake_job
 from fullframe.simulation.host import Kept, SimulatedHost
 from fullframe.simulation.memory.account import account, category_of
@@ -178,7 +179,14 @@ class _Simulation:
         """Take the steps and account for them."""
         tracer = self._tracer
         told, arrays = functions_told_to(self._clock, self.shares.add), arrays_of_fakes(self._outcomes.numbers)
-        with tracer, told, arrays, _readable_errors(tracer), torch.compiler.set_stance("force_eager"):
+        with (
+            tracer,
+            told,
+            arrays,
+            known_when_gathered(self._model),
+            _readable_errors(tracer),
+            torch.compiler.set_stance("force_eager"),
+        ):
             model, step = self._prepared()
             samples = self._recipe.batch_size // self._strategy.data
             batch, *ahead = [self._batch(self._sample, samples) for _ in range(1 + self._terms.has("prefetched_batch"))]

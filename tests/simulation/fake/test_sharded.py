@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+import fullframe as ff
 from fullframe.simulation.fake.sharded import on_parts, own_parts
 from fullframe.simulation.fake.world import fake_job
 
@@ -91,3 +92,30 @@ def test_parts_are_found_within_lists(mesh: DeviceMesh) -> None:
     assert [parts[0].shape, parts[1], parts[2][0].shape] == [(3, 4), 3, (2,)]
     kept = [torch.ones(2), 1]
     assert own_parts(kept) is kept
+
+
+class _Framed(nn.Module):
+    """Pads by a number that it keeps as a parameter."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads, self.layer = reads, nn.Conv2d(3, 4, 1)
+        self.margins = nn.Parameter(torch.tensor([1, 5, 2]), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        margin = int(self.margins.max()) if self.reads else 5
+        return self.layer(nn.functional.pad(x, (margin,) * 4))  # type: ignore[no-any-return]
+
+
+def test_numbers_of_a_frozen_parameter_can_be_read_where_parameters_are_sharded() -> None:
+    def simulated(reads: bool) -> int:
+        recipe = ff.Recipe(
+            model=lambda: _Framed(reads),
+            loss=lambda model, batch: model(batch["image"]).mean(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            data=lambda: [{"image": torch.zeros(3, 20, 36)}] * 4,
+            batch_size=2,
+        )
+        return ff.simulate(recipe, ff.Strategy(data=2, shard_parameters=True), device="cpu").peak_bytes
+
+    assert simulated(reads=True) == simulated(reads=False)

@@ -1,14 +1,19 @@
-"""Elementwise ops on DTensors that lie alike: each rank's parts, as DTensor has it.
+"""Elementwise ops on DTensors that lie alike: each rank's parts, as DTensor has it. Numbers of what FSDP2 gathers.
 
 DTensor first asks for each operand of a list where it may lie, which takes seconds for the lists of an optimizer.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fullframe.simulation.fake.numbers import know, known
+from fullframe.simulation.fake.replaced import replaced
 
 _FOREACH = {
     f"_foreach_{name}"
@@ -34,6 +39,25 @@ def on_parts(run: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: di
         return None
     made = [_whole(part, column[0]) for part, column in zip(out if lists else [out], columns, strict=True)]
     return made if lists else made[0]
+
+
+def known_when_gathered(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, what FSDP2 gathers of parameters whose numbers are known now has these numbers."""
+    held = {
+        (module, name): values
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if (values := known(parameter)) is not None
+    }
+    make_whole = FSDPParam.to_unsharded
+
+    def to_unsharded(self: Any) -> None:
+        make_whole(self)
+        values = held.get((self._module_info.module, self._module_info.param_name))
+        if values is not None:
+            know(self._unsharded_param, values)
+
+    return replaced(FSDPParam, "to_unsharded", to_unsharded)
 
 
 def own_parts(value: Any) -> Any:
