@@ -1,5 +1,9 @@
 """What a trace sees and what its account makes of it, on real tensors whose lives can be counted by hand."""
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,6 +26,42 @@ def lives(traced: Tracer) -> list[tuple[int, int, int | None]]:
     """(bytes, born, died) of each storage, by birth."""
     blocks = {block.born: block for block in traced.trace.events}
     return [(block.bytes, born, block.died) for born, block in sorted(blocks.items())]
+
+
+class _Doubled(torch.autograd.Function):
+    """Gives its gradient to `keep`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Callable[[Tensor], object]) -> Tensor:
+        ctx.keep = keep
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        own = gradient * 2
+        ctx.keep(own)
+        return own, None
+
+
+@pytest.mark.parametrize(("is_kept", "is_viewed", "most"), [(False, False, 2), (True, False, 3), (False, True, 3)])
+def test_two_gradients_are_added_up_in_the_first_unless_somebody_else_has_it(
+    is_kept: bool, is_viewed: bool, most: int
+) -> None:
+    kept: list[Tensor] = []
+    keep = kept.append if is_kept else (lambda own: kept.append(own.flatten()[:1])) if is_viewed else (lambda own: None)
+    x = torch.ones(5, 5, requires_grad=True)
+    with tracer() as traced:
+        y = x.relu()
+        total = _Doubled.apply(y, lambda own: None).sum() + _Doubled.apply(y, keep).sum()  # type: ignore[no-untyped-call]
+        before = len(traced.trace.events)
+        total.backward()
+    assert x.grad is not None and x.grad.tolist() == [[4.0] * 5] * 5
+    held = highest = 0
+    for number, block in enumerate(traced.trace.events[before:], before):
+        if block.bytes == 100 and block.born >= before:
+            held += 1 if block.born == number else -1
+            highest = max(highest, held)
+    assert highest == most
 
 
 class Heard(StepClock):

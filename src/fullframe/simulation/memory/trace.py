@@ -5,6 +5,7 @@ Works on fake tensors and on real ones. What a kernel allocates for itself never
 
 import functools
 import math
+import sys
 import time
 import weakref
 from bisect import bisect_left, bisect_right
@@ -33,6 +34,8 @@ Scratch = Callable[[Any, tuple[Any, ...], Any], int]  # (func, args, out) -> byt
 _STREAMS_OF_FSDP2 = {"allgather_base": "gather", "reduce_scatter_base": "reduce"}
 
 _device_of = torch.ops.prim.device.default
+_add, _add_into = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_HELD = 4, 4  # references to a gradient that autograd alone has, at most: by tensors in C++, and by Python here
 _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _running_node: Callable[[], Any] = torch._C._current_autograd_node
 
@@ -97,6 +100,8 @@ class Tracer(TorchDispatchMode):
         self._depth = 0  # modules of the model that are running
         self._nodes, self._owners = [0], [""]  # the module that made the autograd nodes from a number on
         self._backward_start: int | None = None
+        self._node: int | None = None  # the autograd node that runs, and the number of the event before which it began
+        self._node_start = 0
         self._rerun: list[Block] = []  # made by a module that runs again in backward
         self._open = ExitStack()
 
@@ -206,6 +211,7 @@ class Tracer(TorchDispatchMode):
                 return as_it_runs(func)(*args, **kwargs)
         if self._workspace and Op.of(func).kind == "matmul":
             self._multiply()
+        func = _add_into if self._adds_up(func, args) else func
         out = self._run(func, args, kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._communicated(func, args, out)
@@ -274,8 +280,30 @@ class Tracer(TorchDispatchMode):
             return self._modules[-1], "recompute"
         return self._owners[bisect_right(self._nodes, node._sequence_nr()) - 1], "backward"
 
+    def _adds_up(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether autograd adds up two gradients of a tensor: into the first, where nobody else has that one.
+
+        Under a mode it makes a third tensor, also where it would not.
+        """
+        if func is not _add or self._node is None or torch.is_grad_enabled() or not isinstance(args[1], Tensor):
+            return False
+        first, key = args[0], args[0].untyped_storage()._cdata
+        block = self._live.get(key)
+        return (
+            block is not None
+            and block.born < self._node_start
+            and block.bytes == first.nbytes
+            and first.shape == args[1].shape
+            and first._use_count() <= _HELD[0]
+            and sys.getrefcount(first) <= _HELD[1]
+            and torch._C._storage_Use_Count(key) <= 2  # its own, and Python's
+        )
+
     def _follow_backward(self) -> None:
-        inside, now = _running_node() is not None, len(self.trace.events)
+        node, now = _running_node(), len(self.trace.events)
+        inside, number = node is not None, None if node is None else node._sequence_nr()
+        if number != self._node:
+            self._node, self._node_start = number, now
         if inside and self._backward_start is None:
             self._backward_start = now
         elif not inside and self._backward_start is not None:
