@@ -1,12 +1,23 @@
 """What orders, counts or draws by values can be simulated, without values; or is refused by name."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import Dataset
 
 import fullframe as ff
+from benchmarks.communication.traffic import MESSAGES, Traffic
+from fullframe.ranks import collectives, exchange
+from fullframe.ranks.tags import HEAD_BYTES
+from fullframe.simulation.fake.outcomes import Outcomes
+from fullframe.simulation.fake.world import fake_job
+from fullframe.simulation.memory.trace import Tracer
+from tests.exactness import mesh
+from tests.rank_group import rank_group
 from tests.spatial.cases import Op
 
 OPS: dict[str, Op] = {
@@ -69,3 +80,28 @@ def test_what_needs_no_value_can_be_simulated(name: str) -> None:
 def test_what_takes_its_shape_from_values_is_refused_by_name(name: str) -> None:
     with pytest.raises(ff.UnsupportedOp, match=name):
         _simulated(REFUSED[name])
+
+
+def _messages(name: str, image: Tensor) -> list[int]:
+    """Bytes of each message of a rank of 2 x 2, forward and backward; without heads, and none by shared memory."""
+    x = ff.shard(image, mesh(2, 2), check=False).requires_grad_()
+    with (
+        mock.patch.object(exchange, "fits", lambda tensor: False),
+        mock.patch.object(collectives, "fits", lambda tensor: False),
+        Traffic() as traffic,
+    ):
+        OPS[name](x).sum().backward()
+    return sorted(call.bytes for call in traffic.calls if (call.kind, call.bytes) != (MESSAGES, HEAD_BYTES))
+
+
+def _really_sent(name: str) -> list[int]:
+    return _messages(name, torch.rand(2, 4, 20, 36, generator=torch.Generator().manual_seed(1)))
+
+
+# A tensor that draws are made whole for goes by one gather where no heads travel, as in a simulation, else by messages.
+@pytest.mark.parametrize("name", [name for name in OPS if name != "draws"])
+def test_as_many_bytes_are_sent_in_a_simulation(name: str) -> None:
+    for rank, sent in enumerate(rank_group(4).run(_really_sent, name)):
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake_job(rank, 4), Tracer({}, {}, Outcomes(fake), lambda *_: 0), fake:
+            assert _messages(name, torch.empty(2, 4, 20, 36)) == sent

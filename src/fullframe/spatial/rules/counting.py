@@ -18,10 +18,8 @@ _BY_VALUE = "the shape of its result depends on the values, which a simulation h
 
 def _range(x: SpatialTensor) -> tuple[float, float]:
     """The smallest and largest element of the whole tensor; of a simulation, anything."""
-    if not has_values(local_of(x)):
-        return 0.0, 1.0
     low, high = torch.aminmax(x.detach())
-    return float(low), float(high)
+    return (float(low), float(high)) if has_values(local_of(x)) else (0.0, 1.0)
 
 
 @rule(torch.histc, Tensor.histc)
@@ -65,13 +63,15 @@ def _bincount(func: Any, x: Any, weights: Any = None, minlength: int = 0) -> Ten
     weights = None if weights is None else aligned(weights, spec)
     if has_values(x):
         func(x[:0], None if weights is None else weights[:0], minlength)  # refuses dims, dtypes, lengths as torch does
-        ends = torch.stack([-x.min().long(), x.max().long()]) if len(x) else x.new_tensor([0, -1], dtype=torch.int64)
-        negative, largest = all_gather_no_grad(ends, group).amax(0).tolist()
+    elif not minlength:
+        raise Unsupported(_BY_VALUE, "Give it a minlength.")
+    ends = torch.stack([-x.min().long(), x.max().long()]) if len(x) else x.new_tensor([0, -1], dtype=torch.int64)
+    ends = all_gather_no_grad(ends, group).amax(0)
+    if has_values(x):
+        negative, largest = ends.tolist()
         if negative > 0:
             func(torch.tensor([-1]))  # torch refuses it
         minlength = max(minlength, largest + 1)
-    elif not minlength:
-        raise Unsupported(_BY_VALUE, "Give it a minlength.")
     counts: Tensor = func(x, weights, minlength) if has_values(x) else x.new_zeros(minlength)
     return all_sum(counts, group)
 
