@@ -536,6 +536,19 @@ def test_a_loss_may_read_numbers() -> None:
     assert any(note.startswith("the loss reads numbers") for note in found.notes)
 
 
+def weighing(model: nn.Module, batch: Any) -> Tensor:
+    """With a map of weights that it makes whole and splits itself."""
+    out = model(batch["image"])
+    weights = torch.linspace(0, 1, out.shape[-1]).expand(out.shape[-2:])
+    if isinstance(out, ff.SpatialTensor):
+        weights = ff.shard(weights, out.device_mesh)
+    return (weights * out.square()).mean()
+
+
+def test_a_loss_that_splits_a_map_itself_reads_no_numbers() -> None:
+    assert not simulated(ff.Strategy(width=2), "2xA100-80GB", loss=weighing).notes
+
+
 def test_a_precision_that_the_device_has_not_is_noted() -> None:
     (note,) = simulated(ff.Strategy(precision="bf16"), "T4").notes
     assert note == "T4 has no bf16; use fp16, which scales the loss; products are timed at the rate of fp32"

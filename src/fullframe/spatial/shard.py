@@ -15,6 +15,7 @@ from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import Spatial, spatial_of
 from fullframe.ranks.raw_bytes import INTEGERS
 from fullframe.spatial.gradients import enter
+from fullframe.spatial.operands import has_values
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules import catalog as _rules  # noqa: F401  a split tensor is of no use without its rules
 from fullframe.spatial.spec import Spec, spec_of, strides_of
@@ -83,7 +84,10 @@ def _agree(full: Tensor, mesh: DeviceMesh) -> bool:
     mine = torch.tensor([strides, *facts], device=device_of_facts(spatial.replica, mesh.device_type))
     if spatial.size > 1:
         mine = torch.cat([mine, fingerprint(full.detach()).to(mine.device)])
-    everyone = all_gather_no_grad(mine, spatial.replica, "shard").tolist()
+    told = all_gather_no_grad(mine, spatial.replica, "shard")
+    if not has_values(told):
+        return True
+    everyone = told.tolist()
     layouts = {other.pop(0) for other in everyone}
     if all(other == everyone[0] for other in everyone):
         return len(layouts) == 1
@@ -98,7 +102,7 @@ def _agree(full: Tensor, mesh: DeviceMesh) -> bool:
     raise ShapeError(
         f"the ranks of a replica must pass the same whole tensor, but {what}; give every rank of the replica the same "
         "sample with the same augmentation, as ff.ShardedLoader does: a DistributedSampler must count replicas, "
-        "num_replicas=mesh.size(0), rank=mesh.get_local_rank('data')"
+        "num_replicas=mesh.size(0), rank=mesh.get_local_rank('data'); draw noise after the same torch.manual_seed"
     )
 
 
