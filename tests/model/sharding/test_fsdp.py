@@ -507,6 +507,9 @@ def _refused(what: str) -> None:
     elif what == "a number":
         model.head.temperature = nn.Parameter(torch.ones((), dtype=torch.float64))  # type: ignore[union-attr]
         ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+    elif what == "TorchScript":
+        model.head = torch.jit.script(model.head)
+        ff.parallelize(model, mesh(1, 2), shard_parameters=True)
     elif what == "a part by itself":
         model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
         model.module.head(_mine(_images(), mesh(1, 2)))  # type: ignore[operator]
@@ -520,6 +523,7 @@ REFUSED = {
     "dtypes": "blocks.1 has parameters of torch.float32, torch.float64",
     "channels last": "blocks.2.spatial.weight is not contiguous (in channels_last, perhaps)",
     "a number": "head.temperature is a number without dims",
+    "TorchScript": "module 'head' was compiled by TorchScript",
     "a part by itself": "do that in a method of the model, called on the parallel model",
     "hook": "parameter head.weight has a gradient hook",
     "later hook": "parameter head.weight has a gradient hook",

@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from fullframe.errors import GradientError, MeshError
-from fullframe.model.sharding.requirements import require_no_hooks, require_one_message, require_whole
+from fullframe.model.sharding.requirements import (
+    require_no_hooks,
+    require_no_script,
+    require_one_message,
+    require_whole,
+)
 
 
 def plain() -> nn.Conv2d:
@@ -54,6 +59,7 @@ def test_what_can_be() -> None:
     for module in (plain(), frozen(), with_a_sparse_table().requires_grad_(False)):
         require_one_message("head", module)
         require_no_hooks(module)
+        require_no_script(module)
         require_whole(module)
 
 
@@ -62,3 +68,10 @@ def test_a_hook_that_nobody_would_call() -> None:
     module.weight.register_hook(torch.sin)
     with pytest.raises(GradientError, match="weight has a gradient hook"):
         require_no_hooks(module)
+
+
+def test_what_torchscript_compiled() -> None:
+    scripted, traced = torch.jit.script(plain()), torch.jit.trace(plain(), torch.zeros(1, 3, 5, 6))
+    for model, name in ((nn.Sequential(plain(), scripted), "1"), (nn.Sequential(traced), "0"), (scripted, "the model")):
+        with pytest.raises(MeshError, match=f"module '{name}' was compiled by TorchScript"):
+            require_no_script(model)

@@ -24,7 +24,12 @@ from fullframe.model.containers import GivenBack
 from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.model.same.optimizers import Stepped, require_same_options
 from fullframe.model.sharding.left import LeftIn
-from fullframe.model.sharding.requirements import require_all_ranks, require_no_hooks, require_one_message
+from fullframe.model.sharding.requirements import (
+    require_all_ranks,
+    require_no_hooks,
+    require_no_script,
+    require_one_message,
+)
 from fullframe.model.sharding.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
 from fullframe.model.sharding.taken import Lending, Replaced, stand_in
 from fullframe.model.sharding.units import units_to_shard
@@ -52,7 +57,8 @@ class ShardedParameters:
 
     Modules that the user has passed to `fully_shard` stay as they are.
 
-    Raises MeshError when those are sharded over other ranks, or a block mixes dtypes or is not contiguous.
+    Raises MeshError when those are sharded over other ranks, TorchScript compiled a module, or a block mixes dtypes or
+    is not contiguous.
     """
 
     def __init__(self, model: nn.Module, spatial: Spatial, find_unused_parameters: bool):
@@ -61,6 +67,7 @@ class ShardedParameters:
         mind_sharded_values()
         require_all_ranks(model)
         require_no_hooks(model)
+        require_no_script(model)
         begin_anew()
         mesh = DeviceMesh(spatial.mesh.device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
         held = {p: (each, own) for each in model.modules() for own, p in each._parameters.items()}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -29,6 +30,16 @@ def require_no_hooks(model: nn.Module) -> None:
             raise GradientError(
                 f"parameter {name} has a gradient hook, which sharded parameters do not call; use "
                 "register_post_accumulate_grad_hook after parallelize, or do without shard_parameters"
+            )
+
+
+def require_no_script(model: nn.Module) -> None:
+    """TorchScript reads its parameters past what gathers them."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise MeshError(
+                f"module {name or 'the model'!r} was compiled by TorchScript, which sharded parameters do not reach; "
+                "give parallelize the module that torch.jit was given, or do without shard_parameters"
             )
 
 
