@@ -135,6 +135,7 @@ class ParallelModel(nn.Module):
         self._syncing = True  # outside no_sync()
         self._queued = False  # a check at the end of the backward pass that is running
         self._has_trained = False  # since buffers were shared
+        self._are_buffers_due = True  # before the next pass in training
         self._thread = get_ident()  # the user's
         self.find_unused_parameters = find_unused_parameters
         self.average_gradients = average_gradients
@@ -224,11 +225,12 @@ class ParallelModel(nn.Module):
         if self._replicas > 1 and (self.training or self._has_trained):
             require_whole_buffers(self.module)
             by_ddp = hasattr(run, "require_backward_grad_sync")  # also a simulated one
-            if not by_ddp:
+            if not by_ddp and (self._are_buffers_due or not self.training):
                 share_buffers(self.module)  # as it does: what one replica's samples make of them holds for all
             # Without sharded parameters a replica may evaluate alone.
             self._has_trained = self.training and self._sharded is not None
         if self._sharded is not None:
+            self._are_buffers_due = self._syncing and torch.is_grad_enabled()  # by DDP's rule
             self._settle()
             self._sharded.begin()
         given = values_in((args, kwargs))

@@ -457,6 +457,30 @@ def _buffers() -> list[Tensor]:
     return [net[1].running_mean, net[1].num_batches_tracked]  # type: ignore[list-item]
 
 
+def _buffers_over_microbatches(shard_parameters: bool) -> list[Tensor]:
+    """Losses, and the buffers after each of six passes, for three updates."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)).double()
+    model, seen = ff.parallelize(net, mesh(1, 1), shard_parameters=shard_parameters), list[Tensor]()
+    torch.manual_seed(torch.distributed.get_rank())
+    for number in range(6):
+        with nullcontext() if number % 2 else model.no_sync():
+            loss = _loss(model(torch.randn(2, 3, 8, 8, dtype=torch.float64)))
+            loss.backward()
+        seen += [loss.detach(), *(buffer.clone() for buffer in net.buffers())]
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, 3, 8, 8, dtype=torch.float64))
+    return [*seen, *(buffer.clone() for buffer in net.buffers())]
+
+
+def test_buffers_within_an_accumulation_are_each_replicas_own() -> None:
+    """As with DDP, which shares them in the first of its passes."""
+    ways = [rank_group(2).run(_buffers_over_microbatches, sharded) for sharded in (True, False)]
+    for sharded, plain in zip(*ways, strict=True):
+        for one, other in zip(sharded, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_buffers_are_the_first_ranks() -> None:
     """As with DDP, at the start of each forward pass; the last one here has moved them apart again."""
     (mean, steps), (other, other_steps) = rank_group(2).run(_buffers)
