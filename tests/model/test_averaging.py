@@ -229,13 +229,13 @@ def test_what_only_parts_of_a_model_have_shown_is_refused_where_ranks_differ() -
 
 
 def _cast_with_gradients(width: int | None) -> list[Tensor]:
-    """Gradients of two passes, between which DDP is made anew, and the model cast there and back with the first's."""
+    """Gradients of three passes, between which DDP is made anew, and the model cast there and back with the first's."""
     torch.manual_seed(0)
     net = Net().double()
     on = None if width is None else mesh(1, width)
     model = net if on is None else ff.parallelize(net, on)
     net.head.requires_grad_(False)
-    for step in range(2):
+    for step in range(3):
         images = torch.randn(4, 2, 9, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         if on is not None:
             images = ff.shard(images.chunk(on.size(0))[on.get_local_rank("data")], on)
