@@ -165,20 +165,28 @@ APART: dict[str, Loop] = {
 }
 
 
-def _one_hooked(both: bool) -> Loop:
-    """A parameter with a hook that one replica alone uses: the others wait for it, or with it."""
-    plain = _stepwise(lambda step, replica: replica == 1)
+def _one_hooked(both: bool, **options: bool) -> Loop:
+    """A parameter with a hook that one replica alone uses: the others wait for it, or with it.
+
+    Where that is said, a hook sees its replica's gradient.
+    """
+    plain = _stepwise(lambda step, replica: replica == 1, **options)
+
+    def hook(gradient: Tensor) -> Tensor:
+        return 3 * gradient if options else gradient.clamp(-1e-3, 1e-3)
 
     def loop(model: Any, net: Any, batches: list[list[Tensor]]) -> list[dict[str, Tensor | None]]:
-        net.branch.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        net.branch.weight.register_hook(hook)
         if both:
-            net.stem.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+            net.stem.weight.register_hook(hook)
         return plain(model, net, batches)
 
+    loop.options = options  # type: ignore[attr-defined]
     return loop
 
 
 APART |= {"one hook": _one_hooked(False), "two hooks": _one_hooked(True)}
+APART["two hooks, said"] = _one_hooked(True, find_unused_parameters=True)
 
 
 def _net() -> Net:
