@@ -168,11 +168,12 @@ APART: dict[str, Loop] = {
 def _one_hooked(both: bool, **options: bool) -> Loop:
     """A parameter with a hook that one replica alone uses: the others wait for it, or with it.
 
-    Where that is said, a hook sees its replica's gradient.
+    Where that is said, a hook sees its replica's gradient, and is not called where that has none.
     """
     plain = _stepwise(lambda step, replica: replica == 1, **options)
 
     def hook(gradient: Tensor) -> Tensor:
+        assert not options or gradient.any()
         return 3 * gradient if options else gradient.clamp(-1e-3, 1e-3)
 
     def loop(model: Any, net: Any, batches: list[list[Tensor]]) -> list[dict[str, Tensor | None]]:
