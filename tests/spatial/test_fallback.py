@@ -142,9 +142,10 @@ class Strided(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x * 1
         view = torch.as_strided(y, (3, 4), (7, 2), 5)
+        named = torch.as_strided(size=(2, 3), stride=(9, 3), input=y)
         view.mul_(2)
         y.add_(x.sin())
-        return (view * view).sum() * y.cos().sum()
+        return (view * view).sum() * y.cos().sum() + named.square().sum()
 
 
 class InRuns(nn.Module):

@@ -5,6 +5,7 @@ carried home.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,11 +78,15 @@ def gathered_call(func: Callable[..., Any], args: Any, kwargs: Any, spec: Spec) 
             continue
         base = next((whole for _, whole in wholes.values() if share_memory(out, whole._local)), None)
         if base is not None:
-            swapped = tuple(base if t is base._local else t for t in args_)
-            leaves[n] = derived(base, out, func, swapped, kwargs_, n)
+            of_base, named = tree_map_only(Tensor, partial(_swapped, base._local, base), (args_, kwargs_))
+            leaves[n] = derived(base, out, func, of_base, named, n)
         elif tuple(out.shape) == spec.shape and out.layout is torch.strided:
             leaves[n] = wrap(sliced(enter(out, spec.spatial), spec), spec.strided(strides_of(out)))
     return tree_unflatten(leaves, tree)
+
+
+def _swapped(old: Tensor, new: Tensor, value: Tensor) -> Tensor:
+    return new if value is old else value
 
 
 def _written(func: Any, out: Tensor, target: SpatialTensor) -> SpatialTensor:
@@ -111,11 +116,11 @@ def settle(shell: SpatialTensor) -> None:
 
 
 def derived(base: SpatialTensor, leaf: Tensor, func: Any, args: Any, kwargs: Any, number: int) -> SpatialTensor:
-    """A view of a whole view, which shares its memory."""
+    """A view of a whole view, which shares its memory, by a call that has `base` among its arguments."""
 
-    def replay(base: SpatialTensor) -> Tensor:
-        again = tree_map_only(SpatialTensor, plain, ((base, *args[1:]), kwargs))
-        found = tree_flatten(func(*again[0], **again[1]))[0][number]
+    def replay(again: SpatialTensor) -> Tensor:
+        args_, kwargs_ = tree_map_only(SpatialTensor, lambda t: plain(again if t is base else t), (args, kwargs))
+        found = tree_flatten(func(*args_, **kwargs_))[0][number]
         assert isinstance(found, Tensor)
         return found
 
