@@ -36,15 +36,16 @@ def test_the_middle_scale_leaves_zeros_out() -> None:
 
 def test_named_differences_are_sorted_and_measured_against_module_and_middle() -> None:
     found = {
-        "a.weight": Found(1e-3, 1.0),
+        "a.weight": Found(8e-3, 2.0),
         "a.bias": Found(1e-9, 1e-14),  # noise beside a.weight
+        "a.count": Found(0.0, 7.0, floating=False),  # the scale of nothing else
         "b.weight": Found(5e-3, 1.0),
-        "count": Found(0.0, 7.0, floating=False),
+        "c.bias": Found(1e-9, 0.0),  # noise beside the middle one of all
     }
-    shapes = {name: (1,) for name in (*found, "c.weight")}
-    got = named_differences(found, shapes, {"c.weight": "no gradient"})
-    assert [d.name for d in got] == ["b.weight", "a.weight", "a.bias", "count", "c.weight"]
-    assert [d.relative for d in got] == pytest.approx([5e-3, 1e-3, 1e-9, 0, 0])
+    shapes = {name: (1,) for name in (*found, "d.weight")}
+    got = named_differences(found, shapes, {"d.weight": "no gradient"})
+    assert [d.name for d in got] == ["b.weight", "a.weight", "c.bias", "a.bias", "a.count", "d.weight"]
+    assert [d.relative for d in got] == pytest.approx([5e-3, 4e-3, 1e-9, 5e-10, 0, 0])
     assert got[-1].problem == "no gradient"
 
 
