@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+import fullframe as ff
 from fullframe.errors import UnsupportedOp
-from tests.exactness import differences
+from tests.exactness import differences, mesh
 from tests.rank_group import rank_group
 from tests.spatial.rules.test_masks import FOLLOWERS
 
@@ -65,3 +66,17 @@ def test_places_in_merged_dims(height: int, width: int) -> None:
     for found in rank_group(height * width).run(_differences, height, width, timeout_seconds=250):
         wrong = {key: error for key, error in found.items() if isinstance(error, str) or not error <= 1e-9}
         assert not wrong, wrong
+
+
+def _written_in_place() -> None:
+    """A function in place that runs on a copy in runs of rows returns what it was given, and writes to its base."""
+    x = torch.rand(1, 2, 9, 14, dtype=torch.float64)
+    split = ff.shard(x, mesh(1, 2)) * 1
+    rows = split[0, 0].flatten().view(1, -1)
+    expected = x[0, 0].reshape(1, -1).triu_(5)
+    assert rows.triu_(5) is rows
+    assert torch.equal(split.full()[0, 0].view(1, -1), expected) and torch.equal(split.full()[0, 1], x[0, 1])
+
+
+def test_what_is_written_in_place_is_returned() -> None:
+    rank_group(2).run(_written_in_place)
