@@ -1,7 +1,9 @@
 """What is measured is that of one process, whoever measured which sample or which part of it."""
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -12,7 +14,7 @@ import fullframe as ff
 from fullframe.errors import RecipeError
 from fullframe.spatial.tensor import whole
 from fullframe.techniques.ema import ParameterAverage
-from fullframe.training.evaluation import OfPart, evaluate
+from fullframe.training.evaluation import OfPart, _alike, evaluate, evaluating
 from tests.rank_group import rank_group
 from tests.training import tiny
 
@@ -353,6 +355,27 @@ def test_evaluation_computes_as_training_does():
     assert evaluate(recipe, model, mesh, precision="bf16") == {"one": 1.0} == evaluate(recipe, model, mesh)
     assert seen == [torch.bfloat16, torch.float32]
     assert evaluate(tiny.recipe(), model, mesh) == {}
+
+
+def test_an_evaluation_draws_nothing_of_the_training_s_numbers():
+    def drawn():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    found = []
+    for evaluates in (False, True):
+        random.seed(3), np.random.seed(3), torch.manual_seed(3)
+        if evaluates:
+            with evaluating(nn.Dropout()):
+                drawn()
+        found.append(drawn())
+    assert found[0] == found[1]
+
+
+def test_what_two_ranks_have_measured_is_the_same_or_not():
+    for value in (1.0, math.nan, math.inf, -math.inf):
+        assert _alike([(value, 1.0)], [(value, 1.0)])
+        assert not _alike([(value, 1.0)], [(2.0, 1.0)])
+    assert not _alike([(1.0, 1.0)], [(1.0, 1.0)] * 2)
 
 
 class Stream(IterableDataset):
