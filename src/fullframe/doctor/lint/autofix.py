@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import libcst as cst
 
 Place = tuple[int, int]  # line from 1, column from 1
+Fixes = dict[str, Callable[[Any, Any], Any]]  # by code, what makes (libcst, node) another node, or None
 
 
 def _libcst() -> Any:
@@ -43,18 +44,16 @@ def _transformer(libcst: Any, wanted: dict[Place, Finding]) -> Any:
             self.done: list[Finding] = []
 
         def leave_Call(self, original_node: "cst.Call", updated_node: "cst.Call") -> Any:
-            return self._mended(original_node, updated_node)
+            return self._mended(original_node, updated_node, _OF_CALLS)
 
         def leave_AugAssign(self, original_node: "cst.AugAssign", updated_node: "cst.AugAssign") -> Any:
-            return self._mended(original_node, updated_node)
+            return self._mended(original_node, updated_node, _OF_SUMS)
 
-        def _mended(self, original: Any, updated: Any) -> Any:
+        def _mended(self, original: Any, updated: Any, fixes: Fixes) -> Any:
             start = self.get_metadata(libcst.metadata.PositionProvider, original).start
             place = start.line, start.column + 1
             finding = wanted.get(place)
-            if finding is None or isinstance(updated, libcst.AugAssign) is not (finding.code in _OF_SUMS):
-                return updated
-            new = FIXES[finding.code](libcst, updated)
+            new = fixes[finding.code](libcst, updated) if finding is not None and finding.code in fixes else None
             if new is None:
                 return updated
             self.done.append(wanted.pop(place))  # what is called of the result begins at the same place
@@ -115,11 +114,11 @@ def _underscored(libcst: Any, node: Any) -> Any:
     return node.with_changes(func=node.func.with_changes(attr=libcst.Name(f"{name}_")))
 
 
-_OF_SUMS = ("FF101",)  # the other remedies are of calls
-FIXES: dict[str, Callable[[Any, Any], Any]] = {
-    "FF101": _detached_sum,
+_OF_SUMS: Fixes = {"FF101": _detached_sum}
+_OF_CALLS: Fixes = {
     "FF102": _detached_argument,
     "FF151": _not_reentrant,
     "FF156": _to_none,
     "FF194": _underscored,
 }
+FIXES = _OF_SUMS | _OF_CALLS
