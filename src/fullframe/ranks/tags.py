@@ -36,11 +36,11 @@ _generated: set[str] = set()  # folders of code that torch has written
 _heads: dict[tuple[Any, ...], bytes] = {}
 
 
-def line() -> str:
+def line(with_op: bool = True) -> str:
     """Where the program is, as `folder/train.py:31, mean of (2, 3, 6, 8)`.
 
     That is the innermost line of Python that belongs neither to fullframe nor to torch (in backward the line that
-    called it), and the op on split tensors that it runs, with their global shapes.
+    called it), and, `with_op`, the op on split tensors that it runs, with their global shapes.
     """
     frame = sys._getframe(1)
     op: tuple[Any, ...] = ()
@@ -49,7 +49,7 @@ def line() -> str:
         known = _files.get(id(code)) or _kept(code)
         if known[1]:
             return _lines.get((id(code), frame.f_lasti, *op)) or _named(frame, known[1], op)
-        if known[2] and not op:
+        if known[2] and with_op and not op:
             op = _operation(frame)
         outer = frame.f_back
         if outer is None:

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullframe.ranks.adjoint import applied, unrecorded
-from fullframe.ranks.collectives import all_gather_no_grad, all_sum, all_sum_no_grad
+from fullframe.ranks.adjoint import applied, linear, unrecorded
+from fullframe.ranks.collectives import all_gather_no_grad, all_sum_no_grad
 from fullframe.ranks.constants import constant
 from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import axes_in, kept_with_mesh
 from fullframe.ranks.recording import recorder
+from fullframe.ranks.tags import line
 from fullframe.spatial.second_derivative import gradients_of
 from fullframe.spatial.spec import Spec
 
@@ -37,11 +38,15 @@ _made = tuple.__new__  # of a named tuple, in half the time
 
 
 class Holders(NamedTuple):
-    """The ranks that hold a channel's values together, and how many each of them holds, where that is known to all."""
+    """The ranks that hold a channel's values together, and how many each of them holds: None where not known to all."""
 
     group: dist.ProcessGroup
     elements: tuple[int, ...] | None
-    copies: int = 1  # ranks that hold the same values, which count as often
+    copies: int = 1  # ranks that hold the same values as this one, each of which counts as a part of one
+
+    def line(self) -> str | None:
+        """Of the program, for messages between replicas, whose maps need not have one shape; None where all have it."""
+        return line(with_op=False) if self.elements is None else None
 
 
 class Statistics(NamedTuple):
@@ -98,7 +103,8 @@ def _statistics_and_counts(mean: Tensor, var: Tensor, count: float, m: int, over
     """The same from what this rank found in `count` elements of a channel, where the others' counts must be told."""
     if m == 1 and dist.get_world_size(over.group) == 1:
         return Statistics(mean, var, count)
-    everyone = all_gather_no_grad(torch.cat((mean, var, mean.new_full((1,), count))), over.group)
+    found = torch.cat((mean, var, mean.new_full((1,), count / over.copies)))
+    everyone = all_gather_no_grad(found, over.group, at=over.line())
     counts, everyone = everyone[:, -1:, None] * m, everyone[:, :-1]
     elements = counts.sum()
     mean, var = _pooled(everyone, counts / elements, m)
@@ -217,7 +223,7 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, var = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
             over, m, apart, eps = ctx.how
-            again = partial(differentiable_norm, elements=ctx.elements, apart=apart, m=m, eps=eps, group=over.group)
+            again = partial(differentiable_norm, elements=ctx.elements, apart=apart, m=m, eps=eps, over=over)
             bias = torch.zeros_like(weight, requires_grad=True)
             return *gradients_of(again, [x, weight, bias], grad, ctx.needs_input_grad[:3]), None, None
         return *_gradients(grad, x, weight, mean, var, ctx.elements, ctx.how), None, None
@@ -251,7 +257,7 @@ def _gradients(
     sums = torch.cat((of_bias, of_weight)).view(2, -1)
     if m > 1:
         sums = (sums * weight).view(2, -1, m).sum(2)
-    sums = all_sum_no_grad(sums, over.group, into_itself=True)
+    sums = gradient_of_sums(sums, over)
     alpha = -1.0
     if isinstance(elements, Tensor):
         sums = sums / elements
@@ -275,19 +281,34 @@ def _gradients(
 
 
 def differentiable_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, elements: Tensor | float, apart: bool, m: int, eps: float, group: Any
+    x: Tensor, weight: Tensor, bias: Tensor, elements: Tensor | float, apart: bool, m: int, eps: float, over: Holders
 ) -> Tensor:
     """Of x (N, C, ...) normalized, made of differentiable pieces, which keep several copies of x for backward."""
     flat = (by_sample(x) if apart else x).to(weight.dtype)
     dims = [d for d in range(flat.dim()) if d != 1]
 
+    def add(sums: Tensor) -> Tensor:
+        return all_sum_no_grad(sums / over.copies, over.group, at=over.line())
+
+    def back(gradient: Tensor) -> Tensor:
+        return gradient_of_sums(gradient.clone(memory_format=torch.contiguous_format), over)
+
     def mean(values: Tensor) -> Tensor:
-        sums = values.sum(dims).view(-1, m).sum(1)
-        return _of_channels((all_sum(sums, group) / elements).repeat_interleave(m), flat.dim())
+        sums = linear(values.sum(dims).view(-1, m).sum(1), add, back)
+        return _of_channels((sums / elements).repeat_interleave(m), flat.dim())
 
     distance = flat - mean(flat)
     slope = _of_channels(weight, flat.dim()) * torch.rsqrt(mean(distance.square()) + eps)
     return (distance * slope + _of_channels(bias, flat.dim())).to(x.dtype).view(x.shape)
+
+
+def gradient_of_sums(gradient: Tensor, over: Holders) -> Tensor:
+    """Of what this rank has added to sums over the ranks `over`, of which those with the same values count once.
+
+    `gradient` is contiguous, and nobody else's.
+    """
+    total = all_sum_no_grad(gradient, over.group, into_itself=True, at=over.line())
+    return total / over.copies if over.copies > 1 else total
 
 
 def by_sample(x: Tensor) -> Tensor:

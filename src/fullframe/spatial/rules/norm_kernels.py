@@ -63,7 +63,8 @@ class _Normalize(torch.autograd.Function):
             found = [x.new_zeros(x.shape[1], dtype=kind)] * 2
         if over.elements is None:
             found.append(found[0].new_full((1,), x.numel() / x.shape[1]))
-        everyone = all_gather_no_grad(torch.cat(found), over.group)
+        # Replicas of other sizes part here by name where one holds copies, which is normalized without kernels.
+        everyone = all_gather_no_grad(torch.cat(found), over.group, "statistics for kernels", over.line())
         means, inverses, *last = everyone.split(x.shape[1], 1)
         if over.elements is None:
             counts, whole = last[0].flatten(), last[0].flatten().to(torch.int32)
@@ -89,9 +90,7 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, inverse, counts = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():  # create_graph
-            again = partial(
-                differentiable_norm, elements=counts.sum(), apart=False, m=1, eps=ctx.eps, group=ctx.over.group
-            )
+            again = partial(differentiable_norm, elements=counts.sum(), apart=False, m=1, eps=ctx.eps, over=ctx.over)
             whole = torch.ones_like(mean, requires_grad=True) if weight is None else weight
             bias = torch.zeros_like(mean, requires_grad=True)
             return *gradients_of(again, [x, whole, bias], grad, needs[:3]), *(None,) * 5

@@ -135,13 +135,12 @@ def _over_ranks(
         return normalized_by_kernels(x, weight, bias, (running_mean, running_var), over, momentum, eps)
     update = None
     if running_mean is not None or running_var is not None:
-        update = partial(_update_of_batch, running, over.copies)
+        update = partial(_update_of_batch, running)
     return normalized(x, weight, bias, over, 1, eps, update=update)
 
 
-def _update_of_batch(running: _Running, copies: int, found: Statistics) -> None:
+def _update_of_batch(running: _Running, found: Statistics) -> None:
     mean, var, elements = found
-    elements = elements / copies
     _update(running, mean, var, elements / (elements - 1))
 
 
