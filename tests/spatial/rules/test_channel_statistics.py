@@ -41,7 +41,7 @@ def found() -> list[Any]:
             answers.append(statistics(x, m, Holders(group, elements)))
     x = last(noise(2, 4, 3, 7)) * (1 + rank)
     answers.append(statistics(x, 1, Holders(group, (42,) * 3)))
-    whole = statistics(noise(2, 4, 3, 7), 1, Holders(group, None, copies=3))
+    whole = statistics(noise(2, 4, 3, 7), 1, Holders(group, None, copies=3, counts=rank == 0))
     return [(mean, var, float(elements)) for mean, var, elements in (*answers, whole)]
 
 

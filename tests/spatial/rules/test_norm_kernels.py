@@ -1,5 +1,6 @@
 """Norms by the kernels of a GPU: their maths, on stand-ins for CUDA's that run on the CPU, a few plain lines each."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import fullframe as ff
 from fullframe.spatial.rules import norm_kernels
 from fullframe.spatial.rules.normalization import OverReplicas
 from tests.exactness import mesh
+from tests.model.test_sync_batchnorm import OTHER_SIZES, in_one_process, of_one_size_each
 from tests.rank_group import rank_group
 from tests.spatial.cases import MESHES
 from tests.spatial.corners import BF16, F32, F64, Case, autocast, faults, last, noise
@@ -44,14 +46,16 @@ def gather_stats(
     """Of Welford's parts, one a rank; CUDA's holds the number of elements as an integer."""
     assert counts.dtype == (x if running_mean is None else running_mean).dtype, "CUDA's reads it so"
     assert counts.dtype not in (BF16, torch.float16), "the counts are rounded"
-    assert bool((counts >= 1).all()), "a division by zero"
-    shares = (counts.to(mean.dtype).trunc() / counts.sum())[:, None]
-    center = (mean * shares).sum(0)
-    var = ((invstd**-2 - eps + (mean - center) ** 2) * shares).sum(0)
+    center, squares, total = torch.zeros_like(mean[0]), torch.zeros_like(mean[0]), 0
+    for own, inverse, count in zip(mean, invstd, counts.tolist(), strict=True):
+        factor = 1 / (total + count) if total + count else math.nan
+        squares += (inverse**-2 - eps) * count + (center - own) ** 2 * (total * count * factor)
+        center = total * factor * center + count * factor * own
+        total = int(total + count)
     if running_mean is not None:
         running_mean.mul_(1 - momentum).add_(momentum * center)
-        running_var.mul_(1 - momentum).add_(momentum * var * counts.sum() / (counts.sum() - 1))
-    return center, torch.rsqrt(var + eps)
+        running_var.mul_(1 - momentum).add_(momentum * squares / (total - 1))
+    return center, torch.rsqrt(squares / total + eps)
 
 
 def elemt(x: Tensor, weight: Any, bias: Any, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
@@ -106,12 +110,12 @@ def kernels() -> Iterator[dict[str, int]]:
 
     for name in KERNELS:
         library.impl(name, counted(name), "CPU")
-    norm_kernels._are_on.cache_clear()
+    norm_kernels.has_kernels.cache_clear()
     try:
         yield runs
     finally:
         library._destroy()
-        norm_kernels._are_on.cache_clear()
+        norm_kernels.has_kernels.cache_clear()
 
 
 def batch(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Any:
@@ -181,10 +185,10 @@ def test_gradients_of_gradients(with_gaps: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
-def of_replicas() -> tuple[Any, dict[str, int]]:
-    """One of 1 and one of 3 samples, whose counts travel."""
+def of_replicas(first: int) -> tuple[Any, dict[str, int]]:
+    """One of `first` samples and one of the others, whose counts travel."""
     everything, weight = noise(4, 3, 5, 4), noise(3)
-    share = slice(0, 1) if dist.get_rank() == 0 else slice(1, 4)
+    share = slice(0, first) if dist.get_rank() == 0 else slice(first, 4)
     x = everything[share].requires_grad_()
     buffers = torch.zeros(3).double(), torch.ones(3).double()
     with kernels() as runs, OverReplicas(1):
@@ -193,11 +197,24 @@ def of_replicas() -> tuple[Any, dict[str, int]]:
     return (share, made.detach(), x.grad, *buffers), runs
 
 
-def test_replicas() -> None:
+@pytest.mark.parametrize("first", [1, 0])
+def test_replicas(first: int) -> None:
     x, weight = noise(4, 3, 5, 4).requires_grad_(), noise(3)
     buffers = torch.zeros(3).double(), torch.ones(3).double()
     made = F.batch_norm(x, *buffers, weight, None, True)
     (made * x.detach().cos()).sum().backward()
-    for (share, *found), runs in rank_group(2).run(of_replicas):
-        assert all(runs.values())
+    for (share, *found), runs in rank_group(2).run(of_replicas, first):
+        assert all(runs.values()) or share.stop == 0
         torch.testing.assert_close(found, [made[share].detach(), x.grad[share], *buffers])  # type: ignore[index]
+
+
+def of_sizes(sizes: Any) -> Any:
+    with kernels():
+        return of_one_size_each(sizes)
+
+
+@pytest.mark.parametrize("sizes", OTHER_SIZES, ids=str)
+def test_replicas_need_not_have_images_of_one_size(sizes: Any) -> None:
+    expected = in_one_process(sizes)
+    for found in rank_group(4).run(of_sizes, sizes):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -42,7 +42,12 @@ class Holders(NamedTuple):
 
     group: dist.ProcessGroup
     elements: tuple[int, ...] | None
-    copies: int = 1  # ranks that hold the same values as this one, each of which counts as a part of one
+    copies: int = 1  # ranks that hold the same values as this one
+    counts: bool = True  # whether this one's count, as those of one of the copies do
+
+    def counted_of(self, x: Tensor) -> float:
+        """How many values of a channel of x (N, channels, ...) this rank adds to all the ranks' ones."""
+        return x.numel() / x.shape[1] if self.counts else 0.0
 
     def line(self) -> str | None:
         """Of the program, for messages between replicas, whose maps need not have one shape; None where all have it."""
@@ -87,7 +92,7 @@ def statistics(x: Tensor, m: int, over: Holders) -> Statistics:
     mean, var = _of_one_rank(x)
     held = over.elements
     if held is None:
-        return _statistics_and_counts(mean, var, x.numel() / x.shape[1], m, over)
+        return _statistics_and_counts(mean, var, over.counted_of(x), m, over)
     if m == 1 and len(held) == 1:
         return Statistics(mean, var, float(held[0]))
     everyone = all_gather_no_grad(torch.cat((mean, var)), over.group)  # (ranks, 2 * channels)
@@ -103,7 +108,7 @@ def _statistics_and_counts(mean: Tensor, var: Tensor, count: float, m: int, over
     """The same from what this rank found in `count` elements of a channel, where the others' counts must be told."""
     if m == 1 and dist.get_world_size(over.group) == 1:
         return Statistics(mean, var, count)
-    found = torch.cat((mean, var, mean.new_full((1,), count / over.copies)))
+    found = torch.cat((mean, var, mean.new_full((1,), count)))
     everyone = all_gather_no_grad(found, over.group, at=over.line())
     counts, everyone = everyone[:, -1:, None] * m, everyone[:, :-1]
     elements = counts.sum()

@@ -11,21 +11,17 @@ import torch
 from torch import Tensor
 
 from fullframe.ranks.adjoint import applied
-from fullframe.ranks.collectives import all_gather_no_grad, all_sum_no_grad
+from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.constants import constant
 from fullframe.ranks.memory_format import memory_format_of
-from fullframe.spatial.rules.channel_statistics import Holders, differentiable_norm
+from fullframe.spatial.rules.channel_statistics import Holders, differentiable_norm, gradient_of_sums
 from fullframe.spatial.rules.reduction import wide
 from fullframe.spatial.second_derivative import gradients_of
 
 
-def has_kernels(x: Tensor, over: Holders) -> bool:
-    """Whether the kernels are there on the device of x, and can count; they know no copies of the same values."""
-    return over.copies == 1 and _are_on(x.device)
-
-
 @cache
-def _are_on(device: torch.device) -> bool:
+def has_kernels(device: torch.device) -> bool:
+    """Whether the kernels are there."""
     key = str(torch._C._dispatch_key_for_device(device.type))
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::batch_norm_stats", key)
 
@@ -60,11 +56,12 @@ class _Normalize(torch.autograd.Function):
             found = list(torch.batch_norm_stats(x, eps))
         else:  # a mask has picked nothing here
             kind = wide(x.dtype)
-            found = [x.new_zeros(x.shape[1], dtype=kind)] * 2
+            found = [x.new_zeros(x.shape[1], dtype=kind), x.new_ones(x.shape[1], dtype=kind)]
         if over.elements is None:
-            found.append(found[0].new_full((1,), x.numel() / x.shape[1]))
-        # Replicas of other sizes part here by name where one holds copies, which is normalized without kernels.
-        everyone = all_gather_no_grad(torch.cat(found), over.group, "statistics for kernels", over.line())
+            found.append(found[0].new_full((1,), over.counted_of(x)))
+        everyone = all_gather_no_grad(torch.cat(found), over.group, at=over.line())
+        if over.elements is None:  # the kernel divides by what it has counted so far, first by one rank's
+            everyone = everyone[everyone[:, -1].argsort(descending=True, stable=True)]
         means, inverses, *last = everyone.split(x.shape[1], 1)
         if over.elements is None:
             counts, whole = last[0].flatten(), last[0].flatten().to(torch.int32)
@@ -102,7 +99,7 @@ class _Normalize(torch.autograd.Function):
         else:
             by_mean, by_var = torch.zeros_like(mean), torch.zeros_like(mean)
             of_weight, of_bias = (torch.zeros_like(mean if weight is None else weight) for _ in range(2))
-        sums = all_sum_no_grad(torch.cat((by_mean, by_var)), ctx.over.group, into_itself=True)
+        sums = gradient_of_sums(torch.cat((by_mean, by_var)), ctx.over)
         by_mean, by_var = sums.view(2, -1)
         weight = None if weight is None else weight.to(mean.dtype)
         if x.numel():

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fullframe.ranks.constants import constant
 from fullframe.ranks.memory_format import memory_format_of
+from fullframe.ranks.mesh import axes_in
 from fullframe.ranks.recording import recorder
 from fullframe.spatial.approved import tells
 from fullframe.spatial.gradients import enters
@@ -131,7 +132,7 @@ def _over_ranks(
     if x.numel() == x.shape[1] and dist.get_world_size(over.group) == over.copies:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
     running_mean, running_var, momentum = running
-    if has_kernels(x, over):
+    if has_kernels(x.device):
         return normalized_by_kernels(x, weight, bias, (running_mean, running_var), over, momentum, eps)
     update = None
     if running_mean is not None or running_var is not None:
@@ -175,9 +176,11 @@ class OverReplicas(TorchFunctionMode):
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         running = running_mean, running_var, momentum
         if not isinstance(input, SpatialTensor):
-            return _over_ranks(input, weight, bias, running, Holders(everyone, None, self._ranks), eps)
-        copies = self._ranks // dist.get_world_size(input.spec.group)
-        over = Holders(everyone, None, copies)
+            over = Holders(everyone, None, self._ranks, counts=dist.get_rank() % self._ranks == 0)
+            return _over_ranks(input, weight, bias, running, over, eps)
+        spatial, axes = input.spec.spatial, {part for p in input.spec.placements for part in axes_in(p.axis)}
+        counts = not any(axis.coordinate for axis in spatial.axes if axis.name not in axes)
+        over = Holders(everyone, None, self._ranks // dist.get_world_size(input.spec.group), counts)
         return wrap(_over_ranks(local_of(input), weight, bias, running, over, eps), input.spec)
 
 
@@ -216,7 +219,7 @@ def _instance_norm(
     if not own.placements or not samples:
         return wrap(func(x, None, None, weight, bias, True, momentum, eps), spec)
     over = holders(own, samples * x.shape[1])
-    if not has_running and has_kernels(x, over):
+    if not has_running and has_kernels(x.device):
         scale, shift = (t if t is None else t.repeat(samples) for t in (weight, bias))
         made = normalized_by_kernels(by_sample(x), scale, shift, (None, None), over, momentum, eps)
         return wrap(torch.ops.aten._unsafe_view(made, x.shape).contiguous(), spec)
