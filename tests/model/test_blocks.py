@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullframe.errors import StrategyError
-from fullframe.model.blocks import matching, repeated_blocks
+from fullframe.model.blocks import blocks_that_repeat, matching, repeated_blocks
 from tests.models import zoo
 
 
@@ -91,6 +91,13 @@ def test_blocks(case: str) -> None:
 def test_blocks_of_known_models(build: Callable[[], nn.Module], kind: str, number: int) -> None:
     model = build()
     assert [type(model.get_submodule(name)).__name__ for name in repeated_blocks(model)] == [kind] * number
+
+
+def test_blocks_of_one_convolution_are_better_than_none() -> None:
+    model = nn.ModuleDict({"stem": nn.Conv2d(3, 3, 1), "body": nn.ModuleList([ConvNorm(), ConvNorm()])})
+    assert blocks_that_repeat(model) == ["body.0", "body.1"]
+    assert blocks_that_repeat(nn.ModuleList([nn.Conv2d(3, 3, 1)] * 2)) == []
+    assert blocks_that_repeat(nn.ModuleList([ConvNorm(), *two_convolutions()])) == []
 
 
 def test_an_error_names_the_users_class_of_a_sharded_model() -> None:

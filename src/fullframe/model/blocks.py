@@ -69,7 +69,13 @@ def _size(*modules: nn.Module) -> int:
 
 def blocks_that_repeat(model: nn.Module) -> list[str]:
     """Names of what is recomputed or compiled where nothing is named; none where the model repeats nothing."""
-    return _iterated_blocks(model) or repeated_blocks(model) or runs_of_layers(model)
+    return _iterated_blocks(model) or repeated_blocks(model) or runs_of_layers(model) or _small_blocks(model)
+
+
+def _small_blocks(model: nn.Module) -> list[str]:
+    """Those of one weight: convolution, norm and activation that a forward of the user's own calls one by one."""
+    repeated = {child for child in _repeated_children(model) if _weights(child) == 1 and any(child.children())}
+    return _innermost(model, "", repeated)
 
 
 def _iterated_blocks(model: nn.Module) -> list[str]:
