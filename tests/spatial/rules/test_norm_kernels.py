@@ -16,7 +16,7 @@ import fullframe as ff
 from fullframe.spatial.rules import norm_kernels
 from fullframe.spatial.rules.normalization import OverReplicas
 from tests.exactness import mesh
-from tests.model.test_sync_batchnorm import OTHER_SIZES, in_one_process, of_one_size_each
+from tests.other_sizes import OTHER_SIZES, in_one_process, of_one_size_each
 from tests.rank_group import rank_group
 from tests.spatial.cases import MESHES
 from tests.spatial.corners import BF16, F32, F64, Case, autocast, faults, last, noise
