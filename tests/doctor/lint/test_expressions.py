@@ -53,7 +53,7 @@ def test_a_name_may_stand_for_either_branch() -> None:
 
 
 def test_a_number_held_by_a_name_is_no_fixed_key() -> None:
-    (first, second) = (s for s in run("a = {}\ni = 0\na[i] = 1\ni += 1\na[0] = 2").stores() if s.name == "[]")
+    (first, second) = (s for s in run("a = {}\ni = 0\na[i] = 1\ni += 1\na[0] = 2").stores if s.name == "[]")
     assert first.place[2] == ("item",) and second.place[2] == ("item", 0)
 
 
@@ -67,5 +67,5 @@ def test_a_moved_object_shares_what_is_done_with_it(method: str) -> None:
 def test_what_is_not_known_is_one_value() -> None:
     (x, y) = (stored(f"{name} = trainer.model", name) for name in "xy")
     assert x.origin is y.origin is Origin.ATTRIBUTE
-    values = [s.new for s in run("x = a.b\ny = a.b").stores()]
+    values = [s.new for s in run("x = a.b\ny = a.b").stores]
     assert values[0] is values[1]

@@ -23,7 +23,7 @@ def test_calls_are_followed_where_they_stand() -> None:
 def test_what_no_call_reaches_is_run_by_itself_afterwards() -> None:
     assert order("def f(x):\n    a(x)\n    def g():\n        b()\nc()") == ["c", "a", "b"]
     program = run("class A:\n    def __init__(self, x):\n        self.x = x\n    def g(self):\n        y = self.x")
-    (y,) = (s.new for s in program.stores() if s.name == "y")
+    (y,) = (s.new for s in program.stores if s.name == "y")
     assert y.origin is Origin.PARAMETER and y.text == "x"
 
 

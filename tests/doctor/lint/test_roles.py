@@ -34,7 +34,7 @@ def test_by_path(path: str, role: Role) -> None:
 def answered(source: str, name: str) -> tuple[Role, Program, Roles]:
     program = interpret(source, ast.parse(source))
     roles = Roles()
-    value = [s.new for s in program.stores() if s.name == name][-1]
+    value = [s.new for s in program.stores if s.name == name][-1]
     return roles.of(value), program, roles
 
 
@@ -71,5 +71,5 @@ def test_by_use_and_by_making(source: str, role: Role) -> None:
 def test_the_model_inside_its_wrappers() -> None:
     source = "import torch\nm = torch.nn.Linear(2, 2)\nx = torch.nn.DataParallel(torch.compile(m.to('cuda'))).module"
     _, program, roles = answered(source, "x")
-    m, x = (next(s.new for s in program.stores() if s.name == name) for name in "mx")
+    m, x = (next(s.new for s in program.stores if s.name == name) for name in "mx")
     assert roles.model_inside(x) is m

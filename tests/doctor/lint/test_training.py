@@ -16,7 +16,7 @@ def read(source: str) -> Training:
 
 def has_graph(source: str) -> bool:
     training = read(source)
-    return training.has_graph([s.new for s in training.program.stores() if s.name == "v"][-1])
+    return training.has_graph([s.new for s in training.program.stores if s.name == "v"][-1])
 
 
 @pytest.mark.parametrize(

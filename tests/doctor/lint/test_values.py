@@ -13,7 +13,7 @@ def run(source: str) -> Program:
 
 def stored(source: str, name: str) -> Value:
     """What `name` is given last."""
-    return [s.new for s in run(source).stores() if s.name == name][-1]
+    return [s.new for s in run(source).stores if s.name == name][-1]
 
 
 def test_a_call_tells_its_arguments_apart() -> None:

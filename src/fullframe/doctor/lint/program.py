@@ -43,16 +43,17 @@ class Frame:
     stop: int = -1
     returned: list[Value] = field(default_factory=list)  # of a function
 
-    def enclosing(self) -> "Iterator[Frame]":
-        """This frame and those around it, innermost first."""
+    def enclosing(self, *kinds: FrameKind) -> "Iterator[Frame]":
+        """This frame and those around it, innermost first; of these kinds, where some are given."""
         frame: Frame | None = self
         while frame is not None:
-            yield frame
+            if not kinds or frame.kind in kinds:
+                yield frame
             frame = frame.parent
 
     def innermost(self, *kinds: FrameKind) -> "Frame | None":
         """The nearest frame of such a kind, this one included."""
-        return next((frame for frame in self.enclosing() if frame.kind in kinds), None)
+        return next(self.enclosing(*kinds), None)
 
     def inside(self, other: "Frame") -> bool:
         """Whether this frame lies in `other` or is it."""
@@ -120,13 +121,13 @@ class Program:
         self.generic: dict[int, Value] = {}  # id of a class's definition -> the instance its methods were run with
         self.bare: list[tuple[ast.Attribute, Value]] = []  # statements that are only `x.name`, with x
         self._calls: dict[str, list[Call]] = defaultdict(list)
-        self._stores: list[Store] = []
+        self.stores: list[Store] = []
 
     def index(self) -> None:
         """To be called once after the last event."""
         for event in self.events:
             if isinstance(event, Store):
-                self._stores.append(event)
+                self.stores.append(event)
             else:
                 function = event.value.function
                 self._calls[function.text.rpartition(".")[2]].append(event)
@@ -141,17 +142,13 @@ class Program:
         for name in names:
             yield from _inside(frame, self._calls.get(name, []))
 
-    def stores(self) -> list[Store]:
-        """All assignments."""
-        return self._stores
-
     def sets(self, *names: str) -> bool:
         """Whether a variable or attribute of such a name is assigned."""
-        return any(store.name in names for store in self._stores)
+        return any(store.name in names for store in self.stores)
 
     def stores_in(self, frame: Frame) -> list[Store]:
         """Those inside `frame`."""
-        return _inside(frame, self._stores)
+        return _inside(frame, self.stores)
 
     def events_in(self, frame: Frame) -> list[Event]:
         """All events inside `frame`."""

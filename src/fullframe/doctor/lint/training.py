@@ -77,12 +77,11 @@ class Training:
 
     def in_loop(self, frame: Frame) -> Frame | None:
         """The innermost loop around `frame` that runs a backward pass."""
-        loops = (outer for outer in frame.enclosing() if outer.kind is FrameKind.LOOP)
-        return next((loop for loop in loops if any(self.backwards_in(loop))), None)
+        return next((loop for loop in frame.enclosing(FrameKind.LOOP) if any(self.backwards_in(loop))), None)
 
     def step_loop(self, frame: Frame) -> Frame | None:
         """The innermost loop around `frame` that runs a backward pass and an update each time round."""
-        loops = (outer for outer in frame.enclosing() if outer.kind is FrameKind.LOOP)
+        loops = frame.enclosing(FrameKind.LOOP)
         return next((loop for loop in loops if any(self.backwards_in(loop)) and any(self.updates_in(loop))), None)
 
     def backwards_in(self, frame: Frame) -> Iterator[Backward]:

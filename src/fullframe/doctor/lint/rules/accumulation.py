@@ -241,7 +241,7 @@ def _updates_before(training: Training, loop: Frame, updates: Sequence[Update]) 
 def replaced(training: Training) -> Iterator[Found]:
     """`model.x = nn...` after an optimizer was given the model's parameters, and no optimizer made later."""
     made = list(optimizers_made(training))
-    for store in training.program.stores():
+    for store in training.program.stores:
         if store.holder is None or not isinstance(store.place[2], str) or not training.is_a(store.holder, Role.MODEL):
             continue
         if not store.new.path.startswith("torch.nn.") or not training.is_a(store.new, Role.MODEL):

@@ -160,8 +160,8 @@ def train_missing(training: Training) -> Iterator[Found]:
     for call in _modes(training, "eval"):
         if any(call is other for other in trains):
             continue
-        for loop in call.frame.enclosing():
-            if loop.kind is FrameKind.LOOP and training.trains(loop, call.receiver):
+        for loop in call.frame.enclosing(FrameKind.LOOP):
+            if training.trains(loop, call.receiver):
                 if not _is_set(training, trains, loop, call) and _evaluates_after(training, loop, call):
                     name = said(call.node.func)
                     yield Found(call.node, f"{name}() holds for all later epochs: no train() in the loop")

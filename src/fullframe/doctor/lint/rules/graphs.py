@@ -66,8 +66,8 @@ def _kept(training: Training, store: Store) -> tuple[Frame, list[Value]] | None:
     """The training loop over which an assignment carries a graph along, and the way from the old value to the new."""
     if store.old is None or not training.has_graph(store.new):
         return None
-    for loop in store.frame.enclosing():
-        if loop.kind is FrameKind.LOOP and any(training.backwards_in(loop)) and outlives(store.old, loop):
+    for loop in store.frame.enclosing(FrameKind.LOOP):
+        if any(training.backwards_in(loop)) and outlives(store.old, loop):
             way = way_to(training, store.new, store.old)
             anew = _begins_anew(training, store, loop) or _is_cut_after(training, store, loop)
             return (loop, way) if way and not anew else None
@@ -118,7 +118,7 @@ def _only_adds(way: list[Value]) -> bool:
 )  # fmt: skip
 def summed(training: Training) -> Iterator[Found]:
     """A name, attribute or item that is made of itself and of a step's loss, each time round."""
-    for store in training.program.stores():
+    for store in training.program.stores:
         kept = _kept(training, store)
         if kept is None or not _only_adds(kept[1]) or is_run_backward(training, store.new):
             continue
@@ -153,7 +153,7 @@ def collected(training: Training) -> Iterator[Found]:
         given = [a for a in call.value.inputs[1:] if training.has_graph(a) and of_a_step(training, a, loop)]
         if given and not is_run_backward(training, call.receiver) and not is_emptied(training, call, loop):
             yield Found(call.node, f"{said(call.node.func)} keeps the graph of every step; memory grows")
-    for store in training.program.stores():
+    for store in training.program.stores:
         loop = training.in_loop(store.frame)
         if loop is None or store.holder is None or store.place[2] != ("item",) or not training.has_graph(store.new):
             continue
@@ -197,7 +197,7 @@ def _target(store: Store) -> str:
 )  # fmt: skip
 def carried(training: Training) -> Iterator[Found]:
     """A name that a model is given and that then stands for what the model gave."""
-    for store in training.program.stores():
+    for store in training.program.stores:
         kept = _kept(training, store)
         if kept is None or _only_adds(kept[1]) or any(v.path.startswith("torch.") for v in kept[1][:1]):
             continue

@@ -215,7 +215,7 @@ def kept_as_zeros(training: Training) -> Iterator[Found]:
 )  # fmt: skip
 def held_over(training: Training) -> Iterator[Found]:
     """A name of the loop's own function that stands for a model's result and is not deleted."""
-    for store in training.program.stores():
+    for store in training.program.stores:
         loop = training.step_loop(store.frame)
         if loop is None or store.place[0] != "name" or store.frame.innermost(FrameKind.LOOP) is not loop:
             continue

@@ -100,7 +100,7 @@ def _is_emptied_elsewhere(training: Training, call: Call, instance: Value) -> bo
     """Whether another method of the class sets the attribute anew."""
     func = call.node.func
     name = func.value.attr if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Attribute) else ""
-    for store in training.program.stores():
+    for store in training.program.stores:
         if store.holder is instance and store.name == name:
             inside = store.frame.innermost(FrameKind.FUNCTION)
             if inside is not None and inside.definition is not None and inside.definition.name != "__init__":

@@ -85,7 +85,7 @@ def cuda_amp(training: Training) -> Iterator[Found]:
     places = ("torch.cuda.amp", "torch.cuda.amp.autocast_mode", "torch.cuda.amp.grad_scaler")
     names = [f"{place}.{name}" for place in places for name in ("autocast", "GradScaler")]
     for call in _calls(training, *names):
-        branches = (getattr(f.node, "test", None) for f in call.frame.enclosing() if f.kind is FrameKind.IF)
+        branches = (getattr(f.node, "test", None) for f in call.frame.enclosing(FrameKind.IF))
         is_chosen = any("version" in ast.unparse(test).lower() for test in branches if test is not None)
         if not is_chosen and "torch.amp." not in training.program.lines[call.node.lineno - 1]:
             yield Found(call.node, f"{said(call.node.func)} is deprecated")

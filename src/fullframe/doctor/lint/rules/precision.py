@@ -35,8 +35,8 @@ def _step_around(call: Call) -> Frame:
 
 def _never_both(a: Frame, b: Frame) -> bool:
     """Whether two frames lie in different arms of one `if`."""
-    arms = {id(frame.node): frame.arm for frame in a.enclosing() if frame.kind is FrameKind.IF}
-    return any(arms.get(id(f.node), f.arm) is not f.arm for f in b.enclosing() if f.kind is FrameKind.IF)
+    arms = {id(frame.node): frame.arm for frame in a.enclosing(FrameKind.IF)}
+    return any(arms.get(id(f.node), f.arm) is not f.arm for f in b.enclosing(FrameKind.IF))
 
 
 @rule(
@@ -96,8 +96,8 @@ def _names_half(call: Value) -> bool:
 def inside_autocast(training: Training) -> Iterator[Found]:
     """A backward pass within an autocast block that is not switched off."""
     for backward in training.backwards:
-        for frame in backward.call.frame.enclosing():
-            if frame.kind is FrameKind.WITH and frame.value is not None and _is_autocast(frame.value):
+        for frame in backward.call.frame.enclosing(FrameKind.WITH):
+            if frame.value is not None and _is_autocast(frame.value):
                 if not is_false(frame.value.keywords.get("enabled")):
                     yield Found(backward.call.node, f"{said(backward.call.node.func)} runs under autocast")
                 break
@@ -298,7 +298,7 @@ def half_weights(training: Training) -> Iterator[Found]:
 
 def _is_followed(training: Training, frame: Frame) -> bool:
     """Whether the outermost function around a backward pass makes an update too."""
-    functions = [f for f in frame.enclosing() if f.kind in (FrameKind.FUNCTION, FrameKind.MODULE)]
+    functions = list(frame.enclosing(FrameKind.FUNCTION, FrameKind.MODULE))
     return any(training.updates_in(functions[max(len(functions) - 2, 0)]))
 
 

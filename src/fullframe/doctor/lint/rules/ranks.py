@@ -68,8 +68,8 @@ def not_reached(training: Training) -> Iterator[Found]:
             test = said(getattr(left.node, "test", None))
             yield Found(call.node, f"{said(call.node.func)} is not reached where {test}, which returns before")
             continue
-        for frame in call.frame.enclosing():
-            if frame.kind is not FrameKind.IF or not _compares_rank(frame):
+        for frame in call.frame.enclosing(FrameKind.IF):
+            if not _compares_rank(frame):
                 continue
             others = [c for c in calls for f in c.frame.enclosing() if f.node is frame.node and f.arm is not frame.arm]
             if not others and not _leaves_elsewhere(frame):

@@ -218,7 +218,7 @@ def anomaly(training: Training) -> Iterator[Found]:
     """`set_detect_anomaly(True)` under no condition, and not for one block, in a program that trains."""
     for call in training.program.calls("set_detect_anomaly", "detect_anomaly"):
         is_on = call.value.path.endswith(".detect_anomaly") or is_true(call.value.argument(0, "mode"))
-        is_meant = any(frame.kind is FrameKind.IF for frame in call.frame.enclosing())
+        is_meant = call.frame.innermost(FrameKind.IF) is not None
         is_meant = is_meant or any(f.kind is FrameKind.WITH and f.value is call.value for f in training.program.frames)
         if call.value.path.startswith("torch.autograd.") and is_on and not is_meant and training.updates:
             yield Found(call.node, f"{said(call.node)} is on for the whole run")
