@@ -1,12 +1,25 @@
 """Counts, amounts, lists of names and errors in sentences."""
 
-from fullframe.wording import amount, capital, figure, first_line, first_of, in_json, in_one_line, inside, plural, some
+from fullframe.wording import (
+    amount,
+    capital,
+    figure,
+    first_line,
+    first_of,
+    in_json,
+    in_one_line,
+    inside,
+    numbered,
+    plural,
+    some,
+)
 
 
 def test_one_is_not_several() -> None:
     assert [plural(n, "step") for n in (0, 1, 2, 1024)] == ["0 steps", "1 step", "2 steps", "1,024 steps"]
     many = [plural(2, noun) for noun in ("batch", "pass", "strategy", "day", "loader worker")]
     assert many == ["2 batches", "2 passes", "2 strategies", "2 days", "2 loader workers"]
+    assert numbered("rank", [2, 0]) == "ranks 0, 2" and numbered("rank", [1]) == "rank 1"
 
 
 def test_an_amount_has_its_unit() -> None:

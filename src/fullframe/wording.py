@@ -32,6 +32,11 @@ def _many(noun: str) -> str:
     return noun + ("es" if noun.endswith(("ch", "ss")) else "s")
 
 
+def numbered(noun: str, numbers: Collection[int]) -> str:
+    """'rank 1', 'ranks 0, 2'."""
+    return f"{noun if len(numbers) == 1 else _many(noun)} {', '.join(map(str, sorted(numbers)))}"
+
+
 def some(names: Iterable[str], most: int = 3) -> str:
     """'a, b, c and 4 more'."""
     listed = list(names)

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from fullframe.doctor.finding import Finding, Kind
-from fullframe.doctor.judgement.words import on_ranks
 from fullframe.doctor.probes import kinds
 from fullframe.doctor.probes.notes import Backward, End, Failure, Notes, Scaling, Update
-from fullframe.wording import plural
+from fullframe.wording import numbered, plural
 
 # What torch says, and the kind of which it is a sign.
 _SIGNS: tuple[tuple[str, Kind], ...] = (
@@ -31,7 +30,7 @@ def judged_progress(notes: Sequence[Notes], stacks: Mapping[int, str] | None = N
     if through and failures and all(failure.consequence for failure in failures.values()):
         done = ", ".join(f"rank {rank.rank}: {plural(len(rank.of(Update)), 'step')}" for rank in notes)
         yield kinds.DIFFERENT_STEPS.found(
-            f"{on_ranks(sorted(failures))[3:]} lost {on_ranks(through)[3:]}, whose program is through ({done})"
+            f"{numbered('rank', failures)} lost {numbered('rank', through)}, whose program is through ({done})"
         )
         return
     if causes:
@@ -42,12 +41,11 @@ def judged_progress(notes: Sequence[Notes], stacks: Mapping[int, str] | None = N
     waiting = [rank.rank for rank in notes if rank.one(End) is None]
     ended = [rank for rank in steps if rank not in waiting]
     if waiting:
-        short = any(rank.one(End) is not None and _by_itself(rank) for rank in notes)
-        kind = kinds.DIFFERENT_STEPS if ended and short else kinds.HANGS
+        kind = kinds.DIFFERENT_STEPS if through else kinds.HANGS
         done = ", ".join(f"rank {rank}: {plural(count, 'step')}" for rank, count in steps.items())
         where = "; ".join(f"rank {rank} at {text}" for rank, text in (stacks or {}).items() if rank in waiting)
-        meanwhile = f" while {on_ranks(ended)[3:]} {'is' if len(ended) == 1 else 'are'} through" if ended else ""
-        yield kind.found(f"{on_ranks(waiting)[3:]} waited without end{meanwhile} ({done})", evidence=where)
+        meanwhile = f" while {numbered('rank', ended)} {'is' if len(ended) == 1 else 'are'} through" if ended else ""
+        yield kind.found(f"{numbered('rank', waiting)} waited without end{meanwhile} ({done})", evidence=where)
     elif len(set(steps.values())) > 1:
         done = ", ".join(f"{count} on rank {rank}" for rank, count in steps.items())
         yield kinds.DIFFERENT_STEPS.found(f"the ranks took different numbers of steps: {done}")
@@ -66,7 +64,7 @@ def _by_itself(rank: Notes) -> bool:
 def _failed(failure: Failure, ranks: Sequence[int], of: int) -> Finding:
     text = failure.text.strip()
     kind = next((kind for sign, kind in _SIGNS if sign in text), kinds.FAILED)
-    where = "" if len(ranks) == of else f" {on_ranks(ranks)}"
+    where = "" if len(ranks) == of else f" on {numbered('rank', ranks)}"
     first = text.splitlines()[0] if text else ""
     more = {"path": failure.path, "line": failure.line} if failure.path else {}
     return kind.found(f"{failure.kind}{where}: {first}", evidence=failure.trace, **more)

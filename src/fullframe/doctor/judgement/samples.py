@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from fullframe.doctor.finding import Finding
-from fullframe.doctor.judgement.words import on_ranks
 from fullframe.doctor.probes import kinds
 from fullframe.doctor.probes.notes import Backward, BatchRead, Loader, Notes, Update
 from fullframe.wording import plural
@@ -143,7 +142,7 @@ def _order(notes: Sequence[Notes], number: int) -> Iterator[Finding]:
         if planned is not None and planned == second.planned and list(planned) != sorted(planned):
             yield kinds.SAME_ORDER.found(
                 f"the second epoch reads the same {len(planned)} samples in the same order as the first",
-                evidence=f"the first three are {', '.join(map(str, planned[:3]))} in both, {on_ranks([rank.rank])}",
+                evidence=f"the first three are {', '.join(map(str, planned[:3]))} in both, on rank {rank.rank}",
             )
             return
 

@@ -4,10 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from fullframe.doctor.finding import Finding
-from fullframe.doctor.judgement.words import on_ranks
 from fullframe.doctor.probes import kinds
 from fullframe.doctor.probes.notes import Backward, Event, Failure, Job, Notes, Sketch, Update, Weights
-from fullframe.wording import plural, some
+from fullframe.wording import numbered, plural, some
 
 _ROUNDING = 1e-6
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
@@ -64,7 +63,7 @@ def _why(notes: Sequence[Notes], number: int) -> str:
     loose = {name for rank in notes if (job := rank.one(Job)) is not None for name in job.unsynchronized}
     held_back = [rank.rank for rank in notes if not _synchronized(rank.events, number)]
     if held_back:
-        return f"the last backward before the step ran under no_sync() {on_ranks(held_back)}"
+        return f"the last backward before the step ran under no_sync() on {numbered('rank', held_back)}"
     return f"no data parallel wrapper was called, only {some(sorted(loose))}" if loose else ""
 
 
@@ -111,7 +110,7 @@ def _devices(jobs: Mapping[int, Job]) -> Iterator[Finding]:
     for ranks in places.values():
         if len(ranks) > 1:
             device = jobs[ranks[0]].device
-            yield kinds.SAME_DEVICE.found(f"ranks {', '.join(map(str, ranks))} all compute on {device}")
+            yield kinds.SAME_DEVICE.found(f"{numbered('rank', ranks)} all compute on {device}")
 
 
 def _different(by_rank: ByRank) -> dict[str, dict[int, Sketch]]:

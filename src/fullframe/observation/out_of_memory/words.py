@@ -6,6 +6,7 @@ from textwrap import shorten
 from fullframe.observation.kinds import name_of
 from fullframe.observation.out_of_memory.account import EVALUATION, OutOfMemory, Way
 from fullframe.observation.units import seconds_text, size_text
+from fullframe.wording import numbered
 
 _SHOWN = 3  # categories, modules
 _WIDE = 320  # characters of a line, where it is not a command
@@ -33,7 +34,7 @@ def _joined(*sentences: str) -> str:
 
 def happened(found: OutOfMemory) -> str:
     """Who ran out, when, and what was asked for."""
-    others = f", and so did {_ranks(found.others)}" if found.others else ""
+    others = f", and so did {numbered('rank', found.others)}" if found.others else ""
     asked = f"; {size_text(found.asked_bytes)} were asked for" if found.asked_bytes else ""
     when = f"in the evaluation after step {found.step}"
     if found.phase != EVALUATION:
@@ -97,7 +98,3 @@ def _ways(found: OutOfMemory) -> Iterator[str]:
 def _sizes(sizes: Mapping[str, int]) -> str:
     largest = sorted(sizes.items(), key=lambda pair: -pair[1])[:_SHOWN]
     return ", ".join(f"{name or '(the loss)'} {size_text(size)}" for name, size in largest)
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
