@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fullframe.data.nested import tensors_in
 from fullframe.doctor.probes.notes import Sketch
-from fullframe.model.sharding.values import is_sharded, local_value
+from fullframe.model.sharding.values import local_value, shard_of
 from fullframe.spatial.gradients import graph_behind
 
 _HERE = "/fullframe/doctor/"
@@ -33,10 +33,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def part_of(tensor: Tensor) -> str:
     """Which part of a sharded tensor this rank holds: ranks that name the same part must hold the same."""
-    if not is_sharded(tensor):
-        return ""
-    where = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=False)
-    return "".join(f"[{dim}:{at}]" for dim, (at, how) in enumerate(where) if not how.is_replicate())
+    return "".join(f"[{dim}:{at}]" for dim, at in shard_of(tensor))
 
 
 def sketch(tensor: Tensor) -> Sketch:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,10 @@ def rehearse(
     if shrinks:
         small_recipe = made_small(recipe, fewer_layers=strategy.recompute == "none" and strategy.stages == 1)
         _steps(small_recipe, strategy, mesh, folder / SMALL, SMALL_STEPS, repeat=True)
-        with _notebook(folder / SMALL, dist.get_rank()) as note:
-            note(End(reason="enough"))
+        with closing(Notebook(file_of_rank(folder / SMALL, dist.get_rank()))) as notebook:
+            notebook.note(End(reason="enough"))
         from_all_ranks(None)  # so that the first rank reads the notes of all
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        ranks = dist.get_world_size()
         found = on_first_rank(lambda: judge(read_notes(folder / SMALL, ranks), at_full_size=False))
         whole = whole and not any(finding.severity == "error" for finding in found)
     if whole or not shrinks:
@@ -81,7 +81,8 @@ def _steps(
     measure: Callable[[], dict[str, float]] = dict,
 ) -> None:
     rank = dist.get_rank()
-    with _notebook(folder, rank) as note:
+    with closing(Notebook(file_of_rank(folder, rank))) as notebook:
+        note = notebook.note
         probes = Probes(note, rank=rank, started=dist.get_world_size())
         probes.replica = lambda: mesh.get_local_rank("data")
         session = assemble(recipe, strategy, mesh)
@@ -146,12 +147,3 @@ def _evaluate(recipe: Recipe, strategy: Strategy, mesh: DeviceMesh, session: Ses
 
 def _first(dataset: Any, samples: int) -> Any:
     return Subset(dataset, range(min(samples, len(dataset))))
-
-
-@contextmanager
-def _notebook(folder: Path, rank: int) -> Iterator[Callable[[Event], None]]:
-    notebook = Notebook(file_of_rank(folder, rank))
-    try:
-        yield notebook.note
-    finally:
-        notebook.close()

@@ -36,6 +36,14 @@ def local_value(value: Tensor) -> Tensor:
     return value.to_local() if is_sharded(value) else value
 
 
+def shard_of(value: Tensor) -> tuple[tuple[int, int], ...]:
+    """Which part of a sharded tensor this rank holds: its place along each dim of the mesh that cuts it."""
+    if not is_sharded(value):
+        return ()
+    where = zip(value.device_mesh.get_coordinate() or (), value.placements, strict=False)
+    return tuple((dim, at) for dim, (at, how) in enumerate(where) if not how.is_replicate())
+
+
 _in_step = [False]  # of an optimizer
 
 

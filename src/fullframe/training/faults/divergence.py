@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.errors import RunError
-from fullframe.model.sharding.values import is_sharded
+from fullframe.model.sharding.values import is_sharded, shard_of
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.mesh import Spatial, spatial_of
@@ -90,9 +90,7 @@ def _held(model: nn.Module, mesh: DeviceMesh) -> Iterator[_Held]:
     parameter: Any
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
-            where = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=False)
-            part = tuple((dim, at) for dim, (at, how) in enumerate(where) if not how.is_replicate())
-            yield _Held(name, ("shard", part), parameter.to_local().detach())
+            yield _Held(name, ("shard", shard_of(parameter)), parameter.to_local().detach())
         else:
             yield _Held(name, "all", parameter.detach())
     for name, buffer in model.named_buffers():
