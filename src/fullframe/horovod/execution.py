@@ -71,16 +71,6 @@ def scale(tensor: Tensor, factor: float) -> None:
         tensor.copy_(tensor.double() * factor)
 
 
-def divide(tensor: Tensor, count: int) -> None:
-    """Divide in place; whole numbers are cut off towards zero."""
-    if count == 1:
-        return
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.div_(count)
-    else:
-        tensor.div_(count, rounding_mode="trunc")
-
-
 def writing(target: Tensor) -> AbstractContextManager[object]:
     """Within which a caller's tensor may be written by any thread: one of inference mode in that mode alone."""
     return torch.inference_mode() if target.is_inference() else nullcontext()
@@ -129,7 +119,7 @@ def _allreduce(batch: Sequence[Job], collectives: Collectives) -> None:
             if outputs[0] is not inputs[0]:
                 outputs[0].copy_(inputs[0])
             _reduce([outputs[0]], outputs[0], request, collectives)
-            _finish(outputs[0], outputs[0], request, collectives.size)
+            finish_reduction(outputs[0], outputs[0], request, collectives.size)
     else:
         for dtype in dict.fromkeys(tensor.dtype for tensor in inputs):  # a group may mix them
             chosen = [i for i, tensor in enumerate(inputs) if tensor.dtype == dtype]
@@ -140,7 +130,7 @@ def _allreduce(batch: Sequence[Job], collectives: Collectives) -> None:
             _reduce(pieces, flat, request, collectives)
             for i, piece in zip(chosen, pieces, strict=True):
                 with writing(outputs[i]):
-                    _finish(outputs[i], piece.view(inputs[i].shape), request, collectives.size)
+                    finish_reduction(outputs[i], piece.view(inputs[i].shape), request, collectives.size)
     remaining = iter(outputs)
     for job in batch:
         done = [next(remaining) for _ in job.request.shapes]
@@ -157,7 +147,7 @@ def _outputs(job: Job) -> Sequence[Tensor]:
 
 
 def _reduce(pieces: Sequence[Tensor], flat: Tensor, request: Request, collectives: Collectives) -> None:
-    """All but what `_finish` does."""
+    """All but what `finish_reduction` does."""
     scale(flat, request.prescale)
     if request.op == ReduceOp.Adasum:
         for piece in pieces:
@@ -166,16 +156,16 @@ def _reduce(pieces: Sequence[Tensor], flat: Tensor, request: Request, collective
         collectives.allreduce(flat, request.op)
 
 
-def _finish(target: Tensor, whole: Tensor, request: Request, size: int) -> None:
-    """Write what was reduced into its target, which may be itself, as an average divided on the way, and scaled."""
-    floats = whole.is_floating_point() or whole.is_complex()
-    if request.op == ReduceOp.Average and floats and size > 1:
-        torch.div(whole, size, out=target)
-    else:
-        if target is not whole:
-            target.copy_(whole)
-        if request.op == ReduceOp.Average:
-            divide(target, size)
+def finish_reduction(target: Tensor, whole: Tensor, request: Request, size: int) -> None:
+    """Write what was reduced into its target, which may be itself, as an average divided on the way, and scaled.
+
+    Whole numbers are cut off towards zero.
+    """
+    if request.op == ReduceOp.Average and size > 1:
+        has_fractions = whole.is_floating_point() or whole.is_complex()
+        torch.div(whole, size, rounding_mode=None if has_fractions else "trunc", out=target)
+    elif target is not whole:
+        target.copy_(whole)
     scale(target, request.postscale)
 
 
@@ -220,9 +210,7 @@ def _reducescatter(job: Job, collectives: Collectives) -> list[Tensor]:
             tensor = tensor.clone()
             scale(tensor, request.prescale)
         out = collectives.reducescatter(tensor, rows_of(tensor.shape[0], collectives.size))
-        if request.op == ReduceOp.Average:
-            divide(out, collectives.size)
-        scale(out, request.postscale)
+        finish_reduction(out, out, request, collectives.size)
         found.append(out)
     return found
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from fullframe.horovod.collectives import Collectives
-from fullframe.horovod.execution import divide, scale, writing
+from fullframe.horovod.execution import finish_reduction, scale, writing
 from fullframe.horovod.request import ReduceOp, Request
 from fullframe.horovod.submission import Submission
 from fullframe.horovod.table import Due
@@ -83,15 +83,9 @@ class Forecast:
             self._last.times, self.expected = 0, None
             return False
         assert submission is not None
-        if request.op == ReduceOp.Average:
-            divide(data, size)
-        scale(data, request.postscale)
-        if submission.targets is None:
-            target = data.clone()
-        else:
-            target = submission.targets[0]
-            with writing(target):
-                target.copy_(data)
+        target = torch.empty_like(data) if submission.targets is None else submission.targets[0]
+        with writing(target):
+            finish_reduction(target, data, request, size)
         self._follow(known)
         submission.finish([target])
         return True
