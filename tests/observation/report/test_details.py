@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fullframe.observation.report.details import details, messages
 from tests.observation.report.test_sections import shown
-from tests.observation.run_writer import good_run, records, troubled_run, write_run
+from tests.observation.run_writer import facts, good_run, records, troubled_run, write_run
 
 
 def test_the_exact_strategy_and_versions_are_there(tmp_path: Path) -> None:
@@ -14,6 +14,12 @@ def test_the_exact_strategy_and_versions_are_there(tmp_path: Path) -> None:
     assert "<td>torch</td><td>2.13.0</td>" in drawn and "<td>SLURM_JOB_ID</td><td>4711</td>" in drawn
     assert "fullframe train examples/stereo_depth/recipe.py --width 2" in drawn
     assert "class=apart" not in drawn
+
+
+def test_values_are_whole(tmp_path: Path) -> None:
+    run = write_run(tmp_path, run=facts(arguments=["train", "--set", "scenes=a*"]), strategy={"compile": ["encoder.*"]})
+    drawn = details([shown(run)])
+    assert "<td>fullframe train --set scenes=a*</td>" in drawn and "<td>encoder.*</td>" in drawn
 
 
 def test_where_runs_differ_is_marked(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def details(shown: Sequence[Shown]) -> str:
     for title, read in (("Strategy", _strategy), ("Run", _facts)):
         columns = [dict(read(one.run)) for one in shown]
         names = list(dict.fromkeys(name for column in columns for name in column))
-        rows = [[escape(name), *(_value(column.get(name, "")) for column in columns)] for name in names]
+        rows = [[escape(name), *(column.get(name, "") for column in columns)] for name in names]
         classes = ["apart" if len(set(row[1:])) > 1 else "" for row in rows]
         head = ["", *(escape(one.name) for one in shown)] if len(shown) > 1 else []
         body = table(head, rows, classes) if rows else '<p class="muted">Its file is not there.</p>'
@@ -39,21 +39,23 @@ def messages(shown: Sequence[Shown]) -> str:
 
 
 def _strategy(run: RunFiles) -> Iterator[tuple[str, str]]:
+    """Fields, and their values as HTML: what is no default stands out."""
     for name, value in (run.strategy or {}).items():
-        if isinstance(value, list):
-            yield name, ", ".join(map(str, value)) or "none"
-        else:
-            yield name, _word(value) + "*" * (value != getattr(_DEFAULT, name, None))
+        word = escape(_word(value))
+        is_usual = isinstance(value, list) or value == getattr(_DEFAULT, name, None)
+        yield name, word if is_usual else f"<b>{word}</b>"
 
 
 def _word(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)
 
 
 def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
-    yield "directory", str(run.path)
+    yield "directory", escape(str(run.path))
     facts = run.facts
     if facts is None:
         return
@@ -74,9 +76,4 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
     }
     for name, value in known.items():
         if value not in ("", None):
-            yield name, str(value)
-
-
-def _value(text: str) -> str:
-    """The value of a strategy's field that is not the default ends with a star."""
-    return f"<b>{escape(text[:-1])}</b>" if text.endswith("*") else escape(text)
+            yield name, escape(str(value))
