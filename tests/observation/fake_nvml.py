@@ -40,6 +40,12 @@ class FakeNvml:
             raise NVMLError("Invalid Argument")
         return index
 
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        found = [handle for handle in range(len(self.holders)) if self.nvmlDeviceGetUUID(handle) == uuid]
+        if not found:
+            raise NVMLError("Not Found")
+        return found[0]
+
     def nvmlDeviceGetUUID(self, handle: int) -> str:
         return f"GPU-{handle}a2b3c4d-0000"
 

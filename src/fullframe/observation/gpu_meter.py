@@ -3,9 +3,9 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from fullframe.observation.gpus import as_text
 from fullframe.ranks import device
 
 _SECONDS = 1.0  # between two times that the driver is asked
@@ -23,11 +23,9 @@ class GpuMeter:
         self._nvml, self._clock = nvml, clock
         self._handle: Any = None
         self._due = 0.0
-        try:
+        with suppress(nvml.NVMLError):
             nvml.nvmlInit()
-            self._handle = _handle_of(nvml, uuid)
-        except nvml.NVMLError:
-            self._handle = None
+            self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
 
     def look(self) -> dict[str, Any]:
         """Now, if it is time to."""
@@ -56,13 +54,3 @@ def meter_of_rank() -> GpuMeter | None:
         return None
     uuid = device.uuid()
     return GpuMeter(uuid, pynvml) if uuid else None
-
-
-def _handle_of(nvml: Any, uuid: str) -> Any:
-    """The driver's handle of a GPU; None where it has none of this name."""
-    wanted = uuid.removeprefix("GPU-")
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        if as_text(nvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-") == wanted:
-            return handle
-    return None

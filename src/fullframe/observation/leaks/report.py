@@ -59,7 +59,7 @@ def leak(
     """The leak of what has this name, per `every`."""
     where = f"{name} ({kept})" if kept is not None else name
     line = made or kept
-    parts = [f"{_size(bytes)}"] * (bytes > 0) + [plural(nodes, "graph node")] * (nodes > 0)
+    parts = [_size(bytes)] * (bytes > 0) + [plural(nodes, "graph node")] * (nodes > 0)
     text = f"leak: `{name}` grows with every {every}" + f" by {' and '.join(parts)}" * bool(parts)
     if kept is not None:
         text += f"; kept at {kept} ({kept.text})" if kept.text else f"; kept at {kept}"

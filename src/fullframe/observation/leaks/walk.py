@@ -41,7 +41,7 @@ PACKAGE = str(Path(__file__).parents[2]) + "/"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spot:
-    """Where something is kept: reached from `parent` by `label`; `owner` is what has it, in which it is found again."""
+    """Where something is kept: reached from `parent` by `label`; by `key`, the whole path's, it is found again."""
 
     parent: "Spot | None"
     label: str

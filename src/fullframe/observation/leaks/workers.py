@@ -1,16 +1,15 @@
 """The loader's processes: host memory that grows with every sample they read, though the data set has no cache.
 
-Their private memory is read from /proc; what they share, as the batches on their way, does not count. Which line keeps
+What counts is their private memory; what they share, as the batches on their way, does not. Which line keeps
 something cannot be seen from here: the source of the data set is searched for one.
 """
 
 import ast
 import inspect
-import os
 import textwrap
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
@@ -22,7 +21,6 @@ from fullframe.observation.leaks.walk import is_users
 _LOOKS = 8  # in a row, at each of which it has grown since the last but one: what it lets go of once is no end
 _STEPS = 16
 _LEAST_BYTES = 256 * 1024  # a step, of all workers
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _ADDS = {"append", "extend", "add", "insert", "appendleft", "update"}
 
 
@@ -65,11 +63,9 @@ def _grows(sizes: list[int | None]) -> bool:
 
 def _private_bytes() -> Iterator[tuple[int, int]]:
     for child in psutil.Process().children():
-        try:
-            resident, shared = Path(f"/proc/{child.pid}/statm").read_text().split()[1:3]
-        except OSError:
-            continue
-        yield child.pid, (int(resident) - int(shared)) * _PAGE
+        with suppress(psutil.Error):  # it may have ended
+            memory = child.memory_info()
+            yield child.pid, memory.rss - memory.shared
 
 
 def lines_that_add(data: Any) -> Iterator[Line]:

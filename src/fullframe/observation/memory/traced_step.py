@@ -65,11 +65,6 @@ class TracedStep:
             return None
         return self._tracer.trace, account(self._tracer.trace)
 
-    @property
-    def problem(self) -> str:
-        """Why the step could not be followed, "" where it could."""
-        return self._tracer.problem
-
 
 class CarefulTracer(Tracer):
     """A `Tracer` of real ops: what it fails at itself is noted in `problem`, and it follows no more."""

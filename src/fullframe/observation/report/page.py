@@ -52,13 +52,6 @@ def page(runs: Sequence[RunFiles]) -> str:
 
 def write_out_of_memory(run: RunFiles, out: Path) -> Path:
     """Write the page of a step that ran out of memory to `out`; there must have been one."""
-    assert run.out_of_memory is not None
-    replace_text(out, out_of_memory_page(run))
-    return out
-
-
-def out_of_memory_page(run: RunFiles) -> str:
-    """Its HTML."""
     found, name = run.out_of_memory, names_of([run])[0]
     assert found is not None
     level, lead = "warn" if run.goes_on else "bad", happened(found)
@@ -67,7 +60,7 @@ def out_of_memory_page(run: RunFiles) -> str:
         f'<p class="lead">{escape(capital(lead))}.</p><small>{escape(found.devices)}</small></header>'
     )
     cards = f'<div class="grid">{account_of(found, run.goes_on)}</div>'
-    return _html(f"Out of memory: {name}", [head, cards], time.time())
+    return write_page(_html(f"Out of memory: {name}", [head, cards], time.time()), out)
 
 
 def _html(title: str, body: Sequence[str], now: float) -> str:

@@ -31,8 +31,7 @@ class Report:
             raise RunError(f"cannot write {path}: {error.strerror}; name another file") from error
 
     def __repr__(self) -> str:
-        said = {name: len(found) for name, found in self.findings.items()}
-        return f"Report({', '.join(f'{name}: {count} findings' for name, count in said.items())})"
+        return f"Report({', '.join(f'{name}: {len(found)} findings' for name, found in self.findings.items())})"
 
     def _repr_html_(self) -> str:
         # A frame keeps the page's style and the notebook's apart; the page may draw, and reach nothing else.

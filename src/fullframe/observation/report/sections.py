@@ -187,7 +187,7 @@ def _ranks_card(one: Shown, title: str) -> str:
     largest = max((sum(part.value for part in parts) for _, parts, _ in rows), default=0.0)
     mark = Mark(name="limit", value=limit) if limit and limit < 3 * largest else None
     colours = {part.name: part.colour for _, parts, _ in rows for part in parts}
-    keys = legend_of({name: colours[name] for name in in_order(list(colours), [plain(kind) for kind in CATEGORIES])})
+    keys = legend_of({name: colours[name] for name in in_order(colours, [plain(kind) for kind in CATEGORIES])})
     said = f'<p class="muted">The dashed line is the device\'s limit, {size_text(limit or 0)}.</p>' if mark else ""
     if len(ranks) > _RANKS:
         said += f'<p class="muted">The {_RANKS} fullest of {len(ranks)} ranks.</p>'
@@ -238,7 +238,7 @@ def times(shown: Sequence[Shown]) -> str:
 
 
 def _seconds_parts(rank: RankNow) -> list[Part]:
-    kinds = in_order(list(rank.seconds), KINDS)
+    kinds = in_order(rank.seconds, KINDS)
     return [Part(name=plain(k), value=rank.seconds[k], text=seconds_text(rank.seconds[k]), colour=colour_of(k))
             for k in kinds]  # fmt: skip
 
@@ -298,7 +298,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], classes: Sequence[
 
 def _by_category(sizes: Mapping[str, int], whole: int) -> list[tuple[str, int]]:
     """In order, with what is left of the whole; the whole alone where there are no categories."""
-    found = [(kind, sizes[kind]) for kind in in_order(list(sizes), CATEGORIES)]
+    found = [(kind, sizes[kind]) for kind in in_order(sizes, CATEGORIES)]
     left = whole - sum(sizes.values())
     return [*found, *([("other" if found else "allocated", left)] if left > 0.001 * whole else [])]
 

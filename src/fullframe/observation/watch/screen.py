@@ -145,7 +145,7 @@ def _times(summary: Summary) -> _Section:
     slowest = summary.slowest[0] if summary.slowest is not None else None
     rows = []
     for rank in ranks:
-        parts = [(kind, rank.seconds[kind]) for kind in in_order(list(rank.seconds), KINDS)]
+        parts = [(kind, rank.seconds[kind]) for kind in in_order(rank.seconds, KINDS)]
         text = seconds_text(sum(rank.seconds.values())) + ("  slowest" if rank.rank == slowest else "")
         rows.append(_Row(rank.rank, parts, text))
     whole = sum(sum(rank.seconds.values()) for rank in ranks)
@@ -165,7 +165,7 @@ def _memory(run: RunFiles, summary: Summary) -> _Section:
     limit, rows = summary.limit_bytes, []
     for rank in ranks:
         sizes = rank.bytes or {"other": _held(rank)}
-        parts = [(kind, float(sizes[kind])) for kind in in_order(list(sizes), CATEGORIES)]
+        parts = [(kind, float(sizes[kind])) for kind in in_order(sizes, CATEGORIES)]
         text = size_text(_held(rank)) + (f" of {size_text(rank.limit_bytes)}" if rank.limit_bytes else "")
         text += f" {rank.gpu_percent:.0f}%" if rank.gpu_percent is not None else ""
         rows.append(_Row(rank.rank, parts, text, float(predicted) if predicted else None))
