@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from fullframe.errors import RunError
-from fullframe.observation.kinds import OF_STEP
+from fullframe.training.run_directory import OF_STEP
 from fullframe.wording import in_json, plural
 
 _QUIET_SECONDS = 5.0

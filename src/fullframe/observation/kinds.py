@@ -1,4 +1,4 @@
-"""The categories of memory, the parts of a step's time and a step's own numbers: order and names, wherever shown."""
+"""The categories of memory and the parts of a step's time: order and names, wherever shown."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,8 +7,6 @@ CATEGORIES = (
     "cached",
 )  # fmt: skip
 KINDS = ("data", "forward", "exchange", "backward", "all_reduce", "optimizer")  # of the seconds of a step
-# What a record of metrics.jsonl holds of every step; whatever else is there was measured by `evaluate`.
-OF_STEP = frozenset(("step", "loss", "grad_norm", "skipped", "step_seconds", "learning_rate"))
 
 
 def in_order(kinds: Iterable[str], first: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ from fullframe.training.checkpoints.writer import load, newest_checkpoint
 from fullframe.training.evaluation import evaluating, evaluation_data
 from fullframe.training.loading.listing import listing_of
 from fullframe.training.observers import Observed, Observer, Observers
-from fullframe.training.run_directory import Resume, last_step, opened, strategy_of_restart
+from fullframe.training.run_directory import OF_STEP, Resume, last_step, opened, strategy_of_restart
 from fullframe.training.run_file import facts
 from fullframe.training.same_start import require_same_options
 from fullframe.training.session import Session, assemble
@@ -35,7 +35,6 @@ from fullframe.training.steps import Run, Steps, due, watched
 from fullframe.wording import plural
 
 _YEAR = 365 * 24 * 3600.0  # seconds
-_OF_STEP = {"step", "loss", "grad_norm", "skipped", "step_seconds", "learning_rate"}  # of a record; others are measured
 Record = Mapping[str, Any]  # one step: step, loss, grad_norm, skipped, step_seconds, and what evaluate() measured
 
 
@@ -199,7 +198,7 @@ def _made_up_for(recipe: Recipe, todo: Steps, run: Run, looking: Observer) -> bo
     """
     number, line = todo.done, on_first_rank(run.directory.last_record)
     was_due = recipe.evaluate is not None and due(number, recipe.evaluate_every)
-    if not was_due or line.get("step") != number or not _OF_STEP.issuperset(line):
+    if not was_due or line.get("step") != number or not OF_STEP.issuperset(line):
         return False
     run.say(f"making the evaluation after step {number}, which the run had left out")
     measured = todo.evaluate(number, last=False)

@@ -23,6 +23,8 @@ from fullframe.wording import in_json
 
 _BLOCK_BYTES = 65536  # of metrics.jsonl, that are read at a time from its end
 _SAID_ELSEWHERE = ("data", "depth", "height", "width", "stages", "precision")  # by the checkpoint, where they differ
+# What a record of metrics.jsonl holds of every step; whatever else is there was measured by `evaluate`.
+OF_STEP = frozenset(("step", "loss", "grad_norm", "skipped", "step_seconds", "learning_rate"))
 Resume = bool | Literal["auto"]  # "auto": go on if there is a run, else start one
 
 

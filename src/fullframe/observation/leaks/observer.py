@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fullframe.observation.kinds import OF_STEP
 from fullframe.observation.leaks.report import Leak
 from fullframe.observation.leaks.watch import LeakWatch
 from fullframe.observation.leaks.workers import WorkerMemory
 from fullframe.training.observers import Observed, Observer
+from fullframe.training.run_directory import OF_STEP
 
 _WORKERS_EVERY = 3  # steps
 
@@ -24,7 +24,6 @@ class LeakObserver(Observer):
         if run.rank != 0:
             return
         recipe, state = run.recipe, run.session.state
-
         data = state.loader.dataset
         functions = {"loss": recipe.loss, "evaluate": recipe.evaluate, "schedule": recipe.schedule}
         model = {"parallelized model": run.session.model, "model": state.model}

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from fullframe.observation.kinds import CATEGORIES, KINDS, OF_STEP, in_order, name_of
+from fullframe.observation.kinds import CATEGORIES, KINDS, in_order, name_of
 from fullframe.observation.report.charts import Bar, Line, Mark, Part, area_chart, bars, legend_of, line_chart
 from fullframe.observation.run_files import ObservedStep, RunFiles
 from fullframe.observation.summary import RankNow, Summary, compared, smoothed
 from fullframe.observation.units import seconds_text, share_text, size_text
+from fullframe.training.run_directory import OF_STEP
 from fullframe.wording import GIB, MIB, capital
 
 _NAMES = {"parameter": "parameters", "gradient": "gradients", "activation": "activations"}

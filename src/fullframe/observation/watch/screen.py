@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from fullframe.observation.kinds import CATEGORIES, KINDS, OF_STEP, in_order
+from fullframe.observation.kinds import CATEGORIES, KINDS, in_order
 from fullframe.observation.run_files import RunFiles
 from fullframe.observation.summary import RankNow, Summary, smoothed
 from fullframe.observation.units import duration_text, number_text, seconds_text, size_text
 from fullframe.observation.watch.drawing import Glyphs, bar, curve, keys, rule
+from fullframe.training.run_directory import OF_STEP
 
 _STATES = {"running": "bold green", "finished": "bold green", "stopped": "bold yellow", "unknown": "bold yellow"}
 _LEVELS = {"bad": "bold red", "warn": "yellow", "info": "cyan"}

@@ -51,7 +51,7 @@ class Manifest:
         body = {
             "step": self.step,
             "facts": self.facts,
-            "tensors": {name: asdict(t) | {"dtype": _dtype_name(t.dtype)} for name, t in self.tensors.items()},
+            "tensors": {name: asdict(t) | {"dtype": dtype_name(t.dtype)} for name, t in self.tensors.items()},
             "files": {name: asdict(record) for name, record in self.files.items()},
         }
         return json.dumps({"format": FORMAT, "blake2b": _checksum(body), "checkpoint": body}, indent=1)
@@ -94,11 +94,12 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_json((folder / MANIFEST).read_text(errors="replace"))
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without the "torch." before it."""
     return str(dtype).removeprefix("torch.")
 
 
-_NAMED_DTYPES = {_dtype_name(dtype): dtype for dtype in DTYPES}
+_NAMED_DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
 
 
 def _tensor(value: Any) -> StoredTensor:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from fullframe.errors import CheckpointError
 from fullframe.model.sharding.values import is_sharded
 from fullframe.ranks.mesh import axes_of
+from fullframe.strategy import multiplied
 from fullframe.technique import Precision
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.evaluation_point import to_training_point
 from fullframe.techniques.precision import LossScale
-from fullframe.training.checkpoints.manifest import Manifest, StoredTensor
+from fullframe.training.checkpoints.manifest import Manifest, StoredTensor, dtype_name
 from fullframe.training.checkpoints.optimizer_state import REMEDY, OptimizerState, as_tensor, is_plain, some
 from fullframe.training.loading.loader import ShardedLoader
 
@@ -186,16 +187,10 @@ def take_weights(model: nn.Module, manifest: Manifest, filled: Mapping[str, Tens
 def _check_shape(name: str, target: Tensor, stored: StoredTensor | None) -> None:
     if stored is None:
         raise CheckpointError(f"the checkpoint has no {name}; {REMEDY}")
-    if (stored.dtype, stored.sizes) == (target.dtype, tuple(target.shape)):
-        return
-    raise CheckpointError(
-        f"the checkpoint's {name} is {_shape(stored.dtype, stored.sizes)}, "
-        f"this run's is {_shape(target.dtype, tuple(target.shape))}; {REMEDY}"
-    )
-
-
-def _shape(dtype: torch.dtype, sizes: tuple[int, ...]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {sizes}"
+    there = f"{dtype_name(stored.dtype)} {stored.sizes}"
+    here = f"{dtype_name(target.dtype)} {tuple(target.shape)}"
+    if there != here:
+        raise CheckpointError(f"the checkpoint's {name} is {there}, this run's is {here}; {REMEDY}")
 
 
 def _names(manifest: Manifest, prefix: str) -> set[str]:
@@ -203,4 +198,4 @@ def _names(manifest: Manifest, prefix: str) -> set[str]:
 
 
 def _product(sizes: Any) -> str:
-    return " x ".join(f"{name} {size}" for name, size in zip(axes_of(len(sizes)), sizes, strict=True))
+    return multiplied(dict(zip(axes_of(len(sizes)), sizes, strict=True)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_iter
 
 from fullframe.errors import FullframeError
 from fullframe.model.blocks import class_name
@@ -51,8 +51,7 @@ def _first_output(model: nn.Module, forward: Callable[[], None]) -> _Found:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
             nonlocal finished, found
             finished += 1
-            leaves, _ = tree_flatten_with_path(output)
-            if found is None and any(_is_broken(leaf) for _, leaf in leaves):
+            if found is None and any(map(_is_broken, tree_iter(output))):
                 found = finished, f"the output of module {name or '(the whole model)'} ({class_name(module)})"
 
         return look
@@ -75,6 +74,5 @@ def _first(values: Iterable[tuple[str, Any]]) -> _Found:
 def _is_broken(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return False
-    tensor = local_or_whole(value)
-    tensor = local_value(tensor)
+    tensor = local_value(local_or_whole(value))
     return tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
