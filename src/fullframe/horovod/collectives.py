@@ -4,6 +4,7 @@ Whatever only moves is sent as bytes, so that every dtype can be.
 """
 
 import datetime
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,20 +96,19 @@ class Collectives:
         if wider is None and group is self._gloo and tensor.is_cuda:
             wider = tensor.dtype
         if wider is None:
-            _do(group, tensor, op)
+            group.allreduce(tensor, _OPS[op]).wait()
             return
-        bool_ops = {ReduceOp.Sum: ReduceOp.Max, ReduceOp.Product: ReduceOp.Min}
         if tensor.dtype == torch.bool:  # a sum of truths is "any", a product "all"
-            op = bool_ops.get(op, op)
+            op = {ReduceOp.Sum: ReduceOp.Max, ReduceOp.Product: ReduceOp.Min}.get(op, op)
         copy = tensor.to(wider) if group is not self._gloo else tensor.cpu().to(wider)
-        _do(group, copy, op)
+        group.allreduce(copy, _OPS[op]).wait()
         tensor.copy_(copy)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite a contiguous tensor with the root's."""
         if self.size > 1 and tensor.numel():
             raw, group = self._bytes(tensor)
-            _broadcast(group, raw, root).wait()
+            group.broadcast(raw, root).wait()
             self._back(raw, tensor)
 
     def allgather(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
@@ -137,7 +137,7 @@ class Collectives:
         out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
         if self.size == 1:
             return out.copy_(tensor)
-        row = tensor[:0].new_empty((1, *tensor.shape[1:])).numel() * tensor.element_size()
+        row = math.prod(tensor.shape[1:]) * tensor.element_size()  # bytes
         if not row:
             return out
         mine, group = self._bytes(tensor.contiguous())
@@ -205,25 +205,6 @@ class Collectives:
     def _back(self, raw: Tensor, tensor: Tensor) -> None:
         if raw.device != tensor.device:
             in_bytes(tensor).copy_(raw)
-
-
-def _do(group: Any, tensor: Tensor, op: ReduceOp) -> None:
-    group.allreduce([tensor], _OPTIONS[op]).wait()
-
-
-def _options(op: Any) -> Any:
-    options = dist.AllreduceOptions()
-    options.reduceOp = op
-    return options
-
-
-_OPTIONS = {op: _options(value) for op, value in _OPS.items()}
-
-
-def _broadcast(group: Any, tensor: Tensor, root: int) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = root
-    return group.broadcast([tensor], options)
 
 
 def _adasum(a: Tensor, b: Tensor) -> Tensor:

@@ -48,11 +48,11 @@ def grouped(
     else:
         chosen = [list(group) for group in groups or ()]
     trained = set(parameters)
-    placed = [parameter for group in chosen for parameter in group]
-    if len(set(placed)) < len(placed):
+    placed = {parameter for group in chosen for parameter in group}
+    if len(placed) < sum(map(len, chosen)):
         raise ValueError("a parameter can only appear once in groups")
     found = [[p for p in group if p in trained] for group in chosen]
-    rest = [parameter for parameter in parameters if parameter not in set(placed)]
+    rest = [parameter for parameter in parameters if parameter not in placed]
     return [*_by_size(rest[::-1], limit_bytes), *(group for group in found[::-1] if group)]
 
 

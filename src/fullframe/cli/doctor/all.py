@@ -43,10 +43,11 @@ class DoctorAll:
             findings += DoctorRun(program=_RECIPE, json=self.json).findings()
         else:
             console.print("run: there is no recipe.py here; fullframe doctor run PROGRAM takes any", style="bold")
+        findings = by_severity(findings)
         if not self.json:
-            for sentence in most_useful(by_severity(findings)):
+            for sentence in most_useful(findings):
                 console.print(sentence, soft_wrap=True)
-        return exit_code(by_severity(findings), self.json)
+        return exit_code(findings, self.json)
 
 
 def most_useful(findings: "Sequence[Finding]") -> list[str]:
@@ -69,7 +70,7 @@ def _linted(console: Console, as_json: bool) -> "list[Finding]":
 
     configuration = configured([Path(".")])
     files = list(configuration.files([Path(".")]))
-    findings = list(check_files(files, configuration.rules()))
+    findings = check_files(files, configuration.rules())
     if not as_json:
         print_findings(console, findings)
         console.print(summary(findings, plural(len(files), "file")), soft_wrap=True)
