@@ -9,6 +9,7 @@ import sys
 import warnings
 import zlib
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -69,11 +70,9 @@ def warn(text: str) -> None:
 def line_of(trace: TracebackType | None) -> str:
     """Where an error was raised, by its traceback: likewise the innermost line of the program's own."""
     found = "?"
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        file = (_files.get(id(code)) or _kept(code))[1]
-        found = f"{file or code.co_filename}:{trace.tb_lineno}" if file or found == "?" else found
-        trace = trace.tb_next
+    for frame, number in walk_tb(trace):
+        file = (_files.get(id(frame.f_code)) or _kept(frame.f_code))[1]
+        found = f"{file or frame.f_code.co_filename}:{number}" if file or found == "?" else found
     return found
 
 

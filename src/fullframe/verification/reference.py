@@ -234,11 +234,9 @@ def _narrow_explained() -> Iterator[None]:
     except RuntimeError as error:
         if not {"float", "double"} <= set(re.findall("[a-z]+", str(error).lower().replace("float64", "double"))):
             raise
-        last = error.__traceback__
-        while last is not None and last.tb_next is not None:
-            last = last.tb_next
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
         raise RecipeError(
-            f"{error} ({where(last and last.tb_frame)}). In training all is float32; verify computes in float64, and a "
+            f"{error} ({where(innermost)}). In training all is float32; verify computes in float64, and a "
             "tensor that is float32 whatever it meets does not follow: write weights.to(prediction) for constants of a "
             "loss, image.to(torch.get_default_dtype()) for image.float()"
         ) from error

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any
 
@@ -105,10 +106,9 @@ def _strategy_now(run: Observed) -> dict[str, Any]:
 def _place(trace: TracebackType | None) -> dict[str, str]:
     """The innermost line of the user's that was run, what stands there, and the module whose forward it was in."""
     line, frame = None, None
-    while trace is not None:
-        frame = trace.tb_frame
-        if is_users(frame.f_code.co_filename) and not frame.f_code.co_filename.startswith("<"):
-            line = Line(str(Path(frame.f_code.co_filename)), trace.tb_lineno)
-        trace = trace.tb_next
+    for frame, number in walk_tb(trace):
+        file = frame.f_code.co_filename
+        if is_users(file) and not file.startswith("<"):
+            line = Line(str(Path(file)), number)
     found = {"module": module_path(frame) if frame is not None else ""}
     return found | ({} if line is None else {"line": str(line), "source": line.text})
