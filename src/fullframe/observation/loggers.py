@@ -61,7 +61,6 @@ class TensorBoard(Logger):
             self._writer.add_scalar(name, value, step)
 
     def close(self, status: Status) -> None:
-        """Write what waits."""
         if self._writer is not None:
             self._writer.close()
 
@@ -88,7 +87,6 @@ class WandB(Logger):
         self._run.log(dict(values), step=step)
 
     def close(self, status: Status) -> None:
-        """Send what waits."""
         self._run.finish(exit_code=1 if status == "failed" else 0)
 
 
@@ -125,7 +123,6 @@ class MLflow(Logger):
             self._send()
 
     def close(self, status: Status) -> None:
-        """Send what waits."""
         self._send()
         named = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[status]
         self._client.set_terminated(self._id, status=named)
@@ -171,7 +168,6 @@ class Loggers(Observer):
             self._guarded(self._names[0], lambda: kept.write_text(json.dumps(known) + "\n"))
 
     def after_step(self, number: int, record: Mapping[str, Any]) -> None:
-        """Log the numbers of a step."""
         values = {
             name: float(value)
             for name, value in record.items()

@@ -92,7 +92,6 @@ class RealHost:
         step()
 
     def phase(self, name: str) -> None:
-        """As `StepHost.phase`."""
         self.phases.enter(name)
 
     def backward(self, loss: Tensor) -> None:

@@ -86,31 +86,25 @@ class Observers(Observer):
             yield
 
     def before_step(self, number: int) -> None:
-        """As `Observer.before_step`."""
         for observer in self._observers:
             observer.before_step(number)
 
     def batch_read(self, number: int, batch: Any) -> None:
-        """As `Observer.batch_read`."""
         for observer in self._observers:
             observer.batch_read(number, batch)
 
     def step_taken(self, number: int) -> None:
-        """As `Observer.step_taken`."""
         for observer in self._observers:
             observer.step_taken(number)
 
     def after_step(self, number: int, record: Mapping[str, Any]) -> None:
-        """As `Observer.after_step`."""
         for observer in self._observers:
             observer.after_step(number, record)
 
     def out_of_memory(self, number: int, error: BaseException) -> None:
-        """As `Observer.out_of_memory`."""
         for observer in self._observers:
             observer.out_of_memory(number, error)
 
     def evaluation_out_of_memory(self, number: int, error: BaseException) -> None:
-        """As `Observer.evaluation_out_of_memory`."""
         for observer in self._observers:
             observer.evaluation_out_of_memory(number, error)

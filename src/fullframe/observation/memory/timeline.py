@@ -50,7 +50,6 @@ class Timeline(Observer):
         self._traced: TracedStep | None = None
 
     def begin(self, run: Observed) -> None:
-        """On every rank."""
         self._run = run
         self._file = TimelineFile(run.run_dir, run.rank, run.session.state.step)
         self._phases = run.session.step.phases

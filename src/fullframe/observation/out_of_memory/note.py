@@ -41,7 +41,6 @@ class OutOfMemoryNotes(Observer):
         self._made = time.time()
 
     def begin(self, run: Observed) -> None:
-        """On every rank."""
         self._run = run
         if run.rank == 0 and not restart_reason():
             for path in (*run.run_dir.glob(f"{NOTES}/*"), run.run_dir / SUMMARY):
