@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +60,7 @@ class Jobs:
         if problem:
             print(f"warning: {problem}; states are those that the runs wrote", file=sys.stderr)
         if self.json:
-            print(json.dumps([row.as_dict() for row in rows], indent=1))
+            print(json.dumps([asdict(row) for row in rows], indent=1))
             return 0
         console = Console()
         console = console if console.is_terminal else Console(width=_WIDTH)

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,12 +70,12 @@ class Watch:
         from rich.console import Console
 
         from fullframe.observation.gpus import gpus
-        from fullframe.observation.watch.gpu_view import gpu_data, gpu_lines
+        from fullframe.observation.watch.gpu_view import gpu_lines
         from fullframe.observation.watch.loop import glyphs_for, redraw
 
         found = gpus()
         if self.json:
-            print(json.dumps(gpu_data(found)))
+            print(json.dumps([asdict(gpu) for gpu in found]))
             return 0
         console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
         if self.once or not console.is_terminal:

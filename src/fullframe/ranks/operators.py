@@ -25,7 +25,7 @@ from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import drawn_seed
 from fullframe.ranks.recording import recorder, recording
 from fullframe.ranks.shared_memory import fits
-from fullframe.ranks.tags import Rows, count_as_inside, line
+from fullframe.ranks.tags import Rows, line
 
 _axes: dict[str, Any] = {}  # by the names of their process group and their own
 _flights: dict[tuple[str, int], InFlight] = {}  # posted and not waited for, by axis and the number in its graph
@@ -294,8 +294,3 @@ class _Recorded:
 def _line() -> str:
     """The line of the block that is captured; "" in backward, whose line is only known when it runs."""
     return line() if torch._C._current_graph_task_id() == -1 else ""
-
-
-def generated_code_in(folder: str) -> None:
-    """Compiled graphs are written into this folder: their lines are none of the program's."""
-    count_as_inside(folder)

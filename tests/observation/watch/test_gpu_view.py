@@ -1,10 +1,11 @@
 """GPUs as lines and as findings."""
 
 import json
+from dataclasses import asdict
 
 from fullframe.observation.gpus import gpus
 from fullframe.observation.watch.drawing import Glyphs
-from fullframe.observation.watch.gpu_view import gpu_data, gpu_findings, gpu_lines
+from fullframe.observation.watch.gpu_view import gpu_findings, gpu_lines
 from tests.observation.fake_nvml import GIB, FakeNvml
 from tests.observation.test_gpus import owner, rank
 
@@ -39,5 +40,5 @@ def test_troubles_are_findings() -> None:
 
 
 def test_data_is_json() -> None:
-    data = json.loads(json.dumps(gpu_data(FOUND)))
+    data = json.loads(json.dumps([asdict(gpu) for gpu in FOUND]))
     assert data[1]["processes"][1]["remedy"] == "kill 300" and data[2]["processes"] == []

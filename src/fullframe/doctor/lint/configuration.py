@@ -27,7 +27,7 @@ class Configuration:
     def rules(self) -> list[Rule]:
         """The rules that run; raises LintError where a code begins none."""
         for code in (*self.select, *self.extend_select, *self.ignore):
-            if not _any(code, RULES):
+            if not code or not any(_starts(known, [code]) for known in RULES):
                 raise LintError(f"no rule's code begins with {code!r}; docs/findings.md lists them, FF101 is the first")
         first = self.select or [code for code, rule in RULES.items() if rule.kind.default]
         chosen = [*first, *self.extend_select]
@@ -70,10 +70,6 @@ class Configuration:
 
 def _starts(code: str, prefixes: Iterable[str]) -> bool:
     return any(prefix == "ALL" or code.startswith(prefix) for prefix in prefixes)
-
-
-def _any(prefix: str, codes: Iterable[str]) -> bool:
-    return prefix.startswith(("F", "ALL")) and any(_starts(code, [prefix]) for code in codes)
 
 
 def configured(paths: Sequence[Path]) -> Configuration:

@@ -24,8 +24,9 @@ from fullframe.model.compiled.draws import NothingByHand, Watched
 from fullframe.model.compiled.fates import Fates, fates, with_fates
 from fullframe.model.compiled.guard import MOST_BYTES, PLAIN, SIMPLE, Guard, is_plain, memory
 from fullframe.model.compiled.unchanged import unchanged
-from fullframe.ranks.operators import GraphRecorder, generated_code_in
+from fullframe.ranks.operators import GraphRecorder
 from fullframe.ranks.recording import NotCapturable, recording
+from fullframe.ranks.tags import count_as_inside
 from fullframe.spatial.gradients import is_managed, stand_in
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
@@ -290,7 +291,7 @@ def _compiled(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    generated_code_in(cache_dir())
+    count_as_inside(cache_dir())
     settings = {
         "use_pre_grad_passes": False,
         "reorder_for_peak_memory": False,  # the order of the rules, in which compute covers the exchange

@@ -1,8 +1,6 @@
 """The GPUs of this machine and who holds memory on them, as lines of a terminal and as findings."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from rich.text import Text
 
@@ -52,8 +50,3 @@ def gpu_findings(gpus: Sequence[Gpu]) -> Iterator[Finding]:
                 )
             elif process.trouble:
                 yield Finding("warn", process.text)
-
-
-def gpu_data(gpus: Sequence[Gpu]) -> list[dict[str, Any]]:
-    """What `fullframe watch gpus --json` prints."""
-    return [asdict(gpu) for gpu in gpus]
