@@ -156,9 +156,8 @@ def _judged(gpu: Gpu, all_gpus: Sequence[Gpu], owner: Callable[[int], Owner | No
         if found is None:
             yield process
         elif is_orphan(found):
-            kill = f"kill {process.pid}" if found.user == getpass.getuser() else f"sudo kill {process.pid}"
             text = f"{process.pid} was left behind by a run whose launcher is gone"
-            yield replace(process, trouble="orphan", text=text, remedy=kill)
+            yield replace(process, trouble="orphan", text=text, remedy=command_to_end(process.pid, found.user))
         else:
             own = own_gpu(found.environment, all_gpus)
             if own is None or own == gpu.index:
@@ -167,6 +166,11 @@ def _judged(gpu: Gpu, all_gpus: Sequence[Gpu], owner: Callable[[int], Owner | No
                 text = f"rank {found.environment.get('RANK', '?')} ({process.pid}) has a context on GPU {gpu.index}, "
                 text += f"its own is GPU {own}; set the device before the first CUDA call (torch.cuda.set_device)"
                 yield replace(process, trouble="wrong gpu", text=text)
+
+
+def command_to_end(pid: int, user: str) -> str:
+    """What this user would type to end a process of `user`."""
+    return f"kill {pid}" if user == getpass.getuser() else f"sudo kill {pid}"
 
 
 def is_orphan(owner: Owner) -> bool:

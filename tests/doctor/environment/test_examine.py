@@ -1,5 +1,7 @@
 """The whole of a machine without a GPU."""
 
+import getpass
+from dataclasses import replace
 from pathlib import Path
 
 from fullframe.doctor.environment.examine import examine, installed_versions, judged_processes
@@ -9,7 +11,7 @@ from fullframe.observation.gpus import Owner
 
 def owner(command: tuple[str, ...], parent: str = "systemd", parent_pid: int = 1, **environment: str) -> Owner:
     return Owner(
-        user="ann",
+        user=getpass.getuser(),
         command=command,
         environment=environment,
         parent=parent,
@@ -37,7 +39,8 @@ def test_ranks_that_were_left_behind_and_others_that_were_not() -> None:
         11: owner(("python", "notes.py")),
         12: owner(("python", "train.py"), parent="torchrun", **torchrun),  # process 1 of a container
     }
-    assert [finding.fix for finding in judged_processes(owners)] == ["kill 7", "kill 9"]
+    owners[14] = replace(owners[7], user="eve")
+    assert [finding.fix for finding in judged_processes(owners)] == ["kill 7", "kill 9", "sudo kill 14"]
 
 
 def test_no_two_kinds_have_one_code() -> None:

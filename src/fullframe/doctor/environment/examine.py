@@ -21,7 +21,7 @@ from fullframe.doctor.environment.variables import judged_variables
 from fullframe.doctor.environment.versions import NAMES, judged_versions
 from fullframe.doctor.finding import Finding
 from fullframe.errors import DeviceError
-from fullframe.observation.gpus import Gpu, Owner, as_text, gpus, has_lost_parent, is_orphan, owner_of
+from fullframe.observation.gpus import Gpu, Owner, as_text, command_to_end, gpus, has_lost_parent, is_orphan, owner_of
 from fullframe.wording import GIB
 
 
@@ -65,7 +65,8 @@ def judged_processes(owners: Mapping[int, Owner]) -> Iterator[Finding]:
         if not is_python or not (is_orphan(owner) or _is_left_by_torchrun(owner)):
             continue
         text = " ".join(owner.command)[:80]
-        yield kinds.ORPHANS.found(f"process {pid} of {owner.user} ({text}) has no parent any more", fix=f"kill {pid}")
+        said = f"process {pid} of {owner.user} ({text}) has no parent any more"
+        yield kinds.ORPHANS.found(said, fix=command_to_end(pid, owner.user))
 
 
 def _is_left_by_torchrun(owner: Owner) -> bool:
