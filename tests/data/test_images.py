@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fullframe.data.images import image_size, padded_size, read_image, read_plane, require_file, whole
+from fullframe.data.images import image_size, padded_size, read_image, read_plane, whole
 from fullframe.errors import DataError
 
 PLANE = np.arange(12, dtype=np.uint8).reshape(3, 4)
@@ -34,10 +34,7 @@ def test_an_image_has_three_channels_in_0_to_1_or_as_stored(path: Path) -> None:
     assert torch.equal(scaled, stored.double() / 255) and scaled.is_contiguous()
 
 
-def test_sizes_and_files_are_required(path: Path) -> None:
+def test_sizes_are_required(path: Path) -> None:
     assert padded_size((3, 4), None, path) == (3, 4) and padded_size((3, 4), (3, 5), path) == (3, 5)
     with pytest.raises(DataError, match="larger than pad_to"):
         padded_size((3, 4), (4, 3), path)
-    assert require_file(path, "why") == path
-    with pytest.raises(DataError, match=r"no file .*other.png, why"):
-        require_file(path.with_name("other.png"), "why")

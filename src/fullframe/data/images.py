@@ -51,13 +51,6 @@ def whole(size: tuple[int, int]) -> tuple[slice, slice]:
     return slice(0, size[0]), slice(0, size[1])
 
 
-def require_file(path: Path, what: str) -> Path:
-    """`path`; raises DataError, which says `what` for, unless it is a file."""
-    if not path.is_file():
-        raise DataError(f"there is no file {path}, {what}")
-    return path
-
-
 def _part(image: Any, rows: slice, columns: slice, beyond: int) -> np.ndarray[Any, Any]:
     part = np.array(image.crop((columns.start, rows.start, columns.stop, rows.stop)))  # 0 beyond the image
     if beyond:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from fullframe.data.images import image_size, padded_size, read_image, read_plane, require_file, whole
+from fullframe.data.images import image_size, padded_size, read_image, read_plane, whole
 from fullframe.errors import DataError
 
 _UNITS = 256.0  # a disparity is stored as 16 bits, in 1/256 pixel; 0 is "not measured"
@@ -43,7 +43,8 @@ class KittiStereo(Dataset[dict[str, Any]]):
             raise DataError(f"{listed} holds no .png file")
         for name in self._names:
             for folder in self._folders.values():
-                require_file(folder / f"{name}.png", f"which {listed / name}.png needs")
+                if not (folder / f"{name}.png").is_file():
+                    raise DataError(f"there is no file {folder / name}.png, which {listed / name}.png needs")
         self._pad_to, self._dtype = pad_to, dtype
 
     def __len__(self) -> int:
