@@ -18,18 +18,14 @@ def in_place(iterations: int) -> Schedule:
 
 def each_again(iterations: int) -> Schedule:
     """All states are kept; each iteration but the last is run twice."""
-    return _each_again(range(iterations))
+    return (*((number,) for number in range(iterations - 1)), iterations - 1)
 
 
 def nested(iterations: int) -> Schedule:
     """About twice the square root of the states are kept; each iteration is run three times at most."""
     length = math.isqrt(iterations - 1) + 1  # of a run of iterations
-    runs = [range(first, min(first + length, iterations)) for first in range(0, iterations, length)]
-    return (*(_each_again(run) for run in runs[:-1]), *_each_again(runs[-1]))
-
-
-def _each_again(run: range) -> Schedule:
-    return (*((number,) for number in run[:-1]), run[-1])
+    runs = [later(each_again(min(length, iterations - first)), first) for first in range(0, iterations, length)]
+    return (*runs[:-1], *runs[-1])
 
 
 def later(schedule: Schedule, by: int) -> Schedule:
