@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from fullframe.simulation.memory.cpu_copies import OF_ANY_DEVICE, widened
-from fullframe.simulation.memory.scratch import at_masks
+from fullframe.simulation.memory.scratch import INDEX_PUTS, at_masks
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _SORTED_IN_PLACE = 4096  # most elements of a row that a kernel sorts where they lie
 _INT64 = 8
 _BY_INDEX = 48  # bytes by which rows that are added up at an index are sorted
-_ADDED_UP = (_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
 
 
 def cuda_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
@@ -39,7 +38,7 @@ def cuda_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
         return int(args[1].nbytes) * (args[1].shape[0] - 1) if args[2] else 0
     if func is _aten.sum.default or func is _aten.sum.dim_IntList:
         return 0 if args[0].dtype in _HALF else widened(args[0], out)
-    added = func in _ADDED_UP and len(args) > 3 and args[3]
+    added = func in INDEX_PUTS and len(args) > 3 and args[3]
     return at_masks(func, args) + (_BY_INDEX * _indices(args[1]) if added else 0)
 
 

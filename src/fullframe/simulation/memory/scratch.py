@@ -22,12 +22,7 @@ _FEW_CHANNELS = 8  # of a block of maps that have less than one, for the kernel'
 _PARTIAL_SUMS = 256  # of a depthwise kernel's gradient
 _FP32 = 4
 _INT64 = 8
-_AT_MASKS = (
-    _aten.index.Tensor,
-    _aten.index_put.default,
-    _aten.index_put_.default,
-    _aten._index_put_impl_.default,
-)
+INDEX_PUTS = (_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
 
 
 def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
@@ -57,7 +52,7 @@ def cpu_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 def at_masks(func: Any, args: tuple[Any, ...]) -> int:
     """The places of the true elements of each mask that an op indexes by, all of them."""
-    if func not in _AT_MASKS:
+    if func not in (_aten.index.Tensor, *INDEX_PUTS):
         return 0
     return sum(index.numel() * index.dim() * _INT64 for index in args[1] if _is_mask(index))
 
