@@ -83,7 +83,8 @@ def plans_of(search: Search) -> list[Plan]:
     reasons: dict[Strategy, tuple[Why, str]] = {}
     for strategy in order:
         slower = f"{fitting[strategy].step_seconds / (seconds or 1.0):.2f} times the fastest's step"
-        said = _fastest(search) if strategy == fastest else slower
+        first = f"the fastest of {len(fitting)} that fit, of {len(search.known)} simulated"
+        said = first if strategy == fastest else slower
         simpler = ", and simpler" if strategy == order[0] != fastest else ""
         host = ", bound by the host" if fitting[strategy].bound_by_host else ""
         reasons[strategy] = Why.OWN, said + simpler + host
@@ -108,10 +109,6 @@ def plans_of(search: Search) -> list[Plan]:
         )
         for strategy, (why, reason) in reasons.items()
     ]
-
-
-def _fastest(search: Search) -> str:
-    return f"the fastest of {len(search.fitting)} that fit, of {len(search.known)} simulated"
 
 
 def _too_large(prediction: Prediction, limit: int) -> str:
