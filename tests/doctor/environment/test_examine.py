@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from fullframe.doctor.environment.examine import examine, installed_versions, judged_processes
+from fullframe.doctor.environment.hardware import judged_gpus
 from fullframe.doctor.environment.kinds import KINDS
-from fullframe.observation.gpus import Owner
+from fullframe.observation.gpus import Gpu, GpuProcess, Owner
 
 
 def owner(command: tuple[str, ...], parent: str = "systemd", parent_pid: int = 1, **environment: str) -> Owner:
@@ -41,6 +42,16 @@ def test_ranks_that_were_left_behind_and_others_that_were_not() -> None:
     }
     owners[14] = replace(owners[7], user="eve")
     assert [finding.fix for finding in judged_processes(owners)] == ["kill 7", "kill 9", "sudo kill 14"]
+
+
+def test_one_that_holds_a_gpu_is_told_once() -> None:
+    left = GpuProcess(pid=7, user="ann", command="python", bytes=1, trouble="orphan", remedy="kill 7")
+    torchruns = replace(left, pid=9, trouble="", remedy="")
+    card = Gpu(index=0, uuid="x", name="H100", total_bytes=1, used_bytes=1, percent=None, processes=(left, torchruns))
+    started = {"RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
+    owners = {7: owner(("python", "-m", "fullframe.cli"), **started), 9: owner(("python", "train.py"), **started)}
+    found = [*judged_gpus([card], []), *judged_processes(owners, [card])]
+    assert [finding.fix for finding in found if finding.code == "FF220"] == ["kill 7", "kill 9"]
 
 
 def test_no_two_kinds_have_one_code() -> None:

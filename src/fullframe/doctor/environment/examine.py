@@ -6,7 +6,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
@@ -52,17 +52,18 @@ def examine(root: Path = Path("/"), environment: Mapping[str, str] = os.environ)
         ),
         *judged_gpus(cards, found),
         *judged_numbers(narrow_convolution_error(), gpu_is_there=bool(cards)),
-        *judged_processes(_owners()),
+        *judged_processes(_owners(), cards),
     ]
     seen = tuple(_seen(installed, cuda, driver, limits, cards))
     return Examined(findings=tuple(findings), seen=seen, unchecked=tuple(unchecked))
 
 
-def judged_processes(owners: Mapping[int, Owner]) -> Iterator[Finding]:
-    """A finding for ranks that outlived who started them, of fullframe's or torchrun's."""
+def judged_processes(owners: Mapping[int, Owner], cards: Sequence[Gpu] = ()) -> Iterator[Finding]:
+    """A finding for ranks that outlived who started them, of fullframe's or torchrun's, unless `judged_gpus` tells."""
+    named = {process.pid for card in cards for process in card.processes if process.trouble == "orphan"}
     for pid, owner in owners.items():
         is_python = bool(owner.command) and "python" in owner.command[0]
-        if not is_python or not (is_orphan(owner) or _is_left_by_torchrun(owner)):
+        if pid in named or not is_python or not (is_orphan(owner) or _is_left_by_torchrun(owner)):
             continue
         text = " ".join(owner.command)[:80]
         said = f"process {pid} of {owner.user} ({text}) has no parent any more"

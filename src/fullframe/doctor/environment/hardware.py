@@ -75,7 +75,7 @@ def judged_gpus(gpus: Sequence[Gpu], found: Sequence[State]) -> Iterator[Finding
             held = "" if process.bytes is None else f" and holds {process.bytes / GIB:.3g} GiB"
             text = f"process {process.pid} of {process.user} ({process.command[:60]}) uses GPU {gpu.index}{held}"
             if process.trouble == "orphan":
-                yield kinds.ORPHANS.found(f"{text}; nothing waits for it", fix=process.remedy or kinds.ORPHANS.fix)
+                yield kinds.ORPHANS.found(f"{text}; nothing waits for it", fix=process.remedy)
             else:
                 yield kinds.GPU_IN_USE.found(text)
     for state in found:
