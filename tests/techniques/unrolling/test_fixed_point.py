@@ -1,6 +1,7 @@
 """Fixed points: the gradient of the equilibrium is that of the long way there, split or not, at any depth's memory."""
 
 import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import GradientError, ShapeError, StrategyError
-from fullframe.techniques.unrolling.fixed_point import fixed_point
+from fullframe.techniques.unrolling.fixed_point import _change, fixed_point
 from tests.rank_group import rank_group
 
 
@@ -65,8 +66,10 @@ def test_the_phantom_gradient_comes_near_with_its_steps() -> None:
 
 
 def _split(height: int, width: int) -> float:
-    one, _ = gradients("implicit")
-    several, _ = gradients("implicit", ff.init_mesh(height, width))
+    one, alone = gradients("implicit", tolerance=1e-6)
+    several, model = gradients("implicit", ff.init_mesh(height, width), tolerance=1e-6)
+    for found, expected in ((model.solved, alone.solved), (model.solved_backward, alone.solved_backward)):
+        assert found.iterations == expected.iterations and found.change == pytest.approx(expected.change, rel=1e-6)
     return apart(several, one)
 
 
@@ -102,13 +105,80 @@ def test_what_does_not_converge_says_so_once() -> None:
     with pytest.warns(UserWarning, match=r"state of a fixed point of Pair still changed by .* after 3 iterations"):
         _, model = gradients("implicit", iterations=3)
     assert not model.solved.converged and model.solved.iterations == 3
+    with warnings.catch_warnings(action="error"):
+        loss_of(model, *torch.ones(2, 1, 2, 8, 8, dtype=torch.float64))
 
 
-def test_without_a_gradient_there_is_no_graph() -> None:
+@pytest.mark.parametrize("backward", ["implicit", "unrolled", "phantom"])
+def test_without_a_gradient_there_is_no_graph(backward: str) -> None:
     zero = torch.zeros(1, 2, 8, 8, dtype=torch.float64)
+    model, calls = fixed_point(Pair(), backward=backward), []
+    model.block.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
-        a, _ = fixed_point(Pair())((zero, zero), zero + 1)
-    assert a.grad_fn is None
+        a, _ = model((zero, zero), zero + 1)
+    assert model.solved is not None and len(calls) == model.solved.iterations
+    assert a.grad_fn is None and not a.requires_grad
+
+
+class Beside(nn.Module):
+    """A state of which one part is made anew each time, and one is handed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 0.3, dtype=torch.float64))
+
+    def forward(self, state: Any, x: Tensor) -> Any:
+        return torch.tanh(self.weight * state[0]) + x, (self.weight * x).square(), state[2]
+
+
+def test_parts_of_the_state_that_no_iteration_reads() -> None:
+    def found(backward: str) -> tuple[Tensor | None, ...]:
+        model = fixed_point(Beside(), backward=backward, tolerance=1e-13, iterations=200, phantom_steps=60)
+        x = torch.linspace(-1, 1, 4, dtype=torch.float64).requires_grad_()
+        zero, start = torch.zeros_like(x), torch.ones_like(x).requires_grad_()
+        a, b, c = model((zero, zero, start), x)
+        loss = (a * b + b if backward == "implicit" else a * b + b + c).sum()  # no contraction hands on what it gets
+        return torch.autograd.grad(loss, (x, model.block.weight, start), allow_unused=True)
+
+    *expected, of_start = found("unrolled")
+    assert of_start is not None
+    for backward in ("implicit", "phantom"):
+        *got, of_start = found(backward)
+        assert of_start is None, "the fixed point does not depend on where it began"
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
+class Turning(nn.Module):
+    """A complex state beside whole numbers and what has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 0.3, dtype=torch.float64))
+
+    def forward(self, state: Any, x: Tensor) -> Any:
+        return torch.fft.ifft(torch.fft.fft(1j * self.weight * state[0])) + x, state[1], state[0].detach() * 0.5
+
+
+def test_a_complex_state_is_judged_by_both_of_its_parts() -> None:
+    def found(backward: str) -> tuple[Tensor, ...]:
+        model = fixed_point(Turning(), backward=backward, tolerance=1e-13, iterations=200, phantom_steps=60)
+        x = (1j * torch.linspace(-1, 1, 4, dtype=torch.float64)).requires_grad_()
+        zero = torch.zeros_like(x, requires_grad=False)
+        z, numbers, half = model((zero, torch.arange(4), zero), x)
+        assert model.solved.converged and model.solved.iterations > 20 and torch.equal(numbers, torch.arange(4))
+        torch.testing.assert_close(z, x / (1 - 0.3j), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(half, z.detach() * 0.5, rtol=1e-12, atol=1e-12)
+        return torch.autograd.grad((z.abs() + z.imag + half.real).sum(), (x, model.block.weight))
+
+    expected = found("unrolled")
+    for backward in ("implicit", "phantom"):
+        torch.testing.assert_close(found(backward), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_a_change_is_of_the_size_of_what_it_leads_to() -> None:
+    for dtype in (torch.float64, torch.float16, torch.complex64):  # squares of the second leave its range
+        assert _change(torch.full((4,), 288, dtype=dtype), torch.full((4,), 384, dtype=dtype)) == 0.25
+    assert _change(torch.ones(4), torch.zeros(4)) == 2
 
 
 class Cropping(nn.Module):
@@ -116,9 +186,16 @@ class Cropping(nn.Module):
         return state[..., 1:]
 
 
+class Swapping(nn.Module):
+    def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: state[name] for name in reversed(state)}
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ShapeError, match=r"shapes \[\(2, 5\)\] and returned \[\(2, 4\)\]"):
         fixed_point(Cropping())(torch.zeros(2, 5))
+    with pytest.raises(ShapeError, match="a fixed point needs the same ones"):
+        fixed_point(Swapping())({"a": torch.zeros(2), "b": torch.ones(2)})
     for options, words in (({"backward": "exact"}, "implicit, unrolled, phantom"), ({"tolerance": 2.0}, r"\[0, 1\)")):
         with pytest.raises(StrategyError, match=words):
             fixed_point(Pair(), **options)  # type: ignore[arg-type]

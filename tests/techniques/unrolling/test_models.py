@@ -147,6 +147,7 @@ def test_the_recipe_s_own_is_what_none_means_and_is_not_done_twice() -> None:
     assert calls(copy.deepcopy(model), ff.Strategy(recompute="blocks")) == 2 * ITERATIONS
     own = calls(copy.deepcopy(model), ff.Strategy())
     assert ITERATIONS < own <= 3 * ITERATIONS
+    assert calls(copy.deepcopy(model), ff.Strategy(recompute="blocks", recompute_modules=("head",))) == own
     model = Model()
     assert calls(model, ff.Strategy(recompute="nested")) == own  # and a later strategy undoes it
     model.run.block.runs[0] = 0

@@ -46,7 +46,7 @@ def test_weights_and_state_are_on_one_device() -> None:
 
 
 def made(x: Tensor) -> Tensor:
-    result = x.exp()
+    result = x.exp() + 1  # whose last node saves nothing
     note_made([result])
     return result
 
@@ -58,6 +58,9 @@ def test_a_freed_graph_is_seen_and_its_line_named() -> None:
     with pytest.raises(GradientError, match=r"call at .*test_states\.py:\d+.*state\.detach\(\)"):
         require_live([state * 2])
     require_live([state.detach()])
+    own = torch.ones(3, requires_grad=True).exp()
+    own.sum().backward()
+    require_live([own * 2])  # of a graph that no call has made torch itself says that it is freed
 
 
 def test_to_look_recomputes_nothing() -> None:

@@ -19,6 +19,7 @@ from fullframe.arguments import checked
 from fullframe.errors import ShapeError, StrategyError, require_count
 from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.ranks.recording import as_they_are
+from fullframe.spatial.operands import has_gradients
 from fullframe.spatial.second_derivative import require_first
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, wrap
 
@@ -131,11 +132,15 @@ class FixedPoint(nn.Module):
         group = next((t.spec.spatial.replica for t in results if isinstance(t, SpatialTensor)), None)
         outs, ins = [local_or_whole(t) for t in results], [local_or_whole(t) for t in at]
 
-        def solve(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-            return self._adjoint(outs, ins, gradients, group)
+        live = [number for number, out in enumerate(outs) if out.requires_grad]  # nothing goes back through the others
 
-        solved = _Adjoint.apply(solve, *outs)  # type: ignore[no-untyped-call]
-        return tree_unflatten([_dressed(t, local) for t, local in zip(results, solved, strict=True)], form)
+        def solve(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+            return self._adjoint([outs[n] for n in live], [ins[n] for n in live], gradients, group)
+
+        solved = _Adjoint.apply(solve, *(outs[n] for n in live))  # type: ignore[no-untyped-call]
+        for number, local in zip(live, solved, strict=True):
+            results[number] = _dressed(results[number], local)
+        return tree_unflatten(results, form)
 
     def _adjoint(
         self, outs: list[Tensor], ins: list[Tensor], wanted: Sequence[Tensor], group: dist.ProcessGroup | None
@@ -179,7 +184,7 @@ class _Adjoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, solve: Callable[[Sequence[Tensor]], Sequence[Tensor]], *values: Tensor) -> Any:
         ctx.solve = solve
-        return tuple(value.view_as(value) for value in values)
+        return values
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -189,7 +194,7 @@ class _Adjoint(torch.autograd.Function):
 
 def _inner(values: Tensor) -> Tensor:
     """The values at the beginning of a graph of their own; no leaf, whose gradient would be put as users see it."""
-    return values.detach().requires_grad_(values.is_floating_point()).view_as(values)
+    return values.detach().requires_grad_(has_gradients(values)).view_as(values)
 
 
 def _dressed(like: Tensor, local: Tensor) -> Tensor:
@@ -203,7 +208,8 @@ def _change(before: Any, after: Any) -> float:
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    sums = [(t if t.dtype is torch.float64 else t.float()).square().sum() for t in tensors]
+    sizes = [t.abs() if t.is_complex() else t for t in tensors]
+    sums = [(t if t.dtype is torch.float64 else t.float()).square().sum() for t in sizes]
     return torch.stack([each.double() for each in sums]).sum()
 
 
