@@ -202,6 +202,65 @@ class Counting(nn.Module):
         return x * (1 + 1e-3 * self.calls) * (1 + 1e-6 * rank())
 """
 
+# What the second rank, or both of two, do otherwise than one process while all outputs agree.
+OTHERWISE = """
+class Leak(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1 - 1e-3 * rank())
+
+class Otherwise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.same, self.other = nn.Conv2d(6, 6, 1), nn.Identity(), nn.Parameter(torch.ones(6, 1, 1))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        is_split, pooled = isinstance(x, ff.SpatialTensor), self.same(x.mean((2, 3), keepdim=True))
+        self.seen += 1
+        y = self.mix(x)
+        {other}
+        return y + pooled
+
+    def nothing(self):
+        return self.other - self.other.detach()
+"""
+
+OTHER: dict[str, tuple[str, tuple[str, str | None, str], str]] = {
+    # what is done otherwise; phase, module and its class; what the sentence says
+    "nothing": ("pass", ("", None, ""), ""),
+    "a call more": (
+        "y = self.mix(x) if is_split else y",
+        ("forward", "middle.mix", "Conv2d"),
+        "call 1 of the module is only made when split",
+    ),
+    "a call less": (
+        "y = y if is_split else self.mix(x)",
+        ("forward", "middle", "Otherwise"),
+        "the split step never gets there",
+    ),
+    "a buffer of one rank": ("self.seen += rank()", ("buffer", "middle", "Otherwise"), "buffer 'seen'"),
+    "a whole tensor's gradient": (
+        "pooled = Leak.apply(pooled)",
+        ("backward", "middle", "Otherwise"),
+        "gradient at the output of 'middle.same' (Identity)",
+    ),
+    "no gradient": (
+        "pooled = pooled if is_split else pooled + self.nothing()",
+        ("parameter", "middle", "Otherwise"),
+        "no gradient, though one process has one",
+    ),
+    "a gradient": (
+        "pooled = pooled + self.nothing() if is_split else pooled",
+        ("parameter", "middle", "Otherwise"),
+        "'other'",
+    ),
+}
+
 # The data set reads parts; `shift` columns too far to the right they are not the frame that one process reads.
 PARTS = """
 def read(self, index, rows, columns):

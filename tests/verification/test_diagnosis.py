@@ -10,7 +10,7 @@ import torch
 from fullframe.errors import UnsupportedOp
 from fullframe.verification.diagnosis import Evidence, Named, PartEvidence, judged, refused
 from fullframe.verification.module_tensors import compared
-from fullframe.verification.verdict import Found, Place, Value, Verdict
+from fullframe.verification.verdict import FirstDifference, Found, Place, Value, Verdict
 
 # The model calls a, then b with what a returned, then adds something of its own, then calls c.
 #
@@ -41,14 +41,17 @@ def verdict(
     dtype: str = "torch.float64",
     unexpected: tuple[Place, ...] = (),
     missing: dict[str, str] | None = None,
+    absent: set[int] = frozenset(),
+    off: Found = OFF,
+    narrow: dict[str, str] | None = None,
 ) -> Verdict:
-    """The verdict when the values `forward`, and the gradients at the values `backward`, are off."""
+    """The verdict when the values `forward`, and the gradients at the values `backward`, are off, others `absent`."""
     values = [Value(shape=(1, 4), dtype=dtype, gradient_order=GRADIENT_ORDER.get(n)) for n in range(5)]
     part = PartEvidence(
         places=PLACES,
         values=values,
-        forward={place[:4]: OFF if number in forward else GOOD for place, number in PLACES},
-        backward={number: OFF if number in backward else GOOD for number in GRADIENT_ORDER},
+        forward={p[:4]: off if number in forward else GOOD for p, number in PLACES if number not in absent},
+        backward={number: off if number in backward else GOOD for number in sorted({*GRADIENT_ORDER, *backward})},
         unexpected=unexpected,
     )
     dtypes = dict.fromkeys(SHAPES, "torch.float64")
@@ -60,6 +63,7 @@ def verdict(
         ),
         buffers=Named(found={"b.mean": buffer}, missing={}, shapes=SHAPES, dtypes=dtypes),
         classes=CLASSES,
+        narrow=narrow or {},
     )
     return judged(evidence, {"data": 1, "height": 1, "width": 2}, "cpu", 1e-9, [])
 
@@ -79,6 +83,12 @@ FIRST: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"forward": {4}, "backward": {1}, "losses": (2, 3)}, "forward", "c", "'c' (Conv2d) is the first module"),
     ({"losses": (2.0, 2.1)}, "loss", None, "the recipe's loss differs, though everything"),
     ({"losses": (2.0, math.nan)}, "loss", None, "off by inf"),
+    ({"losses": (-2.0, -2.1)}, "loss", None, "off by 0.1, 0.05 of the largest"),
+    ({"losses": (0.0, 1e-3)}, "loss", None, "off by 0.001"),
+    ({"absent": {2, 3, 4}}, "forward", "b", "the split step never gets there"),
+    ({"backward": {0}}, "backward", "a", "gradient at the input of 'a' (Conv2d) is the first that differs"),
+    ({"backward": {0, 1}}, "backward", "b", "output of 'a' (Conv2d) is the first that differs"),
+    ({"parameter": Found(math.inf, 0.0, problem="no gradient")}, "parameter", "c", "(no gradient)"),
     ({"backward": {1, 2, 3, 4}}, "backward", None, "look at the backward of the recipe's loss"),
     ({"backward": {1, 2, 3}}, "backward", "c", "gradient at the input of 'c' (Conv2d) is the first that differs"),
     ({"backward": {1, 2}}, "backward", "", "code in the forward of the model itself (Net) behind it"),
@@ -96,12 +106,70 @@ def test_the_first_difference(off: dict[str, Any], phase: str, module: str | Non
     assert not found.exact and found.exit_code == 1 and first is not None
     assert (first.phase, first.module, first.class_name) == (phase, module, CLASSES.get(module, ""))  # type: ignore[arg-type]
     assert words in first.message, first.message
-    assert ("--noise 0.01" in first.message) == (phase in ("backward", "parameter"))
+    assert ("--noise 0.01" in first.message) == (phase in ("backward", "parameter") and "no gradient" not in words)
+
+
+# Which module's work is behind the gradient at value 0, which the places have
+BEHIND: list[tuple[list[tuple[str, str]], str, str]] = [
+    # kind and path of the places, the module, words
+    ([("input", ""), ("input", "a"), ("input", "a.b")], "a.b", "the backward of 'a.b' (Conv2d) ("),
+    ([("input", "c"), ("input", "c1")], "c", "the backward of 'c' (Conv2d) or 'c1' (Conv2d) ("),
+    ([("input", "same"), ("output", "same"), ("input", "c")], "c", "gradient at the output of 'same' (Conv2d)"),
+    ([("input", "")], "", "the backward of the model itself (Conv2d) ("),
+]
+
+
+@pytest.mark.parametrize(("places", "module", "words"), BEHIND)
+def test_the_first_difference_in_the_backward_of_any_replica(
+    places: list[tuple[str, str]], module: str, words: str
+) -> None:
+    """The first replica's own comes later, and other places have its numbers."""
+    at = [(Place(kind, path, 0, 0, "Conv2d", None, ""), 0) for kind, path in places]
+    values = [Value(shape=(1, 4), dtype="torch.float64", gradient_order=n) for n in range(2)]
+    later = [(Place("input", "z", 0, 0, "Conv2d", None, ""), n) for n in (1, 0)]
+    parts = [
+        PartEvidence(places=p, values=values, forward={each[:4]: GOOD for each, _ in p}, backward=b, unexpected=[])
+        for p, b in ((later, {0: GOOD, 1: OFF}), (at, {0: OFF}))
+    ]
+    first = _of_parts(parts)
+    assert first.module == module and words in first.message, first
+
+
+def test_the_first_difference_in_the_forward_of_any_replica() -> None:
+    values = [Value(shape=(1, 4), dtype="torch.float64") for _ in range(5)]
+    parts = [
+        PartEvidence(
+            places=PLACES,
+            values=values,
+            forward={place[:4]: OFF if number >= first else GOOD for place, number in PLACES},
+            backward={},
+            unexpected=[],
+        )
+        for first in (4, 1)
+    ]
+    first = _of_parts(parts)
+    assert (first.phase, first.module) == ("forward", "a"), first
+
+
+def _of_parts(parts: list[PartEvidence]) -> FirstDifference:
+    """The first difference where all but the parts agrees."""
+    none = Named(found={}, missing={}, shapes={}, dtypes={})
+    evidence = Evidence(parts=parts, losses=(1.0, 1.0), parameters=none, buffers=none, classes={})
+    first = judged(evidence, {}, "cpu", 1e-9, []).first_difference
+    assert first is not None
+    return first
 
 
 def test_low_precision_is_named_as_a_likely_reason() -> None:
-    first = verdict(forward={2}, dtype="torch.float32").first_difference
+    inside = {"narrow": {"b": "torch.float32"}}
+    first = verdict(forward={2}, dtype="torch.float32", **inside).first_difference
     assert first is not None and "it is computed in float32, whose rounding may be all of it" in first.message
+    assert "some of it" not in first.message
+    first = verdict(forward={2}, **inside).first_difference
+    assert first is not None and "some of it is computed in less than double precision ('b'" in first.message
+    for dtype in ("torch.float32", "torch.float64"):
+        first = verdict(forward={2}, off=Found(0.1, 1.0, True, "", (1, 4), 1), dtype=dtype, **inside).first_difference
+        assert first is not None and "rounding" not in first.message and "on rank" not in first.message, "too far off"
 
 
 def test_parameters_without_a_gradient_are_named() -> None:

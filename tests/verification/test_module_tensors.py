@@ -34,6 +34,7 @@ def test_places_in_order_of_execution_with_calls_and_callers() -> None:
         again = torch.ones((), requires_grad=True)
         again.register_hook(lambda gradient: model(gradient, scale=gradient).a)  # as recompute does, in backward
         again.backward()
+    model(torch.tensor(5.0), scale=torch.tensor(5.0))  # nobody looks any more
     assert [(p.kind, p.path, p.call, p.leaf, value) for p, value in seen] == [
         ("input", "", 0, 0, 2), ("input", "", 0, 1, 3),
         ("input", "inner", 0, 0, 2), ("output", "inner", 0, 0, 2),
@@ -50,6 +51,7 @@ def test_places_in_order_of_execution_with_calls_and_callers() -> None:
         ([torch.inf, torch.nan, 2.0], [torch.inf, torch.nan, 2.0], 0.0, None),
         ([torch.inf, 2.0], [-torch.inf, 2.0], torch.inf, None),
         ([torch.nan, 2.0], [1.0, 2.0], torch.inf, None),
+        ([1.0, 2.0], [torch.nan, 2.0], torch.inf, 2.0),
         ([-3e38, 2.0], [-3e38, 3.0], 1.0, 2.0),  # a mask's stand-in for infinity is no scale
     ],
 )
@@ -64,6 +66,7 @@ def test_shapes_dtypes_and_whole_numbers() -> None:
     assert compared(torch.zeros(2), torch.zeros(2).double()).problem
     assert not compared(torch.ones(2).int(), torch.ones(2).int()).floating
     assert compared(torch.zeros(0), torch.zeros(0)).max_abs == 0
-    assert compared(torch.tensor([1j]), torch.tensor([2j])).max_abs == 1
+    assert compared(torch.tensor([1j]), torch.tensor([2j]))[:3] == (1, 1, True)
+    assert compared(torch.tensor([3], dtype=torch.uint8), torch.tensor([5], dtype=torch.uint8)).max_abs == 2
     long = torch.zeros(2**18 + 5)
     assert compared(long, long.index_fill(0, torch.tensor([2**18 + 4]), 2.0)).max_abs == 2  # in the second chunk

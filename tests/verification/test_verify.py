@@ -24,6 +24,8 @@ from tests.verification.job import (
     INPLACE,
     KINK,
     LEAK,
+    OTHER,
+    OTHERWISE,
     PARTS,
     QUERIED,
     RIGHT,
@@ -203,6 +205,18 @@ def test_a_wrong_recipe_names_the_module(tmp_path: Path, what: str) -> None:
     assert first.shape == (2, 6, 9, 13) and first.local_shape in ((2, 6, 9, 7), (2, 6, 9, 6))
     assert first.relative > 1e-8
     assert largest(verdict) > 1e-9, "the gradients differ too"
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_what_is_done_otherwise_is_found_where_all_outputs_agree(tmp_path: Path, what: str) -> None:
+    other, expected, said = OTHER[what]
+    verdict = verified(written(tmp_path, "Otherwise()", OTHERWISE.replace("{other}", other)))
+    first = verdict.first_difference
+    if what == "nothing":
+        assert verdict.exact and largest(verdict) < 1e-12, verdict
+        return
+    assert not verdict.exact and first is not None and (first.phase, first.module, first.class_name) == expected, first
+    assert said in first.message, first.message
 
 
 def test_values_on_a_kink_differ_and_are_exact_once_the_weights_are_moved(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def _first(
         of = f"shape {value.shape}{here}; " if value.shape else ""
         how = f"{of}off by {found.max_abs:.2g}, {relative:.2g} of the largest value"
     message = f"{what} ({how})"
-    if not found.problem and value.dtype in NARROW and relative < _ROUNDING:
+    if value.dtype in NARROW and relative < _ROUNDING:
         message += (
             f"; it is computed in {value.dtype.removeprefix('torch.')}, whose rounding may be all of it: "
             "compute it in the dtype of its input, or use a wider --tolerance"
