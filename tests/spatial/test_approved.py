@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullframe.errors import UnsupportedOp
 from fullframe.spatial import dispatch
 from fullframe.spatial.approved import known_call
 from fullframe.spatial.gradients import manage
 from fullframe.spatial.rules import catalog  # noqa: F401  the rules
+from fullframe.spatial.rules.registry import RULES, Unsupported
 from fullframe.spatial.tensor import SpatialTensor, wrap
 from tests.spatial.fake import on_width, spatial, spec
 
@@ -108,6 +110,22 @@ def test_what_torch_refuses_is_refused_every_time(x: Any) -> None:
     for _ in range(2):
         with pytest.raises(IndexError):
             x.sum(4)
+
+
+def test_what_a_rule_refuses_by_its_values_is_refused_after_an_approved_call(
+    x: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rule(function: Any, x: Any, dim: int) -> Any:
+        if x.local.max() > 1000:
+            raise Unsupported("it has large numbers")
+        return wrap(x.local * 2, x.spec)
+
+    monkeypatch.setitem(RULES, torch.cumsum, rule)
+    large = wrap(x.local * 1000, x.spec)
+    for _ in range(2):
+        assert torch.equal(torch.cumsum(x, 1).local, x.local * 2)
+        with pytest.raises(UnsupportedOp, match="it has large numbers"):
+            torch.cumsum(large, 1)
 
 
 def test_calls_that_are_not_told(x: Any) -> None:
