@@ -243,6 +243,21 @@ OTHER: dict[str, tuple[str, tuple[str, str | None, str], str]] = {
         ("forward", "middle", "Otherwise"),
         "the split step never gets there",
     ),
+    "another shape": (
+        "self.same(F.pad(x, (0, 1)) if is_split else x * 1)",
+        ("forward", "middle", "Otherwise"),
+        "((2, 6, 9, 14) torch.float64 instead of (2, 6, 9, 13) torch.float64)",
+    ),
+    "a value's gradient": (
+        "z = self.same((x.detach() * 1).requires_grad_()); y = y + (z - z.detach()) if is_split else y",
+        ("backward", "middle", "Otherwise"),
+        "gradient at the output of 'middle.same' (Identity)",
+    ),
+    "no gradient of a value": (
+        "z = self.same((x.detach() * 1).requires_grad_()); y = y if is_split else y + (z - z.detach())",
+        ("backward", "middle", "Otherwise"),
+        "gradient at the output of 'middle.same' (Identity)",
+    ),
     "a buffer of one rank": ("self.seen += rank()", ("buffer", "middle", "Otherwise"), "buffer 'seen'"),
     "a whole tensor's gradient": (
         "pooled = Leak.apply(pooled)",
