@@ -140,6 +140,7 @@ class Unused(nn.Module):
     def __init__(self):
         super().__init__()
         self.mix, self.spare = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 1)
+        self.frozen = nn.Parameter(torch.ones(1), requires_grad=False)  # of which nobody expects one
 
     def forward(self, x):
         return self.mix(x)
@@ -232,7 +233,7 @@ class Otherwise(nn.Module):
 
 OTHER: dict[str, tuple[str, tuple[str, str | None, str], str]] = {
     # what is done otherwise; phase, module and its class; what the sentence says
-    "nothing": ("pass", ("", None, ""), ""),
+    "nothing": ("pooled = pooled + self.same(x.mean(3, keepdim=True))", ("", None, ""), ""),
     "a call more": (
         "y = self.mix(x) if is_split else y",
         ("forward", "middle.mix", "Conv2d"),
