@@ -180,7 +180,9 @@ class Trained(nn.Module):
         """The loss's root twice, as the loss in `step` is its square."""
         state, target = {"x": self.before(x), "momentum": x * 0}, measured[:, :2]
         if self.microbatches is None:
-            return [self.run.loss(self.head, [target], state, measured).sqrt()]  # type: ignore[operator]
+            loss, axis = self.run.loss(self.head, [target], state, measured), self.run.stages.axis  # type: ignore
+            own = axis.size * (axis.coordinate == 0)  # the mean over the stages of what each hands back counts
+            return [(loss.detach() + own * (loss - loss.detach())).sqrt()]
         base, losses = drawn_seed(), []
         with kept_random_state():
             for m in range(self.microbatches):
@@ -244,6 +246,37 @@ def replicas(own: bool) -> float:
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 def test_beside_data_replicas(own: bool) -> None:
     assert max(rank_group(4).run(replicas, own)) < 1e-10
+
+
+class Beside(nn.Module):
+    """Makes a part of the state anew, through which no gradient goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1, 3, dtype=torch.float64))
+
+    def forward(self, state: Any) -> Any:
+        return torch.tanh(self.weight * state[0]), state[0].detach() * 2
+
+
+def few_gradients(all_states: bool, stages: int) -> list[Tensor | None]:
+    """Each block's gradient of a loss on the first state, or the last."""
+    own = [Beside() for _ in range(4)]
+    run = ff.unroll(own, 4, return_all=all_states)
+    if stages > 1:
+        run.spread(ff.init_mesh(stages=stages))
+    found = run((torch.ones(2, 3, dtype=torch.float64),) * 2)
+    (found[0] if all_states else found)[0].sum().backward()
+    return [block.weight.grad for block in own]
+
+
+@pytest.mark.parametrize("all_states", [False, True])
+def test_what_no_gradient_reaches_has_none(all_states: bool) -> None:
+    ranks = rank_group(2).run(few_gradients, all_states, 2)
+    for expected, *found in zip(few_gradients(all_states, 1), *ranks, strict=True):
+        assert [each is None for each in found] == [expected is None] * 2
+        if expected is not None:
+            torch.testing.assert_close(sum(found) / 2, expected, rtol=1e-12, atol=1e-12)
 
 
 class Odd(nn.Module):
