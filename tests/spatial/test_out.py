@@ -1,9 +1,11 @@
 """What `out=` takes, and what it refuses as torch or by name."""
 
+import numpy as np
 import pytest
 import torch
 
 import fullframe as ff
+from fullframe.errors import UnsupportedOp
 from fullframe.spatial.out import into
 from fullframe.spatial.rules.registry import Unsupported
 from tests.exactness import mesh
@@ -38,3 +40,30 @@ def _of_whole_and_split() -> None:
 
 def test_a_split_target_takes_whole_and_split_results() -> None:
     rank_group(2).run(_of_whole_and_split)
+
+
+def _of_whole_views() -> None:
+    x = torch.rand(2, 4, 7, 13, dtype=torch.float64)
+    split = ff.shard(x, mesh(1, 2)) * 1
+    row, expected = split[..., 3], x[..., 3].clone()  # one column is whole, and a view of what is split
+    target = torch.zeros(2, 4, 7, dtype=torch.float64)
+    assert torch.add(row, 1, out=target) is target and torch.equal(target, expected + 1)
+    largest = torch.zeros(2, 4, dtype=torch.float64), torch.zeros(2, 4, dtype=torch.long)
+    torch.max(row, 2, out=largest)
+    assert torch.equal(largest[0], expected.max(2).values) and torch.equal(largest[1], expected.max(2).indices)
+    assert torch.equal(row[np.array([1, 0])], expected[[1, 0]])  # of which no facts are known
+    assert torch.mul(expected, 3.0, out=row) is row and torch.equal(split.full()[..., 3], expected * 3)
+    other = split[..., 5]
+    assert torch.mul(row, 2.0, out=other) is other and torch.equal(split.full()[..., 5], expected * 6)
+    ends = split[..., 0, 5], split[..., 0, 6]
+    with pytest.raises(UnsupportedOp, match="several views of split tensors are its out="):
+        torch.aminmax(row, dim=2, out=ends)
+    largest = split[..., 0, 5], torch.zeros(2, 4, dtype=torch.long)
+    torch.max(row, 2, out=largest)
+    assert torch.equal(split.full()[..., 0, 5], (expected * 3).max(2).values)
+    row[np.int64(1)].fill_(5.0)
+    assert split.full()[1, :, :, 3].eq(5).all() and torch.equal(split.full()[0, :, :, 3], expected[0] * 3)
+
+
+def test_whole_views_are_read_and_written() -> None:
+    rank_group(2).run(_of_whole_views)

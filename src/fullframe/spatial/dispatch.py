@@ -353,6 +353,10 @@ def _with_whole_views(
     for view in views:
         left_whole(view._local)
     first: Any = args[0] if args else None
+    goals = [first] if kwargs.get("out") is None else list(tree_iter(kwargs["out"]))
+    goals = [view for view in views if any(view is goal for goal in goals)]  # which alone are written
+    if len(set(map(id, goals))) > 1:  # each write would have the others taken anew of the base that they may share
+        return unsupported(func, args, kwargs, "several views of split tensors are its out=", "Leave out= away.")
     into_whole = type(first) is SpatialTensor and not first.spec.placements and writes(func, kwargs)
     room = first.numel() if into_whole else 0
 
@@ -381,7 +385,6 @@ def _with_whole_views(
             base = next((view for view in views if share_memory(leaf, view._local)), None)
             leaves[n] = leaf if base is None else derived(base, leaf, func, args, kwargs, n)
     if written:
-        for view in views:
-            if view is first or view is kwargs.get("out"):
-                settle(view)
+        for view in goals[:1]:
+            settle(view)
     return tree_unflatten(leaves, tree)
