@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -110,6 +111,23 @@ def contents(run_dir):
     newest, _ = newest_checkpoint(Path(run_dir) / "checkpoints")
     with whole_tensors(newest) as read:
         return {name: read(name) for name in newest.manifest.tensors}
+
+
+def what_evaluation_sees(model, batch):
+    weight = model.get_parameter("head.1.weight")
+    narrow = F.conv2d(batch["image"], batch["image"].new_ones(1, 3, 1, 1)).dtype is torch.bfloat16
+    return {"weight": (weight.double().sum(), 1), "narrow": (float(narrow), 1)}
+
+
+@pytest.mark.parametrize("changes", [{"ema_decay": 0.9}, {"precision": "bf16"}], ids=str)
+def test_an_evaluation_within_a_run_is_of_its_average_and_precision(changes, tmp_path):
+    measured = {"evaluate": what_evaluation_sees, "evaluation_data": single_frames, "evaluate_every": 3}
+    job = recipe(model=single_precision, data=single_frames, **measured)
+    ff.fit(job, ff.Strategy(**changes), tmp_path, steps=3)
+    found, kept = numbers(tmp_path)[-1], contents(tmp_path)
+    kind = "average" if "ema_decay" in changes else "model"
+    assert found["weight"] == pytest.approx(float(kept[f"{kind}/head.1.weight"].double().sum()), rel=1e-9)
+    assert found["narrow"] == ("precision" in changes)
 
 
 SHARDED, ZERO = {"shard_parameters": True}, {"shard_optimizer": True}
