@@ -198,3 +198,36 @@ def _read() -> float:
 def test_a_number_that_is_this_ranks_alone_is_refused() -> None:
     expected = next(net().parameters()).norm().item()
     assert rank_group(2).run(_read) == pytest.approx([expected, expected])
+
+
+class Weighing(nn.Module):
+    """A model that holds the weights of the losses, which the loop takes past forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.logs = nn.Conv2d(3, 4, 3, padding=1), nn.Parameter(torch.tensor([0.3, -0.2, 0.1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)  # type: ignore[no-any-return]
+
+
+def _weighed(data: int, width: int, before: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    net, images = Weighing().double(), torch.randn(2, 3, 5, 7, dtype=torch.float64)
+    on = mesh(1, width)
+    model = ff.parallelize(net, on, shard_parameters=data * width > 1)
+    for image in images.chunk(data)[on.get_local_rank("data")].split(1):
+        logs = whole_value(model.module.logs) if before else None
+        out = model(ff.shard(image, on) if width > 1 else image)
+        logs = whole_value(model.module.logs) if logs is None else logs
+        losses = torch.stack([out.square().mean(), out.abs().mean(), (out - 1).abs().mean()])
+        ((logs.neg().exp() * losses + logs / 2).sum() / (2 / data)).backward()
+    return [whole_value(parameter.grad) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("data", "width"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_gradient_of_a_whole_value_is_one_process_s(data: int, width: int, before: bool) -> None:
+    expected = _weighed(1, 1, before)
+    for found in rank_group(data * width).run(_weighed, data, width, before):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

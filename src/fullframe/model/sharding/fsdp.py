@@ -25,6 +25,7 @@ from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.model.same.optimizers import Stepped, require_same_options
 from fullframe.model.sharding.left import LeftIn
 from fullframe.model.sharding.requirements import (
+    Noted,
     require_all_ranks,
     require_no_hooks,
     require_no_script,
@@ -94,6 +95,8 @@ class ShardedParameters:
         self._spatial = spatial
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._got: set[str] = set()  # parameters that got a gradient on this rank since the last exchange
+        for name, parameter in self._parameters.items():
+            parameter.register_hook(Noted(name, self._got))
         self._had: set[str] = set()  # parameters that had one before this backward pass
         is_real = spatial.channel.tagged  # no simulation
         self._several = is_real and dist.get_world_size() > spatial.size  # replicas, which may differ

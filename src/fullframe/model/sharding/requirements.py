@@ -1,10 +1,10 @@
 """What a model must be before its parameters are sharded, or before they are not."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fullframe.errors import GradientError, MeshError
 from fullframe.model.sharding.values import is_sharded
@@ -23,10 +23,21 @@ def require_whole(model: nn.Module) -> None:
             )
 
 
+class Noted(NamedTuple):
+    """A hook of a sharded parameter, for `full_tensor()` in the loop: by it alone a gradient comes that calls hooks."""
+
+    name: str
+    got: set[str]
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.got.add(self.name)
+
+
 def require_no_hooks(model: nn.Module) -> None:
     """A sharded parameter's gradient comes by another way, on which no hook is called."""
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks and not is_managed(parameter):  # as those are that are still gathered
+        users = [hook for hook in (parameter._backward_hooks or {}).values() if not isinstance(hook, Noted)]
+        if users and not is_managed(parameter):  # as those are that are still gathered
             raise GradientError(
                 f"parameter {name} has a gradient hook, which sharded parameters do not call; use "
                 "register_post_accumulate_grad_hook after parallelize, or do without shard_parameters"

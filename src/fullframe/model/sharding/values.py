@@ -10,11 +10,13 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullframe.errors import GradientError, ShapeError
 from fullframe.model.sharding.steps_taken import note_values
+from fullframe.spatial.gradients import mean_over_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -68,6 +70,7 @@ def mind_sharded_values() -> None:
         handlers: Any = DTensor._op_dispatcher._custom_op_handlers
         handlers[torch.ops.aten._local_scalar_dense.default] = _number
         DTensor.data = property(Tensor.data.__get__, _assign)  # type: ignore[assignment, attr-defined]
+        DTensor.full_tensor = _averaged(DTensor.full_tensor)  # type: ignore[method-assign]
         refuse_lost_writes()
         take_extremes_of_few_rows()
         draw_whole()
@@ -94,6 +97,19 @@ def _number(op: Any, args: Any, kwargs: Any) -> Any:
             "call .full_tensor() on it before, on all ranks"
         )
     return op(value.full_tensor())
+
+
+def _averaged(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`full_tensor`, of whose gradient torch takes a part from each rank: of one replica's loss, if not of the mean."""
+
+    @wraps(gather)
+    def gathering(value: Any, **options: Any) -> Tensor:
+        whole = gather(value, **options)
+        if whole.requires_grad and value.device_mesh.size() == dist.get_world_size():
+            whole.register_hook(lambda gradient: mean_over_ranks(gradient, dist.group.WORLD))  # type: ignore[arg-type]
+        return whole
+
+    return gathering
 
 
 def _assign(parameter: Any, value: Tensor) -> None:
