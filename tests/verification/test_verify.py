@@ -361,6 +361,12 @@ BAD = {
         "class Needy(nn.Module):\n    def __init__(self):\n        super().__init__()\n        dist.get_world_size()\n",
         ["the step fails already in one process: ValueError: Default process group has not been initialized"],
     ),
+    "made single": (
+        "Single()",
+        "class Single(nn.Conv2d):\n    def __init__(self):\n        super().__init__(6, 6, 1)\n"
+        "    def forward(self, x):\n        return super().forward(x.float())\n",
+        ["the step fails already in one process", "in place of .float() write .to(torch.get_default_dtype())"],
+    ),
     "loss not finite": (
         "Zero()",
         "class Zero(nn.Module):\n    def forward(self, x):\n        return x * float('nan')\n",

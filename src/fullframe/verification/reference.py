@@ -124,6 +124,8 @@ def compute(recipe: Path, folder: Path, values: Sequence[str] = ()) -> None:
     if done.returncode:
         silent = f"it ended with exit code {done.returncode}, without a word"
         *before, last = done.stderr.strip().splitlines() or [silent]
+        if "float" in last.lower() and "double" in last.lower():  # in torch's words, that two dtypes have met
+            last += "; it is computed in float64: in place of .float() write .to(torch.get_default_dtype())"
         raise RecipeError("\n".join([f"the step fails already in one process: {last}", *before]))
 
 
