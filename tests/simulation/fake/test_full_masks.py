@@ -87,6 +87,8 @@ BY_MASKS: dict[str, Any] = {
     "index": lambda x: aten.index(x, [None, x[0] > -1]), "flat": lambda x: aten.index(x.flatten(), [x.flatten() > -1]),
     "at the end": lambda x: aten.index(x, [None, None, None, x[0, 0, 0] > -1]),
     "beside an index": lambda x: aten.index(x, [torch.zeros(12, dtype=torch.int64), None, x[0, 0] > -1]),
+    "two of three, beside two numbers": lambda x: aten.index(x, [torch.arange(2), x[0, :, 0, 0].cumsum(0) < 3]),
+    "two of three, beside a mask": lambda x: aten.index(x, [x[:, 0, 0, 0] > -1, x[0, :, 0, 0].cumsum(0) < 3]),
 }  # fmt: skip
 
 

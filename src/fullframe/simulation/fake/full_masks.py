@@ -67,10 +67,13 @@ def as_if_all_were_true(func: Any, args: Sequence[Any]) -> Any:
         return torch.empty(len(x), dtype=torch.int64)
     if func is _bincount:  # of numbers below `minlength`: it is the number of classes
         return torch.empty(args[2], dtype=torch.int64 if args[1] is None else args[1].dtype)
+    picks = [_picked(each, each.shape) if _is_mask(each) else _last(each) for each in args[1]]
+    together = min((picked for picked in picks if picked != 1), default=1)  # of tensors that are broadcast
     indices: list[Tensor | None] = []
-    for index in args[1]:
+    for index, picked in zip(args[1], picks, strict=True):
         if _is_mask(index):
-            indices += torch.empty(index.dim(), _picked(index, index.shape), dtype=torch.int64).unbind()
+            picked = picked if known(index) is not None else min(picked, together)
+            indices += torch.empty(index.dim(), picked, dtype=torch.int64).unbind()
         else:
             indices.append(index)
     return _index(x, indices)
@@ -99,6 +102,10 @@ def _of_full_rank(a: Tensor, b: Tensor) -> list[Tensor]:
         a.new_empty(batch, dtype=torch.int64),
         a.new_empty(0),
     ]
+
+
+def _last(index: Tensor | None) -> int:
+    return 1 if index is None or not index.dim() else index.shape[-1]
 
 
 def _picked(mask: Tensor, shape: torch.Size) -> int:
