@@ -11,8 +11,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import fullframe as ff
 from fullframe.planning.plan import PlanRequest, plan_in_full
+from fullframe.ranks.mesh import init_mesh
 from fullframe.simulation.evaluation import EvaluationSample, read_evaluation
 from fullframe.simulation.prediction import said_of_evaluation
+from fullframe.training.evaluation import evaluate as measure
+from fullframe.training.session import assemble
 from tests.simulation.real_steps import held_bytes
 
 
@@ -73,6 +76,19 @@ def test_a_real_evaluation_holds_as_much() -> None:
     small = simulated(evaluation_data=lambda: Frames(8))
     assert small.step_bytes == small.device_bytes and not said_of_evaluation(small)
     assert small.peak_bytes == found.peak_bytes == simulated(evaluate=None, evaluation_data=None).peak_bytes
+
+
+def test_a_batch_is_there_while_the_next_is_loaded() -> None:
+    """Which is where an evaluation of little computing holds most: sample, batch, and the batch before."""
+    mean = lambda model, batch: {"mean": (model(batch["image"]).mean(), 1)}  # noqa: E731
+    changed: dict[str, Any] = {"model": lambda: nn.Conv2d(3, 8, 1), "evaluate": mean}
+    mesh, real = init_mesh(), recipe(**changed)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        session = assemble(real, ff.Strategy(), mesh)
+        session.step(next(iter(session.state.loader)))
+        measure(real, session.model, mesh)
+    found = simulated(**changed).evaluation.peak_bytes
+    assert max(held_bytes(profiled)) == pytest.approx(found, rel=0.02)
 
 
 def test_metrics_are_as_before_and_what_they_keep_of_each_sample_is_counted() -> None:

@@ -60,7 +60,7 @@ def evaluate_fakes(
 ) -> None:
     """Evaluate as many of the job's `samples` as it takes, each a `batch()`."""
     assert recipe.evaluate is not None
-    metrics, held = [], list[int]()
+    metrics, held, taken = [], list[int](), None
     turns = -(-samples // strategy.data)
     with measuring(model, "cpu", strategy.precision, average):
         while turns > len(held) <= _REPEATED:
@@ -69,7 +69,8 @@ def evaluate_fakes(
                 if of_each <= 0:
                     break
                 tracer.hold("kept by metrics", of_each * (turns - _REPEATED - 1))
-            metrics += [value for value in recipe.evaluate(model, batch()).values() if is_metric(value)]
+            taken = batch()  # while the one before still lives, as in a loop over batches
+            metrics += [value for value in recipe.evaluate(model, taken).values() if is_metric(value)]
             held.append(tracer.held_bytes)
     with _disable_current_modes():  # its states are real again
         for metric in metrics:
