@@ -12,7 +12,10 @@ from torch.utils.data import Dataset
 import fullframe as ff
 from benchmarks.communication.traffic import MESSAGES, Traffic
 from fullframe.ranks import collectives, exchange
+from fullframe.ranks.channel import channel_of
+from fullframe.ranks.mesh import spatial_of
 from fullframe.ranks.tags import HEAD_BYTES
+from fullframe.simulation.clock.roofline import StepClock
 from fullframe.simulation.fake.outcomes import Outcomes
 from fullframe.simulation.fake.world import fake_job
 from fullframe.simulation.memory.trace import Tracer
@@ -32,6 +35,7 @@ OPS: dict[str, Op] = {
     "bincount": lambda x: x + x.detach().long().flatten().bincount(minlength=9)[0],
     "running products": lambda x: x.cumprod(3) + x.cummax(2).values + x.logcumsumexp(3),
     "areas": lambda x: torch.trapezoid(x),
+    "positions": lambda x: F.grid_sample(x, x[:, :2].movedim(1, -1) * 2 - 1, align_corners=False),  # all rows are read
     "draws": lambda x: torch.normal(x, x.abs()) + torch.poisson(x.abs()),
     "numbers by weights": lambda x: x + x.abs().flatten(1).multinomial(3).sum(),
     "slopes": lambda x: F.rrelu(x, training=True) + F.gumbel_softmax(x, hard=True, dim=2),
@@ -60,7 +64,7 @@ class _Images(Dataset[dict[str, Tensor]]):
         return {"image": torch.zeros(3, 20, 36)}
 
 
-def _simulated(op: Op) -> int:
+def _simulated(op: Op, device: str = "A100-80GB") -> int:
     recipe = ff.Recipe(
         model=lambda: _Ordered(op),
         loss=lambda model, batch: model(batch["image"]).mean(),
@@ -68,12 +72,16 @@ def _simulated(op: Op) -> int:
         data=_Images,
         batch_size=2,
     )
-    return ff.simulate(recipe, ff.Strategy(height=2, width=2), device="A100-80GB").peak_bytes
+    return ff.simulate(recipe, ff.Strategy(height=2, width=2), device=device).peak_bytes
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_what_needs_no_value_can_be_simulated(name: str) -> None:
     assert _simulated(OPS[name]) > 0
+
+
+def test_a_place_by_tensors_without_dims_can_be_simulated() -> None:
+    assert _simulated(lambda x: x[:, :, torch.tensor(2), torch.tensor(-1)]) > 0
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -98,10 +106,21 @@ def _really_sent(name: str) -> list[int]:
     return _messages(name, torch.rand(2, 4, 20, 36, generator=torch.Generator().manual_seed(1)))
 
 
-# A tensor that draws are made whole for goes by one gather where no heads travel, as in a simulation, else by messages.
-@pytest.mark.parametrize("name", [name for name in OPS if name != "draws"])
+@pytest.mark.parametrize("name", OPS)
 def test_as_many_bytes_are_sent_in_a_simulation(name: str) -> None:
     for rank, sent in enumerate(rank_group(4).run(_really_sent, name)):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake_job(rank, 4), Tracer({}, {}, Outcomes(fake), lambda *_: 0), fake:
+            for group in spatial_of(mesh(2, 2)).groups.values():
+                channel_of(group).gathers = False  # as of ranks with gloo
             assert _messages(name, torch.empty(2, 4, 20, 36)) == sent
+
+
+@pytest.mark.parametrize(("device", "by_one_call"), [("cpu", False), ("A100-80GB", True)])
+def test_equal_parts_are_made_whole_by_one_call_where_the_ranks_have_gpus(device: str, by_one_call: bool) -> None:
+    """Gloo's ranks send each part to each rank."""
+    row = 2 * 4 * 20 * 36 * 4  # of the whole tensor, in halves
+    with mock.patch.object(StepClock, "communicate", autospec=True, side_effect=StepClock.communicate) as said:
+        _simulated(OPS["draws"], device)
+    calls = {(call.args[1].strip("_"), call.args[2]) for call in said.call_args_list}
+    assert (("allgather_base", row // 2) in calls or ("allgather_base", row) in calls) == by_one_call, calls

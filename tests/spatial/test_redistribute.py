@@ -72,18 +72,19 @@ def test_parts_are_made_whole_moved_and_cut_in_runs() -> None:
 def as_between_gpus(axis: Axis) -> Iterator[list[int]]:
     """Messages go by collectives without heads; how many gathers there were."""
     channel, counted = axis.channel, [0]
-    kept, gather = (channel.boxes, channel.carrier, channel.tagged), dist.ProcessGroup._allgather_base
+    kept = channel.boxes, channel.carrier, channel.tagged, channel.gathers
+    gather = dist.ProcessGroup._allgather_base
 
     def counting(group: dist.ProcessGroup, *args: Any) -> Any:
         counted[0] += 1
         return gather(group, *args)
 
-    channel.boxes, channel.carrier, channel.tagged = None, None, False
+    channel.boxes, channel.carrier, channel.tagged, channel.gathers = None, None, False, True
     try:
         with replaced(dist.ProcessGroup, "_allgather_base", counting):
             yield counted
     finally:
-        channel.boxes, channel.carrier, channel.tagged = kept
+        channel.boxes, channel.carrier, channel.tagged, channel.gathers = kept
 
 
 def _gathered() -> list[bool]:

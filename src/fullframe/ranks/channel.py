@@ -162,6 +162,7 @@ class Channel:
         self.ranks, self.boxes, self.heads, self.record = ranks, boxes, heads, record
         self.carrier: Mailboxes | HeadsByGloo | None = boxes if boxes is not None else heads
         self.device = device
+        self.gathers = self.carrier is None  # equal parts by one collective; gloo's ranks send each part to each rank
         self.others = tuple(rank for rank in ranks if rank != dist.get_rank())
         self.tagged = self.carrier is not None or record is not None
         self.sent: dict[int, int] = defaultdict(int)  # contents by gloo, for their tags

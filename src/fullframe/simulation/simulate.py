@@ -22,6 +22,7 @@ from fullframe.arguments import checked
 from fullframe.errors import FullframeError, RecipeError, StrategyError
 from fullframe.model.parallelize import ParallelModel
 from fullframe.ranks import raw_bytes
+from fullframe.ranks.channel import channel_of
 from fullframe.ranks.mesh import STAGE, has_stages, init_mesh, spatial_of, stage_axis
 from fullframe.ranks.randomness import kept_random_state, seed_everything
 from fullframe.recipe import Recipe
@@ -161,6 +162,8 @@ class _Simulation:
         self._mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, stages=strategy.stages)
         # A fake tensor holds no number to read; groups are those that a job on such devices has.
         self._spatial = spatial_of(self._mesh, draw_seed=lambda generator: 0, own_groups=self._is_cuda)
+        for group in self._spatial.groups.values():
+            channel_of(group).gathers = self._is_cuda
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._sample = read_sample(recipe)  # before anything is fake: an augmentation may read its own random numbers
         self._evaluation = read_evaluation(recipe)

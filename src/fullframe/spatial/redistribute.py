@@ -50,7 +50,7 @@ def refetched(local: Tensor, spec: Spec, placement: Placement, wanted: tuple[ran
 def _fetched(local: Tensor, dim: int, extents: Extents, wanted: tuple[range, ...], axis: Axis) -> Tensor:
     """`fetch`; but equal parts that all ranks want whole come by one collective, where gloo does not send them."""
     whole = axis.size > 1 and all(len(rows) == extents.size for rows in wanted)
-    if whole and len(set(extents.sizes)) == 1 and axis.channel.carrier is None:
+    if whole and len(set(extents.sizes)) == 1 and axis.channel.gathers:
         return in_one_row(local, dim, axis.group)
     return fetch(local, dim, extents, wanted, axis)
 

@@ -287,11 +287,13 @@ def _borrowed(image: SpatialTensor, grid: Tensor, where: _Where) -> tuple[Tensor
     """
     local, spec, first = local_of(image), image.spec, [0] * (image.dim() - 2)
     spatial, cuts = spec.spatial, spec.placements
-    if not has_values(grid):  # a simulation: any row may be read
+    known = has_values(grid)
+    reach = [_reach(grid[..., 1 - p.dim], spec.shape[p.dim], where) if known else (0, 0) for p in cuts]
+    mine = torch.tensor([*reach, (int(grid.isfinite().all()) if known else 1, 0)], device=grid.device)
+    reaches_of_all = all_gather_no_grad(mine, spatial.replica, "rows of a grid")
+    if not known:  # a simulation: any row may be read
         return gather_axes(local, spec, [p.axis for p in cuts])[0], first
-    reach = [_reach(grid[..., 1 - p.dim], spec.shape[p.dim], where) for p in cuts]
-    mine = torch.tensor([*reach, (int(grid.isfinite().all()), 0)], device=grid.device)
-    everyone = all_gather_no_grad(mine, spatial.replica, "rows of a grid").tolist()
+    everyone = reaches_of_all.tolist()
     if not all(rank[-1][0] for rank in everyone):
         return None
     for number, p in enumerate(cuts):

@@ -45,7 +45,7 @@ def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
     found = local[items_of(points)]
     if held is None:
         return wrap(found, result)
-    held = held.view(*held.shape, *(1 for _ in rest[at:]))
+    held = held.view((*held.shape, *(1 for _ in rest[at:])))  # as a tuple: it may be empty
     return wrap(_put_together(found, held, spec, rest), result)
 
 
