@@ -36,6 +36,7 @@ OPS: dict[str, Op] = {
     "running products": lambda x: x.cumprod(3) + x.cummax(2).values + x.logcumsumexp(3),
     "areas": lambda x: torch.trapezoid(x),
     "positions": lambda x: F.grid_sample(x, x[:, :2].movedim(1, -1) * 2 - 1, align_corners=False),  # all rows are read
+    "places": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
     "draws": lambda x: torch.normal(x, x.abs()) + torch.poisson(x.abs()),
     "numbers by weights": lambda x: x + x.abs().flatten(1).multinomial(3).sum(),
     "slopes": lambda x: F.rrelu(x, training=True) + F.gumbel_softmax(x, hard=True, dim=2),

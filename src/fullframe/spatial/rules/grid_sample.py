@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fullframe.ranks.collectives import all_gather_no_grad, all_sum
+from fullframe.ranks.recording import recorder
 from fullframe.spatial.operands import aligned, has_values, say_gathered
 from fullframe.spatial.redistribute import gather_axes, refetched, sliced
 from fullframe.spatial.rules.points import at_own
@@ -287,13 +288,14 @@ def _borrowed(image: SpatialTensor, grid: Tensor, where: _Where) -> tuple[Tensor
     """
     local, spec, first = local_of(image), image.spec, [0] * (image.dim() - 2)
     spatial, cuts = spec.spatial, spec.placements
-    known = has_values(grid)
-    reach = [_reach(grid[..., 1 - p.dim], spec.shape[p.dim], where) if known else (0, 0) for p in cuts]
-    mine = torch.tensor([*reach, (int(grid.isfinite().all()) if known else 1, 0)], device=grid.device)
-    reaches_of_all = all_gather_no_grad(mine, spatial.replica, "rows of a grid")
-    if not known:  # a simulation: any row may be read
+    if not has_values(grid):  # any row may be read: in a simulation, which sends as much, and in a compiled block
+        if recorder() is None:
+            reach_of_none = grid.new_zeros((len(cuts) + 1, 2), dtype=torch.int64)
+            all_gather_no_grad(reach_of_none, spatial.replica, "rows of a grid")
         return gather_axes(local, spec, [p.axis for p in cuts])[0], first
-    everyone = reaches_of_all.tolist()
+    reach = [_reach(grid[..., 1 - p.dim], spec.shape[p.dim], where) for p in cuts]
+    mine = torch.tensor([*reach, (int(grid.isfinite().all()), 0)], device=grid.device)
+    everyone = all_gather_no_grad(mine, spatial.replica, "rows of a grid").tolist()
     if not all(rank[-1][0] for rank in everyone):
         return None
     for number, p in enumerate(cuts):
