@@ -213,8 +213,10 @@ def _compared(name: str, height: int, width: int, graph: bool) -> list[float]:
         tensors = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
         if graph:
             loss = sum((t * t.detach().sin()).sum() for t in tensors if t.requires_grad)
+            (of_base,) = torch.autograd.grad(loss, x, retain_graph=True)  # type: ignore[arg-type]
             loss.backward()  # type: ignore[union-attr]
             assert leaf.grad is not None
+            values += _values(of_base)
             if split:
                 torch.distributed.all_reduce(leaf.grad)
                 leaf.grad /= height * width

@@ -109,9 +109,12 @@ def _whole_view(shell: SpatialTensor) -> SpatialTensor:
 
 
 def settle(shell: SpatialTensor) -> None:
-    """Carry a write into a view on to its base, and on."""
+    """Carry a write into a view on to its base, and on; without a graph where that was through `.data`."""
+    tracked = torch.is_grad_enabled()
     while shell._view is not None:
-        shell._view.settle(shell)
+        tracked = tracked and shell._local.requires_grad
+        with torch.set_grad_enabled(tracked):
+            shell._view.settle(shell)
         shell = shell._view.base
 
 

@@ -82,10 +82,15 @@ class View:
         self._taken_of(source)
 
     def settle(self, shell: Any) -> None:
-        """Carry a write to the view on to its base."""
+        """Carry a write to the view on to its base.
+
+        What is read of the view from then on is, as in torch, taken of the base, whose gradient has the view's in it.
+        """
         if self.put is not None:
             self.put(shell)
         self._taken_of(self.base._local)
+        if self.put is not None and shell._local.requires_grad:
+            self.version = -1
 
     def _taken_of(self, source: Tensor) -> None:
         self.source, self.version, self.memory = source, version_of(source), source.untyped_storage()
