@@ -270,8 +270,21 @@ def _recomputed(on: DeviceMesh | None) -> list[Tensor]:
     return [whole(g), whole(x.grad), *gradients(net)]
 
 
+def _linear(on: DeviceMesh | None) -> list[Tensor]:
+    """The gradient of a linear network does not depend on the image, which gets none of a penalty, or zeros."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(3, 4, 3, bias=False))
+    net, x = net.double(), _on(on, image()).requires_grad_()
+    out = (net if on is None else ff.parallelize(net, on))(x)
+    (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    g.square().sum().backward(retain_graph=True)
+    nothing = [x.grad, *torch.autograd.grad(g.square().sum(), x, allow_unused=True)]
+    return [whole(g), *gradients(net), *(torch.zeros(2, 3, 9, 13) if t is None else whole(t).float() for t in nothing)]
+
+
 CASES: list[Callable[[DeviceMesh | None], list[Tensor]]] = [
     _wasserstein,
+    _linear,
     _whole_leaf,
     _of_parameters,
     _hessian_product,

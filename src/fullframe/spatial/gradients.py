@@ -24,7 +24,7 @@ from fullframe.ranks.mesh import Spatial, axes_in
 from fullframe.ranks.raw_bytes import checksums
 from fullframe.spatial.rules.registry import setters, writes
 
-Hook = Callable[[Tensor], Tensor | None]
+Hook = Callable[[Any], Tensor | None]
 
 
 def mean_over_ranks(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -240,7 +240,8 @@ def unseen(gradient: Tensor, spec: Any) -> Tensor:
 def see_leaf(local: Tensor, spec: Any) -> None:
     """From now on `.grad` of this leaf is its part of one process's gradient."""
     if local not in _leaves:
-        _leaves.add(local, lambda gradient: seen(gradient, spec))
+        # None where a second derivative does not reach it
+        _leaves.add(local, lambda gradient: None if gradient is None else seen(gradient, spec))
 
 
 def is_seen(local: Tensor) -> bool:

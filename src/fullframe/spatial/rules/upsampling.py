@@ -78,6 +78,7 @@ class _Upsample(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, how: Upsampling) -> Tensor:
         ctx.how, ctx.shape = how, list(local.shape)
+        ctx.set_materialize_grads(False)
         cut, factor, dim = how.cut, how.factor, how.cut.dim
         flight = _posted(cut, cut.route, [_rows(local, cut, t) for t in cut.route.sends], local, ctx.shape, "rows")
         out = how.forward(local)
@@ -92,7 +93,9 @@ class _Upsample(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:  # on no rank, also those that join their rows
+            return None, None
         how, shape = ctx.how, ctx.shape
         if torch.is_grad_enabled():  # create_graph
             return _differentiable_backward(how, grad, shape), None
