@@ -172,6 +172,21 @@ def _kept_of_maps(on: DeviceMesh | None) -> list[Tensor]:
     return [whole(x.grad), whole(y.grad), whole(rows.grad), *seen, *last]
 
 
+def _kept_of_what_is_written_to(on: DeviceMesh | None) -> list[Tensor]:
+    """As torch does, `retain_grad` keeps the gradient of what is written in place since: a feature map under a ReLU."""
+    x = _on(on, image()).requires_grad_()
+    relu, part, view = x.sin(), x.cos(), (x * 2)[..., 2:5]
+    for kept in (relu, part, view):
+        kept.retain_grad()
+    F.relu_(relu)
+    part[..., 3:7] *= 3
+    view.mul_(2)
+    (relu * drawn(9, 13) + part.square()).sum().backward(retain_graph=True)
+    found = [whole(part.grad)]
+    (part.square().sum() + view.square().sum()).backward()
+    return [*found, *(whole(kept.grad) for kept in (x, relu, part, view))]
+
+
 def _clamp(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.clamp_(-1e-2, 1e-2)
@@ -344,6 +359,7 @@ CASES: list[Case] = [
     _asked_for,
     _seeded,
     _kept_of_maps,
+    _kept_of_what_is_written_to,
     _hooks_of_parameters,
     _gathered,
     _twice_differentiated,

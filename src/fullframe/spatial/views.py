@@ -77,8 +77,12 @@ class View:
         if self.base.spec is not self.spec:
             reason = "the tensor that it is a view of was given another shape in place"
             raise UnsupportedOp("a view", (), module_path(), reason, "Take the view afterwards, or use .clone().")
+        before = shell._local
         with torch.set_grad_enabled(self.tracked):
             shell._local = self.replay(self.base)
+        if before.retains_grad:
+            shell._local.retain_grad()
+            shell._local.__dict__.update(before.__dict__)
         self._taken_of(source)
 
     def settle(self, shell: Any) -> None:

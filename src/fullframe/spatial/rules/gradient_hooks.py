@@ -41,21 +41,22 @@ def _set_requires_grad(func: Any, x: SpatialTensor, requires_grad: bool) -> None
 
 
 class _Retained:
-    """The gradient of a split tensor that is no leaf, once `retain_grad` has asked for it."""
+    """The gradient of a split tensor that is no leaf, once `retain_grad` has asked for it.
 
-    def __init__(self, local: Tensor, spec: Spec):
+    Torch itself keeps that of the local tensor: after all hooks, and of what is written to it since.
+    """
+
+    def __init__(self, spec: Spec):
         self.grad: Tensor | None = None
         self.spec = spec
-        self._handle = local.register_hook(self._keep)
 
-    def _keep(self, gradient: Tensor) -> None:
-        gradient = seen(gradient, self.spec)
-        self.grad = gradient if self.grad is None else self.grad + gradient
-
-    def comes_last(self, local: Tensor) -> None:
-        """What another hook makes of the gradient is what is kept, as in torch."""
-        self._handle.remove()
-        self._handle = local.register_hook(self._keep)
+    def of(self, local: Tensor) -> Tensor | None:
+        """One process's, with what has arrived at `local` since this was last asked."""
+        arrived, local.grad = local.grad, None
+        if arrived is not None:
+            arrived = seen(arrived, self.spec)
+            self.grad = arrived if self.grad is None else self.grad + arrived
+        return self.grad
 
 
 def _retained(local: Tensor) -> _Retained | None:
@@ -69,7 +70,8 @@ def _retain_grad(func: Any, x: SpatialTensor) -> None:
     if local.is_leaf or not local.requires_grad:
         func(local)  # nothing to do, or torch's error
     elif _retained(local) is None:
-        local._fullframe_retained = _Retained(local, x.spec)  # type: ignore[attr-defined]
+        func(local)
+        local._fullframe_retained = _Retained(x.spec)  # type: ignore[attr-defined]
 
 
 @rule(getter("retains_grad"), checked=False)
@@ -83,7 +85,7 @@ def _grad(func: Any, x: SpatialTensor) -> Tensor | None:
     """One process's gradient as a split tensor, or None."""
     local = local_of(x)
     kept = _retained(local)
-    gradient: Tensor | None = kept.grad if kept is not None else func(local)
+    gradient: Tensor | None = kept.of(local) if kept is not None else func(local)
     if gradient is None:
         return None
     if kept is None and not is_seen(local):  # of x.local.requires_grad_()
@@ -102,7 +104,7 @@ def _set_grad(func: Any, x: Tensor, gradient: Tensor | None = None) -> None:
     value = None if gradient is None else aligned(gradient, x.spec)
     kept = _retained(local)
     if kept is not None:
-        kept.grad = value
+        kept.grad, local.grad = value, None
     else:
         see_leaf(local, x.spec)
         local.grad = value
@@ -124,11 +126,7 @@ def _register_hook(func: Any, x: SpatialTensor, hook: Callable[[Tensor], Any]) -
         result = hook(shown.given)
         return shown.taken_back(shown.given if result is None else result)
 
-    handle = func(local, called)
-    kept = _retained(local)
-    if kept is not None:
-        kept.comes_last(local)
-    return handle
+    return func(local, called)
 
 
 class _Node:
