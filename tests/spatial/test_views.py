@@ -154,6 +154,9 @@ WRITES: dict[str, Callable[..., Any]] = {
     "through data": through_data,
     "read without a graph": read_without_graph,
     "out= of whole operands": out_of_whole,
+    "out= of whole views": lambda x: (
+        torch.sin(x.detach()[:, :, 1], out=x.detach()[:, :, 0]), torch.exp(x.detach()[..., 2], out=x[..., 0].data), x,
+    ),
     "without rows": without_rows,
     "slice": lambda x: (x[..., :2].zero_(), x),
     "one column": lambda x: (x[..., 0].zero_(), x),
@@ -337,3 +340,17 @@ def _read_by_contiguous() -> list[bool]:
 
 def test_what_returns_its_operand_does_not_write_to_it() -> None:
     assert rank_group(2).run(_read_by_contiguous) == [[True]] * 2
+
+
+def _several_at_once() -> str:
+    x = ff.shard(torch.zeros(SHAPE), mesh(2, 1))
+    try:
+        torch._foreach_add_(list(x.unbind(2)[:2]), 1.0)
+    except UnsupportedOp as refused:
+        assert not x.full().any()
+        return refused.reason
+    return ""
+
+
+def test_a_write_into_several_copies_is_refused() -> None:
+    assert all("writes into several tensors" in reason for reason in rank_group(2).run(_several_at_once))

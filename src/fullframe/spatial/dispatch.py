@@ -353,11 +353,14 @@ def _with_whole_views(
     for view in views:
         left_whole(view._local)
     first: Any = args[0] if args else None
-    goals = [first] if kwargs.get("out") is None else list(tree_iter(kwargs["out"]))
-    goals = [view for view in views if any(view is goal for goal in goals)]  # which alone are written
-    if len(set(map(id, goals))) > 1:  # each write would have the others taken anew of the base that they may share
-        return unsupported(func, args, kwargs, "several views of split tensors are its out=", "Leave out= away.")
-    into_whole = type(first) is SpatialTensor and not first.spec.placements and writes(func, kwargs)
+    out, changes = kwargs.get("out"), writes(func, kwargs)
+    targets = [first] if out is None else list(tree_iter(out))
+    goals = [view for view in views if any(view is target for target in targets)]  # which alone are written
+    writes_list = changes and out is None and type(first) in (list, tuple)
+    if writes_list or len(set(map(id, goals))) > 1:  # each write would have the others taken anew of their base
+        reason = "it writes into several tensors, of which some are views of split ones that are copies"
+        return unsupported(func, args, kwargs, reason, "Write into one after the other.")
+    into_whole = type(first) is SpatialTensor and not first.spec.placements and changes
     room = first.numel() if into_whole else 0
 
     def met(t: SpatialTensor) -> Any:
@@ -367,7 +370,7 @@ def _with_whole_views(
     before = version_of(first._local) if type(first) is SpatialTensor else -1
     result = func(*locals_, **options)
     memories = {id(view._local): view for view in views}
-    written = writes(func, kwargs) or kwargs.get("out") is not None
+    written = changes or out is not None
     leaves, tree = tree_flatten(result)
     tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     told = expected.leaves if expected is not None and len(expected.leaves) == len(tensors) else [None] * len(tensors)
