@@ -19,7 +19,7 @@ def _trained() -> tuple[bool, bool, dict[str, int]]:
     image, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3, requires_grad=True)
     here = to_device(weight)
     F.conv2d(image, weight).relu().square().mean().backward()
-    with counted() as counts:
+    with torch.autograd.set_multithreading_enabled(True), counted() as counts:
         F.conv2d(to_device(image), here).relu().square().mean().backward()
     assert weight.grad is not None and here.grad is not None
     elsewhere = bool(counts.threads - {threading.get_ident()})

@@ -303,6 +303,9 @@ def spatial_of(
                 f"a mesh with axes {axes_of(3)} or {AXES} is needed, got {mesh.mesh_dim_names}; "
                 "make it with ff.init_mesh"
             )
+        # In threads of its own autograd would run a GPU's nodes, and the host's, in an order that ranks need not share:
+        # each thread numbers the nodes that it makes, as those of a gradient that has one itself, by its own count.
+        torch.autograd.set_multithreading_enabled(False)
         known = _spatial(mesh, draw_seed, device.sends_between_devices() if own_groups is None else own_groups)
         mesh._fullframe_spatial = known  # type: ignore[attr-defined]
     return known

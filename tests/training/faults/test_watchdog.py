@@ -14,7 +14,7 @@ from fullframe.ranks.collectives import all_sum_no_grad
 from fullframe.ranks.shared_memory import SLOT_BYTES
 from fullframe.training.faults import watchdog
 from fullframe.training.faults.watchdog import Watchdog, Whereabouts, verdict
-from fullframe.training.faults.whereabouts import busiest, waits_for_ranks
+from fullframe.training.faults.whereabouts import frame_of, waits_for_ranks
 from tests.rank_group import rank_group
 from tests.training.tiny import loss, recipe
 
@@ -41,7 +41,7 @@ def seen_from_beside(wait, enough=lambda seen: None):
 
     def look():
         while not ended.wait(0.02):
-            seen.append(waits_for_ranks(*busiest(main)))
+            seen.append(waits_for_ranks(main, frame_of(main)))
             enough(seen)
 
     beside = threading.Thread(target=look)

@@ -2,7 +2,7 @@
 
 context            the driver's, with the kernels' code: of the device's table; on the CPU the process without tensors
 nccl               buffers of each communicator that was used
-cublas_workspace   torch takes one for each thread that multiplies matrices, the user's and autograd's, and keeps it
+cublas_workspace   torch takes one where matrices are multiplied first, and keeps it
 cudnn_workspace    while an op runs: copies in the spec that tensor cores want, where maps are not channels_last; what
                    torch's own kernels take for themselves
 ddp_buckets        the gradients' place in DDP, taken at the start and kept between steps
@@ -58,7 +58,7 @@ class Terms:
 
     @property
     def cublas_bytes(self) -> int:
-        """Workspace of cuBLAS, of one thread."""
+        """Workspace of cuBLAS, of the one thread that multiplies."""
         hopper = self._device.name in ("H100", "H200")
         each = _CUBLAS_BYTES_HOPPER if hopper else _CUBLAS_BYTES
         return each if self.has("cublas_workspace") else 0

@@ -92,8 +92,7 @@ class Tracer(TorchDispatchMode):
         self.outside: Phase = "build"  # of backward: "forward" once steps are taken
         self.groups: dict[str, int] = {}  # ranks of the process groups that were used, by name
         self._names, self._axes, self._run, self._scratch, self._clock = names, axes, run, scratch, clock
-        self._until, self._workspace = until, workspace
-        self._multiplying: set[bool] = set()  # threads with a workspace: autograd's (True), the user's
+        self._until, self._workspace, self._multiplies = until, workspace, False
         self._live: dict[int, Block] = {}  # by the address of the storage
         self._watching: dict[int, weakref.ref[Any]] = {}
         self._modules: list[str] = []  # that are running, innermost last
@@ -173,8 +172,8 @@ class Tracer(TorchDispatchMode):
 
     @property
     def workspaces(self) -> int:
-        """Bytes that the threads hold to multiply matrices."""
-        return self._workspace * len(self._multiplying)
+        """Bytes that are held to multiply matrices."""
+        return self._workspace if self._multiplies else 0
 
     @property
     def module(self) -> str:
@@ -249,9 +248,8 @@ class Tracer(TorchDispatchMode):
         return block
 
     def _multiply(self) -> None:
-        by_autograd = _running_node() is not None
-        if by_autograd not in self._multiplying:
-            self._multiplying.add(by_autograd)
+        if not self._multiplies:
+            self._multiplies = True
             self._appeared(self._workspace, (self._workspace,), torch.uint8, "workspace")
 
     def _disappeared(self, block: Block) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple, TextIO
 import torch.distributed as dist
 
 from fullframe.processes.exit_reasons import AGAIN, report
-from fullframe.training.faults.whereabouts import busiest, is_compiling, waits_for_ranks, where
+from fullframe.training.faults.whereabouts import frame_of, is_compiling, waits_for_ranks, where
 
 _TICK_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
@@ -112,9 +112,9 @@ class Watchdog:
 
     def _answer(self) -> Whereabouts:
         """Write where this rank is, with the stacks of all its threads."""
-        thread, frame = busiest(self._main)
+        frame = frame_of(self._main)
         idle_seconds = round(time.monotonic() - max(self._since, self._compiled), 1)
-        mine = Whereabouts(self._doing, idle_seconds, where(frame), waits_for_ranks(thread, frame))
+        mine = Whereabouts(self._doing, idle_seconds, where(frame), waits_for_ranks(self._main, frame))
         partial = self._file(".partial")
         with contextlib.suppress(OSError), open(partial, "w") as file:
             file.write(json.dumps(mine._asdict()) + "\n\n")

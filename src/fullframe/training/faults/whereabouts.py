@@ -1,7 +1,6 @@
 """Where a rank is, by the stacks of its threads: what it runs, and whether it waits for other ranks.
 
-On GPUs backward runs in threads of autograd, while the one that called it waits; and the host waits for other ranks
-where it reads a number of the device, whose work waits for a message.
+On GPUs the host waits for other ranks where it reads a number of the device, whose work waits for a message.
 """
 
 import ast
@@ -28,19 +27,9 @@ _COMPILERS = {"torch._dynamo.convert_frame", "torch._inductor.compile_fx"}  # on
 _READERS = {"item", "tolist", "cpu", "numpy", "to", "synchronize", "nonzero", "copy_", "float", "int", "bool", "print"}
 
 
-def busiest(main: int) -> tuple[int, FrameType | None]:
-    """The thread, with its innermost frame, that does the work of the thread `main`.
-
-    That is one of autograd's own where `main` waits for backward and one of those runs Python.
-    """
-    frames = _frames()
-    innermost = frames.get(main)
-    if innermost is not None and _module(innermost).startswith("torch.autograd"):
-        known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
-        for thread, frame in frames.items():
-            if thread not in known:  # Python has not started it
-                return thread, frame
-    return main, innermost
+def frame_of(thread: int) -> FrameType | None:
+    """The innermost frame of a thread; None where it has ended."""
+    return _frames().get(thread)
 
 
 def is_compiling() -> bool:
