@@ -187,6 +187,24 @@ def _kept_of_what_is_written_to(on: DeviceMesh | None) -> list[Tensor]:
     return [*found, *(whole(kept.grad) for kept in (x, relu, part, view))]
 
 
+def _of_views_of_all_rows(on: DeviceMesh | None) -> list[Tensor]:
+    """A view of all rows has hooks and a gradient of its own; what torch gives back as it is has its operand's."""
+    found: list[Tensor] = []
+    for view in (
+        lambda x: x.narrow(2, 0, 9), lambda x: x.narrow(-1, 0, 13), lambda x: x.flatten(2, 2),
+        lambda x: torch.broadcast_tensors(x, x)[0], lambda x: torch.broadcast_tensors(x, x[:, :1])[0],
+    ):  # fmt: skip
+        x = _on(on, image()).requires_grad_()
+        y = x.sin()
+        part = view(y)
+        part.register_hook(lambda g: g * 2)
+        loss = (part * drawn(9, 13)).sum() + y.square().sum()
+        found += map(whole, torch.autograd.grad(loss, [x, y, part], retain_graph=True))
+        part.mul_(3)
+        found.append(whole(y))
+    return found
+
+
 def _clamp(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.clamp_(-1e-2, 1e-2)
@@ -360,6 +378,7 @@ CASES: list[Case] = [
     _seeded,
     _kept_of_maps,
     _kept_of_what_is_written_to,
+    _of_views_of_all_rows,
     _hooks_of_parameters,
     _gathered,
     _twice_differentiated,

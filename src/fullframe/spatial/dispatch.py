@@ -286,10 +286,10 @@ def _as_torch_has_it(result: Any, expected: Expected, operands: list[Tensor], ca
 def _conformed(result: Tensor, leaf: Leaf, operands: list[Tensor], call: Call, number: int) -> Tensor:
     """`result` with the dtype and strides of torch's result `leaf`, and sharing memory where that does."""
     alias = None if leaf.alias is None else operands[leaf.alias]
-    if result is alias:
+    if result is alias and leaf.itself:
         return result
     if type(result) is SpatialTensor:
-        made, spec, old = result._local, result.spec, result._view
+        made, spec, old = result._local, result.spec, None if result is alias else result._view
     else:
         made, spec, old = result, _whole_spec(result, operands), None
     if spec.shape != leaf.shape:
@@ -303,6 +303,8 @@ def _conformed(result: Tensor, leaf: Leaf, operands: list[Tensor], call: Call, n
         if any(share_memory(local, memory_of(operand)) for operand in operands):
             local = local.clone()
     else:
+        if result is alias:  # torch gives a view, whose hooks and gradient are its own
+            local = local.view_as(local)
         view = old if old is not None else _view_of(alias, local, call, number)
     if local is made and view is old and spec.strides == leaf.strides:
         return result

@@ -86,7 +86,7 @@ def _broadcast_tensors(func: Any, *tensors: Any) -> tuple[Tensor, ...]:
     """All operands expanded to one shape."""
     given = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
     shape = torch.broadcast_shapes(*(tuple(t.shape) for t in given))
-    return tuple(t.expand(shape) for t in given)
+    return tuple(t if t.shape == shape else t.expand(shape) for t in given)  # as torch: one of this shape is itself
 
 
 @rule(Tensor.sum_to_size)

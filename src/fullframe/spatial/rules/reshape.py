@@ -131,6 +131,8 @@ def _flatten(func: Any, x: SpatialTensor, start_dim: int = 0, end_dim: int = -1)
     """Dims `start_dim` to `end_dim` as one, which then holds the split factors: (N, C, H, W) to (N, C, H * W)."""
     shape, count = x.spec.shape, len(x.spec.shape)
     start, end = start_dim % count, end_dim % count
+    if start == end:  # torch gives no view
+        return x
     return _reshaped(x, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]))
 
 
