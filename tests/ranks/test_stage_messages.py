@@ -14,8 +14,10 @@ from fullframe.ranks.stage_messages import (
     objects_of_all,
     receive,
     receive_object,
+    receive_some,
     send,
     send_object,
+    send_some,
     summed_at,
     telling_others,
 )
@@ -40,6 +42,12 @@ def there_and_back() -> None:
         assert word == {"from": 0}
         for a, b in zip(came, tensors, strict=True):
             assert torch.equal(a, b) and a.stride() == b.stride()
+    some = [None, large, None]
+    back: Any = send_some(axis, 1, some, "some") if me == 0 else receive_some(axis, 0, [forms[0]] * 3, "some", CPU)
+    if me == 0:
+        [flight.wait() for flight in back]
+    else:
+        assert back[0] is None and torch.equal(back[1], large) and back[2] is None
     assert objects_of_all(axis, "x" * (me + 1)) == ["x", "xx"]
     assert flags_of_any(axis, [me == 1, False, True]) == [True, False, True]
     (mine,) = from_one(axis, 1, [torch.full((2,), float(me))], [Form.of(torch.ones(2))], CPU)

@@ -48,6 +48,24 @@ def receive(axis: Axis, peer: int, forms: Sequence[Form], kind: str, device: tor
     return InFlight(axis, [], [Message(peer, tensor) for tensor in _empty(forms, device)], kind).wait()
 
 
+def send_some(axis: Axis, peer: int, tensors: Sequence[Tensor | None], kind: str) -> list[InFlight]:
+    """Send those that are there to the rank with coordinate `peer`, which knows the forms of all."""
+    there = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8, device=_place(axis))
+    flags = [send(axis, peer, [there], f"flags of {kind}")] if are_real(axis) else []
+    return [*flags, send(axis, peer, [tensor for tensor in tensors if tensor is not None], kind)]
+
+
+def receive_some(axis: Axis, peer: int, forms: Sequence[Form], kind: str, device: torch.device) -> list[Tensor | None]:
+    """What `send_some` sends, None where there is nothing; in a simulation all."""
+    there = [1] * len(forms)
+    if are_real(axis):
+        of_flags = Form((len(forms),), torch.uint8, torch.contiguous_format)
+        there = receive(axis, peer, [of_flags], f"flags of {kind}", torch.device(_place(axis)))[0].tolist()
+    wanted = [form for form, is_there in zip(forms, there, strict=True) if is_there]
+    came = iter(receive(axis, peer, wanted, kind, device))
+    return [next(came) if is_there else None for is_there in there]
+
+
 def send_object(axis: Axis, peer: int, value: Any, kind: str) -> InFlight:
     """Send a plain object, pickled, to the rank with coordinate `peer`."""
     raw = _raw(value, axis)

@@ -65,3 +65,43 @@ def clipped(axes: dict[str, int], microbatches: int, inside: bool) -> float:
 def test_clipping_in_a_block_gets_one_process_s_gradient(axes: dict[str, int]) -> None:
     for microbatches, inside in ((1, False), (2, False), (2, True)):
         assert max(rank_group(math.prod(axes.values())).run(clipped, axes, microbatches, inside)) < 1e-10
+
+
+class Two(nn.Module):
+    """A state of two tensors, each by a weight of its own, of which a late block may cut some."""
+
+    def __init__(self, number: int, cut: int):
+        super().__init__()
+        self.number, self.cut = number, cut
+        self.weights = nn.ParameterList(torch.linspace(low, 1, 3, dtype=torch.float64) for low in (0.1, 0.5))
+
+    def forward(self, state: Any) -> Any:
+        state = [x.detach() if self.number == 2 and n < self.cut else x for n, x in enumerate(state)]
+        return tuple(torch.sin(weight * x) for weight, x in zip(self.weights, state, strict=True))
+
+
+def cut_short(cut: int, taken: int, stages: int, microbatches: int, inside: bool) -> list[Tensor | None]:
+    """The gradients of five such blocks, whose last state's first tensors the loss takes."""
+    own = [Two(number, cut) for number in range(5)]
+    run = ff.unroll(own, 5)
+    if stages > 1:
+        mesh = ff.init_mesh(stages=stages)
+        run = ff.unroll(own, 5, placement="stages", mesh=mesh, microbatches=microbatches)
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+
+    def criterion(state: Any) -> Tensor:
+        return torch.stack([each.sum() for each in state[:taken]]).sum()
+
+    (run.loss(criterion, [], (x, x * 2)) if inside else criterion(run((x, x * 2)))).backward()
+    return [weight.grad for block in own for weight in block.weights]
+
+
+@pytest.mark.parametrize(("cut", "taken"), [(0, 1), (1, 2), (2, 2)])
+def test_what_a_part_of_the_state_alone_would_have_reached_has_no_gradient(cut: int, taken: int) -> None:
+    expected = cut_short(cut, taken, 1, 1, False)
+    for stages, microbatches, inside in ((2, 1, False), (3, 2, True)):
+        ranks = rank_group(stages).run(cut_short, cut, taken, stages, microbatches, inside)
+        for one, *found in zip(expected, *ranks, strict=True):
+            assert [each is None for each in found] == [one is None] * stages
+            if one is not None:
+                torch.testing.assert_close(sum(found) / stages, one, rtol=1e-12, atol=1e-12)

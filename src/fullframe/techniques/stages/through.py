@@ -29,8 +29,10 @@ from fullframe.ranks.stage_messages import (
     objects_of_all,
     receive,
     receive_object,
+    receive_some,
     send,
     send_object,
+    send_some,
     summed_at,
     telling_others,
 )
@@ -307,11 +309,11 @@ class _Call:
         if self._axis.coordinate < self._goes_back_from:
             sent = [tensor for tensor in kept.states[-1] if has_gradients(tensor)]
             forms = [Form.of(tensor) for tensor in sent]
-            came = receive(self._axis, self._axis.coordinate + 1, forms, "gradient of a state", self._given.device)
+            came = receive_some(self._axis, self._axis.coordinate + 1, forms, "gradient of a state", self._given.device)
             for flight in self._sending.pop(number, ()):  # the other stage has long read it
                 flight.wait()
             for tensor, gradient in zip(sent, came, strict=True):
-                if tensor.requires_grad:
+                if gradient is not None and tensor.requires_grad:
                     outs.append(tensor)
                     seeds.append(gradient)
         aliases = [alias for alias in self._aliases.values() if alias.requires_grad]
@@ -327,14 +329,10 @@ class _Call:
             if part is not None:
                 totals[id(alias)] = part if before is None else before + part
         if 0 < self._axis.coordinate <= self._goes_back_from:
-            back = [
-                or_zeros(by_tensor.get(id(tensor)), Form.of(tensor), self._given.device)
-                for tensor in kept.given
-                if has_gradients(tensor)
-            ]
+            back = [by_tensor.get(id(tensor)) for tensor in kept.given if has_gradients(tensor)]
             for flight in self._sending_back:  # the one before, which the other stage waits for before this one
                 flight.wait()
-            self._sending_back = [send(self._axis, self._axis.coordinate - 1, back, "gradient of a state")]
+            self._sending_back = send_some(self._axis, self._axis.coordinate - 1, back, "gradient of a state")
         of_state = kept.given if self._is_first else [torch.empty(0)] * self._given.of_state
         return [by_tensor.get(id(tensor)) for tensor in (*of_state, *kept.inputs)]
 
