@@ -26,6 +26,18 @@ def test_microbatches_and_back() -> None:
     assert torch.equal(given.joined([[None] * 3, second])[0][:2], torch.zeros(2, 3))
 
 
+def test_microbatches_want_gradients_as_the_whole_does() -> None:
+    """A call cuts them without grad mode, in which a view of a leaf that is a view of plain numbers wants none."""
+    state, measured = torch.ones(12).view(4, 3).requires_grad_(), torch.ones(12).view(4, 3)
+    with torch.no_grad():
+        for number in range(2):
+            parts = Arguments(state, (measured, torch.arange(4)), 2, must_cut=True).microbatch(number)
+            assert [part.requires_grad for part in parts] == [True, False, False]
+    begun = Begun(parts[:1], parts[1:], keeps=True, came=False)
+    assert [leaf.requires_grad for leaf in begun.leaves] == [True, False, False]
+    assert [leaf.requires_grad for leaf in Begun(parts[1:2], parts[1:], True, came=True).leaves] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("state", "inputs", "words"),
     [

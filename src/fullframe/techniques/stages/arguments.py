@@ -196,7 +196,8 @@ class Arguments:
             spec = spec_in(whole)
             if self.microbatches > 1 and local.dim():
                 size = whole.shape[0] // self.microbatches
-                local = local.narrow(0, number * size, size)
+                part = local.detach().narrow(0, number * size, size)  # torch leaves out the flag for a view of a view
+                local = part.requires_grad_(local.requires_grad)
                 spec = spec and spec.resized(0, size)
             parts.append(local if spec is None else wrap(local, spec))
         return parts
