@@ -28,16 +28,17 @@ class Drifting(torch.optim.SGD):
             weight.view(-1)[0] = torch.nextafter(weight.view(-1)[0], torch.tensor(torch.inf, dtype=weight.dtype))
 
 
-def drifting_run(strategy, run_dir, rank):
+def drifting_run(strategy, run_dir, rank, check_every=2):
     job = recipe(optimizer=lambda parameters: Drifting(parameters, rank))
     try:
-        ff.fit(job, strategy, run_dir, steps=9, check_every=2, checkpoint_every=2)
+        ff.fit(job, strategy, run_dir, steps=9, check_every=check_every, checkpoint_every=2)
     except RunError as error:
         return str(error)
 
 
-def test_one_bit_on_one_rank(tmp_path):
-    for error in rank_group(4).run(drifting_run, ff.Strategy(data=2, width=2), tmp_path, 3):
+@pytest.mark.parametrize("check_every", [2, 100])
+def test_one_bit_on_one_rank(tmp_path, check_every):
+    for error in rank_group(4).run(drifting_run, ff.Strategy(data=2, width=2), tmp_path, 3, check_every):
         assert error.startswith("the ranks have drifted apart: after step 4, head.1.weight on rank 3 differs from ")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002"], "nothing wrong kept"
 

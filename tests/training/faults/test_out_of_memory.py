@@ -107,15 +107,15 @@ def test_a_rank_whose_device_waits_for_ever_leaves_the_writing_to_another():
 
 
 class Once:
-    """`loss`, in whose first call memory runs out."""
+    """`loss`, in whose `at`-th call memory runs out."""
 
-    def __init__(self, loss):
-        self.loss, self.calls = loss, 0
+    def __init__(self, loss, at=1):
+        self.loss, self.at, self.calls = loss, at, 0
 
     def __call__(self, model, batch):
         self.calls += 1
         total = self.loss(model, batch)
-        if self.calls == 1:
+        if self.calls == self.at:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return total
 
@@ -161,8 +161,9 @@ def test_what_a_loss_changes_in_its_batch_is_not_changed_twice(tmp_path):
     [(writing, "written into its batch", "writes into"), (moving, "moved frozen", "writes to parameters")],
 )
 def test_a_step_that_cannot_be_undone_is_not_taken_again(tmp_path, changes, did, does):
-    with pytest.raises(RunError, match=f"cannot be taken again, for it has {did}.*--resume --microbatches 2"):
-        ff.fit(recipe(loss=Once(changes), model=half_frozen), ff.Strategy(), tmp_path / "run")
+    for at in (1, 3):
+        with pytest.raises(RunError, match=f"cannot be taken again, for it has {did}.*--resume --microbatches 2"):
+            ff.fit(recipe(loss=Once(changes, at), model=half_frozen), ff.Strategy(), tmp_path / f"run{at}", steps=4)
     budget = ff.Strategy(recompute="budget", recompute_modules=("layers.0",), recompute_budget_bytes=2**30)
     with pytest.raises(StrategyError, match=f"runs the loss once before the first step, and it {does}"):
         ff.fit(recipe(loss=changes, model=half_frozen), budget, tmp_path / "budget")
@@ -195,6 +196,10 @@ def recipe():
 """
 
 
+def trained(run_dir, microbatches, steps, resume):
+    ff.fit(recipe(), ff.Strategy(data=2, microbatches=microbatches), run_dir, steps=steps, resume=resume)
+
+
 def test_several_ranks_run_out_at_once(tmp_path):
     (tmp_path / "job.py").write_text(RECIPE)
     run_dir = tmp_path / "run"
@@ -203,6 +208,9 @@ def test_several_ranks_run_out_at_once(tmp_path):
     log = (run_dir / "log.txt").read_text()
     assert "started again: rank" in log and "resumed after step 2" in log, "the state before the step was written"
     assert json.loads((run_dir / "strategy.json").read_text())["microbatches"] == 2
+    rank_group(2).run(trained, tmp_path / "calm", 1, 2, False)
+    rank_group(2).run(trained, tmp_path / "calm", 2, 4, True)
+    assert [line["loss"] for line in numbers(run_dir)] == [line["loss"] for line in numbers(tmp_path / "calm")]
 
 
 EVALUATED = """
