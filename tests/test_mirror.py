@@ -42,7 +42,6 @@ EXCEPTIONS: dict[str, str] = {
     "spatial/rules/gradient_hooks.py": "tests/spatial/test_gradients.py",
     "techniques/update_in_backward.py": "tests/techniques/test_optimizers.py",
     "training/steps.py": "tests/training/test_loop.py",
-    "verification/reference.py": "tests/verification/test_verify.py",
 }
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fullframe.training.checkpoints.export import export
 from fullframe.training.checkpoints.manifest import MANIFEST
 from fullframe.training.checkpoints.writer import best_checkpoint, checkpoints_in
 from fullframe.training.run_file import read_run_file
+from fullframe.training.steps import Steps
 from tests.rank_group import rank_group
 from tests.training.tiny import Frames, recipe
 
@@ -209,3 +211,11 @@ def test_patience_needs_a_measure(tmp_path):
         ff.fit(recipe(), ff.Strategy(), tmp_path, patience=3)
     with pytest.raises(RecipeError, match="patience must be"):
         ended(tmp_path, [], patience=0)
+
+
+def test_the_best_is_known_before_its_checkpoint_is_written():
+    steps = Steps.__new__(Steps)
+    steps._recipe, steps._best, steps._in_vain = SimpleNamespace(best="score"), None, 0
+    steps._run = SimpleNamespace(checkpoints=SimpleNamespace(best=None))
+    found = [steps.better(number, {"score": score}) for number, score in enumerate((3.0, 1.0, 2.0))]
+    assert found == [Best(0, "score", 3.0), None, None] and steps._in_vain == 2
