@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import ShapeError, StrategyError
-from fullframe.techniques.stages.arguments import Arguments, Begun, State
+from fullframe.techniques.stages.arguments import Arguments, Begun, Kept, State
 from tests.rank_group import RankFailure, rank_group
 
 
@@ -124,3 +124,9 @@ def test_layers_in_place() -> None:
     with pytest.raises(RankFailure, match="a part on stage 0 writes to its state"):
         rank_group(2).run(written, True)
     assert max(rank_group(3).run(written, False)) < 1e-12
+
+
+def test_a_returned_state_of_frozen_blocks_takes_no_gradient() -> None:
+    frozen, trained = torch.ones(4, 2), torch.ones(4, 2, requires_grad=True) * 2
+    outs, seeds = Kept([], [], [[frozen], [trained]]).seeded([[torch.ones(8, 2)], [torch.ones(8, 2)]], 1, 2)
+    assert len(outs) == 1 and outs[0] is trained and [seed.shape for seed in seeds] == [(4, 2)]
