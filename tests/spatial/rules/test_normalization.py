@@ -184,3 +184,21 @@ def _of_one_sample(height: int, width: int) -> list[float]:
 def test_gradients_of_one_sample_laid_channels_last(mesh: tuple[int, int]) -> None:
     for found in rank_group(2).run(_of_one_sample, *mesh):
         assert len(found) == 24 and max(found) < 1e-11, found
+
+
+def _after_a_call(first: str) -> dict[str, float]:
+    """A batch norm called first on a whole map, or in evaluation, then on a split one in training; one graph."""
+
+    def op(x: Tensor, template: Tensor) -> tuple[Tensor, ...]:
+        norm = torch.nn.BatchNorm2d(3, dtype=torch.float64).train(first == "whole")
+        before = norm(template if first == "whole" else x * 2)
+        return before, norm.train()(x), *norm.buffers()
+
+    given = [noise(2, 3, 7, 9)], [noise(2, 3, 5, 4)]
+    return differences_from(one_process(op, *given), op, *given, 1, 2)
+
+
+@pytest.mark.parametrize("first", ["whole", "evaluation"])
+def test_running_statistics_that_a_call_before_keeps(first: str) -> None:
+    for found in rank_group(2).run(_after_a_call, first):
+        assert found and max(found.values()) < 1e-11, found

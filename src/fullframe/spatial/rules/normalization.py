@@ -52,19 +52,24 @@ _Running = tuple[Tensor | None, Tensor | None, float]
 
 
 def _update(running: _Running, mean: Tensor, var: Tensor, correction: float | Tensor) -> None:
-    """By torch's formula, also of infinities: which `lerp_` is not. The variance counts `correction` times."""
+    """By torch's formula, also of infinities: which `lerp_` is not. The variance counts `correction` times.
+
+    As with torch's own kernels autograd is not told: a call before, of a whole map or in evaluation, keeps both.
+    """
     running_mean, running_var, momentum = running
     kept: Any = 1 - momentum
     if running_mean is not None and running_var is not None and recorder() is None:
         dtype = running_mean.dtype
         if running_mean.is_cpu and dtype is running_var.dtype and dtype in (torch.float32, torch.float64):
             kept = constant((kept,), dtype, running_mean.device)  # torch multiplies by a number in twice the time
-    if running_mean is not None:
-        running_mean.mul_(kept).add_(mean, alpha=momentum)
-    if running_var is not None:
-        if isinstance(correction, Tensor):
-            var, correction = var * correction, 1.0
-        running_var.mul_(kept).add_(var, alpha=momentum * correction)
+    counted = tuple(t for t in (running_mean, running_var) if t is not None and not t.is_inference())
+    with torch.autograd._unsafe_preserve_version_counter(counted):
+        if running_mean is not None:
+            running_mean.mul_(kept).add_(mean, alpha=momentum)
+        if running_var is not None:
+            if isinstance(correction, Tensor):
+                var, correction = var * correction, 1.0
+            running_var.mul_(kept).add_(var, alpha=momentum * correction)
 
 
 @tells(F.batch_norm)
