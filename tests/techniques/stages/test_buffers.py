@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fullframe as ff
@@ -49,6 +50,34 @@ def test_what_one_stage_makes_of_its_buffers_is_known_to_all() -> None:
     for buffers in kept:
         buffers.settle([each.said() for each in kept])
     assert [[float(module.calls) for module in whole] for whole in wholes] == [[1, 2], [1, 2]]
+
+
+class OwnNorm(nn.Module):
+    """None of torch's, as users write them around `F.batch_norm`, which writes to buffers and to no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("var", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.var, training=True)
+
+
+def test_statistics_of_a_norm_of_the_users_are_known_to_all() -> None:
+    wholes = [nn.ModuleList([OwnNorm(), OwnNorm()]) for _ in range(2)]
+    kept = [StageBuffers(whole, [[whole[0]], [whole[1]]], number, 4) for number, whole in enumerate(wholes)]
+    for number, buffers in enumerate(kept):
+        buffers.begin()
+        wholes[number][number](torch.arange(8.0).view(4, 2) + number)
+        buffers.end()
+    for buffers in kept:
+        buffers.settle([each.said() for each in kept])
+    one = nn.ModuleList([OwnNorm(), OwnNorm()])
+    for number, norm in enumerate(one):
+        norm(torch.arange(8.0).view(4, 2) + number)
+    for whole in wholes:
+        torch.testing.assert_close(list(whole.buffers()), list(one.buffers()))
 
 
 def test_a_buffer_that_two_stages_write_with_several_microbatches() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fullframe.errors import StrategyError
+from fullframe.ranks.raw_bytes import checksums
 from fullframe.techniques.stages.attributes import (
     ChangedAttribute,
     PartAttributes,
@@ -64,6 +65,7 @@ class StageBuffers:
         self._others = [m for m in whole.modules() if m not in set(here.modules())]
         self._watched = [(names[m], m) for m in here.modules() if m in names and names[m] not in self._norms]
         self._before: dict[str, tuple[Tensor, int]] = {}
+        self._sums: dict[str, int] = {}
         self._apart: dict[str, Apart] = {}  # while a microbatch runs
         self._changed: dict[str, str] = {}  # the kind of change
         self._taken: Changes = {}  # by the stages before
@@ -92,19 +94,22 @@ class StageBuffers:
             for name, buffer in owner._buffers.items()
             if buffer is not None and not buffer.is_inference()
         }
+        self._sums = self._sums_of_statistics()
 
     def end(self) -> None:
         """After it."""
         is_first = self._stage == 0 and not self._statistics
         self._statistics.append({name: apart.found() for name, apart in self._apart.items()})
         self._put_back()
+        sums = self._sums_of_statistics()
         for path, owner in self._watched:
             for name, buffer in owner._buffers.items():
                 full = inside(path, name)
                 before, version = self._before.get(full, (None, 0))
                 if buffer is None or buffer.is_inference():
                     continue
-                if buffer is before and buffer._version == version and not counts(owner):
+                is_left = buffer._version == version and sums.get(full) == self._sums.get(full)
+                if buffer is before and is_left and not counts(owner):
                     continue
                 if path in self._shared:
                     self._require_known(owner, f"buffer {full}", is_first and before is None)
@@ -120,6 +125,21 @@ class StageBuffers:
             if changed.inside:
                 self._require_own(changed, full)
             self._left[full] = changed, len(self._statistics) > 1
+
+    def _sums_of_statistics(self) -> dict[str, int]:
+        """Of what may be statistics of a norm that is none of torch's: `F.batch_norm` updates them, and no version."""
+        own = {
+            inside(path, name): buffer
+            for path, owner in self._watched
+            if not isinstance(owner, _NormBase)
+            for name, buffer in owner._buffers.items()
+            if type(buffer) is Tensor and buffer.dim() == 1 and buffer.is_floating_point()
+        }
+        found: dict[str, int] = {}
+        for device in {buffer.device for buffer in own.values() if not buffer.is_meta}:
+            there = {name: buffer for name, buffer in own.items() if buffer.device == device}
+            found |= zip(there, checksums(there.values()), strict=True)
+        return found
 
     def put_back_attributes(self) -> None:
         """Modules of this stage alone have in their attributes what they go on with, read or not."""
