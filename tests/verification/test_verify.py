@@ -365,7 +365,11 @@ BAD = {
         "Single()",
         "class Single(nn.Conv2d):\n    def __init__(self):\n        super().__init__(6, 6, 1)\n"
         "    def forward(self, x):\n        return super().forward(x.float())\n",
-        ["the step fails already in one process", "in place of .float() write .to(torch.get_default_dtype())"],
+        [
+            "the step fails already in one process",
+            "job.py, line",
+            "in place of .float() write .to(torch.get_default_dtype())",
+        ],
     ),
     "loss not finite": (
         "Zero()",

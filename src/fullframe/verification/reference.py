@@ -124,8 +124,6 @@ def compute(recipe: Path, folder: Path, values: Sequence[str] = ()) -> None:
     if done.returncode:
         silent = f"it ended with exit code {done.returncode}, without a word"
         *before, last = done.stderr.strip().splitlines() or [silent]
-        if "float" in last.lower() and "double" in last.lower():  # in torch's words, that two dtypes have met
-            last += "; it is computed in float64: in place of .float() write .to(torch.get_default_dtype())"
         raise RecipeError("\n".join([f"the step fails already in one process: {last}", *before]))
 
 
@@ -234,13 +232,14 @@ def _narrow_explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not {"float", "double"} <= set(re.findall("[a-z]+", str(error).lower().replace("float64", "double"))):
+        said = str(error).lower().replace("float64", "double").replace("tensor", "")  # also torch.FloatTensor
+        if not {"float", "double"} <= set(re.findall("[a-z]+", said)):
             raise
         *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
         raise RecipeError(
             f"{error} ({where(innermost)}). In training all is float32; verify computes in float64, and a "
             "tensor that is float32 whatever it meets does not follow: write weights.to(prediction) for constants of a "
-            "loss, image.to(torch.get_default_dtype()) for image.float()"
+            "loss, and in place of .float() write .to(torch.get_default_dtype())"
         ) from error
 
 
