@@ -64,8 +64,7 @@ class StageBuffers:
         self._owners = {names[m]: m for m in whole.modules()}
         self._others = [m for m in whole.modules() if m not in set(here.modules())]
         self._watched = [(names[m], m) for m in here.modules() if m in names and names[m] not in self._norms]
-        self._before: dict[str, tuple[Tensor, int]] = {}
-        self._sums: dict[str, int] = {}
+        self._before: dict[str, tuple[Tensor, int, int | None]] = {}  # with its version, and sum
         self._apart: dict[str, Apart] = {}  # while a microbatch runs
         self._changed: dict[str, str] = {}  # the kind of change
         self._taken: Changes = {}  # by the stages before
@@ -88,13 +87,13 @@ class StageBuffers:
             self.put_back_attributes()
         self._apart = {name: Apart(norm, name) for name, norm in self._norms.items()}
         self._attributes.begin()
+        sums = self._sums_of_statistics()
         self._before = {
-            inside(path, name): (buffer, buffer._version)
+            inside(path, name): (buffer, buffer._version, sums.get(inside(path, name)))
             for path, owner in self._watched
             for name, buffer in owner._buffers.items()
             if buffer is not None and not buffer.is_inference()
         }
-        self._sums = self._sums_of_statistics()
 
     def end(self) -> None:
         """After it."""
@@ -105,10 +104,10 @@ class StageBuffers:
         for path, owner in self._watched:
             for name, buffer in owner._buffers.items():
                 full = inside(path, name)
-                before, version = self._before.get(full, (None, 0))
+                before, version, total = self._before.get(full, (None, 0, None))
                 if buffer is None or buffer.is_inference():
                     continue
-                is_left = buffer._version == version and sums.get(full) == self._sums.get(full)
+                is_left = buffer._version == version and sums.get(full) == total
                 if buffer is before and is_left and not counts(owner):
                     continue
                 if path in self._shared:
