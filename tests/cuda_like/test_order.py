@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from tests.cuda_like.device import to_device, to_host
+from tests.cuda_like.models import moved
 from tests.cuda_like.ranks import device_ranks
 from tests.exactness import mesh
 
@@ -25,26 +26,25 @@ def network() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
+def image() -> Tensor:
+    return torch.randn(2, 3, 12, 22, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
 def gradients(more: int) -> list[Any]:
     """Of a penalty on a gradient, where the first rank has made `more` nodes of graphs that the other has not."""
     on = mesh(1, 2)
-    image = torch.randn(2, 3, 12, 22, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     one = torch.ones((), requires_grad=True)
     for _ in range(more if dist.get_rank() == 0 else 0):
         one * 2
-    split = network()
-    for name, parameter in list(split.named_parameters()):
-        owner, _, own = name.rpartition(".")
-        setattr(split.get_submodule(owner), own, nn.Parameter(to_device(parameter.detach())))
+    split = moved(network())
     model = ff.parallelize(split, on)
-    penalty(model, ff.shard(to_device(image).requires_grad_(), on)).backward()
+    penalty(model, ff.shard(to_device(image()).requires_grad_(), on)).backward()
     return [to_host(parameter.grad) for parameter in split.parameters() if parameter.grad is not None]
 
 
 def test_ranks_that_have_made_other_nodes_run_one_order() -> None:
     plain = network()
-    image = torch.randn(2, 3, 12, 22, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    penalty(plain, image.requires_grad_()).backward()
+    penalty(plain, image().requires_grad_()).backward()
     expected = [parameter.grad for parameter in plain.parameters()]
     for more in (0, 100, 200, 400):
         for found in device_ranks().run(gradients, more):

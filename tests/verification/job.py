@@ -91,7 +91,7 @@ class Blurred(nn.Module):
 """
 
 # The forward is right; the gradient loses a share on one rank.
-LEAK = """
+_LEAK = """
 class Leak(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -100,7 +100,8 @@ class Leak(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient * (1 - 1e-3 * rank())
-
+"""
+LEAK = f"""{_LEAK}
 class Leaking(nn.Module):
     def __init__(self):
         super().__init__()
@@ -204,16 +205,7 @@ class Counting(nn.Module):
 """
 
 # What the second rank, or both of two, do otherwise than one process while all outputs agree.
-OTHERWISE = """
-class Leak(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * (1 - 1e-3 * rank())
-
+OTHERWISE = f"""{_LEAK}
 class Otherwise(nn.Module):
     def __init__(self):
         super().__init__()
@@ -224,7 +216,7 @@ class Otherwise(nn.Module):
         is_split, pooled = isinstance(x, ff.SpatialTensor), self.same(x.mean((2, 3), keepdim=True))
         self.seen += 1
         y = self.mix(x)
-        {other}
+        {{other}}
         return y + pooled
 
     def nothing(self):
