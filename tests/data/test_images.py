@@ -34,6 +34,14 @@ def test_an_image_has_three_channels_in_0_to_1_or_as_stored(path: Path) -> None:
     assert torch.equal(scaled, stored.double() / 255) and scaled.is_contiguous()
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_an_image_of_more_than_8_bits_is_refused(tmp_path: Path, dtype: type) -> None:
+    deep = tmp_path / "deep.tif"
+    Image.fromarray((PLANE * 4096.0).astype(dtype)).save(deep)
+    with pytest.raises(DataError, match="above 255 .* 8 bits"):
+        read_image(deep, *whole((3, 4)), torch.float32)
+
+
 def test_sizes_are_required(path: Path) -> None:
     assert padded_size((3, 4), None, path) == (3, 4) and padded_size((3, 4), (3, 5), path) == (3, 5)
     with pytest.raises(DataError, match="larger than pad_to"):

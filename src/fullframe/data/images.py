@@ -24,6 +24,11 @@ def image_size(path: Path) -> tuple[int, int]:
 def read_image(path: Path, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
     """(3, rows, columns): as stored for uint8, else in 0 to 1; what lies beyond the image is 0."""
     with _opened(path) as image:
+        if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+            raise DataError(
+                f"{path} is of mode {image.mode}, and all above 255 would be cut off there; store it in 8 bits, or "
+                "read it in a data set of your own"
+            )
         part = _part(image.convert("RGB") if image.mode != "RGB" else image, rows, columns, 0)
     values = torch.from_numpy(part).permute(2, 0, 1).contiguous()
     return values if dtype == torch.uint8 else values.to(dtype) / 255
