@@ -117,7 +117,7 @@ class Collation:
                 f"frames of sizes {sizes} cannot be one batch of parts; "
                 "make them one size in the data set, or use as many replicas as samples in a batch"
             )
-        batch = replaced(self._collated([sample.value for sample in samples], samples[0].facts[:2]), _in_own_memory)
+        batch = replaced(self._collated([sample.value for sample in samples], samples[0].facts[:2]), _lockable)
         facts = zlib.crc32(repr([sample.facts for sample in samples]).encode())
         if self.grid.ranks == 1:  # without stages there is nobody to compare with
             return batch, facts if self.grid.stages == 1 else _checksum(batch, facts)
@@ -342,9 +342,12 @@ def _require_seen(value: Any) -> None:
         )
 
 
-def _in_own_memory(value: Any, path: tuple[Any, ...]) -> Any:
-    """`value`, a copy where elements of a tensor share memory, as `expand` leaves them: that cannot be page-locked."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
+def _lockable(value: Any, path: tuple[Any, ...]) -> Any:
+    """`value`, a copy where a tensor cannot be page-locked: on a device, or sharing elements, as `expand` leaves them."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.cpu()
+    if value.layout != torch.strided:
         return value
     is_shared = any(not stride and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
     return value.contiguous() if is_shared else value
