@@ -38,7 +38,7 @@ def test_an_image_has_three_channels_in_0_to_1_or_as_stored(path: Path) -> None:
 def test_an_image_of_more_than_8_bits_is_refused(tmp_path: Path, dtype: type) -> None:
     deep = tmp_path / "deep.tif"
     Image.fromarray((PLANE * 4096.0).astype(dtype)).save(deep)
-    with pytest.raises(DataError, match="above 255 .* 8 bits"):
+    with pytest.raises(DataError, match=r"above 255 .* 8 bits"):
         read_image(deep, *whole((3, 4)), torch.float32)
 
 

@@ -343,7 +343,7 @@ def _require_seen(value: Any) -> None:
 
 
 def _lockable(value: Any, path: tuple[Any, ...]) -> Any:
-    """`value`, a copy where a tensor cannot be page-locked: on a device, or sharing elements, as `expand` leaves them."""
+    """`value`, a copy where a tensor cannot be page-locked: on a device, or of shared elements, as by `expand`."""
     if not isinstance(value, Tensor):
         return value
     value = value.cpu()
