@@ -4,18 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
-from torch.utils.data import dataloader
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from tests.hollow_gpu import kernels
 
 
 def move_to_gpu() -> None:
-    """Tensors are made there, random ones with the CPU's generators; the CPU's autocast is CUDA's.
-
-    A loader draws its seed on the host, where also the samples lie that it gives.
-    """
+    """Tensors are made there, random ones with the CPU's generators; the CPU's autocast is CUDA's."""
     kernels.draws_as_cpu = True
     autocast = torch.autocast
 
@@ -26,17 +20,7 @@ def move_to_gpu() -> None:
     for name in ("randn", "rand", "randint", "randperm"):
         setattr(torch, name, _on_gpu(getattr(torch, name)))
     torch.autocast = OfCuda  # type: ignore[assignment, misc]
-    dataloader._BaseDataLoaderIter.__init__ = _on_host(dataloader._BaseDataLoaderIter.__init__)  # type: ignore[method-assign]
-    _MapDatasetFetcher.fetch = _on_host(_MapDatasetFetcher.fetch)  # type: ignore[method-assign]
     torch.set_default_device("cuda")
-
-
-def _on_host(function: Any) -> Any:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with torch.device("cpu"):
-            return tree_map_only(Tensor, Tensor.cpu, function(*args, **kwargs))
-
-    return called
 
 
 def _on_gpu(make: Any) -> Any:

@@ -44,9 +44,9 @@ class Collectives:
             self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, connect)
             self._gloo._set_default_timeout(self._timeout)
         self._nccl: Any = None
-        self._block = torch.zeros(BLOCK, dtype=torch.uint8)
-        self._blocks = torch.zeros(size * BLOCK, dtype=torch.uint8)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.zeros(BLOCK, dtype=torch.uint8, device="cpu")
+        self._blocks = torch.zeros(size * BLOCK, dtype=torch.uint8, device="cpu")
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._board: Board | None = None
         if size > 1:
             self._board = board_between(rank, size, timeout_seconds, self.exchange)
@@ -76,10 +76,10 @@ class Collectives:
         longest = max(lengths) - _ROOM
         if longest <= 0:
             return heads
-        rest = torch.zeros(longest, dtype=torch.uint8)
+        rest = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         if message[_ROOM:]:
             rest[: len(message) - _ROOM] = torch.frombuffer(bytearray(message[_ROOM:]), dtype=torch.uint8)
-        rests = torch.zeros(self.size * longest, dtype=torch.uint8)
+        rests = torch.zeros(self.size * longest, dtype=torch.uint8, device="cpu")
         self._gloo._allgather_base(rests, rest).wait()
         tails = [
             bytes(row)[: max(n - _ROOM, 0)]
@@ -178,7 +178,7 @@ class Collectives:
             return torch.empty(count, dtype=dtype, device=device)
         if size > len(self._buffer):
             with torch.inference_mode(False):  # a caller's, which none but such a caller could write to
-                self._buffer = torch.empty(size, dtype=torch.uint8)
+                self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._buffer[:size].view(dtype)
 
     def _heads(self, head: bytes) -> list[bytes]:

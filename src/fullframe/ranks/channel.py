@@ -118,7 +118,7 @@ class HeadsByGloo:
 
     def expect(self, rank: int) -> tuple[int, Any, Tensor]:
         """The next head from `rank`, for `receive`."""
-        raw = torch.empty(HEAD_BYTES, dtype=torch.uint8)
+        raw = torch.empty(HEAD_BYTES, dtype=torch.uint8, device="cpu")
         self._expected[rank] += 1
         return rank, dist.irecv(raw, rank, self._group(), tag=gloo_tag(self._expected[rank], True)), raw
 

@@ -45,7 +45,7 @@ class PinnedMemory:
         if place is None:
             place = len(self._free)
             bytes_ = max(size, self._slab_bytes)
-            self._slabs.append(torch.empty(bytes_, dtype=torch.uint8, pin_memory=self._pin))
+            self._slabs.append(torch.empty(bytes_, dtype=torch.uint8, device="cpu", pin_memory=self._pin))
             self._free.append(_Piece(len(self._slabs) - 1, 0, bytes_))
         slab, start, stop = self._free[place]
         self._free[place : place + 1] = [_Piece(slab, start + size, stop)] if stop - start > size else []

@@ -175,6 +175,15 @@ def test_one_rank_gets_plain_tensors():
     assert type(batch["image"]) is torch.Tensor
 
 
+def test_the_default_device_is_not_asked():
+    """With a generator of the host torch draws neither an order nor a loader's seed elsewhere."""
+    samples = DataLoader([torch.full((3, 4, 6), float(number)) for number in range(4)], 2, shuffle=True)
+    expected = list(ff.ShardedLoader(samples, ff.init_mesh()))
+    with torch.device("meta"):
+        found = list(ff.ShardedLoader(samples, ff.init_mesh()))
+    assert all(map(torch.equal, found, expected)) and len(found) == 2
+
+
 def drawn():
     return random.random(), float(np.random.rand()), torch.rand(()).item()
 

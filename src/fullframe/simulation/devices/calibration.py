@@ -245,7 +245,7 @@ class _Timer:
     def to_host(self) -> float:
         """Bytes a second from the GPU to pinned host memory."""
         source = torch.zeros(2**26, device=self.device)
-        target = torch.zeros(2**26, pin_memory=True)
+        target = torch.zeros(2**26, device="cpu", pin_memory=True)
         return source.nbytes / self(lambda: target.copy_(source, non_blocking=True))
 
 

@@ -129,5 +129,5 @@ def file_of(rank: int) -> str:
 def _host_copy(value: Any) -> Tensor:
     tensor: Tensor = value.detach()
     pinned = tensor.device.type != "cpu"
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
     return copy.copy_(tensor, non_blocking=pinned)

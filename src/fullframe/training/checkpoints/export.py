@@ -79,7 +79,7 @@ def whole_tensors(checkpoint: Checkpoint) -> Iterator[Callable[[str], Tensor]]:
 
         def read(name: str) -> Tensor:
             stored = checkpoint.manifest.tensors[name]
-            whole = torch.empty(stored.sizes, dtype=stored.dtype)
+            whole = torch.empty(stored.sizes, dtype=stored.dtype, device="cpu")
             for chunk in stored.chunks:
                 box = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
                 whole[box] = opened[chunk.file].get_tensor(key_in_file(name, stored, chunk))

@@ -7,6 +7,7 @@ travels between processes.
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -213,7 +214,10 @@ class Delivery:
         """
         ahead = int(self._stream is not None) if ahead is None else ahead
         sent: deque[tuple[Any, torch.Event | None]] = deque()
-        for batch, fingerprint in host:
+        # A DataLoader draws its seed where tensors are made, with a generator of the host.
+        with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+            made = iter(host)
+        for batch, fingerprint in made:
             sent.append(self._sent(batch, fingerprint))
             del batch
             if len(sent) > ahead:

@@ -268,7 +268,7 @@ class _Order(Sampler[list[tuple[int, int]]]):
         order: Any = range(self._samples)
         if self._shuffle:
             generator = torch.Generator().manual_seed(mixed_seed(self._seed, epoch))
-            order = torch.randperm(self._samples, generator=generator).tolist()
+            order = torch.randperm(self._samples, generator=generator, device="cpu").tolist()
         for batch in range(self.position, len(self)):
             first = batch * self._batch_size
             size = min(self._batch_size, self._samples - first)
