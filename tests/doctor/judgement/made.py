@@ -25,7 +25,7 @@ def backward(number: int = 1, **fields: Any) -> Backward:
 
 
 def loader(number: int = 0, epoch: int = 1, planned: Any = None, **fields: Any) -> Loader:
-    whole = {"samples": 8, "workers": 0, "batch_size": 2, "sampler": "DistributedSampler"}
+    whole = {"samples": 8, "workers": 0, "sampler": "DistributedSampler"}
     return Loader(loader=number, epoch=epoch, planned=planned, **{**whole, **fields})
 
 

@@ -83,7 +83,6 @@ class Loading:
                 epoch=epoch,
                 samples=_length(loader.dataset),
                 workers=loader.num_workers,
-                batch_size=loader.batch_size,
                 sampler=_name(sampler),
                 planned=_planned(loader),
                 trains=torch.is_grad_enabled(),

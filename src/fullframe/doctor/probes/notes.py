@@ -79,8 +79,6 @@ class Update(Event):
     unchanged: tuple[str, ...] = ()  # whose gradient was not zero
     rates: tuple[float, ...] = ()  # learning rates of the groups
     stale: tuple[str, ...] = ()  # whose gradient was never cleared since the last step
-    in_backward: bool = False  # taken in backward, a parameter at a time
-    backwards: int = 1  # since the last step
     alive: int = 0  # graph nodes that are still held once the step is done
     seconds: float = 0.0  # since the last step, or since the first batch was asked for
     held_by: str = ""  # a variable, or a container, that keeps a graph
@@ -101,7 +99,6 @@ class Loader(Event):
     epoch: int  # of this loader, from 1
     samples: int | None  # of the dataset; None where it does not say
     workers: int
-    batch_size: int | None
     sampler: str  # its class
     planned: tuple[int, ...] | None = None  # the samples of the whole epoch, where the sampler can be asked
     trains: bool = True  # grad mode is on
@@ -126,7 +123,6 @@ class Scaling(Event):
 
     action: str  # scale, unscale, clip, step, update
     scale: float = 0.0
-    optimizer: int = -1
     at_update: int = 0  # updates done before
 
 
@@ -146,7 +142,6 @@ class Repeated(Event):
     first: Mapping[str, float]
     second: Mapping[str, float]
     contents: tuple[int, int] | None = None  # checksums of the batch
-    replica: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +168,6 @@ class End(Event):
     """The rank has seen enough, or its program is through."""
 
     reason: str
-    steps: int = 0
-    seconds: float = 0.0
 
 
 _KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}

@@ -54,7 +54,7 @@ class Probes:
         self._optimizers: dict[int, Optimizer] = {}  # kept, so that an id stays one's own
         self._updates: dict[int, int] = {}  # by number of the optimizer
         self._uncleared: dict[int, dict[str, Tensor]] = {}  # by number of the optimizer: gradients it has used
-        self._backwards = self._since_update = 0
+        self._backwards = 0
         self._pending: dict[int, Update] = {}  # steps that are taken inside backward, a parameter at a time
         self._before: dict[str, int] = {}
         self._said_untrained = False
@@ -89,8 +89,9 @@ class Probes:
             self._note(Oddity(kind=kind, text=text, where=where))
 
     def _scaled(self, action: str, scale: float, optimizer: Any) -> None:
-        number = -1 if optimizer is None else self._number(optimizer)
-        self._note(Scaling(action=action, scale=scale, optimizer=number, at_update=sum(self._updates.values())))
+        if optimizer is not None:
+            self._number(optimizer)  # its parameters are trained, also before its first step
+        self._note(Scaling(action=action, scale=scale, at_update=sum(self._updates.values())))
 
     def _number(self, optimizer: Any) -> int:
         inner = getattr(optimizer, "optimizer", optimizer)  # as Fabric and Accelerate wrap it
@@ -121,7 +122,6 @@ class Probes:
         if not self._backwards:
             self._note_job()
         self._backwards += 1
-        self._since_update += 1
         losses = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
         for held in self._uncleared.values():
             for name in [n for n, p in held.items() if p.grad is None or not bool(local(p.grad).any())]:
@@ -171,7 +171,6 @@ class Probes:
             parameters=parameters,
             unchanged=tuple(name for name in still if name in gradients and gradients[name].norm > 0),
             rates=tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group),
-            backwards=self._since_update,
             stale=stale,
         )
 
@@ -185,7 +184,6 @@ class Probes:
             parameters={**before.parameters, **event.parameters},
             unchanged=tuple(dict.fromkeys((*before.unchanged, *event.unchanged))),
             rates=event.rates,
-            in_backward=True,
         )
 
     def _finish_pending(self) -> None:
@@ -195,7 +193,6 @@ class Probes:
 
     def _finish(self, event: Update) -> None:
         self._updates[event.optimizer] = event.number
-        self._since_update = 0
         took = seconds() - self._clock - self._own_seconds
         alive, holder = self._graphs.count()
         self._note(replace(event, alive=alive, held_by=holder, seconds=took))

@@ -64,13 +64,11 @@ def run_rank(
     """Run this rank's part and leave the process; its notes say how it ended."""
     rank, folder = int(os.environ["RANK"]), Path(request.folder)
     notebook = Notebook(file_of_rank(folder / WHOLE, rank))
-    started = time.monotonic()
     os.dup2(2, 1)  # what a program prints is no finding
     with open(stack_file(folder, rank), "w") as stacks:
         faulthandler.register(signal.SIGUSR2, stacks, all_threads=False)
         try:
-            reason = _run(request, rank, notebook, recipe_of, measure)
-            notebook.note(End(reason=reason, seconds=time.monotonic() - started))
+            notebook.note(End(reason=_run(request, rank, notebook, recipe_of, measure)))
         except BaseException as error:
             notebook.note(_failure(error, request.program))
         _wait_for_others(folder / WHOLE, request.ranks)
