@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pty
 import sys
 from pathlib import Path
 
@@ -68,6 +69,14 @@ def test_q_ends_the_view_and_the_terminal_is_as_before(tmp_path: Path) -> None:
         window.press("q")
         lines = window.wait_for(lambda lines: "ended 0" in lines)
         assert any("step 300/900" in line for line in lines)
+
+
+def test_of_keys_pressed_together_none_is_lost() -> None:
+    ours, theirs = pty.openpty()
+    with open(ours, "wb", buffering=0) as keyboard, open(theirs) as stream, loop._keys(stream) as pressed:
+        keyboard.write(b"xq")
+        assert not pressed(5.0)
+        assert pressed(5.0)
 
 
 @in_terminal

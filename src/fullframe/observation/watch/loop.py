@@ -1,6 +1,7 @@
 """Looking at a run again and again until it ends or somebody has seen enough."""
 
 import contextlib
+import os
 import select
 import sys
 import time
@@ -21,7 +22,7 @@ from fullframe.observation.watch.snapshot import as_line
 _GONE_SECONDS = 20.0  # a run that died may be started again by its launcher
 _LINE_SECONDS = 5.0
 _HEIGHT = 40  # of a screen that need not fit
-_QUIT = "qQ\x1b\x03"
+_QUIT = b"qQ\x1b\x03"
 Draw = Callable[[int, int, Glyphs], Sequence[Text]]
 
 
@@ -127,7 +128,7 @@ def _keys(stream: TextIO) -> Iterator[Callable[[float], bool]]:
 
     def pressed(seconds: float) -> bool:
         ready, _, _ = select.select([number], [], [], seconds)
-        return bool(ready) and stream.read(1) in _QUIT
+        return bool(ready) and os.read(number, 1) in _QUIT  # not through a buffer, whose rest would not be waited for
 
     try:
         tty.setcbreak(number)
