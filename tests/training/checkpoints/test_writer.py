@@ -67,10 +67,10 @@ def test_training_goes_on_while_it_is_written(tmp_path, slow_disk):
 
 
 def test_poll_says_when_it_is_written(tmp_path):
-    written = []
+    state, written = state_at(1), []
     with Checkpoints(tmp_path, 3, written.append) as checkpoints:
-        checkpoints.save(state_at(1))
-        checkpoints._writing.join()
+        checkpoints.save(state)
+        checkpoints._writing.watch(lambda doing: None)
         checkpoints.poll()
         assert len(written) == 1
         checkpoints.poll()
@@ -78,11 +78,26 @@ def test_poll_says_when_it_is_written(tmp_path):
 
 
 def test_what_was_begun_is_finished_when_training_fails(tmp_path, slow_disk):
+    state = state_at(1)
     threading.Timer(0.2, slow_disk.set).start()
     with pytest.raises(KeyError), Checkpoints(tmp_path, 3) as checkpoints:
-        checkpoints.save(state_at(1))
+        checkpoints.save(state)
         raise KeyError("the recipe's own")
     assert newest_checkpoint(tmp_path)[0].manifest.step == 1
+
+
+def test_a_rank_that_writes_on_before_it_saves_alone_is_not_taken_for_hung(tmp_path, slow_disk):
+    state, beats = state_at(1), []
+
+    def beat(doing):
+        beats.append(doing)
+        slow_disk.set()
+
+    with Checkpoints(tmp_path, 3, beat=beat) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.save_alone(train(state, 1))
+    assert beats[0] == f"writing {tmp_path / 'step-00000001'}"
+    assert names_in(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def test_the_newest_few_are_kept(tmp_path):

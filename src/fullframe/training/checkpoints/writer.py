@@ -90,7 +90,7 @@ class Checkpoints:
         Returns once it is written; raises CheckpointError when it cannot be written.
         """
         if self._writing is not None:
-            self._writing.join()
+            self._writing.watch(self._beat)
         if any(_step_of(path) == state.step for path in checkpoints_in(self._folder)):
             return
         alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
@@ -156,10 +156,6 @@ class _Writing:
     def done(self) -> bool:
         return not self._thread.is_alive()
 
-    def join(self) -> None:
-        with waiting_for_ranks():
-            self._thread.join()
-
     def watch(self, beat: Callable[[str], None]) -> None:
         """Wait for the thread. A rank that only waits for others does not call `beat`, or a hang would go unnoticed."""
         while self._thread.is_alive():
@@ -169,8 +165,7 @@ class _Writing:
                 self._thread.join(_BEAT_SECONDS)
 
     def result(self) -> Path:
-        """Wait for the thread; the checkpoint's path, or raises what kept it from being written."""
-        self.join()
+        """The path of the checkpoint once it is done; raises what kept it from being written."""
         if self._error is not None:
             raise self._error
         return self._path
