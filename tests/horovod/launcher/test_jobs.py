@@ -120,6 +120,18 @@ def test_the_exit_code_is_that_of_the_first_failure_and_the_others_end(launched:
     assert "rank 1 ended with exit code 7" in done.stderr
 
 
+@pytest.mark.parametrize("more", [(), ("--min-np", 1)])
+def test_where_output_cannot_be_written_nobody_is_started(
+    more: tuple[object, ...], tmp_path: Path, launched: Launched
+) -> None:
+    (tmp_path / "taken").touch()
+    words = ("-np", 1, *more, "--output-filename", "taken")
+    done = launched(*words, sys.executable, "-c", "open('started', 'w')")
+    assert done.returncode == 2
+    assert "cannot write into taken/rank.0: Not a directory; name another --output-filename" in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
 # Rank 0 has lost rank 1, which tells the others that it leaves, and ends only later.
 FOLLOWS = """
 import os, sys, time
@@ -219,6 +231,29 @@ def test_a_killed_rank_is_started_again_and_the_numbers_stay(tmp_path: Path, lau
     begins = [line for line in said if "begins" in line]
     assert [line["begins"] for line in begins].count(3) == 3  # all go on from the last commit, none from the beginning
     assert len({line["pid"] for line in begins}) == 4  # the others live on in their processes
+
+
+# Another rank 1 is to be started here, in whose stead this one becomes rank 2; but its output has no place.
+GROWS = """
+import os, shutil, time
+if os.environ["HOROVOD_RANK"] == "1":
+    with open("pid", "w") as file:
+        file.write(str(os.getpid()))
+    shutil.rmtree("rank.1")
+    open("rank.1", "w").close()
+    with open("hosts", "w") as file:
+        file.write("localhost:2\\n127.0.0.1:1\\n")
+time.sleep(60)
+"""
+
+
+def test_those_that_live_are_ended_when_another_cannot_be_started(tmp_path: Path, launched: Launched) -> None:
+    script = discovery(tmp_path, "localhost:1\n127.0.0.1:1\n")
+    words = ("-np", 2, "--min-np", 2, "--max-np", 3, "--host-discovery-script", script, "--output-filename", tmp_path)
+    done = launched(*words, sys.executable, "-c", GROWS)
+    assert done.returncode == 2 and "rank.1: File exists" in done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.slow

@@ -213,15 +213,13 @@ class ElasticJob:
         if reason:
             gone, new = len(leaving), len(places) - len(living)
             self._job.say(f"{reason}: {len(places)} ranks go on, {new} of them new" + f", {gone} left" * bool(gone))
-        self._workers = []
         for seat in places:
-            if seat in living:
-                worker = living[seat]
-            else:
+            if seat not in living:
                 elastic = {WORKER: names[seat], "HOROVOD_ELASTIC": "1"}
-                worker = _start(self._job, names[seat], seat, self._address, self._store.port, elastic)
-            worker.seat = seat
-            self._workers.append(worker)
+                living[seat] = _start(self._job, names[seat], seat, self._address, self._store.port, elastic)
+                self._workers.append(living[seat])  # if the next cannot be started, this one is ended too
+            living[seat].seat = seat
+        self._workers = [living[seat] for seat in places]
 
     def _name(self, seat: Seat) -> str:
         self._started += 1

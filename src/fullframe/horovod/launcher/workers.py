@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, BinaryIO, TextIO
 
 from fullframe.errors import LaunchError
 from fullframe.horovod.launcher.hosts import Seat
@@ -22,6 +22,7 @@ _ALONG = ("HOROVOD_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "TORCH", "PYTHON", "PAT
 _GRACE_SECONDS = 5.0
 _SPEAKING_SECONDS = 1.0  # for the last words of one that has ended; its children may hold the pipe
 _LOST_ANOTHER = re.compile(rb"[\w.]*HorovodInternalError\b")  # at the end of a traceback
+_KINDS = "stdout", "stderr"
 _lock = threading.Lock()
 
 
@@ -46,6 +47,7 @@ class Worker:
     ):
         self.name, self.seat = name, seat
         self._says_it_lost_another = False
+        files = [None, None] if output is None else _files(output / f"rank.{seat.rank}")
         here = is_here(seat.host)
         words = list(command) if here else _ssh(seat.host, ssh_port, command, environment)
         try:
@@ -60,16 +62,9 @@ class Worker:
         except OSError as error:
             raise LaunchError(f"{words[0]} cannot be started: {error.strerror}") from error
         self._pumps = []
-        for kind, source, sink in (
-            ("stdout", self._process.stdout, stdout),
-            ("stderr", self._process.stderr, sys.stderr),
-        ):
+        streams = (self._process.stdout, stdout), (self._process.stderr, sys.stderr)
+        for kind, (source, sink), file in zip(_KINDS, streams, files, strict=True):
             assert source is not None
-            file = None
-            if output is not None:
-                folder = output / f"rank.{seat.rank}"
-                folder.mkdir(parents=True, exist_ok=True)
-                file = (folder / kind).open("ab")
             pump = threading.Thread(target=self._pump, args=(kind, source, sink, file), daemon=True)
             pump.start()
             self._pumps.append(pump)
@@ -127,6 +122,14 @@ def end(workers: Sequence[Worker]) -> None:
         worker.send(signal.SIGKILL)
     for worker in workers:
         worker.drain()
+
+
+def _files(folder: Path) -> list[BinaryIO]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [(folder / kind).open("ab") for kind in _KINDS]
+    except OSError as error:
+        raise LaunchError(f"cannot write into {folder}: {error.strerror}; name another --output-filename") from error
 
 
 def _ssh(host: str, port: int | None, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
