@@ -181,11 +181,10 @@ class _Simulation:
     def prediction(self, on_trace: Callable[[Trace], None]) -> Prediction:
         """Take the steps and account for them."""
         tracer = self._tracer
-        told, arrays = functions_told_to(self._clock, self.shares.add), arrays_of_fakes(self._outcomes.numbers)
         with (
             tracer,
-            told,
-            arrays,
+            functions_told_to(self._clock, self.shares.add),
+            arrays_of_fakes(self._outcomes.numbers),
             known_when_gathered(self._model),
             _readable_errors(tracer),
             torch.compiler.set_stance("force_eager"),

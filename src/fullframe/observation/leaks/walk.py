@@ -10,9 +10,9 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import ItemsView, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -221,29 +221,18 @@ def inside(value: Any, kind: type, spot: Spot) -> Iterator[tuple[Any, Spot, Any]
             yield from ((v, spot.under(f".{k}"), value) for k, v in list(vars(value).items()))
     elif issubclass(kind, dict):
         held = dict.items(value)
-        items = list(held) if len(held) <= 2 * _ENDS else _ends_of_dict(held)
-        for number, (key, one) in enumerate(items):
+        items = held if len(held) <= 2 * _ENDS else chain(islice(held, _ENDS), islice(reversed(held), _ENDS))
+        for number, (key, one) in enumerate(list(items)):
             label = f"[{key!r}]" if type(key) in (str, int) else f"[#{number}]"
             yield one, spot.under(label), value
     elif issubclass(kind, list | tuple | deque):
-        for number in _ends(size_of(value)):
+        numbers = range(size_of(value))
+        for number in dict.fromkeys([*numbers[:_ENDS], *numbers[-_ENDS:]]):
             yield built_in(kind).__getitem__(value, number), spot.under(f"[{number}]"), value
     elif issubclass(kind, set | frozenset):
         yield from ((one, spot.under("[...]"), value) for one in islice(built_in(kind).__iter__(value), _ENDS))
     else:
         yield from _of_object(value, kind, spot)
-
-
-def _ends(length: int) -> Iterator[int]:
-    if length <= 2 * _ENDS:
-        yield from range(length)
-    else:
-        yield from range(_ENDS)
-        yield from range(length - _ENDS, length)
-
-
-def _ends_of_dict(held: ItemsView[Any, Any]) -> list[tuple[Any, Any]]:
-    return [*islice(held, _ENDS), *islice(reversed(held), _ENDS)]  # type: ignore[call-overload]
 
 
 def _in_module(value: nn.Module, spot: Spot) -> Iterator[tuple[Any, Spot, Any]]:

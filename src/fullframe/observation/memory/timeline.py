@@ -95,11 +95,9 @@ class Timeline(Observer):
         if self._traced is not None:
             self._end_trace(number, row)
         timed = {} if self._phases is None else self._phases.take(number)
-        self._waiting[number] = row
         if self._file.wants(number) or "bytes" in row:
             row |= _held_now(self._limit) | (self._meter.look() if self._meter is not None else {})
-        else:
-            del self._waiting[number]
+            self._waiting[number] = row
         for step in sorted(timed):
             late = self._waiting.pop(step, None)
             if late is not None:

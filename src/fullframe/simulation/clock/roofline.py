@@ -215,9 +215,9 @@ class StepClock:
         dtype = next((_NAMES[t.dtype] for t in tensors(values) if t.dtype in _NAMES), "fp32")
         return "tf32" if dtype == "fp32" and self._tf32 else dtype
 
-    def work(self, kind: str, seconds: float, issue_seconds: float | None = None) -> None:
+    def work(self, kind: str, seconds: float) -> None:
         """The device works `seconds`, once the host has issued it; until then it is idle, which counts as launch."""
-        self.issue(self.device.launch_seconds if issue_seconds is None else issue_seconds)
+        self.issue(self.device.launch_seconds)
         self._wait_for_host()
         self._work(kind, seconds)
 

@@ -39,7 +39,8 @@ def cuda_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
     if func is _aten.sum.default or func is _aten.sum.dim_IntList:
         return 0 if args[0].dtype in _HALF else widened(args[0], out)
     added = func in INDEX_PUTS and len(args) > 3 and args[3]
-    return at_masks(func, args) + (_BY_INDEX * _indices(args[1]) if added else 0)
+    indices = max((index.numel() for index in args[1] if index is not None), default=0) if added else 0
+    return at_masks(func, args) + _BY_INDEX * indices
 
 
 def _sorting(x: Tensor, row: int) -> int:
@@ -48,7 +49,3 @@ def _sorting(x: Tensor, row: int) -> int:
         return 0
     key = x.element_size()
     return x.numel() * (2 * _INT64 + key if row == x.numel() else 3 * _INT64 + 2 * key)
-
-
-def _indices(indices: list[Tensor | None]) -> int:
-    return max((index.numel() for index in indices if index is not None), default=0)

@@ -32,7 +32,7 @@ class Stages:
 
     def __reduce__(self) -> Any:
         """A saved model is on no ranks."""
-        return _nowhere, ()
+        return type(None), ()
 
     def share(self, parts: int, stage: int | None = None) -> range:
         """Which of so many parts are this stage's, or another's."""
@@ -58,10 +58,6 @@ class Chain(Protocol):
 
     def likeness(self, count: int, state: Any) -> Any:
         """A state like that after so many parts, for a simulation, where it comes from ranks that are not there."""
-
-
-def _nowhere() -> None:
-    return None
 
 
 class Criterion(NamedTuple):
