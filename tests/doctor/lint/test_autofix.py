@@ -21,6 +21,7 @@ CASES = [
         "s.total += out.loss.detach()",
     ),
     ("FF102", training("losses.append(loss)", "losses = []\n"), "losses.append(loss.detach())"),
+    ("FF102", training("'größe'; losses.append(loss)", "losses = []\n"), "'größe'; losses.append(loss.detach())"),
     ("FF151", CHECKPOINT + "y = checkpoint(f, x)\n", "checkpoint(f, x, use_reentrant=False)"),
     ("FF151", CHECKPOINT + "y = checkpoint(\n    f,\n    x,\n)\n", "use_reentrant=False"),
     ("FF151", CHECKPOINT + "y = checkpoint(f, x).sum()\n", "y = checkpoint(f, x, use_reentrant=False).sum()"),

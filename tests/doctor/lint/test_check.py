@@ -24,6 +24,13 @@ def test_a_finding_says_where_it_is_and_shows_the_line() -> None:
     assert "total" in found.message and "detach" in found.fix
 
 
+def test_lines_and_columns_are_those_that_an_editor_counts() -> None:
+    source = "\f\n" + SOURCE.replace("total +=", "'größe'; total +=")
+    (found,) = check_source(source.format(""), "a.py", ON)
+    assert (found.line, found.column, found.evidence) == (11, 14, "'größe'; total += loss")
+    assert codes(source.format("  # noqa")) == []
+
+
 def test_a_text_that_python_cannot_read_is_a_finding() -> None:
     (found,) = check_source("import torch\nloss.backward()\0", "a.py", ON)
     assert (found.code, found.line, found.column) == ("FF100", 1, 1) and "null" in found.message

@@ -36,10 +36,12 @@ def test_only_the_rules_that_were_chosen_run(tmp_path: Path) -> None:
     assert check_file(tmp_path / "a.py", ["FF102"]) == []
 
 
-def test_files_are_mended_in_place_and_keep_their_line_ends(tmp_path: Path) -> None:
-    path = tmp_path / "a.py"
-    path.write_bytes(SOURCE.replace("\n", "\r\n").encode())
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1"])
+def test_files_are_mended_in_place_and_keep_their_line_ends_and_encoding(tmp_path: Path, encoding: str) -> None:
+    path, cookie = tmp_path / "a.py", f"# coding: {encoding.removesuffix('-sig')}\n"
+    source = f"{cookie}# größe\n{SOURCE}".replace("\n", "\r\n")
+    path.write_bytes(source.encode(encoding))
     found = check_files([path], [RULES["FF101"], RULES["FF157"]])
     assert mend_files(found) == {str(path): 1}
     assert [f.code for f in check_files([path], [RULES["FF101"], RULES["FF157"]])] == ["FF157"]
-    assert path.read_bytes() == SOURCE.replace("+= loss", "+= loss.detach()").replace("\n", "\r\n").encode()
+    assert path.read_bytes() == source.replace("+= loss", "+= loss.detach()").encode(encoding)

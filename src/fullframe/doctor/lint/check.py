@@ -49,18 +49,19 @@ def _checked(source: str, path: str, rules: Iterable[Rule]) -> list[Finding]:
         return []
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
-        return [_unreadable(source, path)]
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return [_unreadable(error, path)]
     ids = wanted(source, tree)
     training = Training(interpret(source, tree, lambda node: id(node) in ids))
     lines = training.program.lines
     found: dict[tuple[str, int, int], Finding] = {}
     for each in rules:
         for node, message in each.check(training):
-            line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0) + 1
+            line, before = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
+            column = len(lines[line - 1].encode()[:before].decode(errors="ignore")) + 1  # ast counts bytes
             last = getattr(node, "end_lineno", None) or line
             if not _is_waived(each.kind.code, lines[line - 1 : last]):
-                evidence = lines[line - 1].strip() if line <= len(lines) else ""
+                evidence = lines[line - 1].strip()
                 finding = each.kind.found(message, evidence=evidence, path=path, line=line, column=column)
                 found.setdefault((each.kind.code, line, column), finding)
     return sorted(found.values(), key=lambda f: (f.line or 0, f.column or 0, f.code))
@@ -75,12 +76,10 @@ def _is_waived(code: str, lines: Iterable[str]) -> bool:
     return False
 
 
-def _unreadable(source: str, path: str) -> Finding:
-    try:
-        ast.parse(source)
-    except SyntaxError as error:
+def _unreadable(error: Exception, path: str) -> Finding:
+    if isinstance(error, SyntaxError):
         running = ".".join(map(str, sys.version_info[:2]))
         message, line, column = f"Python {running} says: {error.msg}", error.lineno or 1, error.offset or 1
-    except (ValueError, RecursionError) as error:
+    else:
         message, line, column = str(error) or "nested too deeply", 1, 1
     return UNREADABLE.found(message, path=path, line=line, column=max(column, 1))

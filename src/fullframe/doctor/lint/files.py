@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tokenize
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -41,8 +42,9 @@ def _mapped(check: Callable[[Path], list[Finding]], files: Sequence[Path]) -> It
 def check_file(path: Path, codes: Sequence[str]) -> list[Finding]:
     """The findings of one file by the rules that have these codes."""
     try:
-        source = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        with tokenize.open(path) as file:
+            source = file.read()
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
         return [UNREADABLE.found(f"it cannot be read: {error}", path=str(path), line=1, column=1)]
     return check_source(source, str(path), [RULES[code] for code in codes])
 
@@ -57,11 +59,13 @@ def mend_files(findings: Sequence[Finding]) -> dict[str, int]:
     done: dict[str, int] = {}
     for name in dict.fromkeys(f.path for f in findings if f.path is not None and f.code != UNREADABLE.code):
         path = Path(name)
-        with path.open(encoding="utf-8", newline="") as file:
+        with tokenize.open(path) as file:
+            encoding = file.encoding
+        with path.open(encoding=encoding, newline="") as file:
             source = file.read()
         new, mended_here = mended(source, [f for f in findings if f.path == name])
         if mended_here:
-            with path.open("w", encoding="utf-8", newline="") as file:
+            with path.open("w", encoding=encoding, newline="") as file:
                 file.write(new)
             done[name] = len(mended_here)
     return done

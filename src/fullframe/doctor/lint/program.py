@@ -5,6 +5,7 @@ unbroken range of events, so "does this loop call `backward`?" is a question abo
 """
 
 import ast
+import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
@@ -113,7 +114,7 @@ class Program:
     """The events and frames of one file."""
 
     def __init__(self, source: str, tree: ast.Module):
-        self.lines, self.tree = source.splitlines(), tree
+        self.lines, self.tree = re.split(r"\r\n?|\n", source), tree  # where Python, too, ends a line
         self.events: list[Event] = []
         self.frames: list[Frame] = []
         self.definitions: list[Definition] = []
