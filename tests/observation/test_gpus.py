@@ -35,7 +35,8 @@ def processes(found: list[Gpu]) -> list[tuple[int, GpuProcess]]:
 def test_who_holds_what():
     driver = FakeNvml([{100: 3 * GIB, 200: None}, {}])
     owners = {100: owner(), 200: owner(user="eve", command=("python", "a b.py"))}
-    first, second = gpus(driver, owners.get)
+    asked = []
+    first, second = gpus(driver, lambda pid: asked.append(pid) or owners.get(pid))
     assert (first.name, first.total_bytes, first.used_bytes, first.percent) == ("NVIDIA H100", 80 * GIB, 3.5 * GIB, 37)
     assert [(p.pid, p.user, p.bytes, p.trouble) for p in first.processes] == [
         (100, ME, 3 * GIB, ""),
@@ -43,6 +44,7 @@ def test_who_holds_what():
     ]
     assert first.processes[1].command == "python 'a b.py'"
     assert second.processes == () and driver.open == 0, "the library is closed again"
+    assert asked == [100, 200], "each once"
 
 
 def test_a_process_of_another_namespace_is_shown_without_a_name():

@@ -4,6 +4,7 @@ NVML says it, the driver's own library, through nvidia-ml-py. Nothing is ended: 
 """
 
 import contextlib
+import functools
 import getpass
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,6 +106,7 @@ def gpus(nvml: Any = None, owner: Callable[[int], Owner | None] = owner_of) -> l
         except ImportError as error:
             raise DeviceError("GPU processes need nvidia-ml-py; pip install 'fullframe[gpus]'") from error
         nvml = pynvml
+    owner = functools.cache(owner)  # of a process, however many GPUs it is on
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
