@@ -263,6 +263,11 @@ TABLE = {
                     d(fake).mean().backward(None, True)  # here
                     opt.step()
             """,
+            """
+            for x in loader:
+                torch.autograd.backward(model(x).mean(), None, True)  # here
+                optimizer.step()
+            """,
         ],
         good=[
             """

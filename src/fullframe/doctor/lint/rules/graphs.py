@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from fullframe.doctor.lint.program import Call, Frame, FrameKind, Store
 from fullframe.doctor.lint.rule import ERROR, WARNING, Found, is_true, rule, said
-from fullframe.doctor.lint.training import WITHOUT_GRAPH, Training
+from fullframe.doctor.lint.training import WITHOUT_GRAPH, Backward, Training
 from fullframe.doctor.lint.values import Origin, Value, cone
 
 GROWS = ("append", "extend", "add", "insert", "appendleft", "extendleft", "put")
@@ -225,7 +225,7 @@ def retained(training: Training) -> Iterator[Found]:
     """The last backward pass of a loop's body, on a graph that was built inside the loop."""
     for backward in training.backwards:
         loop = backward.call.frame.innermost(FrameKind.LOOP)
-        if loop is None or not is_true(backward.call.value.argument(1, "retain_graph")):
+        if loop is None or not _asks_for(backward, 1, "retain_graph"):
             continue
         later = [b for b in training.backwards_in(loop) if b.call.index > backward.call.index]
         later_grads = [c for c in training.program.calls_in(loop, "grad") if c.index > backward.call.index]
@@ -254,9 +254,14 @@ def retained(training: Training) -> Iterator[Found]:
 def circle(training: Training) -> Iterator[Found]:
     """`backward(create_graph=True)` wherever it stands; torch warns of it at run time."""
     for backward in training.backwards:
-        position = 3 if backward.call.value.path else 2  # torch.autograd.backward is given the tensors too
-        if is_true(backward.call.value.argument(position, "create_graph")):
+        if _asks_for(backward, 2, "create_graph"):
             yield Found(backward.call.node, "gradients and graph hold each other and are not freed")
+
+
+def _asks_for(backward: Backward, position: int, name: str) -> bool:
+    """Whether an option of `loss.backward` is set; torch.autograd.backward is given the tensors before it."""
+    call = backward.call.value
+    return is_true(call.argument(position + bool(call.path), name))
 
 
 RULES = (summed, collected, carried, retained, circle)
