@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fullframe.doctor.finding import Finding, Kind
+from fullframe.wording import plural
 
 _JSON_FIELDS = ("code", "path", "line", "column", "message", "fix")
 
@@ -22,11 +23,11 @@ def as_text(findings: Sequence[Finding], files: int) -> str:
 
 
 def _summary(findings: Sequence[Finding], files: int) -> str:
-    read = f"{files} file{'' if files == 1 else 's'}"
+    read = plural(files, "file")
     if not findings:
         return f"nothing found in {read}"
     codes = ", ".join(f"{code} {count}" for code, count in sorted(Counter(f.code for f in findings).items()))
-    return f"{len(findings)} finding{'' if len(findings) == 1 else 's'} in {read}: {codes}"
+    return f"{plural(len(findings), 'finding')} in {read}: {codes}"
 
 
 def as_json(findings: Iterable[Finding]) -> str:

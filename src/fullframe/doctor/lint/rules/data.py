@@ -66,7 +66,7 @@ def no_workers(training: Training) -> Iterator[Found]:
     for call in loaders(training):
         workers = call.value.argument(5, "num_workers")
         has_none = (workers is None or workers.constant == 0) and not _is_open(call) and not _is_in_memory(call)
-        if has_none and _is_trained_with(training, call.value) and any(_is_moved(training, call.value, is_device)):
+        if has_none and _is_trained_with(training, call.value) and _is_moved(training, call.value, is_device):
             yield Found(call.node, "the training process reads the samples itself")
 
 
@@ -98,15 +98,13 @@ def not_pinned(training: Training) -> Iterator[Found]:
         pinned = call.value.argument(7, "pin_memory")
         if _is_open(call) or (pinned is not None and pinned.constant is not False):
             continue
-        if _is_trained_with(training, call.value) and any(_is_moved(training, call.value, is_gpu)):
+        if _is_trained_with(training, call.value) and _is_moved(training, call.value, is_gpu):
             yield Found(call.node, "its batches go to a GPU from pageable memory")
 
 
-def _is_moved(training: Training, loader: Value, is_meant: Callable[[Value], bool]) -> Iterator[Call]:
-    for move in training.program.calls("cuda", "to"):
-        receiver = move.value.receiver
-        if receiver is not None and any(v is loader for v in cone([receiver], 60)) and _moves_to(move, is_meant):
-            yield move
+def _is_moved(training: Training, loader: Value, is_meant: Callable[[Value], bool]) -> bool:
+    calls = (call for call in training.program.calls("cuda", "to") if call.value.receiver is not None)
+    return any(loader in cone([call.receiver], 60) and _moves_to(call, is_meant) for call in calls)
 
 
 def _moves_to(move: Call, is_meant: Callable[[Value], bool]) -> bool:
