@@ -25,6 +25,13 @@ CASES: dict[str, Case] = {
         whole=((4, 3),),
     ),
     "instance_norm": Case(lambda x, w, b: F.instance_norm(x, None, None, w, b), whole=((4,), (4,))),
+    "instance_norm eval, its gradient columns first": Case(  # of one row on each rank
+        lambda x, w: (
+            F.instance_norm(x[:, :, :2], torch.ones(4).double(), torch.ones(4).double(), w[0], None, False)
+            .permute(3, 0, 2, 1) @ w.mT
+        ).cos(),
+        whole=((2, 4),),
+    ),
     "group_norm": Case(lambda x, w, b: F.group_norm(x, 2, w, b), whole=((4,), (4,))),
     "rows and columns are samples": Case(
         lambda x, w, b: [F.group_norm(x.transpose(1, 2).flatten(0, 1), 2, w, b),

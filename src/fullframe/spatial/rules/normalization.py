@@ -216,7 +216,8 @@ def _instance_norm(
         return func(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)  # type: ignore[no-any-return]
     spec, x = input.spec, local_of(input)
     if not use_input_stats:
-        return wrap(_laid_as(x, func(x, running_mean, running_var, weight, bias, False, momentum, eps)), spec)
+        x = x.contiguous()  # as one sample, which torch makes of all, its gradient may meet the fault of `_laid_as`
+        return wrap(_laid_as(x, F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)), spec)
     has_running = running_mean is not None or running_var is not None
     if has_running:
         spec.require_whole("the samples are split", 0)
