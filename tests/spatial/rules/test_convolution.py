@@ -76,6 +76,9 @@ CASES: dict[str, Case] = {
         lambda x: F.conv2d(x[:, :, :2, :5], x.new_ones(4, 1, 2, 2), None, 2, (3, 2), (2, 1), 4)
     ),
     "conv unbatched": Case(lambda x, w: F.conv2d(x, w, None, 2, 1), ((4,),), ((5, 4, 3, 3),)),
+    "conv of lines, written to": Case(
+        lambda x, w: F.relu_(F.conv1d(x.transpose(1, 2).flatten(0, 1), w, None, 1, 1)), whole=((3, 4, 3),)
+    ),
     "1x1 convolution on tokens": Case(lambda x, w: F.conv1d(x.flatten(2), w), whole=((3, 4, 1),)),
     "split channels": Case(lambda x, w, v: [
         F.conv1d(x.flatten(2).mT[..., :5], w[: x.shape[2] * x.shape[3]].T[:, :, None]),

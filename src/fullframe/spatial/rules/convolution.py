@@ -71,7 +71,8 @@ class _Plan:
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Ints) -> Tensor:
         none = (0,) * len(padding)
         found: Tensor = convolution(x, weight, bias, self.stride, padding, self.dilation, False, none, self.groups)
-        return found
+        # lines are convolved as images: what a function of ours returns may be written to if it is no view
+        return found if len(padding) > 1 else torch.ops.aten._unsafe_view(found, found.shape)
 
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, padding: Ints, mask: list[bool]) -> list[Any]:
         """(input, weight, bias) gradients of `convolve`, None where `mask` is False."""
