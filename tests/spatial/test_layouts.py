@@ -48,7 +48,7 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "slice": lambda x: x[..., 1:-1],
     "slice, relu": lambda x: x[..., 1:-1].relu(),
     "tokens": lambda x: x.flatten(2).transpose(1, 2),
-    "pixel shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "pixel shuffle": lambda x: F.pixel_shuffle(torch.cat([x, x], 1), 2),
     "channel shuffle": lambda x: F.channel_shuffle(x, 2),
     "contiguous": lambda x: x.contiguous(),
     "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),

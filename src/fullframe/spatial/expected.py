@@ -99,6 +99,7 @@ _BY_SIZE: dict[str, Callable[..., Tensor]] = {f"aten::{name}": _resized for name
 _BY_SIZE["aten::grid_sampler_2d"] = _sampled
 _WRITTEN_OUT = frozenset((F.interpolate, F.grid_sample))
 _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
+_SHUFFLES = frozenset((F.channel_shuffle, torch.channel_shuffle, F.pixel_shuffle, torch.pixel_shuffle))
 _known: dict[Any, Expected | None] = {}
 _policy = [0]  # of autocast: how many there were before
 
@@ -212,7 +213,7 @@ def _keeps_format_on_cpu(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the CPU's kernel gives the memory format of its operand, and torch without values does not know."""
     if func in (torch.roll, Tensor.roll):
         return len(args) > 2 or "dims" in kwargs
-    return func in (F.channel_shuffle, torch.channel_shuffle)
+    return func in _SHUFFLES
 
 
 def _has_gaps_or_order(t: Tensor) -> bool:
