@@ -52,6 +52,7 @@ CALLS = {
     ("spatial/rules/norm_kernels.py", "batch_norm_stats", 1):
         "x with elements, channels_last or contiguous; statistics in float32 or wider",
     ("spatial/rules/convolution.py", "_unsafe_view", 1): "no kernel; of the same shape",
+    ("spatial/rules/grid_sample.py", "_unsafe_view", 2): "no kernel; of sums in one piece, which no node keeps",
     ("spatial/rules/normalization.py", "_unsafe_view", 1): "no kernel; needs strides that allow the view",
     ("spatial/rules/pooling.py", "max_pool*d_with_indices", 1):
         "channels_last and contiguous both; indices count in the rows that are given; floating point alone",

@@ -300,7 +300,8 @@ def _conformed(result: Tensor, leaf: Leaf, operands: list[Tensor], call: Call, n
     local = made if made.dtype is leaf.dtype else made.to(leaf.dtype)
     if alias is None:
         view = None
-        if any(share_memory(local, memory_of(operand)) for operand in operands):
+        is_view = local.requires_grad and local._is_view()  # whose hooks end with a write in place
+        if (is_view and not leaf.is_view) or any(share_memory(local, memory_of(operand)) for operand in operands):
             local = local.clone()
     else:
         if result is alias:  # torch gives a view, whose hooks and gradient are its own

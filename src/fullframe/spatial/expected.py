@@ -40,6 +40,7 @@ class Leaf(NamedTuple):
     dtype: torch.dtype
     alias: int | None  # the operand, by its number among the tensors of the call, whose memory it shares
     itself: bool = False  # it is that operand, and no view of it
+    is_view: bool = False  # of an operand, or of what torch made on the way to it
 
 
 class Expected(NamedTuple):
@@ -266,4 +267,4 @@ def _without_values(value: Any, device: str, made: list[Tensor]) -> Any:
 def _leaf(result: Tensor, metas: list[Tensor]) -> Leaf:
     alias = next((n for n, meta in enumerate(metas) if torch._C._is_alias_of(result, meta)), None)  # type: ignore[attr-defined]
     itself = alias is not None and result is metas[alias]
-    return Leaf(tuple(result.shape), strides_of(result), result.dtype, alias, itself)
+    return Leaf(tuple(result.shape), strides_of(result), result.dtype, alias, itself, result._is_view())

@@ -227,7 +227,7 @@ def _at_positions(image: SpatialTensor, grid: Tensor, where: _Where) -> Tensor:
         found = torch.where(lost[:, None, None], found.detach(), found)
     total = _weighted(found, weights, outside, where).sum(2)
     total = all_sum(total, flat.spec.group)
-    return total.view(*total.shape[:2], *grid.shape[1:-1])
+    return torch.ops.aten._unsafe_view(total, (*total.shape[:2], *grid.shape[1:-1]))  # type: ignore[no-any-return]
 
 
 def _weighted(found: Tensor, weight: Tensor, outside: Tensor, where: _Where) -> Tensor:
@@ -262,7 +262,7 @@ def _at_own_positions(image: SpatialTensor, grid: SpatialTensor, where: _Where) 
     for which in product(range(_TAPS[where.mode]), repeat=len(sizes)):
         total = total + checkpoint(_one_tap, flat, places, which, sizes, shape, first, where,
                                    use_reentrant=False, preserve_rng_state=False)  # fmt: skip
-    return total.view(*total.shape[:2], *own.shape[1:-1])
+    return torch.ops.aten._unsafe_view(total, (*total.shape[:2], *own.shape[1:-1]))  # type: ignore[no-any-return]
 
 
 def _one_tap(

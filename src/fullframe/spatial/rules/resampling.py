@@ -185,7 +185,8 @@ def _where_it_lies(x: SpatialTensor, request: _Request, factors: dict[int, int])
     scales = [None if n in split else request.scales[n] for n in range(len(here))]
     local = _torchs(local, _Request(here, after, scales, request.options))
     for step in steps:
-        local = local.narrow(*step.trim)
+        dim, start, rows = step.trim
+        local = local if rows == local.shape[dim] else local.narrow(dim, start, rows)
     return in_format(wrap(local, result), x, x.dtype)
 
 

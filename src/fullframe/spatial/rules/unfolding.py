@@ -40,8 +40,9 @@ def _unfold(
         Window(k, s, d, p).output_size(n)
         for k, s, d, p, n in zip(kernel, stride, dilation, inner, joined.shape[2:], strict=True)
     ]
-    local = func(joined, kernel, dilation, inner, stride).view(len(joined), deep, *made)
-    return wrap(local, plan.spec).flatten(2)
+    columns = func(joined, kernel, dilation, inner, stride)
+    flat = wrap(columns.view(len(joined), deep, *made), plan.spec).flatten(2)
+    return wrap(columns, flat.spec) if isinstance(flat, SpatialTensor) and columns.numel() else flat  # no view
 
 
 @rule(F.fold)
