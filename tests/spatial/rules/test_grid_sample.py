@@ -142,9 +142,18 @@ def in_float32(x: Tensor, places: Tensor) -> Tensor:
     return few("bilinear", "zeros", False)(x.float(), places.float())
 
 
+def by_planes(x: Tensor, warp: Tensor) -> Tensor:
+    """A plane sweep by whole positions, of warps (N, 2, 3), as of several views; its volume lies where the map lies."""
+    n, c, *sizes = x.shape
+    grid = torch.cat([F.affine_grid(scale * warp, [n, c, *sizes], align_corners=True) for scale in (1.0, 0.8, 0.6)], 1)
+    return F.grid_sample(x, grid, align_corners=True).view(n, c, 3, *sizes).var(2) * x
+
+
 def _others(world: int) -> list[str]:
-    x = noise(2, 3, 13, 51)
+    x, warp = noise(2, 3, 13, 51), torch.eye(2, 3, dtype=torch.float64) + 0.1 * noise(2, 2, 3)
     return found({"by a split grid": (by_a_split_grid, [noise(2, 3, 7, 11)], []),
+                  "by planes": (by_planes, [x], [warp]),
+                  "a volume's warp": (sample, [noise(1, 2, 4, 13, 11)], [noise(1, 3, 8, 13, 11)]),
                   "channels last": (lambda x, p: few("bilinear", "zeros", False)(last(x), p), [x], [POINTS.double()]),
                   }, 1e-12, world) + found({"float32": (in_float32, [x], [POINTS.double()])}, 1e-6, world)  # fmt: skip
 
@@ -210,13 +219,15 @@ def test_at_many_positions_that_are_split() -> None:
 
 
 def _borrowed(height: int, width: int) -> list[float]:
-    """Bytes sent over those of the image; nothing is said to be gathered."""
+    """Bytes sent over those of the image, by split positions and by whole ones; nothing is said to be gathered."""
     x = ff.shard(noise(1, 16, 120, 120).detach(), mesh(height, width)).requires_grad_()
     shift = ff.shard(noise(1, 2, 120, 120).detach(), mesh(height, width))
-    op = by_many("bilinear", "border", False, 0.02)
+    op, warp = by_many("bilinear", "border", False, 0.02), torch.eye(2, 3, dtype=x.dtype)[None]
+    samples = (lambda: op(x, shift), lambda: op(x, whole), lambda: by_planes(x, warp))
+    whole, image = shift.detach().full(), x.numel() * x.local.element_size()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return [bytes_of_messages(lambda: op(x, shift).sum().backward()) / (x.numel() * x.local.element_size())]
+        return [bytes_of_messages(lambda f=f: f().sum().backward()) / image for f in samples]  # type: ignore[misc]
 
 
 def test_near_positions_borrow_few_rows() -> None:

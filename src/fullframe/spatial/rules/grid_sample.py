@@ -2,10 +2,12 @@
 
 At few positions each rank adds up what it holds of the rows around each, and the sums are added. At many split ones
 each rank borrows the rows between the first and the last that its own positions read, which all ranks agree on first.
-At many whole ones, more than the image has pixels, the image is made whole; the grid never is.
+Whole ones are cut as the image is where there is one for each pixel, as in a warp, or one for each in several planes.
+At others, more than the image has pixels, the image is made whole; the grid never is.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -54,6 +56,8 @@ def _grid_sample(
         found = _at_positions(input, whole(grid), where)
         spec = _of_result(grid, input.shape[1]) if isinstance(grid, SpatialTensor) else None
         return found if spec is None else wrap(sliced(found, spec), spec)
+    if isinstance(input, SpatialTensor) and not isinstance(grid, SpatialTensor):
+        grid = _cut_as(input, grid)
     if isinstance(input, SpatialTensor) and isinstance(grid, SpatialTensor) and _is_borrowed(input, grid):
         own = _at_own_positions(input, grid, where)
         if own is not None:
@@ -71,6 +75,19 @@ def _grid_sample(
     result = _of_result(grid, input.shape[1])
     image = aligned(input, grid.spec.with_(tuple(input.shape), grid.spec.cuts(0)))
     return wrap(func(image, local_of(grid), mode, padding_mode, align_corners), result)
+
+
+def _cut_as(image: SpatialTensor, grid: Tensor) -> Tensor:
+    """A whole grid (N, k * H, W, 2) or (N, k * D, H, W, 3), cut as the image (..., H, W); any other stays whole."""
+    sizes, places = image.shape[2:], grid.shape[1:-1]
+    if any(p.dim < 2 or not p.is_plain for p in image.spec.placements) or places[1:] != sizes[1:]:
+        return grid
+    planes, left = divmod(places[0], max(sizes[0], 1))
+    if left or not planes:
+        return grid
+    cuts = (replace(p.at(p.dim - 1), outer=planes if p.dim == 2 else 1) for p in image.spec.placements)
+    spec = image.spec.with_(tuple(grid.shape), tuple(cuts))
+    return wrap(sliced(grid, spec), spec)
 
 
 def _of_result(grid: SpatialTensor, channels: int) -> Spec:
