@@ -31,8 +31,10 @@ def test_a_plain_model_loads_it(tmp_path, make):
     model = make()
     state = train(state_at(model=model, average=ParameterAverage(model, 0.5)), 3)
     write(state, tmp_path / "run" / "checkpoints")
-    export(tmp_path / "run", tmp_path / "model.safetensors")
-    found = load_file(tmp_path / "model.safetensors")
+    exported = export(tmp_path / "run", tmp_path / "model.safetensors")
+    (said,) = exported.problems
+    assert "these are the last values; evaluations are of the moving averages, which --average" in said
+    found = load_file(exported.path)
     assert found.keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
@@ -42,7 +44,7 @@ def test_a_plain_model_loads_it(tmp_path, make):
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "step": "3", "fullframe": ff.__version__}
 
-    export(tmp_path / "run", tmp_path / "average.safetensors", average=True)
+    assert not export(tmp_path / "run", tmp_path / "average.safetensors", average=True).problems
     with state.average.applied():
         expected = {name: value.clone() for name, value in model.state_dict().items()}
     found = load_file(tmp_path / "average.safetensors")

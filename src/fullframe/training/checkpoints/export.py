@@ -18,6 +18,8 @@ from fullframe.training.checkpoints.safetensors_files import sync_folder, write_
 from fullframe.training.checkpoints.state import weights_in
 from fullframe.training.checkpoints.writer import Checkpoint, checkpoint_of
 
+_LAST = "these are the last values; evaluations are of the moving averages, which --average (average=True) takes"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
@@ -27,7 +29,7 @@ class Exported:
     step: int  # after which the weights are
     tensors: int
     size_bytes: int
-    problems: list[str]  # what is wrong with newer checkpoints
+    problems: list[str]  # what is wrong with newer checkpoints, and that others than these weights were evaluated
 
 
 def export(
@@ -47,6 +49,8 @@ def export(
         raise RunError(f"{out} is there already; name another file, or replace it by --overwrite (overwrite=True)")
     checkpoint, problems = checkpoint_of(run_dir, step=step, best=best)
     sources = weights_in(checkpoint.manifest, average)
+    if not average and any(name.startswith("average/") for name in checkpoint.manifest.tensors):
+        problems = [*problems, _LAST]
     shapes = {name: checkpoint.manifest.tensors[source] for name, source in sources.items()}
     partial = out.with_name(out.name + ".partial")
     try:
