@@ -272,6 +272,10 @@ def _cannot(what: str) -> None:
         ff.parallelize(nn.Sequential(nn.LazyConv2d(4, 3)), mesh(1, 2))
     if what == "averaged twice":
         nn.parallel.DistributedDataParallel(ff.parallelize(_net(), mesh(1, 2)))(_image())
+    if what == "traced":
+        torch.jit.trace(ff.parallelize(_net(), mesh(1, 2)), _image())
+    if what == "exported":
+        torch.export.export(ff.parallelize(_net(), mesh(1, 2)), (_image(),), strict=False)
     model = ff.parallelize(_net(), mesh(1, 2), shard_parameters=True)
     spread = type(model)._replicate_for_data_parallel
     {"sharded": copy.deepcopy, "pickled": pickle.dumps, "spread": spread}[what](model)
@@ -283,6 +287,8 @@ def _cannot(what: str) -> None:
         ("lazy", "0.weight, 0.bias are lazy"),
         ("sharded", "copy the plain model"),
         ("pickled", "save model.module"),
+        ("traced", "give model.module and whole tensors"),
+        ("exported", "give model.module and whole tensors"),
         ("spread", "start one process for each GPU"),
         ("averaged twice", "a DistributedDataParallel is around the model"),
     ],

@@ -205,9 +205,14 @@ class ParallelModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward of `args` and `kwargs`; split tensors anywhere in nested arguments and results.
 
-        Raises what the model raises. Its backward pass raises GradientError for gradients of gradients
-        (create_graph=True) with `shard_parameters`.
+        Raises what the model raises, and ArgumentError where it is traced or exported. Its backward pass raises
+        GradientError for gradients of gradients (create_graph=True) with `shard_parameters`.
         """
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            raise ArgumentError(
+                "a parallelized model cannot be traced or exported (torch.jit, ONNX, torch.export), as it is on a mesh "
+                "of running processes; give model.module and whole tensors, x.full()"
+            )
         if is_dynamo_compiling():  # it would take minutes to follow DDP's code and ours, and break at each op
             return torch._dynamo.disable(self._as_it_is)(*args, **kwargs)
         return self._called("", args, kwargs)
