@@ -39,9 +39,10 @@ _REFUSED: dict[str, str] = {
     """,
     "it makes a Python value of the tensor": """
         item is_nonzero __bool__ __nonzero__ __int__ __long__ __float__ __complex__ __index__
-        __array_wrap__ __repr__ __dlpack__ __dlpack_device__ sym_float sym_int
+        __repr__ __dlpack__ __dlpack_device__ sym_float sym_int
         _sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum __cuda_array_interface__
     """,
+    "numpy would compute with it; write torch.as_tensor(array) for an array beside it": "__array_wrap__",
     "it reaches for the storage, which holds one part": """
         data_ptr const_data_ptr storage untyped_storage storage_offset storage_type set_ resize resize_ resize_as
         resize_as_ resize_as_sparse_ share_memory_ is_set_to is_shared module_load __setstate__ __reduce_ex__
