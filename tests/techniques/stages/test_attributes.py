@@ -42,6 +42,8 @@ class Keeping(nn.Module):
         elif self.way in ("hidden", "with its graph"):
             own = x if self.way == "with its graph" else x.detach()
             self.kept = own if self.kept is None else own + 0.5 * self.kept
+        elif self.way == "in place":
+            self.kept = x.detach().mean() if self.kept is None else self.kept.mul_(0.5).add_(x.detach().mean())
         elif self.way == "object":
             self.kept = object()
         return result * self.kept if isinstance(self.kept, Tensor) else result
@@ -78,6 +80,25 @@ def test_it_goes_from_stage_to_stage(way: str) -> None:
 
 def test_what_the_first_microbatch_keeps_goes_with_it() -> None:
     assert max(rank_group(2).run(compared, "a first value", 2)) < 1e-10
+
+
+@torch.inference_mode()
+def inferred(way: str) -> list[float]:
+    block = Keeping(way)
+    block.register_buffer("of_inference", torch.zeros(3))
+    loop, x, differences = copy.deepcopy(block), torch.linspace(0.1, 1, 3, dtype=torch.float64).expand(4, 3), []
+    run = ff.unroll(block, 4, placement="stages", mesh=ff.init_mesh(stages=2))
+    for _ in range(2):
+        state = x
+        for _ in range(4):
+            state = loop(state, x)
+        differences.append(float((run(x, x) - state).abs().max()))
+    return differences
+
+
+@pytest.mark.parametrize("way", ["buffer", "in place", "hidden"])
+def test_it_goes_in_inference_mode_which_counts_no_writes(way: str) -> None:
+    assert np.max(rank_group(2).run(inferred, way)) < 1e-10
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ chain and after it runs on all of them, and the gradients of all parameters aver
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from fullframe.ranks.stage_messages import (
 from fullframe.spatial.operands import has_gradients
 from fullframe.spatial.second_derivative import require_first
 from fullframe.spatial.tensor import local_or_whole
+from fullframe.spatial.views import counting
 from fullframe.techniques.stages.arguments import Arguments, Begun, Kept, StageSaid, State, or_zeros
 from fullframe.techniques.stages.buffers import StageBuffers
 from fullframe.techniques.stages.chain import Chain, Criterion, OwnGraph, Segment, Stages, require_known
@@ -66,7 +67,8 @@ def through_stages(
         raise StrategyError(f"{count} parts cannot be spread over {size} stages; use at most {count} stages")
     if any(isinstance(module, nn.SyncBatchNorm) for module in chain.whole.modules()):
         raise StrategyError("SyncBatchNorm waits for all ranks, which on stages run other parts; use BatchNorm there")
-    with telling_others():
+    # What inference mode makes does not tell of writes, by which it is seen what parts have changed.
+    with telling_others(), counting() if torch.is_inference_mode_enabled() else nullcontext():
         call = _Call(chain, stages, state, inputs, returns_all, criterion)
         return call.states() if criterion is None else [call.loss()]
 
