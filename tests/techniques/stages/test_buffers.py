@@ -1,6 +1,7 @@
 """Running statistics of microbatches that went through several stages, put together as one process has them."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ class Counting(nn.Module):
 def test_what_one_stage_makes_of_its_buffers_is_known_to_all() -> None:
     wholes = [nn.ModuleList([Counting(), Counting()]) for _ in range(2)]
     kept = [StageBuffers(whole, [[whole[0]], [whole[1]]], number, 4) for number, whole in enumerate(wholes)]
+    before = [buffer for whole in wholes for buffer in whole.buffers()]
     for number, buffers in enumerate(kept):
         buffers.begin()
         wholes[number][number].calls += number + 1
@@ -50,6 +52,8 @@ def test_what_one_stage_makes_of_its_buffers_is_known_to_all() -> None:
     for buffers in kept:
         buffers.settle([each.said() for each in kept])
     assert [[float(module.calls) for module in whole] for whole in wholes] == [[1, 2], [1, 2]]
+    after = [buffer for whole in wholes for buffer in whole.buffers()]
+    assert all(a is b for a, b in zip(before, after, strict=True))  # for who holds them, too
 
 
 class OwnNorm(nn.Module):
@@ -89,6 +93,38 @@ def test_a_buffer_that_two_stages_write_with_several_microbatches() -> None:
         buffers.end()
 
 
+@pytest.mark.parametrize("what", ["buffer", "attribute"])
+@pytest.mark.parametrize(("stage", "microbatch"), [(0, 0), (0, 1), (1, 0)])
+def test_what_the_very_first_microbatch_makes_alone_reaches_all_others(what: str, stage: int, microbatch: int) -> None:
+    whole = nn.ModuleList([Counting()])
+    buffers = StageBuffers(whole, [[whole[0]], [whole[0]]], stage, 2)
+    for _ in range(microbatch):
+        with buffers.around():
+            pass
+    late = pytest.raises(StrategyError, match=rf"Counting changes its {what} 0\.made in forward, and lies on several")
+    with late if stage or microbatch else nullcontext(), buffers.around():
+        if what == "buffer":
+            whole[0].register_buffer("made", torch.ones(2))
+        else:
+            whole[0].made = torch.ones(2)
+
+
+def test_a_stage_goes_on_with_what_its_own_microbatches_have_made() -> None:
+    whole = nn.ModuleList([Counting()])
+    whole[0].number = 0
+    for calls in range(1, 3):
+        buffers = StageBuffers(whole, [[whole[0]]], 0, 2)
+        for _ in range(2):
+            with buffers.around():
+                whole[0].number += 1
+        buffers.settle([buffers.said()])
+        with pytest.raises(StrategyError, match=r"Counting sets 0\.number in forward for each microbatch anew"):
+            whole[0].number + 1
+        buffers.put_back_attributes()
+        assert whole[0].number == 2 * calls
+        buffers.settle([buffers.said()])
+
+
 class OfRunningStatistics(nn.BatchNorm1d):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert self.running_mean is not None
@@ -109,6 +145,7 @@ class Lazy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", None)
+        self.register_buffer("sizes", torch.zeros(1))
 
 
 def test_a_buffer_that_is_made_on_one_stage_is_there_on_all() -> None:
@@ -117,11 +154,15 @@ def test_a_buffer_that_is_made_on_one_stage_is_there_on_all() -> None:
     with kept[1].around():
         wholes[1][1].mean = torch.ones(3)
         wholes[1][1].register_buffer("grid", torch.zeros(2), persistent=False)
+        wholes[1][1].sizes = torch.ones(())
+    with kept[1].around():
+        wholes[1][1].sizes += 1
     for buffers in kept:
         buffers.settle([each.said() for each in kept])
     for whole in wholes:
         assert whole[0].mean is None and whole[1].mean.tolist() == [1, 1, 1] and whole[1].grid.tolist() == [0, 0]
-        assert list(whole.state_dict()) == ["1.mean"]
+        assert whole[0].sizes.tolist() == [0] and whole[1].sizes.tolist() == 2
+        assert list(whole.state_dict()) == ["0.sizes", "1.mean", "1.sizes"]
 
 
 def test_a_buffer_that_hangs_on_a_graph() -> None:

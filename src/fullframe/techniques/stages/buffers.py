@@ -58,12 +58,13 @@ class StageBuffers:
         self._names = names = {module: name for name, module in whole.named_modules()}
         here = nn.ModuleList(dict.fromkeys(stages[stage]))
         times = Counter(module for each in stages for module in nn.ModuleList(dict.fromkeys(each)).modules())
-        self._shared = {names[m]: m for m in here.modules() if m in names and times[m] > 1}
+        mine = {names[m]: m for m in here.modules() if m in names}
+        self._shared = {name: m for name, m in mine.items() if times[m] > 1}
         self._norms = {name: m for name, m in self._shared.items() if counts(m) and is_torchs(m) and microbatches > 1}
-        self._attributes = PartAttributes({names[m]: m for m in here.modules() if m in names})
-        self._owners = {names[m]: m for m in whole.modules()}
-        self._others = [m for m in whole.modules() if m not in set(here.modules())]
-        self._watched = [(names[m], m) for m in here.modules() if m in names and names[m] not in self._norms]
+        self._attributes = PartAttributes(mine)
+        self._owners = dict(whole.named_modules())
+        self._others = [m for name, m in self._owners.items() if name not in mine]
+        self._watched = [(name, m) for name, m in mine.items() if name not in self._norms]
         self._before: dict[str, tuple[Tensor, int, int | None]] = {}  # with its version, and sum
         self._apart: dict[str, Apart] = {}  # while a microbatch runs
         self._changed: dict[str, str] = {}  # the kind of change
@@ -83,8 +84,7 @@ class StageBuffers:
 
     def begin(self) -> None:
         """Before a microbatch."""
-        if not self._statistics:
-            self.put_back_attributes()
+        self.put_back_attributes()
         self._apart = {name: Apart(norm, name) for name, norm in self._norms.items()}
         self._attributes.begin()
         sums = self._sums_of_statistics()
