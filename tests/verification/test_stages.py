@@ -147,3 +147,8 @@ def test_calls_go_on_where_one_process_would() -> None:
     assert calls["block"] == 0
     assert first.leaving(places[-1], calls) and calls["block"] == calls["block.layer"] == 4
     assert not first.begins_part(places[1])
+    assert first.leaving(places[-1], calls) and not first.leaving(places[0], calls)  # one more of its tensors; an input
+    calls = Counter({"": 2})  # a call more than in one process has no place there
+    staged = StagedCalls(places, lambda: {"": range(2, 4)})
+    staged.entering("", calls)
+    assert calls == {"": 2}

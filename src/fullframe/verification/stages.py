@@ -36,7 +36,7 @@ class StagedCalls:
         if share is None or caller is None:
             return
         number = calls[caller] - 1  # of the chain's call
-        given = (p for p in self._within(caller, number) if p.kind == "input" and p.caller == caller)
+        given = (place for place in self._within(caller, number) if place.caller == caller)
         parts = list(dict.fromkeys((place.path, place.call) for place in given))
         self._chain = caller
         if share.start < len(parts):
@@ -47,7 +47,7 @@ class StagedCalls:
 
         calls: of each module so far, by its path; changed
         """
-        if place.path != self._chain or place.kind != "output":
+        if place.path != self._chain:
             return place.kind == "output" and place.path in self._shares()
         self._chain = None
         self._go_on_from(self._position(place), calls)
