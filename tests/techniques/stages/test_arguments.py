@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import ShapeError, StrategyError
-from fullframe.techniques.stages.arguments import Arguments, Begun, Kept, State
+from fullframe.techniques.stages.arguments import Arguments, Begun, Kept, Leaf, State
 from tests.rank_group import RankFailure, rank_group
 
 
@@ -64,6 +64,20 @@ def test_what_is_known_of_a_state_can_be_sent() -> None:
     assert again == known and again.forms[0].memory_format == torch.channels_last
     assert again.leaves[0].times(3).form.shape == (6, 3, 4, 5)
     assert again.dressed([image, image], None).keys() == {"x", "y"}
+
+
+def split_leaves() -> None:
+    mesh = ff.init_mesh(width=2)
+    image = ff.shard(torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last), mesh)
+    leaf = Leaf.of(image)
+    assert leaf.times(1).dressed(image.local, image.spec.spatial).stride() == image.stride()
+    assert leaf.times(2).facts[0] == (2, 2, 3, 4)  # type: ignore[index]
+    with pytest.raises(ShapeError, match="what a mask has picked of a split tensor cannot go to another stage"):
+        Leaf.of(image[image > 3])
+
+
+def test_what_is_known_of_split_tensors() -> None:
+    rank_group(2).run(split_leaves)
 
 
 def test_a_state_from_another_stage_may_be_written_to() -> None:

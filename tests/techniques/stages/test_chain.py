@@ -1,19 +1,21 @@
 """A rank's share of a chain."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import fullframe as ff
-from fullframe.errors import GradientError, MeshError
-from fullframe.techniques.stages.chain import Stages, require_known
+from fullframe.errors import GradientError, MeshError, RecipeError
+from fullframe.techniques.stages.chain import Criterion, Segment, Stages, require_known
 from tests.rank_group import RankFailure, rank_group
 
 
-def shares(parts: int) -> list[range]:
+def shares(parts: int, bounds: tuple[int, ...] = ()) -> list[range]:
     stages = Stages(ff.init_mesh(stages=3), 1)
+    stages.bounds = bounds
     assert stages.share(parts) == stages.share(parts, torch.distributed.get_rank())
     return [stages.share(parts, stage) for stage in range(3)]
 
@@ -21,11 +23,39 @@ def shares(parts: int) -> list[range]:
 def test_all_parts_in_order_and_as_even_as_can_be() -> None:
     assert rank_group(3).run(shares, 14)[1] == [range(0, 5), range(5, 10), range(10, 14)]
     assert rank_group(3).run(shares, 3)[2] == [range(0, 1), range(1, 2), range(2, 3)]
+    assert rank_group(3).run(shares, 9, (0, 1, 7, 9))[0] == [range(0, 1), range(1, 7), range(7, 9)]
 
 
 def test_a_mesh_without_stages() -> None:
     with pytest.raises(MeshError, match="no stages"):
         Stages(ff.init_mesh(), 1)
+
+
+class Layers:
+    """A chain of two layers, of which a weight is frozen."""
+
+    def __init__(self) -> None:
+        self.whole = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).requires_grad_(False)
+        self.parts = list(self.whole)
+        self.whole[1].bias.requires_grad_()
+
+    def run(self, part: range, state: Any, inputs: Any, before: Any) -> list[Any]:
+        return [self.parts[number](state) for number in part]
+
+    def likeness(self, count: int, state: Any) -> Any:
+        raise AssertionError
+
+
+def test_what_is_lent_wants_the_gradients_that_the_parameters_want() -> None:
+    assert [alias.requires_grad for alias in Segment(Layers(), range(2), None).lent().values()] == [False] * 3 + [True]
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"), [(lambda y: y, r"shape \(2, 2\)"), (lambda y: 0.5, "float"), (lambda y: (y.sum(), 4), "tuple")]
+)
+def test_a_criterion_that_gives_no_scalar(loss: Any, got: str) -> None:
+    with pytest.raises(RecipeError, match=f"the criterion must return a scalar tensor, got {got}"):
+        Segment(Layers(), range(1, 2), Criterion(loss, ()))(torch.ones(2, 3), (), (), None)
 
 
 def test_a_tensor_whose_gradient_would_be_lost() -> None:
@@ -93,21 +123,24 @@ class Regular(nn.Module):
         return y
 
 
-def left_in_an_attribute(of: str, where: int, ranks: int) -> None:
+def left_in_an_attribute(of: str, where: int, ranks: int, afterwards: bool = False) -> None:
     parts = nn.Sequential(*(Regular(of) for _ in range(4)))
     model = ff.parallelize(parts, ff.init_mesh(stages=ranks))
     strategy = ff.Strategy(stages=ranks)
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         y = model(batch).square().mean()
+        if afterwards:
+            y.backward()  # type: ignore[no-untyped-call]
+            y = y.detach()
         return y + parts[where].aux  # type: ignore[operator]
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ff.TrainStep(model, loss, optimizer, strategy)(torch.ones(2, 2, 5, 6))
 
 
-@pytest.mark.parametrize("of", ["input", "output", "weight"])
-def test_a_loss_that_a_part_leaves_in_an_attribute_is_refused(of: str) -> None:
-    left_in_an_attribute(of, 3, 1)
+@pytest.mark.parametrize(("of", "afterwards"), [("input", 0), ("output", 0), ("weight", 0), ("weight", 1)])
+def test_a_loss_that_a_part_leaves_in_an_attribute_is_refused(of: str, afterwards: bool) -> None:
+    left_in_an_attribute(of, 3, 1, afterwards)
     with pytest.raises(RankFailure, match="GradientError: the loss takes more from a part on stage"):
-        rank_group(2).run(left_in_an_attribute, of, 3, 2)
+        rank_group(2).run(left_in_an_attribute, of, 3, 2, afterwards)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from fullframe.errors import StrategyError
-from fullframe.techniques.stages.statistics import Apart, add, counts, is_torchs
+from fullframe.techniques.stages.statistics import Apart, Statistics, add, counts, is_torchs
 
 
 def test_it_begins_at_zero_and_adds_to_the_past_later() -> None:
@@ -33,6 +33,20 @@ def test_it_is_not_read_meanwhile() -> None:
         norm.eval()(x)
     apart.put_back()
     assert torch.equal(norm(x), x / (1 + norm.eps) ** 0.5) and not norm._forward_hooks and not norm._forward_pre_hooks
+
+
+def test_hooks_of_the_norm_do_not_read_it_either() -> None:
+    norm = nn.BatchNorm1d(2)
+    norm.register_forward_hook(lambda norm, args, result: result - norm.running_mean)
+    Apart(norm, "norm")
+    with pytest.raises(StrategyError, match=r"norm\.running_mean is read in forward"):
+        norm(torch.ones(3, 2))
+
+
+def test_a_norm_that_no_microbatch_has_passed_has_no_mean_yet() -> None:
+    norm = nn.BatchNorm1d(2, momentum=None)
+    add(norm, Statistics(0, torch.zeros(2), torch.zeros(2)))
+    assert norm.num_batches_tracked == 0 and norm.running_mean.sum() == 0
 
 
 class Own(nn.BatchNorm1d):
