@@ -33,6 +33,7 @@ from tests.verification.job import (
     SEAM,
     SINGLE,
     SPECTRAL,
+    TAUGHT,
     UNUSED,
     written,
 )
@@ -296,6 +297,11 @@ def test_functions_drop_nothing_either(tmp_path: Path) -> None:
 def test_a_module_that_counts_its_calls_does_not_draw(tmp_path: Path) -> None:
     verdict = verified(written(tmp_path, "Counting()", COUNTING))
     assert not verdict.exact and not any("depends on the seed" in note for note in verdict.notes), verdict.notes
+
+
+def test_a_frozen_part_in_inference_mode(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, "Taught()", TAUGHT))
+    assert verdict.exact and largest(verdict) < 1e-12, verdict
 
 
 def test_single_precision_within_a_module_is_named_as_a_likely_reason(tmp_path: Path) -> None:

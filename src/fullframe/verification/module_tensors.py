@@ -1,5 +1,6 @@
 """Every tensor that goes into or comes out of a module, in order of execution, and how two of them are compared."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +72,11 @@ class ModuleTensors:
             return None, ""
         running, _ = self._running[-1]
         return self._paths[running], type(running).__name__
+
+
+def writes_to(tensor: Tensor) -> float:
+    """How many there were; in inference mode nobody counts, and nan equals nothing, so the tensor is always another."""
+    return math.nan if tensor.is_inference() else tensor._version
 
 
 def _have_numbers(values: Any) -> bool:

@@ -34,7 +34,7 @@ from fullframe.ranks.randomness import seed_everything
 from fullframe.recipe import Recipe, load_recipe, values_of
 from fullframe.training.faults.whereabouts import where
 from fullframe.training.step import sum_and_count
-from fullframe.verification.module_tensors import ModuleTensors
+from fullframe.verification.module_tensors import ModuleTensors, writes_to
 from fullframe.verification.verdict import NARROW, Place, Value
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "FULLFRAME_VERIFY_")
@@ -251,9 +251,9 @@ class _Record:
 
     def seen(self, place: Place, tensor: Tensor) -> None:
         version, number = self._numbers.get(tensor, (None, 0))
-        if version != tensor._version:
+        if version != writes_to(tensor):
             number = len(self.part.values)
-            self._numbers[tensor] = tensor._version, number
+            self._numbers[tensor] = writes_to(tensor), number
             is_view = tensor._is_view()
             self.part.values.append(Value(shape=tuple(tensor.shape), dtype=str(tensor.dtype), is_view=is_view))
             _write(tensor, self.part.folder / f"{number}.pt")

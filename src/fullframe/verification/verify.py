@@ -41,7 +41,7 @@ from fullframe.training.session import prepare
 from fullframe.training.step import TrainStep
 from fullframe.verification import reference
 from fullframe.verification.diagnosis import Evidence, Named, PartEvidence, judged, refused
-from fullframe.verification.module_tensors import ModuleTensors, compared
+from fullframe.verification.module_tensors import ModuleTensors, compared, writes_to
 from fullframe.verification.reference import Answers, Part
 from fullframe.verification.stages import StagedCalls
 from fullframe.verification.verdict import Found, Place, Verdict
@@ -199,9 +199,9 @@ class _Comparison:
         local = local_or_whole(tensor)
         found = self.found.forward[place[:4]] = self._compared(number, local, spec)
         is_another_s = self._calls.leaving(place, self.tensors.calls) or self._calls.begins_part(place)
-        if self._known.get(local, None) == local._version:
+        if self._known.get(local, None) == writes_to(local):
             return  # its gradient is that of all its uses, and belongs to the value that it was first
-        self._known[local] = local._version
+        self._known[local] = writes_to(local)
         if is_another_s:
             return  # a copy of what a stage has made, which gets a part of the gradient
         if isinstance(local, nn.Parameter):
