@@ -74,6 +74,10 @@ def split_leaves() -> None:
     assert leaf.times(2).facts[0] == (2, 2, 3, 4)  # type: ignore[index]
     with pytest.raises(ShapeError, match="what a mask has picked of a split tensor cannot go to another stage"):
         Leaf.of(image[image > 3])
+    with pytest.raises(
+        ShapeError, match=r"one common first dim of the state .* which is not split; got \(4, 2, 3, 1\)"
+    ):
+        Arguments(image.transpose(0, 3), (), 2, must_cut=True)
 
 
 def test_what_is_known_of_split_tensors() -> None:
@@ -107,6 +111,9 @@ def test_a_hook_that_would_miss_the_loss_on_its_state() -> None:
     begun.require_as_given(1, returns_all=False)
     with pytest.raises(StrategyError, match="a part on stage 1 puts a hook on the state that it gets"):
         begun.require_as_given(1, returns_all=True)
+    first = Begun([torch.ones(3, requires_grad=True)], [], keeps=True, came=False)
+    first.state[0].register_hook(lambda gradient: gradient.clamp(0, 1))
+    first.require_as_given(0, returns_all=True)  # what came from no other stage
 
 
 class Writing(nn.Module):

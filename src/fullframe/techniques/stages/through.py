@@ -113,7 +113,6 @@ class _Call:
         self._sending_back: list[InFlight] = []
         self._base = 0  # that the seeds of several microbatches are made of
         self._gradients: list[Tensor | None] = []  # of a loss
-        self._goes_back_from = axis.size - 1  # the last stage of whose states one has a gradient
 
     def states(self) -> list[Any]:
         """The states that are returned, as the caller has them."""
@@ -285,7 +284,6 @@ class _Call:
         position = 0
         for owner, state in zip(self._owners, self._returned, strict=True):
             numbers = [n for n in range(position, position + len(state.leaves)) if there[n]]
-            self._goes_back_from = owner if numbers else self._goes_back_from
             mine = [or_zeros(gradients[n], state.forms[n - position], self._given.device) for n in numbers]
             totals = dict(zip(numbers, summed_at(self._axis, owner, mine), strict=True))
             if owner == self._axis.coordinate:
@@ -308,7 +306,7 @@ class _Call:
         """One microbatch; the gradients of its part of state and inputs, those of parameters into `totals`."""
         kept = self._kept.pop(number)
         outs, seeds = kept.seeded(of_states, number, self._given.microbatches)
-        if self._axis.coordinate < self._goes_back_from:
+        if not self._is_last:
             sent = [tensor for tensor in kept.states[-1] if has_gradients(tensor)]
             forms = [Form.of(tensor) for tensor in sent]
             came = receive_some(self._axis, self._axis.coordinate + 1, forms, "gradient of a state", self._given.device)
@@ -330,7 +328,7 @@ class _Call:
             part, before = by_tensor[id(alias)], totals.get(id(alias))
             if part is not None:
                 totals[id(alias)] = part if before is None else before + part
-        if 0 < self._axis.coordinate <= self._goes_back_from:
+        if not self._is_first:
             back = [by_tensor.get(id(tensor)) for tensor in kept.given if has_gradients(tensor)]
             for flight in self._sending_back:  # the one before, which the other stage waits for before this one
                 flight.wait()
