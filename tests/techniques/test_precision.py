@@ -37,7 +37,8 @@ def test_half_precision_is_that_of_one_process_to_its_rounding(precision, tolera
     """Numbers are rounded by 2^-9 and 2^-12; a gradient is a sum of both signs, a tenth of its terms in size."""
     exact = gradients_of_one_step(ff.Strategy())
     for strategy in (ff.Strategy(precision=precision), ff.Strategy(precision=precision, width=2, microbatches=2)):
-        for value, gradients, _ in rank_group(strategy.ranks).run(gradients_of_one_step, strategy):
+        for value, gradients, scale in rank_group(strategy.ranks).run(gradients_of_one_step, strategy):
+            assert scale == (2.0**16 / 1024 if precision == "fp16" else None)  # by the count of the whole batch
             assert value == pytest.approx(exact[0], rel=tolerance)
             for found, wanted in zip(gradients, exact[1], strict=True):
                 assert found.dtype == torch.float32

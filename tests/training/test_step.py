@@ -175,16 +175,20 @@ def test_ranks_that_do_not_take_the_same_steps_are_told_on_all(name):
         assert said.startswith(f"the ranks do not take the same steps: {name}. Make them alike")
 
 
-@pytest.mark.parametrize("strategy", [ff.Strategy(), ff.Strategy(update_in_backward=True)])
+@pytest.mark.parametrize(
+    "strategy", [ff.Strategy(), ff.Strategy(update_in_backward=True), ff.Strategy(precision="fp16")]
+)
 def test_a_batch_in_which_nothing_counts_is_skipped(strategy):
     model = network()
     batch = whole_batch()
     batch["target"] = torch.full_like(batch["target"], -1)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1.0)
-    record = ff.TrainStep(model, loss, optimizer, strategy)(batch)
+    step = ff.TrainStep(model, loss, optimizer, strategy)
+    record = step(batch)
     assert record.skipped and math.isnan(record.loss)
     assert all(map(torch.equal, before, model.parameters()))
+    assert step.scale is None or step.scale.value == 2.0**16  # which is not at fault
 
 
 @pytest.mark.parametrize("count", [math.nan, math.inf])
