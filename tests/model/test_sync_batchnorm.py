@@ -159,6 +159,12 @@ def test_statistics_that_are_not_batch_norms_are_refused() -> None:
         rank_group(2).run(odd_step, ff.Strategy(data=2, sync_batchnorm=True), ByItself)
 
 
+def test_evaluation_and_a_group_of_its_own_are_left_as_they_are() -> None:
+    alone, grouped = ByItself(3).eval(), nn.SyncBatchNorm(3, process_group=object())
+    synchronize_batchnorm(nn.ModuleList([alone, grouped]), 1, every=True)
+    assert alone(torch.ones(1, 3, 2, 2)).shape == (1, 3, 2, 2) and "forward" not in vars(grouped)
+
+
 def single_values() -> str:
     norm = nn.BatchNorm1d(3)
     synchronize_batchnorm(norm, 2, every=True)
