@@ -536,6 +536,29 @@ def test_a_loss_may_read_numbers() -> None:
     assert any(note.startswith("the loss reads numbers") for note in found.notes)
 
 
+class Detector(Network):
+    """As YOLOX and YOLOv8 are written: the model computes its loss, whose assignment makes as many as a mask counts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        found, wanted = self.assigned(out)
+        return (found - wanted).abs().sum() / max(len(found), 1)
+
+    def assigned(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        positive = out[0, 0] > 0
+        targets = out.new_zeros((int(positive.sum().item()), 1))
+        if positive.sum() > 0:
+            targets[:, 0] = out[0, 1][positive]
+        return out[0, 0][positive], targets[:, 0]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_loss_within_a_model_may_read_numbers(width: int) -> None:
+    options: dict[str, Any] = {"model": Detector, "loss": lambda model, batch: model(batch["image"])}
+    found = simulated(ff.Strategy(width=width), "3xA100-80GB", **options)
+    assert any(note.startswith("the loss reads numbers") for note in found.notes) and len(found.notes) == 2
+
+
 def weighing(model: nn.Module, batch: Any) -> Tensor:
     """With a map of weights that it makes whole and splits itself."""
     out = model(batch["image"])

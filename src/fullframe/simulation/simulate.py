@@ -38,6 +38,7 @@ from fullframe.simulation.fake.autocast import cuda_autocast
 from fullframe.simulation.fake.blame import blamed, place
 from fullframe.simulation.fake.cuda_kernels import cuda_kernels
 from fullframe.simulation.fake.data_parallel import FakeDataParallel, WithoutBuckets
+from fullframe.simulation.fake.full_masks import count_as_full
 from fullframe.simulation.fake.numbers import take
 from fullframe.simulation.fake.outcomes import Outcomes
 from fullframe.simulation.fake.replaced import replaced
@@ -183,7 +184,7 @@ class _Simulation:
         tracer = self._tracer
         with (
             tracer,
-            functions_told_to(self._clock, self.shares.add),
+            functions_told_to(self._clock, count_as_full, lambda func, args, made: self.shares.add(made)),
             arrays_of_fakes(self._outcomes.numbers),
             known_when_gathered(self._model),
             _readable_errors(tracer),
@@ -390,7 +391,8 @@ def _readable_errors(tracer: Tracer) -> Iterator[None]:
         raise ReadsNumbers(
             f"the step cannot be simulated: what {error.func}{where} gives depends on the numbers in its tensors, and "
             f"fake tensors have none{place(error)}; take sizes from shapes and choose by torch.where, let a "
-            "torch.library.custom_op with a fake read them, or plan with a recipe without it"
+            "torch.library.custom_op with a fake read them, read them in a function with 'loss' in its name, where "
+            "they are taken to be 1, or plan with a recipe without it"
         ) from error
     finally:
         torch_says.setLevel(level)

@@ -10,11 +10,11 @@ from fullframe.spatial.tensor import SpatialTensor
 
 
 @contextmanager
-def functions_told_to(clock: StepClock, listener: Callable[[Any], None]) -> Iterator[None]:
+def functions_told_to(clock: StepClock, *listeners: Callable[[Any, Any, Any], None]) -> Iterator[None]:
     """Inside, each function on split tensors in which the host issues an op costs what `Device.host` says.
 
-    Of functions within functions the outermost counts, and one that only looks at a tensor does not. `listener` gets
-    the results of those that count.
+    Of functions within functions the outermost counts, and one that only looks at a tensor does not. `listeners`
+    get those that count, their arguments and results.
     """
     original = SpatialTensor.__torch_function__
 
@@ -30,7 +30,8 @@ def functions_told_to(clock: StepClock, listener: Callable[[Any], None]) -> Iter
             if issued:
                 clock.issue(clock.device.host.function_seconds)
         if issued:
-            listener(result)
+            for listener in listeners:
+                listener(func, args, result)
         return result
 
     with replaced(SpatialTensor, "__torch_function__", classmethod(counted)):

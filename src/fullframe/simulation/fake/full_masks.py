@@ -1,8 +1,10 @@
 """Ops whose result has as many rows as a mask has true elements, or as boxes are kept: as if every one were.
 
+The count of a mask is taken for all of it where a number may be taken at all.
 So what a simulation says of memory and time is an upper bound, for any mask and any boxes.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +21,10 @@ FULL_MASKS = (
 
 _aten = torch.ops.aten
 _nonzero, _select, _index = _aten.nonzero.default, _aten.masked_select.default, _aten.index.Tensor
+_COUNTS = frozenset(
+    (torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero,
+     _aten.sum.default, _aten.sum.dim_IntList, _aten.count_nonzero.default)
+)  # fmt: skip
 _bincount, _ctc, _lstsq = _aten.bincount.default, _aten._ctc_loss.Tensor, _aten.linalg_lstsq.default
 
 
@@ -41,6 +47,13 @@ def are_known(func: Any, args: Sequence[Any]) -> bool:
         return known(args[3]) is not None
     masks = [index for index in args[1] if _is_mask(index)] if func is _index else [args[-1]]
     return func in (_select, _index) and all(known(mask) is not None for mask in masks)
+
+
+def count_as_full(func: Any, args: Sequence[Any], count: Any) -> None:
+    """What a mask, split or not, counts is taken for the size of it; called with what any function has given."""
+    if func in _COUNTS and args and args[0].dtype is torch.bool and type(count) is FakeTensor and count.numel() == 1:
+        with torch._C._DisableTorchDispatch():
+            count.taken_for = torch.tensor(math.prod(args[0].shape), dtype=count.dtype)  # type: ignore[attr-defined]
 
 
 def _is_nms(func: Any) -> bool:  # by its name, as torchvision need not be there

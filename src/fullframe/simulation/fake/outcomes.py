@@ -6,8 +6,10 @@ place. What is not plainly one of the cases below goes to FakeTensorMode.
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,8 +22,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from fullframe.model.door import Undressed
 from fullframe.simulation.fake.finite import certain, follow_certain, passes_checks_of_torch
-from fullframe.simulation.fake.full_masks import FULL_MASKS, are_known, as_if_all_were_true, picks_by_value
+from fullframe.simulation.fake.full_masks import (
+    FULL_MASKS,
+    are_known,
+    as_if_all_were_true,
+    count_as_full,
+    picks_by_value,
+)
 from fullframe.simulation.fake.numbers import (
     DRAWN,
     NotKnown,
@@ -46,8 +55,10 @@ _EQUAL = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
 _CPU = torch.device("cpu")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 NUMBERS_READ = (
-    "{} reads numbers from its tensors, which a simulation does not have: each is taken to be 1, also in a comparison"
+    "{} reads numbers from its tensors, which a simulation does not have: each is taken to be 1, also in a comparison, "
+    "and what a mask counts to be all of it"
 )
+_LOSS = re.compile("loss|criterion|assign", re.IGNORECASE)  # in the name of a function or of its class
 _COMPARISONS = frozenset(
     ["gt", "ge", "lt", "le", "eq", "ne", "isnan", "isinf", "logical_not", "logical_and", "logical_or", "any", "all"]
 )
@@ -110,6 +121,7 @@ class Outcomes:
         out = self._outcome(func, args, kwargs)
         follow(func, args, kwargs, numbers, out)
         follow_certain(func, args, out)
+        count_as_full(func, args, out)
         return out
 
     def _outcome(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -233,10 +245,23 @@ class Outcomes:
             return one.clone() if tensor.numel() <= _SMALL else one
 
     def _may_take(self) -> bool:
-        return self.evaluating or self.in_loss()
+        return self.evaluating or self.in_loss() or _model_computes_loss()
 
     def _note_taken(self) -> None:
         self.notes.add(NUMBERS_READ.format("evaluate()" if self.evaluating else "the loss"))
+
+
+def _model_computes_loss() -> bool:
+    """Whether a function on the way here from the model's own forward is named as a part of a loss."""
+    frame: FrameType | None = sys._getframe(1)
+    named = False
+    while frame is not None:
+        asks = frame.f_globals.get("__name__", "")
+        if asks == Undressed.__module__:
+            return named
+        named |= not asks.startswith(("torch.", "fullframe.")) and _LOSS.search(frame.f_code.co_qualname) is not None
+        frame = frame.f_back
+    return False
 
 
 def _fills_zeros() -> bool:
