@@ -18,6 +18,7 @@ PARTS = [
     "torch._C._VariableFunctions",
     "torch._C._are_functorch_transforms_active",
     "torch._C._autograd._get_sequence_nr",
+    "torch._C._autograd._saved_tensors_hooks_is_enabled",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",

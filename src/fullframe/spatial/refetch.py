@@ -13,6 +13,7 @@ from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.spec import Spec
 
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 class Loan(NamedTuple):
@@ -34,10 +35,11 @@ def fetching_again(loans: Sequence[Loan], op: Callable[[], Tensor]) -> Tensor:
     """`op()`, which does not keep the loans' whole tensors for its backward: right before it they are fetched again.
 
     All else that it keeps goes to the hooks that were there before (recompute, offload). What was written to in between
-    is RuntimeError in backward, as in torch. All ranks call this together, whatever kernels `op` takes on each.
+    is RuntimeError in backward, as in torch. Where the user has disabled such hooks, the whole tensors are kept.
+    All ranks call this together, whatever kernels `op` takes on each.
     """
     loans = [loan for loan in loans if loan.whole.untyped_storage()._cdata != loan.own.untyped_storage()._cdata]
-    if not loans or not torch.is_grad_enabled():
+    if not loans or not torch.is_grad_enabled() or not _hooks_allowed():
         return op()
     again = _Again(loans)
     with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
