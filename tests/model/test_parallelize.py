@@ -133,14 +133,27 @@ def test_channels_last_is_kept_and_exact() -> None:
             assert kept
 
 
-def _evaluated() -> float:
-    plain, model = _net().eval(), ff.parallelize(_net(), mesh(1, 2), find_unused_parameters=True).eval()
+def _evaluated(first_inside: str) -> float:
+    """What a model in inference mode gives, and its gradients in training after it; `first_inside` is made there."""
+    plain, model, split = _net().eval(), _net(), ff.shard(_image(), mesh(1, 2))
+    if first_inside == "nothing":
+        model = ff.parallelize(model, mesh(1, 2), find_unused_parameters=True)
     with torch.inference_mode():
-        return relative(plain(_image()), model(ff.shard(_image(), mesh(1, 2))).full())
+        if first_inside == "model":
+            model = _net()
+        if first_inside != "nothing":
+            model = ff.parallelize(model, mesh(1, 2), find_unused_parameters=True)
+        error = relative(plain(_image()), model.eval()(split).full())
+    if first_inside == "model":  # with which torch does not train
+        return error
+    _loss(plain(_image())).backward()
+    _loss(model(split)).backward()
+    return max(error, _worst(plain, model))
 
 
-def test_inference_mode() -> None:
-    assert max(rank_group(2).run(_evaluated)) < 1e-12
+@pytest.mark.parametrize("first_inside", ["nothing", "parallel model", "model"])
+def test_inference_mode(first_inside: str) -> None:
+    assert max(rank_group(2).run(_evaluated, first_inside)) < 1e-11
 
 
 def _accumulated() -> float:

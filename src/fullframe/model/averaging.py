@@ -137,15 +137,15 @@ class Averaging:
         several = dist.get_world_size() > self._spatial.size  # within one replica the buffers stay equal by themselves
         self._for, self._expects, self._began, self._buckets = wanted, False, False, Buckets()
         self._placed.note(wanted)
-        self._ddp = None  # with its buckets
-        with frozen([parameter for parameter in self.parameters if parameter not in wanted]):
+        self._ddp = None  # with its buckets, which in an evaluation's inference mode could not be trained with
+        with torch.inference_mode(False), frozen([each for each in self.parameters if each not in wanted]):
             self._ddp = self._make_ddp(
                 self._door,
                 gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
                 init_sync=False,  # `parallelize` has compared and shared what the ranks hold
                 **{_SYNC_BUFFERS: several},
             )
-        self._edges = {p: get_gradient_edge(p) for p in wanted} if hasattr(self._ddp, "reducer") else {}
+            self._edges = {p: get_gradient_edge(p) for p in wanted} if hasattr(self._ddp, "reducer") else {}
         self._astray = False
         for parameter in wanted:  # DDP's own views would point elsewhere where the model is cast with its gradients
             if parameter.grad is not None:

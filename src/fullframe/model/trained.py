@@ -13,7 +13,7 @@ Trained = dict[nn.Parameter, tuple[torch.dtype, torch.device]]  # torch takes ho
 
 
 def trained(model: nn.Module) -> tuple[Trained, list[nn.Parameter]]:
-    """The parameters that require a gradient, and the others; quicker than `model.parameters()`."""
+    """The parameters that get a gradient, and the others; quicker than `model.parameters()`."""
     found: Trained = {}
     others: dict[nn.Parameter, None] = {}
     modules, seen = [model], {model}
@@ -22,7 +22,7 @@ def trained(model: nn.Module) -> tuple[Trained, list[nn.Parameter]]:
         for parameter in module._parameters.values():
             if parameter is None:
                 continue
-            if parameter.requires_grad:
+            if parameter.requires_grad and not parameter.is_inference():
                 found[parameter] = parameter.dtype, parameter.device
             else:
                 others[parameter] = None
