@@ -150,6 +150,14 @@ def test_wrong_use_is_refused_before_any_rank_starts(tmp_path, capsys, monkeypat
     assert error.startswith("error: ") and message in error and len(error.splitlines()) == 1
 
 
+def test_what_another_launcher_has_left_in_the_shell_is_told(tmp_path, capsys, monkeypatch):
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert run(["train", str(written(tmp_path)), "--processes", "2", "--run-dir", str(tmp_path / "run")]) == 2
+    said = "this is a rank already (RANK=3 and WORLD_SIZE=4 are set), and --processes is 2; unset both"
+    assert said in capsys.readouterr().err
+
+
 def test_a_step_that_never_comes_cannot_be_traced(tmp_path, capsys):
     words = ["train", str(written(tmp_path)), "--processes", "1", "--run-dir", str(tmp_path / "run")]
     assert run([*words, "--steps", "3", "--trace-step", "4"]) == 2

@@ -113,6 +113,9 @@ class Train:
         if changed(self.over):
             names = ", ".join(map(option, changed(self.over)))
             raise MeshError(f"{names} is for a job over several machines; say of how many by --nodes")
+        if place and self.processes not in (None, place.world):
+            said = f"RANK={place.rank} and WORLD_SIZE={place.world} are set), and --processes is {self.processes}"
+            raise MeshError(f"this is a rank already ({said}; unset both where a shell has them left over")
         ranks = place.world if place else self._ranks_to_start()
         strategy = self.strategy_on(ranks)
         run_dir = self._run_dir(joins=place is not None)
