@@ -34,6 +34,16 @@ def test_a_command_whose_reader_has_gone_ends_without_a_word(words: list[str], t
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_what_is_closed_from_the_start_takes_what_is_said(closed: str, locale: str, tmp_path: Path) -> None:
+    environment = os.environ | {"LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for words, code in (("--version", 0), ("doctor lint .", 0), ("train", 2)):
+        script = f'"$0" -m fullframe {words} {closed}'
+        done = subprocess.run(["bash", "-c", script, sys.executable], cwd=tmp_path, env=environment)
+        assert done.returncode == code, words
+
+
 def test_another_pipe_that_breaks_is_an_error_as_any(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

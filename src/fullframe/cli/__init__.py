@@ -7,6 +7,7 @@ import sys
 
 def main() -> None:
     """The `fullframe` command; leaves by SystemExit."""
+    _open_what_is_closed()
     _read_and_write_utf8()
     try:
         from fullframe.cli.application import run
@@ -26,6 +27,18 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
     raise SystemExit(code)
+
+
+def _open_what_is_closed() -> None:
+    """Where a standard stream is closed, as daemons have it, nothing is read or written, here and in what is started.
+
+    A file that is opened takes the lowest free number: a run's own would become its ranks' output.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, mode))
 
 
 def _read_and_write_utf8() -> None:
