@@ -40,6 +40,15 @@ def test_patches_nest_and_come_off_in_turn() -> None:
     assert module(x).item() == 2 and "forward" not in module.__dict__
 
 
+def test_the_forward_of_another_module_is_there_again_when_the_patch_is_off() -> None:
+    module, other = Doubled(), patched()
+    module.forward = other.forward.original.original  # type: ignore[attr-defined, method-assign]
+    own = module.forward
+    module.forward = Added(module, 1)  # type: ignore[method-assign, assignment]
+    unpatch(module)
+    assert module.forward == own and own.__self__ is other  # type: ignore[attr-defined]
+
+
 def test_restore_takes_all_off() -> None:
     model = nn.Sequential(patched(), nn.Sequential(patched()))
     restore(model)

@@ -3,6 +3,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,7 @@ class PatchedForward(ABC):
 def unpatch(module: nn.Module) -> None:
     """Take the outermost patch off `module`."""
     patch = module.__dict__["forward"]
-    if getattr(patch.original, "__func__", None) is type(module).forward:
+    if patch.original == MethodType(type(module).forward, module):
         del module.forward
     else:
         module.forward = patch.original

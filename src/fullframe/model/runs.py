@@ -7,6 +7,7 @@ state dict stay as they are.
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from math import prod
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -35,11 +36,12 @@ def _outermost(module: nn.Module, name: str) -> list[tuple[str, Any]]:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether it is a Sequential with the forward of its class, or one that we have put around it."""
-    own = vars(module).get("forward")
-    while isinstance(own, PatchedForward):
-        own = own.original
-    forward = type(module).forward if own is None else getattr(own, "__func__", own)
-    return isinstance(module, nn.Sequential) and forward is nn.Sequential.forward
+    if not isinstance(module, nn.Sequential):
+        return False
+    forward = module.forward
+    while isinstance(forward, PatchedForward):
+        forward = forward.original
+    return forward == MethodType(nn.Sequential.forward, module)
 
 
 def outermost_sequentials(model: nn.Module) -> list[nn.Sequential]:
