@@ -165,6 +165,55 @@ def test_what_cannot_run_on_split_tensors_is_refused_or_gathered_and_no_gradient
         assert values == [0, 3, 6, 9] and gradient == [0, 3, 6, 9]
 
 
+class Second(torch.autograd.Function):
+    """Writes into what it is given beside a map, as statistics are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, beside: Tensor) -> Tensor:
+        beside.add_(x.detach())
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 3, None
+
+
+class Both(Second):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, beside: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        beside.add_(x.detach())
+        return x.mul_(3)
+
+
+def _column(function: Any, width: int) -> Any:
+    """A column of a split tensor, which lies whole on all ranks: what the functions write reaches the base."""
+    whole = torch.arange(8.0).view(2, 4).requires_grad_()
+    sides = torch.ones(2, 4)
+    x, beside = (ff.shard(each, ff.init_mesh(width=width)) if width > 1 else each for each in (whole, sides))
+    x, beside = x * 1, beside * 1
+    result = function.apply(x[..., 1], *([beside[..., 2]] if issubclass(function, Second) else []))
+    (result.square().sum() + x.sum()).backward()
+    return [(each.full() if width > 1 else each).tolist() for each in (x, beside)], result.tolist(), whole.grad.tolist()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("function", [Triple, InPlace, OfMemory, Second])
+def test_a_function_on_a_column_of_a_split_tensor_is_one_process_s(function: Any) -> None:
+    expected = _column(function, 1)
+    assert rank_group(2).run(_column, function, 2) == [expected] * 2
+
+
+def _both() -> str:
+    with pytest.raises(UnsupportedOp) as refused:
+        _column(Both, 2)
+    return str(refused.value)
+
+
+def test_a_function_that_writes_into_two_columns_is_refused() -> None:
+    for refused in rank_group(2).run(_both):
+        assert "Both.apply: it writes into several tensors" in refused
+
+
 @torch.jit.script
 def swish(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)

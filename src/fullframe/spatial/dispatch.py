@@ -74,7 +74,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(type(operand) is SpatialTensor and not operand.spec.placements for operand in operands):
         known = target is None and facts is not None and func not in UNCHECKED
         expected = expected_of(facts, func, args, kwargs) if known else None
-        return _with_whole_views(func, args, options, operands, expected)
+        return with_whole_views(func, args, options, operands, expected)
     canvas = args[0] if target is None and args and writes(func, kwargs) else target
     if canvas is not None and filled_by(canvas, func, args, kwargs, alike=True):
         return dispatch(func, args, options)
@@ -340,7 +340,7 @@ def _view_of(base: Tensor, local: Tensor, call: Call, number: int) -> View | Non
     return View(base, replay, None if shared else refuse, base._local, version_of(base._local))
 
 
-def _with_whole_views(
+def with_whole_views(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor], expected: Expected | None
 ) -> Any:
     """A call on whole tensors that are views of split ones: torch's own, and what it writes reaches the split ones.
@@ -359,10 +359,11 @@ def _with_whole_views(
     out, changes = kwargs.get("out"), writes(func, kwargs)
     targets = [first] if out is None else list(tree_iter(out))
     goals = [view for view in views if any(view is target for target in targets)]  # which alone are written
+    several = "it writes into several tensors, of which some are views of split ones that are copies"
+    one_by_one = "Write into one after the other."
     writes_list = changes and out is None and type(first) in (list, tuple)
     if writes_list or len(set(map(id, goals))) > 1:  # each write would have the others taken anew of their base
-        reason = "it writes into several tensors, of which some are views of split ones that are copies"
-        return unsupported(func, args, kwargs, reason, "Write into one after the other.")
+        return unsupported(func, args, kwargs, several, one_by_one)
     into_whole = type(first) is SpatialTensor and not first.spec.placements and changes
     room = first.numel() if into_whole else 0
 
@@ -370,7 +371,7 @@ def _with_whole_views(
         return t.full() if t.spec.placements and t.numel() <= room else plain(t)
 
     locals_, options = tree_map_only(SpatialTensor, met, (args, kwargs))
-    before = version_of(first._local) if type(first) is SpatialTensor else -1
+    before = {view: version_of(view._local) for view in dict.fromkeys(views)}
     result = func(*locals_, **options)
     memories = {id(view._local): view for view in views}
     written = changes or out is not None
@@ -384,13 +385,14 @@ def _with_whole_views(
         base = memories.get(id(leaf))
         if base is not None and (as_torch is None or as_torch.alias is not None):
             leaves[n] = base
-            written = written or (base is first and _changed(base, before))
         elif as_torch is not None:
             leaves[n] = _conformed(leaf, as_torch, operands, Call(func, args, kwargs), number)
         else:
             base = next((view for view in views if share_memory(leaf, view._local)), None)
             leaves[n] = leaf if base is None else derived(base, leaf, func, args, kwargs, n)
-    if written:
-        for view in goals[:1]:
-            settle(view)
+    goals = goals[:1] if written else [view for view, version in before.items() if _changed(view, version)]
+    if len(goals) > 1:
+        raise UnsupportedOp(name_of(func), described(goals), module_path(), several, one_by_one)
+    for view in goals:
+        settle(view)
     return tree_unflatten(leaves, tree)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint, set_checkpoint_early_stop
 
 from fullframe.errors import UnsupportedOp
+from fullframe.spatial.dispatch import with_whole_views
 from fullframe.spatial.fallback import plain, unsupported
 from fullframe.spatial.module_hooks import BackwardHookFunction
 from fullframe.spatial.operands import shells_in
@@ -38,14 +39,17 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         return _apply_to_locals(function, args)
     if (function.__module__, function.__name__) == _KEEPS_INPUTS:
         return _kept_locals(function, args)
-    args = tuple(plain(arg) for arg in args)
-    if not any(type(arg) is SpatialTensor for arg in args):
-        return apply_function(function, *args, **kwargs)
+    is_users = not function.__module__.startswith(("torch.", "fullframe."))
+    if not any(arg.spec.placements for arg in args if type(arg) is SpatialTensor):
+        if is_users:
+            return with_whole_views(function.apply, args, kwargs, [], None)
+        return apply_function(function, *map(plain, args), **kwargs)
+    args = tuple(map(plain, args))
     if function is torch.nn.modules._functions.BackwardHookFunction:
         return _hooked(args)
     if function is CheckpointFunction:
         return _run_again_later(*args)
-    if kwargs or function.__module__.startswith(("torch.", "fullframe.")):
+    if kwargs or not is_users:
         return _refused(function, args, kwargs, "an autograd.Function would lose a split gradient")
     obstacle = obstacle_in(function)
     if obstacle is not None:
