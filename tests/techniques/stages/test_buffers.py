@@ -35,6 +35,13 @@ def test_a_norm_that_two_stages_run(momentum: float | None) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_a_norm_that_two_stages_run_may_be_read_with_one_microbatch() -> None:
+    whole = nn.Sequential(nn.BatchNorm1d(2))
+    with StageBuffers(whole, [[whole[0]], [whole[0]]], 0, 1).around():
+        whole(torch.arange(6.0).view(3, 2))
+        assert whole[0].running_mean is not None and float(whole[0].running_mean.sum()) == pytest.approx(0.5)
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()

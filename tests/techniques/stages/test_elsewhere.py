@@ -40,6 +40,9 @@ class Part(nn.Module):
             self.left["mean"] = mean
         elif self.way == "object":
             self.left.total += float(mean)
+        elif self.way == "hook":
+            self.left = float(mean)
+            y.register_hook(lambda gradient: gradient * self.left)
         else:
             self.left = {"number": float(mean), "tensor": mean, "graph": y.mean(), "large": y.detach()}[self.way]
         return y
@@ -71,7 +74,7 @@ def losses(way: str, where: int, ranks: int, microbatches: int = 1, reads: bool 
     return [*found, *(pickle.loads(pickle.dumps(part.calls)) for part in parts)]
 
 
-@pytest.mark.parametrize("way", ["number", "tensor", "list", "dict", "graph"])
+@pytest.mark.parametrize("way", ["number", "tensor", "list", "dict", "graph", "hook"])
 @pytest.mark.parametrize("where", [0, 3])
 def test_the_loss_reads_what_a_part_has_left(way: str, where: int) -> None:
     alone = losses(way, where, 1)
@@ -87,11 +90,12 @@ def test_the_loss_reads_what_a_part_has_left(way: str, where: int) -> None:
         ("shared", 1, r"Part changes \d\.left in forward, an object that \d on another stage holds, too"),
         ("number", 2, r"Part sets 3\.left in forward for each microbatch anew"),
         ("list", 2, r"Part sets 3\.left in forward for each microbatch anew"),
+        ("hook", 2, r"Part sets 3\.left in forward for each microbatch anew"),  # read in backward
     ],
 )
 def test_what_is_not_known_on_all_stages_is_refused_on_all(way: str, microbatches: int, words: str) -> None:
     with pytest.raises(RankFailure, match=words) as raised:
-        rank_group(2).run(losses, way, 3, 2, microbatches)
+        rank_group(2).run(losses, way, 3, 2, microbatches, way != "hook")
     assert len(raised.value.errors) == 2
 
 

@@ -257,7 +257,6 @@ class _Call:
         if not self._kept:
             raise GradientError("backward goes through the stages of a call a second time; their graphs are freed")
         of_states = self._of_own_states(gradients)
-        self._buffers.put_back_attributes()  # as blocks that run once more need them
         totals: dict[int, Tensor] = {}  # of the aliases, by identity
         of_given = []
         for number in range(self._given.microbatches):
