@@ -203,6 +203,28 @@ def test_a_function_on_a_column_of_a_split_tensor_is_one_process_s(function: Any
     assert rank_group(2).run(_column, function, 2) == [expected] * 2
 
 
+def _beside(width: int) -> Any:
+    """What is written into a column beside a split map, and what the map's gradient is."""
+    whole = torch.arange(8.0).view(2, 4).requires_grad_()
+    sides = torch.ones(2, 4)
+    x, beside = (ff.shard(each, ff.init_mesh(width=width)) if width > 1 else each for each in (whole, sides))
+    beside = beside * 1
+    Written.apply(x * 1, beside[..., 2]).square().sum().backward()
+    assert whole.grad is not None
+    return (beside.full() if width > 1 else beside).tolist(), whole.grad.tolist()
+
+
+class Written(Second):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, beside: Tensor) -> Tensor:
+        beside.add_(1.0)
+        return x * 3
+
+
+def test_what_a_function_of_a_split_map_writes_into_a_column_reaches_its_base() -> None:
+    assert rank_group(2).run(_beside, 2) == [_beside(1)] * 2
+
+
 def _both() -> str:
     with pytest.raises(UnsupportedOp) as refused:
         _column(Both, 2)

@@ -19,7 +19,7 @@ from fullframe.ranks.recording import recorder
 from fullframe.spatial.approved import AS_IT_IS, KnownCall, approve, conformed, known_call
 from fullframe.spatial.canvas import filled_by
 from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
-from fullframe.spatial.fallback import derived, memory_of, name_of, plain, settle, unsupported
+from fullframe.spatial.fallback import SEVERAL, derived, memory_of, name_of, plain, settle, settle_written, unsupported
 from fullframe.spatial.gradients import entered
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.on_whole import as_too_small, called_whole
@@ -359,11 +359,9 @@ def with_whole_views(
     out, changes = kwargs.get("out"), writes(func, kwargs)
     targets = [first] if out is None else list(tree_iter(out))
     goals = [view for view in views if any(view is target for target in targets)]  # which alone are written
-    several = "it writes into several tensors, of which some are views of split ones that are copies"
-    one_by_one = "Write into one after the other."
     writes_list = changes and out is None and type(first) in (list, tuple)
-    if writes_list or len(set(map(id, goals))) > 1:  # each write would have the others taken anew of their base
-        return unsupported(func, args, kwargs, several, one_by_one)
+    if writes_list or len(set(map(id, goals))) > 1:
+        return unsupported(func, args, kwargs, *SEVERAL)
     into_whole = type(first) is SpatialTensor and not first.spec.placements and changes
     room = first.numel() if into_whole else 0
 
@@ -390,9 +388,8 @@ def with_whole_views(
         else:
             base = next((view for view in views if share_memory(leaf, view._local)), None)
             leaves[n] = leaf if base is None else derived(base, leaf, func, args, kwargs, n)
-    goals = goals[:1] if written else [view for view, version in before.items() if _changed(view, version)]
-    if len(goals) > 1:
-        raise UnsupportedOp(name_of(func), described(goals), module_path(), several, one_by_one)
-    for view in goals:
+    for view in goals[:1] if written else ():
         settle(view)
+    if not written:
+        settle_written(func, before)
     return tree_unflatten(leaves, tree)

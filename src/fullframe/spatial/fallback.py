@@ -21,6 +21,12 @@ from fullframe.spatial.spec import Spec, strides_of
 from fullframe.spatial.tensor import SpatialTensor, described, local_of, shell_of, wrap
 from fullframe.spatial.views import View, share_memory, version_of
 
+# Why, and what to do: each write would have the others taken anew of their base.
+SEVERAL = (
+    "it writes into several tensors, of which some are views of split ones that are copies",
+    "Write into one after the other.",
+)
+
 
 def unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, fix: str) -> Any:
     """Refuse `func` by name, or run it on gathered tensors where the user asked for that."""
@@ -106,6 +112,15 @@ def _whole_view(shell: SpatialTensor) -> SpatialTensor:
     whole = shell.full()
     spec = shell.spec.with_(shell.spec.shape, ())
     return shell_of(whole, spec, View(shell, lambda base: base.full(), put, shell._local, version_of(shell._local)))
+
+
+def settle_written(func: Any, before: dict[SpatialTensor, int]) -> None:
+    """Carry on what `func` wrote into one of some views, whose versions were these; refuses several."""
+    written = [view for view, version in before.items() if version_of(view._local) != version]
+    if len(written) > 1:
+        raise UnsupportedOp(name_of(func), described(written), module_path(), *SEVERAL)
+    for view in written:
+        settle(view)
 
 
 def settle(shell: SpatialTensor) -> None:

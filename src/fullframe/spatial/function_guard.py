@@ -16,11 +16,12 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint, set_checkpoin
 
 from fullframe.errors import UnsupportedOp
 from fullframe.spatial.dispatch import with_whole_views
-from fullframe.spatial.fallback import plain, unsupported
+from fullframe.spatial.fallback import plain, settle_written, unsupported
 from fullframe.spatial.module_hooks import BackwardHookFunction
 from fullframe.spatial.operands import shells_in
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, spec_in, wrapped_as
 from fullframe.spatial.users_function import OWN_KERNEL, composed, obstacle_in
+from fullframe.spatial.views import version_of
 
 # FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.
 _FSDP_IDENTITY = ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "RegisterPostBackwardFunction")
@@ -44,6 +45,7 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         if is_users:
             return with_whole_views(function.apply, args, kwargs, [], None)
         return apply_function(function, *map(plain, args), **kwargs)
+    views = {arg: version_of(arg._local) for arg in args if type(arg) is SpatialTensor and not arg.spec.placements}
     args = tuple(map(plain, args))
     if function is torch.nn.modules._functions.BackwardHookFunction:
         return _hooked(args)
@@ -55,7 +57,9 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     if obstacle is not None:
         return _refused(function, args, kwargs, obstacle)
     try:
-        return composed(function, args)
+        result = composed(function, args)
+        settle_written(function.apply, views)
+        return result
     except UnsupportedOp:
         if not any(arg.spec.gather for arg in args if type(arg) is SpatialTensor):
             raise
