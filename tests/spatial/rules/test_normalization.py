@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.exactness import differences_from, one_process
 from tests.rank_group import rank_group
@@ -208,4 +209,23 @@ def _after_a_call(first: str) -> dict[str, float]:
 @pytest.mark.parametrize("first", ["whole", "evaluation"])
 def test_running_statistics_that_a_call_before_keeps(first: str) -> None:
     for found in rank_group(2).run(_after_a_call, first):
+        assert found and max(found.values()) < 1e-11, found
+
+
+def _recomputed(kind: type[torch.nn.Module]) -> dict[str, float]:
+    """A norm that ends a block which is recomputed: torch stops at what is last kept, before it updates some."""
+
+    def op(x: Tensor) -> tuple[Tensor, ...]:
+        norm = kind(3, track_running_stats=True, affine=True, dtype=torch.float64)
+        made = checkpoint(norm, x * 2, use_reentrant=False)
+        torch.autograd.grad(made.sin().sum(), x, retain_graph=True)
+        return made, *(buffer.clone() for buffer in norm.buffers())
+
+    given = [noise(2, 3, 7, 9)], []
+    return differences_from(one_process(op, *given), op, *given, 1, 2)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.BatchNorm2d, torch.nn.InstanceNorm2d])
+def test_running_statistics_of_what_is_recomputed(kind: type[torch.nn.Module]) -> None:
+    for found in rank_group(2).run(_recomputed, kind):
         assert found and max(found.values()) < 1e-11, found

@@ -232,11 +232,11 @@ def _instance_norm(
     elements = count(spec.shape, range(2, len(spec.shape)))
     running = running_mean, running_var, momentum
 
-    def update(found: Statistics) -> None:
-        mean, var = (t.view(samples, -1).mean(0) for t in (found.mean, found.var))
+    found: list[Statistics] = []
+    made = normalized(x, weight, bias, over, 1, eps, apart=True, update=found.append if has_running else None)
+    for each in found:  # afterwards, as torch does: a recompute that stops at what is last kept does not come here
+        mean, var = (t.view(samples, -1).mean(0) for t in (each.mean, each.var))
         _update(running, mean, var, elements / max(elements - 1, 1))
-
-    made = normalized(x, weight, bias, over, 1, eps, apart=True, update=update if has_running else None)
     return wrap(made.contiguous(), spec)  # as torch's
 
 
