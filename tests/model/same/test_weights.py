@@ -10,6 +10,8 @@ from torch import nn
 import fullframe as ff
 from fullframe.errors import DivergenceError
 from fullframe.model.same.weights import Weights, WeightsInTurn, require_same_weights
+from fullframe.ranks.channel import Record
+from fullframe.ranks.mesh import spatial_of
 from tests.rank_group import rank_group
 
 
@@ -147,6 +149,31 @@ def test_a_model_in_another_state_on_one_rank_alone_is_refused_on_all(width: int
     for change, differs in STATES.items():
         for said, _ in rank_group(2).run(trained, width, change.__name__, with_frozen):
             assert said.startswith(f"rank 1 has its model in another state than rank 0: {differs}, so"), (change, said)
+
+
+def recorded(change: str) -> str:
+    """As where heads do not travel with messages: what was sent is compared at the end of backward."""
+    channels = spatial_of(ff.init_mesh(width=2)).channels
+    kept = [dict(vars(channel)) for channel in channels]
+    for channel in channels:
+        channel.boxes = channel.heads = channel.carrier = None
+        channel.record = Record()
+    try:
+        return trained(2, change, with_frozen)[0]
+    finally:
+        for channel, before in zip(channels, kept, strict=True):
+            vars(channel).update(before)
+
+
+def test_a_model_in_another_state_is_refused_where_heads_do_not_travel() -> None:
+    for change, differs in STATES.items():
+        if change is _freezes:  # DDP sends in another order there, and all wait
+            continue
+        for said in rank_group(2).run(recorded, change.__name__):
+            assert said.startswith(f"rank 1 has its model in another state than rank 0: {differs}, so"), (change, said)
+    for said in rank_group(2).run(recorded, "_rate"):
+        assert said.startswith("the ranks do not take the same steps: the optimizer's lr, group 0, is 0.1 on rank 0")
+    assert rank_group(2).run(recorded, "") == [""] * 2
 
 
 def scheduled(width: int) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fullframe.errors import DivergenceError
 from fullframe.model.same.optimizers import Stepped
 from fullframe.model.same.weights import Weights, WeightsInTurn
+from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.channel import compare_records
 from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.mesh import Spatial
@@ -34,6 +35,7 @@ class Agreement:
         self._is_said = False
         self._looks = False  # at this forward pass
         self._backward = -1  # the last backward pass in which the ranks met
+        self._held: tuple[Any, nn.Module | None] = None, None  # weights and model of a pass that is compared later
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Nothing of the mesh: a copy of the model, or a saved one, is not on it."""
@@ -82,8 +84,11 @@ class Agreement:
                 for name, state, used in zip(NAMES, after, drawn, strict=True)
                 if used
             ]
-            text = f"the end of a forward pass that drew from {', '.join(said) or 'no random state'} at {line()}"
+            drew = f"drew from {', '.join(said) or 'no random state'}"
+            state = f"{weights.digest ^ weights.state:08x}"
+            text = f"the end of a forward pass that {drew}, of a model in state {state}, at {line()}"
             spatial.channel.record.note(padded(text, HEAD_BYTES))
+            self._held = weights, model
             return
         drawn_before = [int(a != b) for a, b in zip(self._last, self._before, strict=True)]
         own = [after, drawn, self._before, drawn_before, weights]
@@ -127,8 +132,16 @@ class Agreement:
             torch.autograd.Variable._execution_engine.queue_callback(self._compare_record)
 
     def _compare_record(self) -> None:
-        if self._spatial is not None and self._spatial.channel.record is not None:
+        if self._spatial is None or self._spatial.channel.record is None:
+            return
+        (weights, model), self._held = self._held, (None, None)
+        try:
             compare_records(self._spatial.channels, self._spatial.replica)
+        except DivergenceError:  # on all ranks, which then say more where it is the model
+            held = dict(zip(self._spatial.replica_ranks, from_all_ranks(weights, self._spatial.replica), strict=True))
+            if None not in held.values():
+                self._weights.require_same(held, model, self._spatial.replica)
+            raise
 
 
 def _names(chosen: Tensor) -> str:
