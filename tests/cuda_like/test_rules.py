@@ -33,7 +33,7 @@ WAITS_THOUGH_TORCH_DOES_NOT: dict[str, str] = {
 }
 # torch's own function waits as well, for the shape, the number or the error that it gives hangs on values.
 WAITS_AS_TORCH_DOES = {
-    "spatial/dispatch.py _with_whole_views",
+    "spatial/dispatch.py with_whole_views",
     "spatial/rules/creation.py _of_data",
     "spatial/rules/counting.py _bincount",
     "spatial/rules/counting.py _different",

@@ -28,7 +28,7 @@ CASES: dict[str, Case] = {
     "instance_norm": Case(lambda x, w, b: F.instance_norm(x, None, None, w, b), whole=((4,), (4,))),
     "instance_norm eval, its gradient columns first": Case(  # of one row on each rank
         lambda x, w: (
-            F.instance_norm(x[:, :, :2], torch.ones(4).double(), torch.ones(4).double(), w[0], None, False)
+            F.instance_norm(x[:, :, :2], *torch.ones(2, 4, dtype=x.dtype), w[0], None, False)
             .permute(3, 0, 2, 1) @ w.mT
         ).cos(),
         whole=((2, 4),),

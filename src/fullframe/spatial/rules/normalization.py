@@ -216,8 +216,10 @@ def _instance_norm(
         return func(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)  # type: ignore[no-any-return]
     spec, x = input.spec, local_of(input)
     if not use_input_stats:
-        x = x.contiguous()  # as one sample, which torch makes of all, its gradient may meet the fault of `_laid_as`
-        return wrap(_laid_as(x, F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)), spec)
+        made = func(x, running_mean, running_var, weight, bias, False, momentum, eps)
+        if made.requires_grad and x.device.type == "cpu":  # torch makes one sample of all: see `_laid_as`
+            made.register_hook(Tensor.contiguous)
+        return wrap(made, spec)
     has_running = running_mean is not None or running_var is not None
     if has_running:
         spec.require_whole("the samples are split", 0)
