@@ -153,6 +153,7 @@ def test_wrong_use_is_refused_before_any_rank_starts(tmp_path, capsys, monkeypat
 def test_what_another_launcher_has_left_in_the_shell_is_told(tmp_path, capsys, monkeypatch):
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert run(["train", str(written(tmp_path)), "--processes", "2", "--run-dir", str(tmp_path / "run")]) == 2
     said = "this is a rank already (RANK=3 and WORLD_SIZE=4 are set), and --processes is 2; unset both"
     assert said in capsys.readouterr().err

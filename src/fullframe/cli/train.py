@@ -113,7 +113,8 @@ class Train:
         if changed(self.over):
             names = ", ".join(map(option, changed(self.over)))
             raise MeshError(f"{names} is for a job over several machines; say of how many by --nodes")
-        if place and self.processes not in (None, place.world):
+        on_this_machine = os.environ.get("LOCAL_WORLD_SIZE", "")  # of several, whose ranks the launcher has started
+        if place and self.processes not in (None, place.world) and str(self.processes) != on_this_machine:
             said = f"RANK={place.rank} and WORLD_SIZE={place.world} are set), and --processes is {self.processes}"
             raise MeshError(f"this is a rank already ({said}; unset both where a shell has them left over")
         ranks = place.world if place else self._ranks_to_start()
