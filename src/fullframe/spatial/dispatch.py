@@ -195,16 +195,11 @@ def _ruled(
     if expected is not None:
         result = _as_torch_has_it(result, expected, operands, Call(func, args, kwargs))
     written = writes(func, kwargs)
-    if is_view and (written or (result is first and _changed(first, before))):
+    if is_view and (written or (result is first and version_of(first._local) != before)):
         settle(first)
     if call is not None and not (widens or written) and recorder() is None:  # tensors of a capture may share otherwise
         approve(call, made, result)
     return result
-
-
-def _changed(view: SpatialTensor, before: int) -> bool:
-    """Whether it was written to since its version was `before`."""
-    return version_of(view._local) != before
 
 
 def _run(rule: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -388,8 +383,8 @@ def with_whole_views(
         else:
             base = next((view for view in views if share_memory(leaf, view._local)), None)
             leaves[n] = leaf if base is None else derived(base, leaf, func, args, kwargs, n)
-    for view in goals[:1] if written else ():
-        settle(view)
     if not written:
         settle_written(func, before)
+    elif goals:
+        settle(goals[0])
     return tree_unflatten(leaves, tree)

@@ -1,7 +1,7 @@
 """Ops whose result has as many rows as a mask has true elements, or as boxes are kept: as if every one were.
 
-The count of a mask is taken for all of it where a number may be taken at all.
-So what a simulation says of memory and time is an upper bound, for any mask and any boxes.
+So what a simulation says of memory and time is an upper bound, for any mask and any boxes. What a mask counts is taken
+for all of it too, where a number may be taken at all.
 """
 
 import math

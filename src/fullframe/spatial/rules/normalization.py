@@ -114,18 +114,17 @@ def _batch_norm(
     x = local_of(input)
     if not training or 0 in spec.shape:
         made = func(x, running_mean, running_var, weight, bias, training, momentum, eps)
-        return wrap(_laid_as(x, made), spec)
+        return wrap(made if len(x) != 1 else _laid_as(made, memory_format_of(x)), spec)
     over, running = holders(spec, x.shape[1]), (running_mean, running_var, momentum)
     return wrap(_over_ranks(x, weight, bias, running, over, eps), spec)
 
 
-def _laid_as(x: Tensor, result: Tensor) -> Tensor:
-    """`result`, whose gradient comes in the memory format of `x`.
+def _laid_as(result: Tensor, kept: torch.memory_format) -> Tensor:
+    """`result` of a norm of one sample, whose gradient comes in the memory format of its input.
 
     Of one sample, whose stride says nothing, torch 2.13's kernel on the CPU takes one of two formats for the other.
     """
-    if result.requires_grad and x.device.type == "cpu" and len(x) == 1:
-        kept = memory_format_of(x)
+    if result.requires_grad and result.device.type == "cpu":
         result.register_hook(lambda gradient: gradient.contiguous(memory_format=kept))
     return result
 
@@ -217,9 +216,7 @@ def _instance_norm(
     spec, x = input.spec, local_of(input)
     if not use_input_stats:
         made = func(x, running_mean, running_var, weight, bias, False, momentum, eps)
-        if made.requires_grad and x.device.type == "cpu":  # torch makes one sample of all: see `_laid_as`
-            made.register_hook(Tensor.contiguous)
-        return wrap(made, spec)
+        return wrap(_laid_as(made, torch.contiguous_format), spec)  # torch makes one sample of all
     has_running = running_mean is not None or running_var is not None
     if has_running:
         spec.require_whole("the samples are split", 0)
