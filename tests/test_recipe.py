@@ -78,12 +78,15 @@ def test_a_recipe_imports_the_files_beside_it(tmp_path):
         (RECIPE.format(more="").replace("loss=lambda model, batch", "loss=lambda batch"), "too many positional"),
         (RECIPE.format(more="evaluate=print"), "recipe.evaluate is given without recipe.evaluation_data"),
         (RECIPE.format(more="batchsize=3"), "unexpected keyword argument 'batchsize'"),
+        ("import os; os.chdir('/')" + RECIPE.format(more=""), "job.py changes the working directory"),
     ],
 )
 def test_a_recipe_that_is_wrong_names_the_place(tmp_path, text, message):
+    start = Path.cwd()
     with pytest.raises(RecipeError) as error:
         load_recipe(written(tmp_path, text))
     assert message in str(error.value)
+    assert Path.cwd() == start
 
 
 def test_a_place_is_named_by_a_relative_path_too(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 import warnings
@@ -157,7 +158,7 @@ def load_recipe(path: str | Path, values: Mapping[str, Any] | None = None) -> Re
 
     Files beside the recipe can be imported from it. Raises RecipeError with the line at fault.
     """
-    path = Path(path)
+    path, start = Path(path), _directory()
     build = getattr(_run_file(path), "recipe", None)
     if not callable(build):
         raise RecipeError(f"{path} has no function recipe(); add 'def recipe() -> fullframe.Recipe: ...'")
@@ -170,7 +171,21 @@ def load_recipe(path: str | Path, values: Mapping[str, Any] | None = None) -> Re
         raise RecipeError(f"{_where(path, error)}: {type(error).__name__}: {error}") from error
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"{path}: recipe() must return a fullframe.Recipe, got {type(recipe).__name__}")
+    if _directory() != start:
+        os.chdir(start)
+        raise RecipeError(
+            f"{path} changes the working directory, from which the command line's paths count on each rank; take "
+            "os.chdir out, and open files beside the recipe by Path(__file__).parent"
+        )
     return recipe
+
+
+def _directory() -> str:
+    """The working directory; "" where it is no longer there."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def values_of(assignments: Iterable[str]) -> dict[str, Any]:
