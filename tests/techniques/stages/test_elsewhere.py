@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullframe as ff
 from fullframe.errors import StrategyError
+from fullframe.ranks.collectives import all_sum
 from fullframe.techniques.stages.elsewhere import not_here
 from tests.rank_group import RankFailure, rank_group
 
@@ -96,6 +98,27 @@ def test_the_loss_reads_what_a_part_has_left(way: str, where: int) -> None:
 def test_what_is_not_known_on_all_stages_is_refused_on_all(way: str, microbatches: int, words: str) -> None:
     with pytest.raises(RankFailure, match=words) as raised:
         rank_group(2).run(losses, way, 3, 2, microbatches, way != "hook")
+    assert len(raised.value.errors) == 2
+
+
+def gone_back_at_once(where: int, ranks: int) -> list[Tensor]:
+    """Gradients of parts of which one has a hook that reads what forward sets, by `loss()` of two microbatches."""
+    torch.manual_seed(0)
+    parts = [Part("hook" if number == where else "large", []) for number in range(4)]
+    spread = {"placement": "stages", "mesh": ff.init_mesh(stages=ranks), "microbatches": 2} if ranks > 1 else {}
+    run = ff.unroll(parts, 4, **spread)  # type: ignore[arg-type]
+    x = torch.randn(2, 2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for each in [x] if ranks > 1 else x.split(1):
+        run.loss(Tensor.sum, (), each).backward()
+    values = [parameter.grad if parameter.grad is not None else 0 * parameter for parameter in run.parameters()]
+    return [all_sum(value, dist.group.WORLD) / ranks if ranks > 1 else value for value in values]
+
+
+def test_a_hook_of_a_microbatch_that_goes_back_at_once_reads_its_own_value() -> None:
+    for found in rank_group(2).run(gone_back_at_once, 3, 2):
+        torch.testing.assert_close(found, gone_back_at_once(3, 1), rtol=1e-12, atol=0)
+    with pytest.raises(RankFailure, match=r"Part sets 0\.left in forward for each microbatch anew") as raised:
+        rank_group(2).run(gone_back_at_once, 0, 2)  # where another has gone forward since
     assert len(raised.value.errors) == 2
 
 

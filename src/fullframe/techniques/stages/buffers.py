@@ -25,7 +25,7 @@ from fullframe.techniques.stages.attributes import (
     require_tensor_alone,
     unpack,
 )
-from fullframe.techniques.stages.elsewhere import Left, left, put, put_back
+from fullframe.techniques.stages.elsewhere import Left, hide, left, put, put_back
 from fullframe.techniques.stages.statistics import Apart, Statistics, add, counts, is_torchs
 from fullframe.wording import inside
 
@@ -145,6 +145,12 @@ class StageBuffers:
         for path, module in self._attributes.modules.items():
             for name in put_back(module):
                 self._left[inside(path, name)] = ChangedAttribute(path, module, name, inside=True), True
+
+    def hide_attributes(self) -> None:
+        """An earlier microbatch goes back: what a later one has set anew is not for its hooks to read."""
+        for full, (changed, varies) in self._left.items():
+            if varies:
+                hide(changed, full, self._stage)
 
     def _require_own(self, changed: ChangedAttribute, full: str) -> None:
         """Raises StrategyError where modules of other stages hold the very object that forward has changed."""

@@ -139,13 +139,25 @@ def left(changed: ChangedAttribute, path: str, stage: int, varies: bool) -> Left
     portable = GONE if value is GONE else _portable(value)
     if _is_too_large(portable):
         portable = _Unsent(_public(type(value)))
-    why = f"on stage {stage} alone, to what is not sent to the others ({type(value).__name__}), where it is read now"
+    return Left(portable, varies, changed.inside, _why(changed, path, stage, varies))
+
+
+def _why(changed: ChangedAttribute, path: str, stage: int, varies: bool) -> str:
+    kind = type(vars(changed.module).get(changed.name, GONE))
+    why = f"on stage {stage} alone, to what is not sent to the others ({kind.__name__}), where it is read now"
     remedy = "keep a number or a small detached tensor, or leave out stages"
     if varies:
         why = "for each microbatch anew, of which a call has several, so one process's value is not known after them"
         remedy = "or use microbatches=1"
-    words = f"{type(changed.module).__name__} sets {path} in forward {why}; make it a part of the state, {remedy}"
-    return Left(portable, varies, changed.inside, words)
+    return f"{type(changed.module).__name__} sets {path} in forward {why}; make it a part of the state, {remedy}"
+
+
+def hide(changed: ChangedAttribute, path: str, stage: int) -> None:
+    """What each microbatch has made anew cannot be read, until `put_back`."""
+    own = vars(changed.module)
+    value = own.get(changed.name, GONE)
+    if value is not GONE and not _is_not_here(value):
+        own[changed.name] = not_here(_why(changed, path, stage, True), type(value), value)
 
 
 def put(module: nn.Module, name: str, found: Left, is_own: bool) -> None:

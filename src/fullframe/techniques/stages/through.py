@@ -145,16 +145,19 @@ class _Call:
         total = torch.zeros((), device=self._given.device)
         totals: dict[int, Tensor] = {}
         of_given: dict[int, list[Tensor | None]] = {}
+        latest = 0
         with self._own_random_states():
             for kind, number in order:
                 if kind == "forward":
-                    (made,) = self._one_forward(number)
+                    latest, (made,) = number, self._one_forward(number)
                     total = total + made.detach() if self._is_last else total
                 elif self._keeps:
-                    seeds: list[list[Tensor | None]] = []
-                    if self._is_last:
-                        seeds = [[torch.ones_like(each) for each in self._kept[number].states[0]]]
+                    losses = self._kept[number].states if self._is_last else []
+                    seeds: Any = [list(map(torch.ones_like, each)) for each in losses]
+                    if number < latest:
+                        self._buffers.hide_attributes()
                     of_given[number] = self._one_backward(number, seeds, totals)
+        self._buffers.put_back_attributes()
         everyone = self._settled(total)
         if self._keeps:
             self._wait()
