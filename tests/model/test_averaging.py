@@ -52,6 +52,14 @@ def _there_and_back(net: Any, step: int) -> None:
         net.head.float().double()
 
 
+def _there_and_back_and_frozen(net: Any, step: int) -> None:
+    """DDP is made anew in the very call that first meets a frozen part."""
+    if step == 1:
+        net.float().double()
+    if step == 2:
+        net.body[0].requires_grad_(False)
+
+
 def _an_error(net: Any, step: int) -> None:
     if step == 2:
         raised = count()
@@ -81,6 +89,7 @@ CHANGES: dict[str, Change] = {
     "heads": _other_heads,
     "dtype": _doubled,
     "there and back": _there_and_back,
+    "there and back and frozen": _there_and_back_and_frozen,
     "an error": _an_error,
     "frozen and an error": _frozen_and_an_error,
     "unfrozen inside": _unfrozen_inside,

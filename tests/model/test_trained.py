@@ -26,6 +26,10 @@ def test_frozen_inside() -> None:
     with pytest.raises(OSError), frozen([layer.weight]):
         raise OSError
     assert set(trained(layer)[0]) == set(layer.parameters())
+    layer.bias.requires_grad_(False)
+    with frozen([layer.weight, layer.bias]):
+        assert not trained(layer)[0]
+    assert list(trained(layer)[0]) == [layer.weight]
 
 
 def test_tables_with_sparse_gradients_are_those_that_are_trained() -> None:

@@ -41,14 +41,15 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]
 
 @contextmanager
 def frozen(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Inside, DDP leaves them out."""
+    """Inside, DDP leaves them out; some may be frozen already."""
+    before = [parameter.requires_grad for parameter in parameters]
     for parameter in parameters:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
+        for parameter, was in zip(parameters, before, strict=True):
+            parameter.requires_grad_(was)
 
 
 def late(model: nn.Module, parameters: Iterable[nn.Parameter], fault: str) -> GradientError:
