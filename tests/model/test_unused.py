@@ -144,6 +144,17 @@ def _hooked(branch: Branch, are_alone: bool) -> Loop:
     return loop
 
 
+def _adding(model: Any, net: Any, batches: list[list[Tensor]]) -> list[dict[str, Tensor | None]]:
+    """Hooks that make something of zeros, where gradients of zeros stay from the step before."""
+
+    def add(parameter: nn.Parameter) -> None:
+        parameter.grad.add_(1e-3)  # type: ignore[union-attr]
+
+    net.branch.weight.register_hook(lambda gradient: gradient + 1e-3)
+    net.branch.bias.register_post_accumulate_grad_hook(add)
+    return _stepwise(lambda step, replica: step % 2 == 1, set_to_none=False)(model, net, batches)
+
+
 ALIKE: dict[str, Loop] = {
     "never": _stepwise(lambda step, replica: False),
     "always": _stepwise(lambda step, replica: True),
@@ -154,6 +165,7 @@ ALIKE: dict[str, Loop] = {
     "said": _stepwise(lambda step, replica: step % 2 == 1, find_unused_parameters=True),
     "accumulated": _accumulated,
     "two losses": _two_losses,
+    "hooks that add": _adding,
     "hooks": _hooked(lambda step, replica: step % 2 == 1, are_alone=False),
 }
 ALONE = {"called hooks": _hooked(lambda step, replica: step % 2 == 1, are_alone=True)}

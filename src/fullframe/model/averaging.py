@@ -23,7 +23,7 @@ from fullframe.model.gradient_memory import Buckets, Placed, chunks
 from fullframe.model.same.optimizers import Stepped
 from fullframe.model.same.weights import WeightsInTurn
 from fullframe.model.trained import Trained, frozen, late, trained
-from fullframe.model.unused import Unused, give_zeros, has_hooks
+from fullframe.model.unused import Unused, give_zeros, has_hooks, put_back
 from fullframe.ranks.agreement import on_any_rank
 from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.raw_bytes import share_values
@@ -216,14 +216,12 @@ class Averaging:
         whose gradients lie in `.grad`, by zeros at the old end.
         """
         mine = arrived | self._alone | (self._for.keys() if self._expects else set())
-        came = _Came(
-            {parameter for parameter in mine if parameter.grad is not None},
-            [parameter for parameter in self._for if parameter not in arrived] if self._expects else [],
-        )
-        if came.lacking:
+        lacking = [parameter for parameter in self._for if parameter not in arrived] if self._expects else []
+        came = _Came({parameter for parameter in mine if parameter.grad is not None}, lacking, set(arrived), {})
+        if lacking:
             # Where replicas differ, another may have a hook's parameter, and wait in it for this rank's part.
             with_hooks = self._several and not self._find_unused
-            give_zeros(came.lacking, self._model, self._edges, with_hooks)
+            came = came._replace(before=give_zeros(lacking, self._model, self._edges, with_hooks))
         if astray and self._expects:
             self._astray = True
             give_zeros(astray, self._model, self._edges, with_hooks=False)
@@ -250,7 +248,7 @@ class Averaging:
             self._placed.give_back(self._for)
         self._expects = self._began = False
         self._alone.clear()
-        self._settle(*self._on_any_rank(came), simulated)
+        self._settle(self._on_any_rank(came), simulated)
 
     def _with_new(self, came: "_Came") -> "_Came":
         """With parameters that have come to be trained since the model was called, in a pass that parts of it made."""
@@ -271,27 +269,26 @@ class Averaging:
     def average_left(self) -> None:
         """Average what is not averaged yet, in which all ranks are alike."""
         if self._alone:
-            self._average(self._on_any_rank(_Came({p for p in self._alone if p.grad is not None}, [])).used)
+            self._average(self._on_any_rank(_Came({p for p in self._alone if p.grad is not None}, [], set(), {})).used)
             self._alone.clear()
 
-    def _settle(self, used: set[nn.Parameter], lacking: list[nn.Parameter], simulated: bool) -> None:
+    def _settle(self, came: "_Came", simulated: bool) -> None:
         """After DDP's pass, on all ranks alike: what is not used has no gradient, what is not DDP's is averaged too."""
-        for parameter in self._for:
-            if parameter not in used:
-                parameter.grad = None
-        beside = used - self._for.keys()
-        self._average(beside)
-        if (lacking or beside) and not simulated and not self._is_behind:
-            self._unused.learn(lacking, used)
+        for parameter in self._for.keys() - came.used:
+            parameter.grad = None
+        beside = came.used - self._for.keys()
+        self._average(beside | put_back(came.arrived, came.before))
+        if (came.lacking or beside) and not simulated and not self._is_behind:
+            self._unused.learn(came.lacking, came.used)
 
     def _on_any_rank(self, came: "_Came") -> "_Came":
         """What came or is lacking on whichever rank, by one message; within a replica all ranks have the same."""
         if self._several:
             parameters, lacking = [*self.parameters, *self._frozen], set(came.lacking)  # as many on all ranks
-            mine = [p in came.used for p in parameters] + [p in lacking for p in parameters]
-            flags = self._weights.on_any_rank_each(mine, self._model, self.parameters, self.stepped)
-            used, lacks = flags[: len(parameters)], flags[len(parameters) :]
-            came = _Came(set(compress(parameters, used)), list(compress(parameters, lacks)))
+            mine = [p in some for some in (came.used, lacking, came.arrived) for p in parameters]
+            flags = iter(self._weights.on_any_rank_each(mine, self._model, self.parameters, self.stepped))
+            used, lacks, arrived = (list(compress(parameters, flags)) for _ in range(3))
+            came = _Came(set(used), lacks, set(arrived), came.before)
         self._changed = False  # what is trained was compared, by that or after the forward pass
         self.stepped.compared()
         return came
@@ -330,6 +327,8 @@ class _Came(NamedTuple):
 
     used: set[nn.Parameter]  # those with a gradient that is to be averaged
     lacking: list[nn.Parameter]  # those that DDP would wait for
+    arrived: set[nn.Parameter]  # those that it has reached
+    before: dict[nn.Parameter, Tensor]  # gradients of those lacking with hooks, before these were called
 
 
 class _Pass:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from fullframe.model.trained import sparse_tables
@@ -65,16 +65,19 @@ def say_unused(names: Collection[str]) -> None:
 
 def give_zeros(
     parameters: Iterable[nn.Parameter], model: nn.Module, edges: Mapping[nn.Parameter, GradientEdge], with_hooks: bool
-) -> None:
+) -> dict[nn.Parameter, Tensor]:
     """In backward: each gets a gradient of zeros, as if it had been used; users' hooks are called if `with_hooks`.
 
-    Those that have one of the `edges` get it there.
+    Those that have one of the `edges` get it there. Returns what gradients were before hooks, for `put_back`.
     """
     sparse = {table.weight for table in sparse_tables(model).values()}
+    before: dict[nn.Parameter, Tensor] = {}
     for parameter in parameters:
         if with_hooks and parameter.requires_grad and parameter not in sparse:
+            if has_hooks(parameter):
+                before[parameter] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
             with torch.enable_grad():
-                used: torch.Tensor = parameter.view_as(parameter)  # in a graph, where `is_accumulated` finds it
+                used: Tensor = parameter.view_as(parameter)  # in a graph, where `is_accumulated` finds it
             used.backward(parameter.new_zeros(()).expand_as(parameter))
         else:
             with _without_hooks(parameter):
@@ -82,6 +85,19 @@ def give_zeros(
                 if parameter in sparse:
                     zeros = torch.zeros_like(parameter, layout=torch.sparse_coo)
                 torch.autograd.backward(edges.get(parameter, parameter), zeros)
+    return before
+
+
+@torch.no_grad()
+def put_back(reached: Collection[nn.Parameter], before: Mapping[nn.Parameter, Tensor]) -> set[nn.Parameter]:
+    """What hooks have made of zeros is not in gradients that no rank's pass has `reached`; those that are put back.
+
+    They are the same on all ranks, and each rank's own gradients again.
+    """
+    untouched = {parameter for parameter in before if parameter not in reached and parameter.grad is not None}
+    for parameter in untouched:
+        parameter.grad = parameter.grad.copy_(before[parameter])  # type: ignore[union-attr]
+    return untouched
 
 
 @contextmanager
