@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -198,7 +199,30 @@ def _one_hooked(both: bool, **options: bool) -> Loop:
     return loop
 
 
-APART |= {"one hook": _one_hooked(False), "two hooks": _one_hooked(True)}
+def _hooked_by_turns(model: Any, net: Any, batches: list[list[Tensor]]) -> list[dict[str, Tensor | None]]:
+    """Of three passes the replicas use the branch, whose hook bends its gradient, in others, and in the last step none.
+
+    Two are in `no_sync()`; in every third step all are averaged, and in one the last is a loss of parts of the model.
+    """
+    found = []
+    net.branch.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    for step, images in enumerate(batches):
+        net.zero_grad()
+        for turn in range(3):
+            of_parts = turn == 2 and step % 3 == 1
+            alone = turn < 2 and step % 3 > 0 and hasattr(model, "no_sync")
+            with model.no_sync() if alone else nullcontext():
+                losses = []
+                for replica, image in _numbered(images):
+                    branch = step < len(batches) - 1 and turn != step % 3 and (turn + replica) % 2 == 1
+                    x = net.stem(image).tanh() if of_parts else model(image, branch)
+                    losses.append((net.branch(x) if branch and of_parts else x).sin().square().mean() / len(images))
+                sum(losses).backward()  # type: ignore[union-attr]
+        found.append(_gradients(net))
+    return found
+
+
+APART |= {"one hook": _one_hooked(False), "two hooks": _one_hooked(True), "a hook by turns": _hooked_by_turns}
 APART["two hooks, said"] = _one_hooked(True, find_unused_parameters=True)
 
 

@@ -59,6 +59,7 @@ class Averaging:
         self._find_unused = find_unused_parameters
         self._unused = Unused(model, varies=find_unused_parameters)
         self._several = dist.get_world_size() > spatial.size and spatial.channel.tagged  # replicas, which may differ
+        self._joins = self._several and not find_unused_parameters  # in hooks of what another replica alone may use
         self._shared: Any = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))  # equal on all ranks
         self._unshared: list[nn.Parameter] = []  # which may not be
         self.parameters: Trained = {}  # those that are trained, as far as is known
@@ -67,13 +68,14 @@ class Averaging:
         self._edges: dict[nn.Parameter, GradientEdge] = {}  # of theirs, to where DDP's hooks are
         self._astray = False  # gradients of some came elsewhere
         self._alone: set[nn.Parameter] = set()  # those whose gradients of no_sync() are not averaged yet
+        self._beside: list[nn.Parameter] = []  # those with hooks that DDP does not expect in a pass
+        self._joined: dict[nn.Parameter, Tensor | None] = {}  # their gradients, before hooks were given zeros
         self._buckets, self._placed = Buckets(), Placed()
         self._frozen: list[nn.Parameter] = []  # the model's others
         self._changed = False  # what is trained, since the ranks last compared it
         self._is_behind = False  # DDP was made for what was trained before that
         self._lent = False  # the model computes with tensors made of parameters (`torch.func.functional_call`)
-        self._expects = False  # DDP: a backward pass to average in
-        self._began = False  # that pass
+        self._expects = self._began = False  # DDP: a backward pass to average in; that pass
         self._pass: Any = lambda: None  # the backward pass that is running
         self.syncing = True  # outside no_sync()
         self._weights = WeightsInTurn()
@@ -116,8 +118,7 @@ class Averaging:
         self._unused.forget()
         self._unshared += [parameter for parameter in new if parameter not in self._shared]
         for parameter in new:
-            owners = _owners.setdefault(parameter, weakref.WeakSet())
-            owners.add(self)
+            (owners := _owners.setdefault(parameter, weakref.WeakSet())).add(self)
             manage(parameter, _hook(weakref.ref(self), owners, weakref.ref(parameter), self._spatial))
 
     def _share(self) -> None:
@@ -179,8 +180,7 @@ class Averaging:
         """In backward: what is known of the pass. Where backward runs within backward, of the outer one."""
         running: _Pass | None = self._pass()
         if running is None:
-            running = _Pass(self)
-            self._pass = weakref.ref(running)
+            self._pass = weakref.ref(running := _Pass(self))
             if self._expects:
                 self._began = True
                 self._placed.note(self._for)
@@ -215,13 +215,13 @@ class Averaging:
         has changed back since (`model.cpu()`, saved, `model.cuda()`), nothing else tells. DDP hears of those `astray`,
         whose gradients lie in `.grad`, by zeros at the old end.
         """
-        mine = arrived | self._alone | (self._for.keys() if self._expects else set())
-        lacking = [parameter for parameter in self._for if parameter not in arrived] if self._expects else []
+        expected: Trained = self._for if self._expects else {}
+        mine, lacking = arrived | self._alone | expected.keys(), [p for p in expected if p not in arrived]
         came = _Came({parameter for parameter in mine if parameter.grad is not None}, lacking, set(arrived), {})
-        if lacking:
-            # Where replicas differ, another may have a hook's parameter, and wait in it for this rank's part.
-            with_hooks = self._several and not self._find_unused
-            came = came._replace(before=give_zeros(lacking, self._model, self._edges, with_hooks))
+        # Where replicas differ, another may have a hook's parameter, and wait in it for this rank's part.
+        came = came._replace(before=give_zeros(lacking, self._model, self._edges, self._joins))
+        self._beside = [p for p in self.parameters if self._joins and p not in expected and has_hooks(p)]
+        self._joined = give_zeros([p for p in self._beside if p not in came.arrived], self._model, {}, with_hooks=True)
         if astray and self._expects:
             self._astray = True
             give_zeros(astray, self._model, self._edges, with_hooks=False)
@@ -235,10 +235,12 @@ class Averaging:
         if self._unshared:
             self._require_shared()
         if not self._expects:
+            everyone = self._on_any_rank(came) if (self.syncing and not simulated) or self._beside else came
+            put_back(everyone.arrived, self._joined)
             if not self.syncing:
                 self._alone |= came.used
             elif not simulated:
-                self._average(self._on_any_rank(came).used)
+                self._average(everyone.used)
                 self._alone.clear()
             self._placed.remember(made)
             return
@@ -248,7 +250,9 @@ class Averaging:
             self._placed.give_back(self._for)
         self._expects = self._began = False
         self._alone.clear()
-        self._settle(self._on_any_rank(came), simulated)
+        came = self._on_any_rank(came)
+        put_back(came.arrived, self._joined)
+        self._settle(came, simulated)
 
     def _with_new(self, came: "_Came") -> "_Came":
         """With parameters that have come to be trained since the model was called, in a pass that parts of it made."""
@@ -274,10 +278,11 @@ class Averaging:
 
     def _settle(self, came: "_Came", simulated: bool) -> None:
         """After DDP's pass, on all ranks alike: what is not used has no gradient, what is not DDP's is averaged too."""
+        again = put_back(came.arrived, came.before) & came.used
         for parameter in self._for.keys() - came.used:
             parameter.grad = None
         beside = came.used - self._for.keys()
-        self._average(beside | put_back(came.arrived, came.before))
+        self._average(beside | again)
         if (came.lacking or beside) and not simulated and not self._is_behind:
             self._unused.learn(came.lacking, came.used)
 
@@ -328,7 +333,7 @@ class _Came(NamedTuple):
     used: set[nn.Parameter]  # those with a gradient that is to be averaged
     lacking: list[nn.Parameter]  # those that DDP would wait for
     arrived: set[nn.Parameter]  # those that it has reached
-    before: dict[nn.Parameter, Tensor]  # gradients of those lacking with hooks, before these were called
+    before: dict[nn.Parameter, Tensor | None]  # gradients of those lacking with hooks, before these were called
 
 
 class _Pass:
@@ -342,10 +347,7 @@ class _Pass:
 
     def check(self) -> None:
         came = self._averaging.check(self.arrived, self.astray)
-        _at_the_end(lambda: self.finish(came))  # DDP, too, is called when backward ends, and later than this
-
-    def finish(self, came: _Came) -> None:
-        self._averaging.finish(came, self.made)
+        _at_the_end(lambda: self._averaging.finish(came, self.made))  # DDP, too, is called then, and later than this
 
 
 def leave_shares(parameters: Iterable[nn.Parameter], spatial: Spatial) -> None:
@@ -395,5 +397,4 @@ def _hook(averaging: Any, owners: Any, parameter: Any, spatial: Spatial) -> Hook
     return hook
 
 
-def _at_the_end(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+_at_the_end: Any = torch.autograd.Variable._execution_engine.queue_callback

@@ -64,18 +64,18 @@ def say_unused(names: Collection[str]) -> None:
 
 
 def give_zeros(
-    parameters: Iterable[nn.Parameter], model: nn.Module, edges: Mapping[nn.Parameter, GradientEdge], with_hooks: bool
-) -> dict[nn.Parameter, Tensor]:
+    parameters: Collection[nn.Parameter], model: nn.Module, edges: Mapping[nn.Parameter, GradientEdge], with_hooks: bool
+) -> dict[nn.Parameter, Tensor | None]:
     """In backward: each gets a gradient of zeros, as if it had been used; users' hooks are called if `with_hooks`.
 
     Those that have one of the `edges` get it there. Returns what gradients were before hooks, for `put_back`.
     """
-    sparse = {table.weight for table in sparse_tables(model).values()}
-    before: dict[nn.Parameter, Tensor] = {}
+    sparse = {table.weight for table in sparse_tables(model).values()} if parameters else set()
+    before: dict[nn.Parameter, Tensor | None] = {}
     for parameter in parameters:
         if with_hooks and parameter.requires_grad and parameter not in sparse:
             if has_hooks(parameter):
-                before[parameter] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+                before[parameter] = None if parameter.grad is None else parameter.grad.clone()
             with torch.enable_grad():
                 used: Tensor = parameter.view_as(parameter)  # in a graph, where `is_accumulated` finds it
             used.backward(parameter.new_zeros(()).expand_as(parameter))
@@ -89,14 +89,12 @@ def give_zeros(
 
 
 @torch.no_grad()
-def put_back(reached: Collection[nn.Parameter], before: Mapping[nn.Parameter, Tensor]) -> set[nn.Parameter]:
-    """What hooks have made of zeros is not in gradients that no rank's pass has `reached`; those that are put back.
-
-    They are the same on all ranks, and each rank's own gradients again.
-    """
-    untouched = {parameter for parameter in before if parameter not in reached and parameter.grad is not None}
+def put_back(reached: Collection[nn.Parameter], before: Mapping[nn.Parameter, Tensor | None]) -> set[nn.Parameter]:
+    """What hooks have made of zeros is not in gradients that no rank's pass has `reached`; those that are put back."""
+    untouched = {parameter for parameter in before if parameter not in reached}
     for parameter in untouched:
-        parameter.grad = parameter.grad.copy_(before[parameter])  # type: ignore[union-attr]
+        old, now = before[parameter], parameter.grad
+        parameter.grad = old if old is None or now is None else now.copy_(old)
     return untouched
 
 
