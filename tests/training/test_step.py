@@ -357,3 +357,44 @@ def test_gradients_are_averaged_where_the_last_microbatch_leaves_the_model_out()
     for strategy in (ff.Strategy(width=2, microbatches=2), ff.Strategy(data=2, microbatches=2)):
         for found in rank_group(2).run(with_an_empty_last_microbatch, strategy):
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+
+
+class Centered(Plain):
+    """What it subtracts follows the images by a buffer, which a later forward pass reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, image):
+        self.center.lerp_(image.detach().mean(), 0.5)
+        return super().forward(image - self.center)
+
+
+def losses_of_centered(sharded):
+    """Of two steps in two microbatches each; and those of each replica by itself, with its own buffers."""
+    strategy = ff.Strategy(data=2, microbatches=2, shard_parameters=sharded)
+    torch.manual_seed(0)
+    model = Centered()
+    expected, center = [], torch.zeros((), dtype=torch.float64)
+    batch = whole_batch()
+    for _ in range(2):
+        total = 0.0
+        for replica in (1, 0):  # whose buffers the next step begins with
+            model.center.copy_(center)
+            for first in (replica * 4, replica * 4 + 2):
+                piece = {name: batch[name][first : first + 2] for name in ("image", "target")}
+                total += mean_loss(model, piece).item() / 4
+        center = model.center.clone()
+        expected.append(total)
+    model.center.zero_()
+    model = parallelize_for(strategy, model, mesh := ff.init_mesh())
+    mine = slice(mesh.get_local_rank("data") * 4, mesh.get_local_rank("data") * 4 + 4)
+    step = ff.TrainStep(model, mean_loss, torch.optim.SGD(model.parameters(), lr=0.0), strategy)
+    return [step({name: batch[name][mine] for name in ("image", "target")}).loss for _ in range(2)], expected
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_each_replica_goes_on_with_its_own_buffers_until_the_step_ends(sharded):
+    for losses, expected in rank_group(2).run(losses_of_centered, sharded):
+        assert losses == pytest.approx(expected, rel=1e-12)

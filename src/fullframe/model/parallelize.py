@@ -136,6 +136,7 @@ class ParallelModel(nn.Module):
         self._queued = False  # a check at the end of the backward pass that is running
         self._has_trained = False  # since buffers were shared
         self._are_buffers_due = True  # before the next pass in training
+        self._accumulating = False  # in a pass whose step goes on with another
         self._thread = get_ident()  # the user's
         self.find_unused_parameters = find_unused_parameters
         self.average_gradients = average_gradients
@@ -235,7 +236,7 @@ class ParallelModel(nn.Module):
             # Without sharded parameters a replica may evaluate alone.
             self._has_trained = self.training and self._sharded is not None
         if self._sharded is not None:
-            self._are_buffers_due = self._syncing and torch.is_grad_enabled()  # by DDP's rule
+            self._are_buffers_due = self._syncing and not self._accumulating and torch.is_grad_enabled()  # as DDP
             self._settle()
             self._sharded.begin()
         given = values_in((args, kwargs))
@@ -358,6 +359,15 @@ class ParallelModel(nn.Module):
             yield
         finally:
             self._sync(before)
+
+    @contextmanager
+    def _keeping_buffers(self) -> Iterator[None]:
+        """As in `no_sync()` each replica goes on with its own buffers, but gradients are sent."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
 
     def _average_left(self) -> None:
         """Average what passes in `no_sync()` have left where no pass came after them; all ranks call it."""

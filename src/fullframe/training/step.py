@@ -292,7 +292,8 @@ class TrainStep:
         pieces = self._slices
         no_sync = getattr(self._model, "no_sync", nullcontext)
         if self._strategy.shard_parameters:
-            no_sync = nullcontext  # until they are sent, gradients are whole on every rank
+            # Until they are sent, gradients are whole on every rank.
+            no_sync = getattr(self._model, "_keeping_buffers", nullcontext)
         for number, microbatch in self._host.numbered(microbatches(batch, pieces, self._cut)):
             with nullcontext() if number == pieces else no_sync():
                 self._host.phase("forward")
