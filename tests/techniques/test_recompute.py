@@ -36,7 +36,7 @@ def on_ranks(batch: dict[str, Any], mesh: Any, split: tuple[str, ...]) -> dict[s
     return batch
 
 
-def steps(strategy: ff.Strategy, **options: Any) -> dict[str, Any]:
+def steps(strategy: ff.Strategy, rehearsed: bool = False, **options: Any) -> dict[str, Any]:
     """What two steps leave behind, as plain tensors and numbers."""
     mesh = ff.init_mesh(height=strategy.height, width=strategy.width)
     dtype = torch.float64 if strategy.precision == "fp32" else torch.float32
@@ -49,6 +49,8 @@ def steps(strategy: ff.Strategy, **options: Any) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = ff.TrainStep(model, blocks.loss, optimizer, strategy)
     batch = on_ranks(blocks.batch(dtype), mesh, ("image", "target"))
+    if rehearsed:
+        step.rehearse(batch)
     seed_everything(7 + mesh.get_local_rank("data"))
     losses = [step(batch).loss for _ in range(2)]
     state = random_state()

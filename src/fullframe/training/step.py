@@ -258,6 +258,8 @@ class TrainStep:
     def rehearse(self, batch: Any) -> None:
         """Forward and backward as in a step, without an update; gradients, buffers and attributes are as before."""
         self._buffers.keep()
+        first = next(microbatches(batch, self._slices, self._cut))
+        self._recomputation.settle(lambda names: self._block_costs(names, first))  # of which nothing is taken back
         with kept_attributes(self._plain), fp32_math(Fp32Math.of(self._strategy.precision)):
             self._accumulate(batch)
         self.abandon()
@@ -290,10 +292,9 @@ class TrainStep:
         """Backward through every microbatch; this rank's loss sum and count, float64."""
         totals = []
         pieces = self._slices
-        no_sync = getattr(self._model, "no_sync", nullcontext)
-        if self._strategy.shard_parameters:
-            # Until they are sent, gradients are whole on every rank.
-            no_sync = getattr(self._model, "_keeping_buffers", nullcontext)
+        # Until they are sent, sharded gradients are whole on every rank.
+        name = "_keeping_buffers" if self._strategy.shard_parameters else "no_sync"
+        no_sync = getattr(self._model, name, nullcontext)
         for number, microbatch in self._host.numbered(microbatches(batch, pieces, self._cut)):
             with nullcontext() if number == pieces else no_sync():
                 self._host.phase("forward")
