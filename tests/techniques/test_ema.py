@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from fullframe.errors import StrategyError
 from fullframe.techniques.ema import ParameterAverage
 
 
@@ -81,3 +82,12 @@ def test_it_goes_on_from_a_state() -> None:
     assert second.state_dict()["weight"].item() == 4
     with pytest.raises(KeyError):
         second.load_state_dict({"other": torch.zeros(1)})
+
+
+def test_trained_parameters_of_16_bits_are_refused() -> None:
+    """In bfloat16 an average by 0.99 of a parameter that went from -0.3 to 2.9 came to 2.2 and stayed there."""
+    model = nn.Sequential(weight(1.0).bfloat16().requires_grad_(False), weight(2.0))
+    ParameterAverage(model, 0.99)
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(StrategyError, match=r"average 0.weight in torch.bfloat16, .* precision='bf16'"):
+        ParameterAverage(model, 0.99)

@@ -7,16 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullframe.errors import StrategyError
 from fullframe.model.sharding.values import local_value
 
 
 class ParameterAverage:
     """`average = decay * average + (1 - decay) * parameter` after each step; sharded parameters are averaged sharded.
 
-    Buffers (batch norm's running statistics) are averages already and are not averaged again.
+    Buffers (batch norm's running statistics) are averages already and are not averaged again. Raises StrategyError for
+    trained parameters of 16 bits or fewer, in which what a step adds to an average is rounded away.
     """
 
     def __init__(self, model: nn.Module, decay: float):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.dtype.itemsize < 4:
+                raise StrategyError(
+                    f"strategy.ema_decay would average {name} in {parameter.dtype}, in which what a step adds is "
+                    "rounded away; keep the parameters in float32, and compute in 16 bits by precision='bf16'"
+                )
         self._model, self._decay = model, decay
         self._parameters: dict[str, nn.Parameter] = {}
         self._average: dict[str, Tensor] = {}
