@@ -19,7 +19,7 @@ from fullframe.training.checkpoints.manifest import read_manifest
 from fullframe.training.checkpoints.writer import load, newest_checkpoint
 from tests.rank_group import rank_group
 from tests.training.checkpoints.states import state_at, write
-from tests.training.tiny import Frames, Network, Plain, recipe
+from tests.training.tiny import Frames, Network, Plain, loss, recipe
 
 ON_ONE = {"ema_decay": 0.9, "clip_norm": 0.5}
 CASES = {
@@ -31,6 +31,7 @@ CASES = {
     "2x2": ff.Strategy(height=2, width=2, **ON_ONE),
     "2x2, sharded": ff.Strategy(height=2, width=2, shard_parameters=True, microbatches=2, **ON_ONE),
     "2 replicas x 1x2, fp16": ff.Strategy(data=2, width=2, precision="fp16", shard_optimizer=True, **ON_ONE),
+    "2 replicas x 1x2, updated in backward": ff.Strategy(data=2, width=2, update_in_backward=True, ema_decay=0.9),
     "2 replicas x 1x2, sharded": ff.Strategy(data=2, width=2, shard_parameters=True, **ON_ONE),
 }
 
@@ -264,3 +265,22 @@ def test_a_resumed_run_of_many_ranks_has_seen_its_own_steps_alone(tmp_path):
     """Before they go on, more than two ranks take a step that comes to nothing."""
     for found in rank_group(3).run(seen_when_resumed, tmp_path):
         assert max(found) == (1, 1.0)
+
+
+def losses_when_resumed(folder):
+    """How often the loss is computed in a step that goes on."""
+    calls = []
+
+    def counted(model, batch):
+        calls.append(batch["index"])
+        return loss(model, batch)
+
+    strategy = ff.Strategy(width=3, update_in_backward=True)
+    ff.fit(recipe(loss=counted), strategy, folder, steps=2)
+    calls.clear()
+    ff.fit(recipe(loss=counted), strategy, folder, steps=3, resume=True)
+    return len(calls)
+
+
+def test_a_resumed_run_that_updates_in_backward_takes_no_other_step_which_would_hold_all_gradients(tmp_path):
+    assert rank_group(3).run(losses_when_resumed, tmp_path) == [1, 1, 1]

@@ -292,7 +292,7 @@ def _go_on(session: Session, run: Run) -> None:
         run.say("no checkpoint was written yet; starting from the first step")
         run.directory.forget_after(0)
         return
-    if dist.get_world_size() > 2:
+    if dist.get_world_size() > 2 and session.model.average_gradients:  # else it would hold all gradients at once
         # DDP orders its buckets anew after its first backward, and the order in which more than two ranks are added
         # up depends on it; the run that is resumed has had its first backward.
         session.step.rehearse(next(iter(state.loader)))
