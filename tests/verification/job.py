@@ -199,6 +199,15 @@ class Drawn(nn.Module):
         return x + torch.rand_like(x)
 """
 
+# Asks for gradients in its forward pass, as a penalty on them does.
+SLOPED = """
+class Sloped(nn.Conv2d):
+    def forward(self, x):
+        y = super().forward(x)
+        (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return y + slope
+"""
+
 # Softmax in single precision, as many models have it, in numbers that are double otherwise.
 SINGLE = """
 class Single(nn.Module):

@@ -32,6 +32,7 @@ from tests.verification.job import (
     SCALED,
     SEAM,
     SINGLE,
+    SLOPED,
     SPECTRAL,
     TAUGHT,
     UNUSED,
@@ -275,6 +276,12 @@ def test_parameters_that_go_into_modules(tmp_path: Path) -> None:
 
 def test_noise_of_the_model_is_the_same_in_both(tmp_path: Path) -> None:
     verdict = verified(written(tmp_path, "Drawn()", DRAWN))
+    assert verdict.exact and largest(verdict) < 1e-12, verdict
+    assert not any("depends on the seed" in note for note in verdict.notes), verdict.notes
+
+
+def test_gradients_that_the_model_asks_for_itself(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, "Sloped(6, 6, 3, padding=1)", SLOPED))
     assert verdict.exact and largest(verdict) < 1e-12, verdict
     assert not any("depends on the seed" in note for note in verdict.notes), verdict.notes
 
