@@ -66,15 +66,20 @@ class Asking(nn.Module):
         elif how == "gives":  # the first offsets of deformable attention
             self.head = nn.Linear(4, 2)
             self.head.bias.data = torch.arange(2.0).cos()
+        elif how == "marks":  # the channels that LoRA adapts
+            self.head = nn.Linear(4, 2)
+            self.adapted = self.head.weight.new_zeros(2, dtype=torch.bool)
+            self.adapted[1:] = True
         else:
             self.table.copy_(torch.arange(3.0, device=self.backbone[0].weight.device))
             self.head = nn.Linear(4, 2)
 
 
-@pytest.mark.parametrize("how", ["runs", "fills", "gives"])
+@pytest.mark.parametrize("how", ["runs", "fills", "gives", "marks"])
 def test_a_constructor_may_compute_with_its_parameters(how: str) -> None:
     model = abstract_model(recipe(model=lambda: Asking(how)), FakeTensorMode())
     assert model.head.weight.shape == (2, 4)
+    assert how != "marks" or model.adapted.tolist() == [False, True]
     assert all(isinstance(t.detach(), FakeTensor) for t in (*model.parameters(), *model.buffers()))
 
 

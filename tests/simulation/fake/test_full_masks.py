@@ -188,3 +188,34 @@ def test_as_many_positions_as_a_mask_has_elements_may_be_few(way: str) -> None:
 
     found = ff.simulate(recipe(loss=loss), ff.Strategy(width=2), "cpu", without=("context",))
     assert set(found.notes) == {FULL_MASKS, TAKEN_AS_FEW}
+
+
+class Pruned(nn.Module):
+    """Channels by masks of its own, ordinary attributes: what they pick is no guess. `rows` is of more than 1,024."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.stem, self.out = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16 if way == "write" else 6, 1, 1)
+        self.way, self.keep, self.rows = way, torch.arange(16) % 8 < 3, torch.arange(32 * 64).view(32, 64) % 8 < 3
+        self.weight = nn.Parameter(torch.ones(6, 16, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if self.way == "write":
+            weight = x.new_zeros(16, 16, 1, 1)
+            weight[self.keep] = self.weight
+            return self.out(nn.functional.conv2d(x, weight))  # type: ignore[no-any-return]
+        if self.way == "many":
+            return self.out(x[:, :6]) * x.new_ones(32, 64)[self.rows].view(768).sum()  # type: ignore[no-any-return]
+        index = self.keep if self.way == "mask" else self.keep.nonzero()[:, 0]
+        return self.out(x[:, index])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("way", ["mask", "nonzero", "write", "many"])
+def test_a_mask_that_a_model_holds_is_read(way: str, width: int) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["image"]).square().mean()  # type: ignore[no-any-return]
+
+    found = ff.simulate(recipe(model=lambda: Pruned(way), loss=loss), ff.Strategy(width=width), "cpu")
+    assert found.notes == ()

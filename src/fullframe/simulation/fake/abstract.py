@@ -30,6 +30,7 @@ LIKE_THE_FIRST = (
 )
 
 _LARGE = 2**20  # elements
+_MADE_OF_ANOTHER = (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor)
 
 
 def abstract_model(recipe: Recipe, fake: FakeTensorMode) -> nn.Module:
@@ -131,7 +132,10 @@ def _parameters_on_meta() -> AbstractContextManager[None]:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """What a constructor makes from sizes alone (`torch.empty` and its like) has no memory where it is large."""
+    """What a constructor makes from sizes alone (`torch.empty` and its like) has no memory where it is large.
+
+    What is few has, also of a parameter that has none: a mask of channels, say, `self.weight.new_zeros(8)`.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,6 +143,9 @@ class _LargeOnMeta(TorchFunctionMode):
             made = func(*args, **{**kwargs, "device": "meta"})
             if made.numel() > _LARGE:
                 return made
+        if func in _MADE_OF_ANOTHER and args[0].device.type == "meta" and kwargs.get("device") is None:
+            made = func(*args, **kwargs)
+            return made if made.numel() > FEW else func(*args, **{**kwargs, "device": "cpu"})
         return func(*args, **kwargs)
 
 

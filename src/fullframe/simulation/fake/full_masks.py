@@ -29,9 +29,9 @@ _bincount, _ctc, _lstsq = _aten.bincount.default, _aten._ctc_loss.Tensor, _aten.
 
 
 def picks_by_value(func: Any, args: Sequence[Any]) -> bool:
-    """Whether the shape of what an op gives depends on which elements of a fake mask are true."""
+    """Whether the shape of what an op gives depends on which elements of a mask are true; of an op on fake tensors."""
     if func in (_nonzero, _select):
-        return isinstance(args[-1], FakeTensor)
+        return any(isinstance(arg, FakeTensor) for arg in args)
     if func in (_ctc, _lstsq):
         return isinstance(args[0], FakeTensor)
     if func is _bincount:
@@ -46,7 +46,7 @@ def are_known(func: Any, args: Sequence[Any]) -> bool:
     if func is _ctc:
         return known(args[3]) is not None
     masks = [index for index in args[1] if _is_mask(index)] if func is _index else [args[-1]]
-    return func in (_select, _index) and all(known(mask) is not None for mask in masks)
+    return func in (_select, _index) and all(_values(mask) is not None for mask in masks)
 
 
 def count_as_full(func: Any, args: Sequence[Any], count: Any) -> None:
@@ -60,8 +60,8 @@ def _is_nms(func: Any) -> bool:  # by its name, as torchvision need not be there
     return str(func) == "torchvision.nms.default"
 
 
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8)
+def _is_mask(index: Any) -> bool:  # fake, or a model's own
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def as_if_all_were_true(func: Any, args: Sequence[Any]) -> Any:
@@ -85,7 +85,7 @@ def as_if_all_were_true(func: Any, args: Sequence[Any]) -> Any:
     indices: list[Tensor | None] = []
     for index, picked in zip(args[1], picks, strict=True):
         if _is_mask(index):
-            picked = picked if known(index) is not None else min(picked, together)
+            picked = picked if _values(index) is not None else min(picked, together)
             indices += torch.empty(index.dim(), picked, dtype=torch.int64).unbind()
         else:
             indices.append(index)
@@ -121,9 +121,13 @@ def _last(index: Tensor | None) -> int:
     return 1 if index is None or not index.dim() else index.shape[-1]
 
 
+def _values(mask: Tensor) -> Tensor | None:
+    return known(mask) if isinstance(mask, FakeTensor) else mask
+
+
 def _picked(mask: Tensor, shape: torch.Size) -> int:
     """How many elements of a tensor of this shape a mask picks: all, where it is not known."""
-    values = known(mask)
+    values = _values(mask)
     if values is None:
         return shape.numel()
     with torch._C._DisableTorchDispatch():

@@ -113,7 +113,7 @@ class Outcomes:
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         numbers = numbers_of(args, kwargs)
-        if numbers is not None and not _BY_VALUES.isdisjoint(func.tags) and any(map(_is_fake, tree_iter(args))):
+        if numbers is not None and not _BY_VALUES.isdisjoint(func.tags):
             with suppress(NotKnown):
                 found = computed(func, numbers)
                 self.notes |= {DRAWN} if are_drawn(args) else set()
@@ -274,10 +274,6 @@ def _writes_on_logits(x: Tensor) -> bool:
     """Whether the derivative of binary cross-entropy is at work, and `x` is its own."""
     node: Any = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
     return node is not None and node.name() == _OF_LOGITS and x is not node._saved_pos_weight
-
-
-def _is_fake(leaf: Any) -> bool:
-    return isinstance(leaf, FakeTensor)
 
 
 def _taken_for(number: Tensor) -> Tensor | None:
