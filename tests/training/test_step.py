@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fullframe as ff
-from fullframe.errors import DivergenceError, RecipeError, ShapeError, StrategyError
+from fullframe.errors import DivergenceError, GradientError, RecipeError, ShapeError, StrategyError
 from fullframe.model.parallelize_for import parallelize_for
 from fullframe.training.microbatches import microbatches
 from tests.rank_group import rank_group
@@ -166,6 +166,25 @@ def steps_apart(name):
     except DivergenceError as error:
         return str(error)
     return ""
+
+
+def weighted_loss(size):
+    model = network()
+    model.register_parameter("log_sigma", nn.Parameter(torch.zeros(2, dtype=torch.float64)))
+    strategy = ff.Strategy(data=2, shard_parameters=True)
+    model = parallelize_for(strategy, model, ff.init_mesh())
+
+    def loss_of(model, batch):
+        return (torch.exp(-model.log_sigma) * mean_loss(model, batch).expand(size)).sum()
+
+    step = ff.TrainStep(model, loss_of, torch.optim.SGD(model.parameters()), strategy)
+    with pytest.raises(GradientError, match=r"or in the loss by parameter.full_tensor\(\)"):
+        step(whole_batch())
+
+
+@pytest.mark.parametrize("size", [(2,), ()])
+def test_a_loss_that_takes_a_sharded_parameter_as_it_is_says_what_to_do(size):
+    rank_group(2).run(weighted_loss, size)
 
 
 @pytest.mark.parametrize("name", STEPS_APART)

@@ -28,6 +28,7 @@ from fullframe.model.forward_patch import restore
 from fullframe.model.parallelize import ParallelModel
 from fullframe.model.parallelize_for import require_parallelized_for
 from fullframe.model.same.optimizers import options_of
+from fullframe.model.sharding.taken import naming_shards
 from fullframe.model.sharding.values import whole_value
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.model.trained import sparse_tables
@@ -288,6 +289,7 @@ class TrainStep:
         """In which the batch goes through the model; on stages it goes as a whole, and they slice it."""
         return self._strategy.microbatches if self.staged is None else 1
 
+    @naming_shards()
     def _accumulate(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Backward through every microbatch; this rank's loss sum and count, float64."""
         totals = []

@@ -77,14 +77,14 @@ class Lending:
 
 @contextmanager
 def naming_shards() -> Iterator[None]:
-    """Raises GradientError where a forward pass meets parameters that are not gathered."""
+    """Raises GradientError where a forward pass, or a loss, meets parameters that are not gathered."""
     try:
         yield
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise GradientError(
-            "sharded parameters of a block that is not running meet plain tensors in forward, as where it goes over "
+            "sharded parameters of a block that is not running meet plain tensors, as where forward goes over "
             "self.parameters(); take them by name (self.layers[0].weight), or in the loss by parameter.full_tensor(), "
             "or do without shard_parameters"
         ) from error
