@@ -572,6 +572,23 @@ def test_a_loss_that_splits_a_map_itself_reads_no_numbers() -> None:
     assert not simulated(ff.Strategy(width=2), "2xA100-80GB", loss=weighing).notes
 
 
+class Codebook(Network):
+    """A VQ-VAE that has its averages as parameters, and makes them anew in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.codes = nn.Parameter(self.codes * 0.9)
+        return super().forward(x) + self.codes.sum().detach()  # type: ignore[no-any-return]
+
+
+def test_a_parameter_may_be_replaced_in_every_microbatch() -> None:
+    found = ff.simulate(recipe(model=Codebook), ff.Strategy(width=2, microbatches=2), "A100-80GB")
+    assert found.peak_bytes > 0
+
+
 def test_a_precision_that_the_device_has_not_is_noted() -> None:
     (note,) = simulated(ff.Strategy(precision="bf16"), "T4").notes
     assert note == "T4 has no bf16; use fp16, which scales the loss; products are timed at the rate of fp32"

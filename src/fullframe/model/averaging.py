@@ -233,7 +233,7 @@ class Averaging:
         if not self._expects:
             came = self._with_new(came)
         if self._unshared:
-            self._require_shared()
+            (self._share if simulated else self._require_shared)()
         if not self._expects:
             everyone = self._on_any_rank(came) if (self.syncing and not simulated) or self._beside else came
             put_back(everyone.arrived, self._joined)
