@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -361,6 +362,32 @@ def test_a_stage_keeps_its_own_layers_and_waits_for_the_others(model: Any) -> No
     assert of_ranks[0].bytes["activation"] == pytest.approx(of_ranks[1].bytes["activation"], rel=0.3)
     assert halves[0].device_bytes == max(each.device_bytes for each in of_ranks)
     assert halves[0].step_seconds == max(each.step_seconds for each in of_ranks)
+
+
+class AtOnce(nn.Module):
+    """Each microbatch goes back as soon as its loss is known, or, not `at_once`, after all have gone forward."""
+
+    def __init__(self, at_once: bool = True) -> None:
+        super().__init__()
+        self.stem, self.rest = unrolled().children()
+        self.at_once = at_once
+
+    def forward(self, x: Tensor) -> Any:
+        x, of_state = self.stem(x), lambda state: state.square().mean()
+        return self.rest.loss(of_state, (), x) if self.at_once else of_state(self.rest(x))
+
+
+def test_stages_wait_alike_where_microbatches_go_back_at_once() -> None:
+    for count in (1, 4):
+        waits = [
+            simulated(
+                ff.Strategy(stages=2, microbatches=count),
+                model=partial(AtOnce, at_once),
+                loss=lambda model, batch: model(batch["image"]),
+            ).seconds["stages"]
+            for at_once in (False, True)
+        ]
+        assert waits[0] == pytest.approx(waits[1], rel=0.3) and waits[0] > 0
 
 
 def iterated(channels: int = 8, **options: Any) -> nn.Module:

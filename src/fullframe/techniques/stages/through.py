@@ -148,15 +148,16 @@ class _Call:
         latest = 0
         with self._own_random_states():
             for kind, number in order:
-                if kind == "forward":
-                    latest, (made,) = number, self._one_forward(number)
-                    total = total + made.detach() if self._is_last else total
-                elif self._keeps:
-                    losses = self._kept[number].states if self._is_last else []
-                    seeds: Any = [list(map(torch.ones_like, each)) for each in losses]
-                    if number < latest:
-                        self._buffers.hide_attributes()
-                    of_given[number] = self._one_backward(number, seeds, totals)
+                with self._stages.around():
+                    if kind == "forward":
+                        latest, (made,) = number, self._one_forward(number)
+                        total = total + made.detach() if self._is_last else total
+                    elif self._keeps:
+                        losses = self._kept[number].states if self._is_last else []
+                        seeds: Any = [list(map(torch.ones_like, each)) for each in losses]
+                        if number < latest:
+                            self._buffers.hide_attributes()
+                        of_given[number] = self._one_backward(number, seeds, totals)
         self._buffers.put_back_attributes()
         everyone = self._settled(total)
         if self._keeps:
