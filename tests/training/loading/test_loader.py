@@ -289,6 +289,7 @@ def test_another_order_is_refused():
     for change, message in (
         ({"batch_size": 2}, "batch_size 4, this one has 2"),
         ({"seed": 1}, "seed 5, this one has 1"),
+        ({"shuffle": False}, "shuffle 1, this one has 0"),
     ):
         with pytest.raises(CheckpointError, match=message):
             loader_of(**change).load_state_dict(state)

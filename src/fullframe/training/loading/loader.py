@@ -178,7 +178,7 @@ class ShardedLoader:
             if state[name] != value:
                 raise CheckpointError(
                     f"the checkpoint's loader had {name} {state[name]}, this one has {value}: "
-                    "the order of the samples would change; resume with the same data, batch_size and seed"
+                    "the order of the samples would change; resume with the same data, batch_size, shuffle and seed"
                 )
         self._order.epoch, self._order.position, self._all_taken = state["epoch"], state["position"], False
 
@@ -245,7 +245,8 @@ class _Order(Sampler[list[tuple[int, int]]]):
         return f"{self._samples} samples {order}, {self._batch_size} a batch{rest}"
 
     def identity(self) -> dict[str, int]:
-        return {"samples": self._samples, "batch_size": self._batch_size, "seed": self._seed}
+        sizes = {"samples": self._samples, "batch_size": self._batch_size}
+        return {**sizes, "shuffle": int(self._shuffle), "seed": self._seed}
 
     def __len__(self) -> int:
         return self._samples // self._batch_size + (self._left > 0)
