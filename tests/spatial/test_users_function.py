@@ -74,19 +74,20 @@ class Clipped(Function):
     """The gradient is bent: only one process's own gives one process's numbers. A sum goes with it, set up apart."""
 
     @staticmethod
-    def forward(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return x * scale, (x * x).sum(), x > 0
+    def forward(x: Tensor, scale: Tensor, least: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+        return x * scale, (x * x).sum(), x > least
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        x, scale, _ = inputs
+        ctx.save_for_backward(x, scale)
         ctx.mark_non_differentiable(output[2])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, of_sum: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor, of_sum: Tensor, _: Any) -> tuple[Tensor, Tensor, None]:
         x, scale = ctx.saved_tensors
         gradient = gradient.clamp(-0.1, 0.1)
-        return gradient * scale + 2 * x * of_sum.clamp(max=0.3), (gradient * x).sum((0, 2, 3))[:, None, None]
+        return gradient * scale + 2 * x * of_sum.clamp(max=0.3), (gradient * x).sum((0, 2, 3))[:, None, None], None
 
 
 class Reversed(Function):
@@ -121,6 +122,7 @@ CASES: dict[str, Case] = {
     "a whole operand": Case(lambda x, y: GeometricMean.apply(x, y.expand_as(x)), ((2, 4),), ((4, 1, 1),)),
     "with weights": Case(lambda x, w: Depthwise.apply(x, w, 4), ((2, 4),), ((4, 1, 3, 3),)),
     "several results": Case(clipped, ((2, 4),), ((4, 1, 1),)),
+    "by name": Case(lambda x, scale: Clipped.apply(scale=scale, x=x)[0].square(), ((2, 4),), ((4, 1, 1),)),
     "its operand": Case(lambda x: Reversed.apply(x * 2, 0.3).square()),
     "recomputed": Case(lambda x: checkpoint(lambda t: Swish.apply(t).square(), x, use_reentrant=False)),
     "second derivative": Case(twice),

@@ -7,6 +7,7 @@ local tensors, which hooks on saved tensors know, with their versions. The fourt
 Importing this module puts the guards in place.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fullframe.spatial.fallback import plain, settle_written, unsupported
 from fullframe.spatial.module_hooks import BackwardHookFunction
 from fullframe.spatial.operands import shells_in
 from fullframe.spatial.tensor import SpatialTensor, local_or_whole, spec_in, wrapped_as
-from fullframe.spatial.users_function import OWN_KERNEL, composed, obstacle_in
+from fullframe.spatial.users_function import NO_SETUP, OWN_KERNEL, composed, obstacle_in
 from fullframe.spatial.views import version_of
 
 # FSDP2 passes the inputs of a module through it, to learn in backward that the module's gradients are complete.
@@ -34,7 +35,13 @@ apply_function = getattr(_apply_of_class, "__func__", _apply_of_class)  # Python
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    if SpatialTensor not in map(type, args):
+    if SpatialTensor not in map(type, (*args, *kwargs.values())):
+        return apply_function(function, *args, **kwargs)
+    if function.setup_context is not NO_SETUP:  # torch gives such a function all it takes, by its place
+        given = inspect.signature(function.forward).bind(*args, **kwargs)
+        given.apply_defaults()
+        args, kwargs = given.args, given.kwargs
+    if kwargs:  # torch refuses them
         return apply_function(function, *args, **kwargs)
     if (function.__module__, function.__name__) == _FSDP_IDENTITY:
         return _apply_to_locals(function, args)
@@ -43,19 +50,19 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     is_users = not function.__module__.startswith(("torch.", "fullframe."))
     if not any(arg.spec.placements for arg in args if type(arg) is SpatialTensor):
         if is_users:
-            return with_whole_views(function.apply, args, kwargs, [], None)
-        return apply_function(function, *map(plain, args), **kwargs)
+            return with_whole_views(function.apply, args, {}, [], None)
+        return apply_function(function, *map(plain, args))
     views = {arg: version_of(arg._local) for arg in args if type(arg) is SpatialTensor and not arg.spec.placements}
     args = tuple(map(plain, args))
     if function is torch.nn.modules._functions.BackwardHookFunction:
         return _hooked(args)
     if function is CheckpointFunction:
         return _run_again_later(*args)
-    if kwargs or not is_users:
-        return _refused(function, args, kwargs, "an autograd.Function would lose a split gradient")
+    if not is_users:
+        return _refused(function, args, "an autograd.Function would lose a split gradient")
     obstacle = obstacle_in(function)
     if obstacle is not None:
-        return _refused(function, args, kwargs, obstacle)
+        return _refused(function, args, obstacle)
     try:
         result = composed(function, args)
         settle_written(function.apply, views)
@@ -63,16 +70,16 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     except UnsupportedOp:
         if not any(arg.spec.gather for arg in args if type(arg) is SpatialTensor):
             raise
-        return _refused(function, args, kwargs, "it holds a function that no rule can see")
+        return _refused(function, args, "it holds a function that no rule can see")
     except RuntimeError as error:
         if "data pointer" not in str(error):
             raise
-        return _refused(function, args, kwargs, OWN_KERNEL)
+        return _refused(function, args, OWN_KERNEL)
 
 
-def _refused(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+def _refused(function: Any, args: tuple[Any, ...], reason: str) -> Any:
     fix = "Apply it to x.local if it is pointwise, or to x.full(); parallelize(..., unsupported='gather') does that."
-    return unsupported(function.apply, args, kwargs, reason, fix)
+    return unsupported(function.apply, args, {}, reason, fix)
 
 
 def _apply_to_locals(identity: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ Specs = tuple[Spec | None, ...]  # of tensors in their order, None for what is n
 
 OWN_KERNEL = "its own kernel reads memory, which a split tensor has in parts alone"
 
-_NO_SETUP = torch.autograd.Function.setup_context
+NO_SETUP = torch.autograd.Function.setup_context
 
 
 class _Context:
@@ -71,7 +71,7 @@ class _Call:
 
     def forward(self, operands: Sequence[Any]) -> tuple[Any, ...]:
         """The results, of which `several` says whether they are a tuple; split ones are shells."""
-        if self.function.setup_context is _NO_SETUP:
+        if self.function.setup_context is NO_SETUP:
             made = self.function.forward(self.context, *operands)
         else:
             made = self.function.forward(*operands)
