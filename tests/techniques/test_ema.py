@@ -21,6 +21,7 @@ def test_the_average_follows_by_its_decay() -> None:
     average = ParameterAverage(model, 0.75)
     for value, expected in ((5.0, 2.0), (2.0, 2.0), (6.0, 3.0)):
         nn.init.constant_(model.weight, value)
+        model.weight.requires_grad_(value < 6)  # a frozen one's is brought to it as well
         average.update()
         assert average.state_dict()["weight"].item() == expected
         assert model.weight.item() == value

@@ -130,8 +130,9 @@ def test_boxes_of_all_images_in_one_tensor_are_cut_as_the_recipe_says():
         for found in rank_group(strategy.ranks).run(step_on_boxes, strategy):
             assert found[0] == pytest.approx(loss, rel=1e-12)
             torch.testing.assert_close(found[1], parameters, rtol=1e-10, atol=1e-13)
-    with pytest.raises(RecipeError, match=r"recipe.cut\(batch, 4\) gave 1 batches; it must give 4"):
-        step_on_boxes(ff.Strategy(microbatches=4), lambda batch, count: [batch])
+    for number in (1, 5):
+        with pytest.raises(RecipeError, match=rf"recipe.cut\(batch, 4\) gave {number} batches; it must give 4"):
+            step_on_boxes(ff.Strategy(microbatches=4), lambda batch, count, number=number: [batch] * number)
 
 
 def test_a_recipe_that_cuts_is_simulated():
