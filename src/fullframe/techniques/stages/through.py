@@ -142,10 +142,9 @@ class _Call:
     def forward_and_back(self) -> Tensor:
         """All microbatches forward and, as soon as they can, back; the sum of their losses."""
         order = one_forward_one_backward(self._axis.coordinate, self._axis.size, self._given.microbatches)
-        total = torch.zeros((), device=self._given.device)
+        latest, total = 0, torch.zeros((), device=self._given.device)
         totals: dict[int, Tensor] = {}
         of_given: dict[int, list[Tensor | None]] = {}
-        latest = 0
         with self._own_random_states():
             for kind, number in order:
                 with self._stages.around():
