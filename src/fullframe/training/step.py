@@ -292,11 +292,9 @@ class TrainStep:
     @naming_shards()
     def _accumulate(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Backward through every microbatch; this rank's loss sum and count, float64."""
-        totals = []
-        pieces = self._slices
+        totals, pieces = [], self._slices
         # Until they are sent, sharded gradients are whole on every rank.
-        name = "_keeping_buffers" if self._strategy.shard_parameters else "no_sync"
-        no_sync = getattr(self._model, name, nullcontext)
+        no_sync = getattr(self._model, "_keeping_buffers" if self._strategy.shard_parameters else "no_sync", nullcontext)
         for number, microbatch in self._host.numbered(microbatches(batch, pieces, self._cut)):
             with nullcontext() if number == pieces else no_sync():
                 self._host.phase("forward")
