@@ -294,9 +294,9 @@ class TrainStep:
         """Backward through every microbatch; this rank's loss sum and count, float64."""
         totals, pieces = [], self._slices
         # Until they are sent, sharded gradients are whole on every rank.
-        no_sync = getattr(self._model, "_keeping_buffers" if self._strategy.shard_parameters else "no_sync", nullcontext)
+        among = "_keeping_buffers" if self._strategy.shard_parameters else "no_sync"
         for number, microbatch in self._host.numbered(microbatches(batch, pieces, self._cut)):
-            with nullcontext() if number == pieces else no_sync():
+            with nullcontext() if number == pieces else getattr(self._model, among, nullcontext)():
                 self._host.phase("forward")
                 loss_sum, count = self._forward(microbatch)
                 self._host.backward(self._scaled(loss_sum, count))
