@@ -1,6 +1,7 @@
 """torch.compile around split tensors: the graph breaks at each, and the numbers are those of one process."""
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 import fullframe as ff
 from fullframe.spatial import tensor
-from tests.rank_group import rank_group
+from tests.rank_group import RankGroup, rank_group
 
 
 class Network(nn.Module):
@@ -97,21 +98,29 @@ class Cropped(nn.Module):
         return self.compiled(x) + nn.functional.interpolate(crop, size=x.shape[-2:], mode="bilinear")
 
 
-def cropped():
+def cropped(is_frozen):
     torch.manual_seed(0)
     plain = nn.Sequential(Cropped(), Cropped()).double()
     copied = nn.Sequential(Cropped(), Cropped()).double()
     copied.load_state_dict(plain.state_dict())
     mesh, x = ff.init_mesh(height=2), torch.randn(1, 2, 9, 15, dtype=torch.float64)
-    tensor._own_frames_left.clear()  # of which the other tests have made sure
+    if is_frozen:
+        gc.freeze()
     model, differences = ff.parallelize(copied, mesh, compile=["*"]), []
     for cut in range(3):
         for block in (*plain, *copied):
             block.cut = cut
         results = zip(step(model, ff.shard(x, mesh)), step(plain, x), strict=True)
         differences += [float((a - b).abs().max()) for a, b in results]
+    assert (gc.get_freeze_count() > 0) == is_frozen
+    gc.unfreeze()
     return max(differences)
 
 
-def test_our_own_functions_are_not_compiled():
-    assert max(rank_group(2).run(cropped)) < 1e-12
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_our_own_functions_are_not_compiled(is_frozen):
+    fresh = RankGroup(2)  # whose Dynamo was told nothing yet
+    try:
+        assert max(fresh.run(cropped, is_frozen)) < 1e-12
+    finally:
+        fresh.close()

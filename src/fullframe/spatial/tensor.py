@@ -161,6 +161,8 @@ def leave_own_frames() -> None:
     if _own_frames_left or "torch._dynamo" not in sys.modules:
         return
     _own_frames_left.append(True)
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # else what a user has frozen, before a fork say, is not among the objects
     for function in gc.get_objects():
         if type(function) is FunctionType and str(function.__module__).startswith("fullframe."):
             codes = [function.__code__]
@@ -168,6 +170,8 @@ def leave_own_frames() -> None:
                 if is_dynamo_compiling.__name__ not in code.co_names:
                     torch._dynamo.eval_frame.skip_code(code)
                 codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    if is_frozen:
+        gc.freeze()
 
 
 def _writes_into_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
