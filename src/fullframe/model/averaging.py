@@ -68,14 +68,13 @@ class Averaging:
         self._edges: dict[nn.Parameter, GradientEdge] = {}  # of theirs, to where DDP's hooks are
         self._astray = False  # gradients of some came elsewhere
         self._alone: set[nn.Parameter] = set()  # those whose gradients of no_sync() are not averaged yet
-        self._beside: list[nn.Parameter] = []  # those with hooks that DDP does not expect in a pass
-        self._joined: dict[nn.Parameter, Tensor | None] = {}  # their gradients, before hooks were given zeros
         self._buckets, self._placed = Buckets(), Placed()
         self._frozen: list[nn.Parameter] = []  # the model's others
         self._changed = False  # what is trained, since the ranks last compared it
         self._is_behind = False  # DDP was made for what was trained before that
         self._lent = False  # the model computes with tensors made of parameters (`torch.func.functional_call`)
-        self._expects = self._began = False  # DDP: a backward pass to average in; that pass
+        self._expects = False  # DDP: a backward pass to average in
+        self._began = False  # that pass
         self._pass: Any = lambda: None  # the backward pass that is running
         self.syncing = True  # outside no_sync()
         self._weights = WeightsInTurn()
@@ -118,7 +117,8 @@ class Averaging:
         self._unused.forget()
         self._unshared += [parameter for parameter in new if parameter not in self._shared]
         for parameter in new:
-            (owners := _owners.setdefault(parameter, weakref.WeakSet())).add(self)
+            owners = _owners.setdefault(parameter, weakref.WeakSet())
+            owners.add(self)
             manage(parameter, _hook(weakref.ref(self), owners, weakref.ref(parameter), self._spatial))
 
     def _share(self) -> None:
@@ -216,16 +216,16 @@ class Averaging:
         whose gradients lie in `.grad`, by zeros at the old end.
         """
         expected: Trained = self._for if self._expects else {}
-        mine, lacking = arrived | self._alone | expected.keys(), [p for p in expected if p not in arrived]
-        came = _Came({parameter for parameter in mine if parameter.grad is not None}, lacking, set(arrived), {})
+        used = {p for p in arrived | self._alone | expected.keys() if p.grad is not None}
+        lacking, reached = [p for p in expected if p not in arrived], set(arrived)  # without what zeros reach
         # Where replicas differ, another may have a hook's parameter, and wait in it for this rank's part.
-        came = came._replace(before=give_zeros(lacking, self._model, self._edges, self._joins))
-        self._beside = [p for p in self.parameters if self._joins and p not in expected and has_hooks(p)]
-        self._joined = give_zeros([p for p in self._beside if p not in came.arrived], self._model, {}, with_hooks=True)
+        before = give_zeros(lacking, self._model, self._edges, self._joins)
+        beside = [p for p in self.parameters if self._joins and p not in expected and has_hooks(p)]
+        before |= give_zeros([p for p in beside if p not in reached], self._model, {}, with_hooks=True)
         if astray and self._expects:
             self._astray = True
             give_zeros(astray, self._model, self._edges, with_hooks=False)
-        return came
+        return _Came(used, lacking, reached, before, bool(beside))
 
     def finish(self, came: "_Came", made: list[nn.Parameter]) -> None:
         """After a pass, when DDP has waited for what it sent; `made` are those whose gradient torch has made in it."""
@@ -235,8 +235,8 @@ class Averaging:
         if self._unshared:
             (self._share if simulated else self._require_shared)()
         if not self._expects:
-            everyone = self._on_any_rank(came) if (self.syncing and not simulated) or self._beside else came
-            put_back(everyone.arrived, self._joined)
+            everyone = self._on_any_rank(came) if (self.syncing and not simulated) or came.joins else came
+            put_back(everyone.arrived, came.before)
             if not self.syncing:
                 self._alone |= came.used
             elif not simulated:
@@ -250,9 +250,7 @@ class Averaging:
             self._placed.give_back(self._for)
         self._expects = self._began = False
         self._alone.clear()
-        came = self._on_any_rank(came)
-        put_back(came.arrived, self._joined)
-        self._settle(came, simulated)
+        self._settle(self._on_any_rank(came), simulated)
 
     def _with_new(self, came: "_Came") -> "_Came":
         """With parameters that have come to be trained since the model was called, in a pass that parts of it made."""
@@ -273,12 +271,13 @@ class Averaging:
     def average_left(self) -> None:
         """Average what is not averaged yet, in which all ranks are alike."""
         if self._alone:
-            self._average(self._on_any_rank(_Came({p for p in self._alone if p.grad is not None}, [], set(), {})).used)
+            left = {parameter for parameter in self._alone if parameter.grad is not None}
+            self._average(self._on_any_rank(_Came(left, [], set(), {}, joins=False)).used)
             self._alone.clear()
 
     def _settle(self, came: "_Came", simulated: bool) -> None:
         """After DDP's pass, on all ranks alike: what is not used has no gradient, what is not DDP's is averaged too."""
-        again = put_back(came.arrived, came.before) & came.used
+        again = put_back(came.arrived, came.before) & came.used  # DDP has averaged what hooks had made of them
         for parameter in self._for.keys() - came.used:
             parameter.grad = None
         beside = came.used - self._for.keys()
@@ -293,7 +292,7 @@ class Averaging:
             mine = [p in some for some in (came.used, lacking, came.arrived) for p in parameters]
             flags = iter(self._weights.on_any_rank_each(mine, self._model, self.parameters, self.stepped))
             used, lacks, arrived = (list(compress(parameters, flags)) for _ in range(3))
-            came = _Came(set(used), lacks, set(arrived), came.before)
+            came = came._replace(used=set(used), lacking=lacks, arrived=set(arrived))
         self._changed = False  # what is trained was compared, by that or after the forward pass
         self.stepped.compared()
         return came
@@ -333,7 +332,8 @@ class _Came(NamedTuple):
     used: set[nn.Parameter]  # those with a gradient that is to be averaged
     lacking: list[nn.Parameter]  # those that DDP would wait for
     arrived: set[nn.Parameter]  # those that it has reached
-    before: dict[nn.Parameter, Tensor | None]  # gradients of those lacking with hooks, before these were called
+    before: dict[nn.Parameter, Tensor | None]  # gradients of others with hooks, before these were given zeros
+    joins: bool  # some with hooks are not DDP's in this pass, and all ranks tell which it has reached
 
 
 class _Pass:

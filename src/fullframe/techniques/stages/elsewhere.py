@@ -154,10 +154,8 @@ def _why(changed: ChangedAttribute, path: str, stage: int, varies: bool) -> str:
 
 def hide(changed: ChangedAttribute, path: str, stage: int) -> None:
     """What each microbatch has made anew cannot be read, until `put_back`."""
-    own = vars(changed.module)
-    value = own.get(changed.name, GONE)
-    if value is not GONE and not _is_not_here(value):
-        own[changed.name] = not_here(_why(changed, path, stage, True), type(value), value)
+    anew = Left(GONE, True, changed.inside, _why(changed, path, stage, varies=True))
+    put(changed.module, changed.name, anew, is_own=True)
 
 
 def put(module: nn.Module, name: str, found: Left, is_own: bool) -> None:
