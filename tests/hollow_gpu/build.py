@@ -20,7 +20,7 @@ def build() -> Path:
     if LIBRARY.exists() and all(LIBRARY.stat().st_mtime > source.stat().st_mtime for source in sources):
         return LIBRARY
     site = Path(sysconfig.get_path("purelib"))
-    headers = [f"-I{site / 'nvidia' / name / 'include'}" for name in ("cu13", "nccl")]
+    headers = [f"-I{site / 'nvidia' / name / 'include'}" for name in ("cu13", "cudnn", "nccl")]
     LIBRARY.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         first, stubs = Path(folder) / "first.so", Path(folder) / "stubs.c"

@@ -2,6 +2,7 @@
 // copies copy at once, kernels do nothing. What has no function here gets one that returns 0 (build.py).
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
+#include <cudnn_version.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -196,8 +197,8 @@ const char *cudaGetErrorString(cudaError_t e) { return e == cudaErrorMemoryAlloc
 const char *cudaGetErrorName(cudaError_t e) { return e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaErrorUnknown"; }
 
 // ---- libraries; of their handles torch keeps workspaces
-size_t cudnnGetVersion(void) { return 92400; }
-int cudnnGetProperty(int what, int *v) { *v = what == 0 ? 9 : what == 1 ? 24 : 0; return 0; }
+size_t cudnnGetVersion(void) { return CUDNN_VERSION; }
+int cudnnGetProperty(int what, int *v) { *v = what == 0 ? CUDNN_MAJOR : what == 1 ? CUDNN_MINOR : 0; return 0; }
 size_t cudnnGetCudartVersion(void) { return 13000; }
 const char *cudnnGetErrorString(int e) { (void)e; return "a hollow cuDNN's error"; }
 int nvrtcVersion(int *a, int *b) { *a = 13, *b = 0; return 0; }
