@@ -3,18 +3,22 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fullframe.geometry.extents import overlap
+from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import AdaptiveWindow, Window
 from fullframe.ranks.adjoint import linear
+from fullframe.ranks.collectives import all_gather, all_gather_no_grad
 from fullframe.ranks.constants import constant
 from fullframe.ranks.exchange import joined
 from fullframe.ranks.memory_format import memory_format_of
-from fullframe.ranks.mesh import kept_with_mesh
+from fullframe.ranks.mesh import Axis, kept_with_mesh
 from fullframe.spatial.halo import borrow
 from fullframe.spatial.redistribute import gather_axes, refetched
 from fullframe.spatial.rules.registry import rule
@@ -74,6 +78,10 @@ def _max_pool(
         pool: Any = F.max_pool2d_with_indices if return_indices else F.max_pool2d
         pooled = pool(input.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding), (1, *dilation), ceil_mode)
         return tuple(t.squeeze(-2) for t in pooled) if return_indices else pooled.squeeze(-2)
+    over = _of_whole_dims(input, kernel, stride, padding, dilation)
+    if over is not None:
+        largest: Any = F.adaptive_max_pool2d if count == 2 else F.adaptive_max_pool3d
+        return largest(input, over, return_indices)
     plan, _, _ = _plan(input.spec, kernel, stride, padding, dilation, ceil_mode)
     local, spec = local_of(input), input.spec
     first = local.dim() - count
@@ -176,6 +184,11 @@ def _average_pool(
     kernel, padding = ints(kernel_size, count), ints(padding, count)
     stride = ints(stride, count) if stride not in (None, [], ()) else kernel
     extra = {} if divisor_override is None else {"divisor_override": divisor_override}
+    is_mean = input.is_floating_point() and not divisor_override
+    over = _of_whole_dims(input, kernel, stride, padding, (1,) * count) if is_mean else None
+    if over is not None:
+        adaptive: Any = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[count - 1]
+        return adaptive(input, over)  # type: ignore[no-any-return]
     plan, windows, sizes = _plan(input.spec, kernel, stride, padding, (1,) * count, ceil_mode)
     local, spec = local_of(input), input.spec
     local = region(local, plan)
@@ -200,6 +213,21 @@ def _average_pool(
     if seen is None:
         return wrap(func(local, kernel, stride, **extra), plan.spec)
     return wrap(_summed(local, kernel, stride, seen), plan.spec)
+
+
+def _of_whole_dims(x: SpatialTensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> list[int] | None:
+    """The result's sizes where each window is all of a dim or one row, and of a split dim all; None elsewhere.
+
+    Such pools need no map whole on a rank, nor is there another order among equals than the adaptive ones have.
+    """
+    sizes, first = x.shape[-len(kernel) :], x.dim() - len(kernel)
+    rows = list(zip(kernel, stride, padding, dilation, sizes, strict=True))
+    whole = [k == size > 1 and (p, d) == (0, 1) for k, _, p, d, size in rows]
+    if not any(each and x.spec.is_split(first + n) for n, each in enumerate(whole)):
+        return None
+    if not all(each or row[:3] == (1, 1, 0) for each, row in zip(whole, rows, strict=True)):
+        return None
+    return [1 if each else size for each, size in zip(whole, sizes, strict=True)]
 
 
 def _summed(x: Tensor, kernel: Ints, stride: Ints, seen: Tensor) -> Tensor:
@@ -273,43 +301,66 @@ class _Largest(NamedTuple):
 
 def _adaptive_max_rows(x: _Largest, dim: int, size: int, area: int) -> _Largest:
     """`x` pooled along one more dim, a row of which is `area` elements of the volume, 0 where nothing is counted."""
+    window = AdaptiveWindow(x.values.shape[dim], size)
+    reads = [window.reads(range(row, row + 1)) for row in range(size)]
     if not isinstance(x.values, SpatialTensor):
-        return _max_windows(x, dim, AdaptiveWindow(x.values.shape[dim], size), range(size), 0, area)
+        return _max_windows(x, dim, reads, 0, area)
     spec = x.values.spec
     mine = x.each(lambda t: local_of(t))  # type: ignore[arg-type]
-    window, placement = AdaptiveWindow(spec.shape[dim], size), spec.of(dim)
+    placement = spec.of(dim)
     if placement is None:
-        found, goal = _max_windows(mine, dim, window, range(size), 0, area), spec.resized(dim, size)
+        found, goal = _max_windows(mine, dim, reads, 0, area), spec.resized(dim, size)
         return found.each(lambda t: wrap(t, goal))
     extents = nonempty(window.output_extents(placement.extents, size))
-    if extents is None:
+    if extents is None and placement.extents.has_empty:
         whole = mine.each(lambda t: wrap(*gather_axes(t, spec, [placement.axis])))
         return _adaptive_max_rows(whole, dim, size, area)
+    axis = spec.spatial.axis(placement.axis)
+    if extents is None:
+        found, goal = (
+            _of_all_ranks(mine, placement, axis, reads, area),
+            spec.whole_along([axis.name]).resized(dim, size),
+        )
+        return found.each(lambda t: wrap(t, goal))
     wanted = tuple(window.reads(rows) for rows in extents.ranges)
     mine = mine.each(lambda t: refetched(t, spec, placement, wanted))
-    part, goal = spec.spatial.axis(placement.axis).coordinate, spec.resized(dim, size, extents)
-    found = _max_windows(mine, dim, window, extents.ranges[part], wanted[part].start, area)
+    part, goal = axis.coordinate, spec.resized(dim, size, extents)
+    rows = extents.ranges[part]
+    found = _max_windows(mine, dim, reads[rows.start : rows.stop], wanted[part].start, area)
     return found.each(lambda t: wrap(t, goal))
 
 
-def _max_windows(x: _Largest, dim: int, window: AdaptiveWindow, rows: range, offset: int, area: int) -> _Largest:
+def _of_all_ranks(mine: _Largest, placement: Placement, axis: Axis, reads: Sequence[range], area: int) -> _Largest:
+    """Pooled along a dim with windows `reads` that several ranks see: each rank's largest, and of these the largest."""
+    dim, parts = placement.dim, placement.extents.ranges
+    own, seen = parts[axis.coordinate], [[overlap(rows, part) for part in parts] for rows in reads]
+    found = _max_windows(mine, dim, [here[axis.coordinate] or own[:1] for here in seen], own.start, area)
+    values = all_gather(found.values, axis.group)  # (ranks, ...)
+    numbers = None if found.numbers is None else all_gather_no_grad(found.numbers, axis.group)
+    held = [(rank, row) for row, here in enumerate(seen) for rank, rows in enumerate(here) if rows]
+    stops = list(accumulate(sum(map(bool, here)) for here in seen))
+    candidates = _Largest(values, numbers).each(
+        lambda t: joined([t[rank].narrow(dim, row, 1) for rank, row in held], dim)
+    )
+    return _max_windows(candidates, dim, list(map(range, [0, *stops], stops)), 0, 0)
+
+
+def _max_windows(x: _Largest, dim: int, reads: Sequence[range], offset: int, area: int) -> _Largest:
     """The largest of each window along one dim; `x` starts at input row `offset`."""
     best, numbers = [], []
-    for row in rows:
-        reads = window.reads(range(row, row + 1))
-        seen = x.values.narrow(dim, reads.start - offset, len(reads))
+    for rows in reads:
+        seen = x.values.narrow(dim, rows.start - offset, len(rows))
         largest, index = seen.max(dim, keepdim=True)
         # Of several NaN torch's pool takes the last, its max the first.
-        places = torch.arange(len(reads), device=seen.device).view(-1, *(1,) * (seen.dim() - dim - 1))
-        last = (seen.isnan() * places).amax(dim, keepdim=True)
+        places = torch.arange(len(rows), dtype=torch.int32, device=seen.device)
+        last = (seen.isnan() * places.view(-1, *(1,) * (seen.dim() - dim - 1))).amax(dim, keepdim=True)
         index = torch.where(largest.isnan(), last, index)
         largest = seen.gather(dim, index)
         best.append(largest)
-        if area:
-            inner = 0 if x.numbers is None else x.numbers.narrow(dim, reads.start - offset, len(reads))
-            inner = inner.gather(dim, index) if isinstance(inner, Tensor) else inner
-            numbers.append(inner + (index + reads.start) * area)
-    return _Largest(joined(best, dim), joined(numbers, dim) if area else None)
+        if area or x.numbers is not None:
+            inner = 0 if x.numbers is None else x.numbers.narrow(dim, rows.start - offset, len(rows)).gather(dim, index)
+            numbers.append(inner + (index + rows.start) * area)
+    return _Largest(joined(best, dim), joined(numbers, dim) if numbers else None)
 
 
 def _targets(x: SpatialTensor, output_size: Any, count: int) -> list[int]:
