@@ -259,3 +259,17 @@ def test_a_window_over_all_rows_makes_no_map_whole(name: str) -> None:
         with _Largest() as largest:
             GLOBAL[name](wrap(source * 1, x.spec)).sum().backward()
     assert largest.elements == source.numel()
+
+
+def test_an_average_keeps_no_copy_of_its_map() -> None:
+    kept = []
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        kept.append(saved.untyped_storage().data_ptr())
+        return saved
+
+    with fake_job(1, 2), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        x = ff.shard(torch.randn(2, 4, 15, 16), ff.init_mesh(width=2), check=False)
+        source = x.local.detach().requires_grad_() * 1
+        F.avg_pool2d(wrap(source, x.spec), 2)
+    assert set(kept) == {source.untyped_storage().data_ptr()}

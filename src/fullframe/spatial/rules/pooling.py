@@ -203,8 +203,9 @@ def _average_pool(
         rows = outs.get(dim, range(sizes[n]))
         if dim not in outs:
             reads = window.reads(rows)
-            behind = (0, 0) * (local.dim() - dim - 1)
-            local = F.pad(local, (*behind, -reads.start, reads.stop - spec.shape[dim]))
+            before, after = -reads.start, max(reads.stop - spec.shape[dim], 0)
+            if before or after:  # a copy
+                local = F.pad(local, (*(0, 0) * (local.dim() - dim - 1), before, after))
         if counted:
             beyond = padding[n] if count_include_pad else 0
             here = tuple(_seen(window, row, spec.shape[dim], beyond) for row in rows)
