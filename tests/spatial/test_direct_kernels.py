@@ -54,6 +54,8 @@ CALLS = {
     ("spatial/rules/convolution.py", "_unsafe_view", 1): "no kernel; of the same shape",
     ("spatial/rules/grid_sample.py", "_unsafe_view", 2): "no kernel; of sums in one piece, which no node keeps",
     ("spatial/rules/normalization.py", "_unsafe_view", 1): "no kernel; needs strides that allow the view",
+    ("spatial/rules/pooling.py", "avg_pool*d_backward", 1):
+        "reads shape and layout of `self`, not its values; adds by atomics where windows of a volume overlap",
     ("spatial/rules/pooling.py", "max_pool*d_with_indices", 1):
         "channels_last and contiguous both; indices count in the rows that are given; floating point alone",
     ("spatial/rules/pooling.py", "max_pool*d_with_indices_backward", 1):

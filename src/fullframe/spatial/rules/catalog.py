@@ -3,6 +3,7 @@
 from fullframe.spatial import dispatch as _dispatch  # noqa: F401  the general way, which all rules are called by
 from fullframe.spatial import function_guard as _guard  # noqa: F401  in place as soon as there are split tensors
 from fullframe.spatial.rules import (  # noqa: F401
+    adaptive_pooling,
     attention,
     composed,
     convolution,
