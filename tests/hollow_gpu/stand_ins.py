@@ -163,6 +163,23 @@ def _softmax_backward(op: Any) -> Callable[..., Tensor]:
     return run
 
 
+def _sampler(x: Tensor, grid: Tensor) -> Tensor:
+    return _aten.grid_sampler_2d(x, grid, 0, 0, True)
+
+
+def _sampler_backward(x: Tensor, grid: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return _aten.grid_sampler_2d_backward(gradient, x, grid, 0, 0, True, [True, True])
+
+
+def _rms_norm_backward(
+    gradient: Tensor, x: Tensor, shape: Sequence[int], spread: Tensor, weight: Any, wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    inner = tuple(range(-len(shape), 0))
+    normal, g = x * spread, gradient if weight is None else gradient * weight
+    of_x = (g - normal * (g * normal).mean(inner, keepdim=True)) * spread
+    return of_x, None if weight is None else (gradient * normal).flatten(0, -len(shape) - 1).sum(0)
+
+
 STAND_INS: dict[str, Callable[..., Any]] = {
     **OF_NORMS_AND_CELLS,
     "cudnn_convolution": _cudnn, "cudnn_convolution_transpose": _cudnn_transposed, "_conv_depthwise2d": _depthwise,
@@ -173,6 +190,8 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_efficient_attention": _efficient,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_flash_attention": _flash, "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "cudnn_grid_sampler": _sampler, "cudnn_grid_sampler_backward": _sampler_backward,
+    "_fused_rms_norm_backward": _rms_norm_backward,
     "_softmax": _softmax(_aten._softmax), "_log_softmax": _softmax(_aten._log_softmax),
     "_softmax_backward_data": _softmax_backward(_aten._softmax_backward_data),
     "_log_softmax_backward_data": _softmax_backward(_aten._log_softmax_backward_data),

@@ -111,7 +111,7 @@ def sliced(whole: Tensor, spec: Spec, cut: Placements = ()) -> Tensor:
             if p.order is None:
                 parts = parts.narrow(dim + 1, rows.start, len(rows))
             else:
-                parts = parts.index_select(dim + 1, p.order.own)
+                parts = parts.index_select(dim + 1, p.order.own.to(parts.device))  # the host, in `verify`
             whole = parts.flatten(dim, dim + 2)
         cut = (*cut, p)
     return whole
