@@ -35,11 +35,11 @@ def test_what_torch_has_made_is_nobodys_until_someone_holds_it() -> None:
     assert weight.grad is own and own.sum() == 3
 
 
-def _in_one_tensor(width: int | None, held: bool) -> list[Tensor]:
+def _in_one_tensor(width: int | None, held: str) -> list[Tensor]:
     """All gradients after each of four steps, of which every second has two backward passes.
 
-    They are pieces of one tensor, or what torch has made in the first pass and is `held` from then on. The first layer
-    is trained again after a step in which it is frozen.
+    They are pieces of one tensor, or what torch has made in the first pass and is `held` from then on, or views of it
+    are. The first layer is trained again after a step in which it is frozen.
     """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 1)).double()
@@ -60,6 +60,8 @@ def _in_one_tensor(width: int | None, held: bool) -> list[Tensor]:
             model(image if width is None else ff.shard(image, mesh(1, width))).square().mean().backward()
             if held and step == 0:
                 pieces = [parameter.grad for parameter in net.parameters()]
+                if held == "by views":
+                    pieces = [piece.view(-1) for piece in pieces]
         found += [piece.clone() for piece in pieces]
         with torch.no_grad():
             for parameter, piece in zip(net.parameters(), pieces, strict=True):
@@ -67,8 +69,8 @@ def _in_one_tensor(width: int | None, held: bool) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_gradients_that_are_pieces_of_one_tensor_or_are_held(held: bool) -> None:
+@pytest.mark.parametrize("held", ["", "themselves", "by views"])
+def test_gradients_that_are_pieces_of_one_tensor_or_are_held(held: str) -> None:
     expected = _in_one_tensor(None, held)
     for found in rank_group(2).run(_in_one_tensor, 2, held):
         assert max(map(relative, expected, found)) < 1e-12

@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -70,14 +71,16 @@ class Placed:
     """
 
     def __init__(self) -> None:
-        self._made: dict[nn.Parameter, weakref.ref[Tensor]] = {}  # gradients that torch or DDP has made
+        self._made: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}  # by torch or DDP; others in its memory
         self._placed: dict[nn.Parameter, Tensor] = {}  # other ones
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before any of that."""
+        others = _others(parameters)
         for parameter in parameters:
-            if parameter.grad is not None and _is_held(parameter):
-                self._made.pop(parameter, None)
+            known = self._made.get(parameter)
+            if known is not None and (_is_held(parameter) or others.get(parameter, 0) > known[1]):
+                del self._made[parameter]
         self._placed = {p: p.grad for p in parameters if p.grad is not None and not self._has_made(p, p.grad)}
 
     def give_back(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -90,19 +93,26 @@ class Placed:
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
         """The gradients of these were made by torch or DDP."""
+        others = _others(parameters := list(parameters))
         for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None and not self._has_made(parameter, gradient):
-                self._made[parameter] = weakref.ref(gradient)
+            if parameter.grad is not None:
+                self._made[parameter] = weakref.ref(parameter.grad), others.get(parameter, 0)
 
     def _has_made(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
         made = self._made.get(parameter)
-        return made is not None and made() is gradient
+        return made is not None and made[0]() is gradient
 
 
 def _is_held(parameter: nn.Parameter) -> bool:
     """Whether something in Python refers to what lies in its `.grad`, which is to get the next values too."""
     return sys.getrefcount(parameter.grad) > sys.getrefcount(_NOBODYS.grad)
+
+
+def _others(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """How many tensors lie in the memory of each one's `.grad` that are no `.grad` of these: views of it, say."""
+    with_memory = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+    gradients = Counter(_memory(p.grad) for p in with_memory)  # type: ignore[arg-type]
+    return {p: _tensors_in(p.grad) - gradients[_memory(p.grad)] for p in with_memory}  # type: ignore[arg-type]
 
 
 def _memory(tensor: Tensor) -> int:
