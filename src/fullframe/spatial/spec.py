@@ -59,6 +59,12 @@ class Spec:
         """The shape of what this rank holds."""
         return local_shape(self.shape, self.placements, [self.coordinates[p.axis] for p in self.placements])
 
+    @property
+    def largest_shape(self) -> tuple[int, ...]:
+        """That of the largest part, whichever rank holds it."""
+        sizes = [p.extents.sizes for p in self.placements]
+        return local_shape(self.shape, self.placements, [held.index(max(held)) for held in sizes])
+
     def rows(self, placement: Placement) -> range:
         """The global rows that this rank holds of what the placement cuts."""
         return placement.extents.ranges[self.spatial.axis(placement.axis).coordinate]

@@ -7,6 +7,7 @@ on several.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullframe.arguments import checked
 from fullframe.errors import ShapeError, StrategyError, require_count
 from fullframe.model.lent import lent
-from fullframe.spatial.tensor import local_or_whole
+from fullframe.spatial.tensor import SpatialTensor
 from fullframe.techniques.offload import saving_to_host
 from fullframe.techniques.recompute import Looks, Recomputed
 from fullframe.techniques.stages.chain import Criterion, Stages
@@ -196,7 +197,7 @@ class Unrolled(nn.Module):
             return schedules.nested(iterations)
         if self._states is not None:
             return schedules.binomial(iterations, min(iterations, self._states))
-        state_bytes = sum(local_or_whole(tensor).nbytes for tensor in tensors_of(state))
+        state_bytes = sum(map(_largest_bytes, tensors_of(state)))
         fitting = self._recompute // max(state_bytes, 1)
         if not fitting:
             raise StrategyError(
@@ -233,6 +234,11 @@ class _Iterations:
     def likeness(self, count: int, state: Any) -> Any:
         """The given one: no iteration changes its form."""
         return state
+
+
+def _largest_bytes(tensor: Tensor) -> int:
+    """On the rank that has most of it, as all run the same again."""
+    return prod(tensor.spec.largest_shape if isinstance(tensor, SpatialTensor) else tensor.shape) * tensor.itemsize
 
 
 def _known_kind(recompute: Any) -> Any:
