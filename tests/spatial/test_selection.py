@@ -93,3 +93,21 @@ def _of_a_mask_that_is_written_to() -> list[bool]:
 
 def test_a_mask_is_known_again_by_its_contents() -> None:
     assert rank_group(2).run(_of_a_mask_that_is_written_to) == [[True] * 4] * 2
+
+
+def _of_masks_that_are_alike_in_part() -> list[bool]:
+    """Another on the second rank alone; of another shape, at the same cells of each rank's part."""
+    x, mask, on = torch.arange(24.0).view(4, 6), torch.arange(24).view(4, 6) % 3 == 0, mesh(1, 2)
+    more = mask.clone()
+    more[0, 5] = True
+    wider = torch.cat([half.reshape(2, 6) for half in mask.chunk(2, 1)], 1)
+    kept = [ff.shard(x, on)[ff.shard(mask, on)]]  # in use
+    right = []
+    for one in (more, wider, mask):
+        kept.append(ff.shard(x.view(one.shape), on)[ff.shard(one, on)])
+        right.append(torch.equal(kept[-1].full(), x.view(one.shape)[one]))  # type: ignore[attr-defined]
+    return right
+
+
+def test_masks_that_are_alike_in_part_are_others() -> None:
+    assert rank_group(2).run(_of_masks_that_are_alike_in_part) == [[True] * 3] * 2

@@ -233,4 +233,4 @@ def _starts(spec: Spec, coordinates: dict[str, int]) -> Tensor:
         held = numbers_held(spec, dim, coordinates)
         held = held[:: max(rows * inner, 1)] if dim == last.dim else held
         starts = (starts[:, None] + held * prod(spec.shape[dim + 1 :])).flatten()
-    return starts if prod(spec.shape[last.dim + 1 :]) else starts[:0]
+    return starts
