@@ -15,7 +15,7 @@ from fullframe.errors import RecipeError
 from fullframe.ranks.randomness import kept_random_state
 from fullframe.spatial.tensor import whole
 from fullframe.techniques.ema import ParameterAverage
-from fullframe.training.evaluation import OfPart, _alike, evaluate, evaluating
+from fullframe.training.evaluation import OfPart, _alike, _computed, evaluate, evaluating
 from tests.rank_group import rank_group
 from tests.training import tiny
 
@@ -138,6 +138,13 @@ def numbers(found):
 
 def twice(make, width, samples):
     return measured(make, width, samples, times=2)
+
+
+@pytest.mark.parametrize("updated", [0, 1, 2])
+def test_a_metric_that_one_replica_alone_has_updated(updated):
+    metrics = [torchmetrics.CatMetric() for _ in range(3)]
+    metrics[updated].update(torch.tensor([0.25, 0.5]))
+    assert _computed("all", [[metric] for metric in metrics]) == {"all.0": 0.25, "all.1": 0.5}
 
 
 def test_an_evaluation_that_is_given_up_leaves_nothing_behind():

@@ -284,7 +284,7 @@ def _reduced(values: list[Any], reduction: Any, counts: list[int]) -> Any:
     from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
 
     if len(values) == 1:
-        return values[0]
+        return copy.copy(values[0])  # to reset the metric that a list is of empties it
     if any(isinstance(value, list) for value in values):
         items = _items([value if isinstance(value, list) else [value] for value in values], counts)
         return items if reduction in (None, dim_zero_cat) else reduction(items)
