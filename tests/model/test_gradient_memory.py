@@ -1,6 +1,8 @@
 """Where gradients lie: what a user has put into `.grad` stays there, and gets the job's gradient."""
 
 import weakref
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -21,21 +23,38 @@ def test_what_torch_has_made_is_nobodys_until_someone_holds_it() -> None:
     placed.remember([weight])
     placed.note([weight])
     weight.grad = torch.ones(3)  # as DDP does
-    placed.give_back([weight])
+    placed.give_back()
     assert weight.grad is not made()
     held = weight.grad
     placed.note([weight])
     weight.grad = torch.full((3,), 2.0)
-    placed.give_back([weight])
+    placed.give_back()
     assert weight.grad is held and held.sum() == 6
     weight.grad = own = torch.zeros(3)
     placed.note([weight])
     weight.grad = torch.ones(3)
-    placed.give_back([weight])
+    placed.give_back()
     assert weight.grad is own and own.sum() == 3
 
 
-def _in_one_tensor(width: int | None, held: str) -> list[Tensor]:
+def _fail(*of_hook: Any) -> None:
+    raise ArithmeticError
+
+
+def _something_between(model: nn.Module, net: nn.Sequential, image: Tensor, what: str) -> None:
+    """A forward pass without a graph, or a pass that ends by an error, forward or backward."""
+    failing = {"forward": net[1].register_forward_hook, "backward": net[1].register_full_backward_hook}
+    hook = failing[what](_fail) if what in failing else None
+    with suppress(ArithmeticError), torch.set_grad_enabled(hook is not None):
+        loss = model(image).square().mean()
+        if hook is not None:
+            loss.backward()
+    if hook is not None:
+        hook.remove()
+        model.zero_grad(set_to_none=False)  # of the layers that backward has come to
+
+
+def _in_one_tensor(width: int | None, held: str, between: str) -> list[Tensor]:
     """All gradients after each of four steps, of which every second has two backward passes.
 
     They are pieces of one tensor, or what torch has made in the first pass and is `held` from then on, or views of it
@@ -52,6 +71,9 @@ def _in_one_tensor(width: int | None, held: str) -> list[Tensor]:
         model.zero_grad()
     found = []
     for step in range(4):
+        if between:
+            image = torch.ones(1, 2, 6, 9, dtype=torch.float64)
+            _something_between(model, net, image if width is None else ff.shard(image, mesh(1, width)), between)
         net[0].requires_grad_(step != 2)
         for piece in pieces:
             piece.zero_()
@@ -69,10 +91,11 @@ def _in_one_tensor(width: int | None, held: str) -> list[Tensor]:
     return found
 
 
+@pytest.mark.parametrize("between", ["", "evaluation", "forward", "backward"])
 @pytest.mark.parametrize("held", ["", "themselves", "by views"])
-def test_gradients_that_are_pieces_of_one_tensor_or_are_held(held: str) -> None:
-    expected = _in_one_tensor(None, held)
-    for found in rank_group(2).run(_in_one_tensor, 2, held):
+def test_gradients_that_are_pieces_of_one_tensor_or_are_held(held: str, between: str) -> None:
+    expected = _in_one_tensor(None, held, between)
+    for found in rank_group(2).run(_in_one_tensor, 2, held, between):
         assert max(map(relative, expected, found)) < 1e-12
 
 

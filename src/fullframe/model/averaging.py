@@ -69,6 +69,7 @@ class Averaging:
         self._astray = False  # gradients of some came elsewhere
         self._alone: set[nn.Parameter] = set()  # those whose gradients of no_sync() are not averaged yet
         self._buckets, self._placed = Buckets(), Placed()
+        door.register_forward_pre_hook(self._placed.give_back)  # by then DDP has made its buckets again
         self._frozen: list[nn.Parameter] = []  # the model's others
         self._changed = False  # what is trained, since the ranks last compared it
         self._is_behind = False  # DDP was made for what was trained before that
@@ -151,7 +152,7 @@ class Averaging:
         for parameter in wanted:  # DDP's own views would point elsewhere where the model is cast with its gradients
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.detach()
-        self._placed.give_back(wanted)
+        self._placed.give_back()
         self._placed.note(wanted)  # before the forward pass that follows
         self.sync(self.syncing)
 
@@ -163,7 +164,6 @@ class Averaging:
 
     def called(self) -> None:
         """After a forward pass."""
-        self._placed.give_back(self._for)
         if not torch.is_grad_enabled():
             return
         if self.syncing and self.run is self._ddp:
@@ -184,6 +184,7 @@ class Averaging:
             if self._expects:
                 self._began = True
                 self._placed.note(self._for)
+                running.placed = self._placed.until_given_back()
                 self._buckets.leave_to_holders()
             _at_the_end(running.check)  # which alone holds it, so that it ends with its pass, also by an error
         return running
@@ -247,7 +248,7 @@ class Averaging:
         if not simulated:
             self._ddp.reducer._check_reducer_finalized()
             self._buckets.hand_out(self._for)
-            self._placed.give_back(self._for)
+            self._placed.give_back()
         self._expects = self._began = False
         self._alone.clear()
         self._settle(self._on_any_rank(came), simulated)
@@ -344,6 +345,7 @@ class _Pass:
         self.arrived: set[nn.Parameter] = set()
         self.astray: list[nn.Parameter] = []  # of them, without DDP's hooks
         self.made: list[nn.Parameter] = []  # had no gradient before
+        self.placed: Any = None
 
     def check(self) -> None:
         came = self._averaging.check(self.arrived, self.astray)
@@ -351,9 +353,7 @@ class _Pass:
 
 
 def leave_shares(parameters: Iterable[nn.Parameter], spatial: Spatial) -> None:
-    """Each rank keeps its share of their gradients; who looks at one, a user's hook or `autograd.grad`, sees its
-    replica's gradient, which leaves the mean over all ranks what it was.
-    """
+    """Each rank keeps its share of their gradients; a hook of the user's or `autograd.grad` sees its replica's."""
     for parameter in parameters:
         manage(parameter, _hook_of_shares(weakref.ref(parameter), spatial))
 

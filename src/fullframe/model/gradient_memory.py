@@ -73,6 +73,7 @@ class Placed:
     def __init__(self) -> None:
         self._made: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}  # by torch or DDP; others in its memory
         self._placed: dict[nn.Parameter, Tensor] = {}  # other ones
+        self._noted: Iterable[nn.Parameter] = ()  # until they are given back
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before any of that."""
@@ -82,14 +83,24 @@ class Placed:
             if known is not None and (_is_held(parameter) or others.get(parameter, 0) > known[1]):
                 del self._made[parameter]
         self._placed = {p: p.grad for p in parameters if p.grad is not None and not self._has_made(p, p.grad)}
+        self._noted = parameters
 
-    def give_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Afterwards: it has DDP's values, and is what lies in `.grad`; what else lies there is no one's."""
-        self.remember(parameter for parameter in parameters if parameter not in self._placed)
+    def give_back(self, *call: Any) -> None:
+        """Afterwards, or before a module's `call`: it has DDP's values, and is what lies in `.grad`.
+
+        What else lies there is no one's.
+        """
+        if call and not torch.is_grad_enabled():  # DDP puts nothing there, and nothing was noted for this call
+            return
+        self.remember(parameter for parameter in self._noted if parameter not in self._placed)
         for parameter, own in self._placed.items():
             if parameter.grad is not None and parameter.grad is not own:
                 parameter.grad = own.copy_(parameter.grad)
-        self._placed.clear()
+        self._placed, self._noted = {}, ()
+
+    def until_given_back(self) -> "Noted":
+        """To be held for as long as that may be."""
+        return Noted(self, self._placed)
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
         """The gradients of these were made by torch or DDP."""
@@ -101,6 +112,17 @@ class Placed:
     def _has_made(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
         made = self._made.get(parameter)
         return made is not None and made[0]() is gradient
+
+
+class Noted:
+    """Lets what was noted be given back where nobody has by the time that it is let go of: after an error."""
+
+    def __init__(self, owner: Placed, placed: dict[nn.Parameter, Tensor]):
+        self._owner, self._placed = owner, placed
+
+    def __del__(self) -> None:
+        if self._owner._placed is self._placed:
+            self._owner.give_back()
 
 
 def _is_held(parameter: nn.Parameter) -> bool:
