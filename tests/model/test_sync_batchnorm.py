@@ -98,6 +98,30 @@ def test_a_sync_batchnorm_of_the_users_runs_on_a_cpu_and_on_split_tensors() -> N
             torch.testing.assert_close(buffers[name], expected[name], rtol=1e-9, atol=1e-13)
 
 
+def shared_by_two() -> list[Tensor]:
+    """Two parallel models in turn, of two images a rank: the loss, and the statistics of the norm they share."""
+    mesh = ff.init_mesh()
+    trunk = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4)).double()
+    first = ff.parallelize(nn.Sequential(trunk, nn.Conv2d(4, 1, 1)).double(), mesh)
+    images = torch.randn(4, 3, 6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    part = images.chunk(torch.distributed.get_world_size())[torch.distributed.get_rank()]
+    with torch.no_grad():
+        before = first(part)
+    second = ff.parallelize(nn.Sequential(trunk, nn.Conv2d(4, 2, 1)).double(), mesh)
+    second(part).square().mean().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(first(part), before)
+    whole = nn.BatchNorm2d(4).double()
+    for _ in range(3):
+        whole(trunk[0](images))
+    return [trunk[1].running_mean - whole.running_mean, trunk[1].running_var - whole.running_var]
+
+
+def test_two_models_may_share_one() -> None:
+    for off in rank_group(2).run(shared_by_two):
+        torch.testing.assert_close(off, [torch.zeros_like(each) for each in off], rtol=0, atol=1e-13)
+
+
 def statistics_of(synced: bool, plain: bool = False) -> list[Tensor]:
     """What `update_bn` finds in six images, one step; of `plain` torch, or on these ranks."""
     torch.manual_seed(0)

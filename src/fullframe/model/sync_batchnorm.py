@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fullframe.errors import StrategyError
-from fullframe.model.forward_patch import PatchedForward
+from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.spatial.rules.normalization import OverReplicas
 
 
@@ -21,6 +21,8 @@ def synchronize_batchnorm(model: nn.Module, replica_ranks: int, every: bool) -> 
     for module in model.modules():
         synced = isinstance(module, nn.SyncBatchNorm)
         if isinstance(module, _BatchNorm) and (module.process_group is None if synced else every):
+            if isinstance(module.forward, _Synchronized):  # by another parallel model, which shares it
+                unpatch(module)
             module.forward = _Synchronized(module, replica_ranks, every)  # type: ignore[method-assign]
 
 
