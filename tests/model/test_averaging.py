@@ -60,6 +60,17 @@ def _there_and_back_and_frozen(net: Any, step: int) -> None:
         net.body[0].requires_grad_(False)
 
 
+def _there_and_back_and_longer(net: Any, step: int) -> None:
+    """DDP is made anew in the very call that first meets a layer, which is taken out in the next."""
+    if step == 1:
+        net.float().double()
+    if step == 2:
+        torch.manual_seed(7)
+        net.body.append(nn.Conv2d(4, 4, 1).double())
+    if step == 3:
+        del net.body[-1]
+
+
 def _an_error(net: Any, step: int) -> None:
     if step == 2:
         raised = count()
@@ -90,6 +101,7 @@ CHANGES: dict[str, Change] = {
     "dtype": _doubled,
     "there and back": _there_and_back,
     "there and back and frozen": _there_and_back_and_frozen,
+    "there and back and longer": _there_and_back_and_longer,
     "an error": _an_error,
     "frozen and an error": _frozen_and_an_error,
     "unfrozen inside": _unfrozen_inside,
@@ -122,7 +134,8 @@ def _trained(what: str, height: int | None, width: int = 1) -> list[Tensor]:
     for step in range(STEPS):
         if what in CHANGES:
             CHANGES[what](net, step)
-            assert isinstance(model.head, nn.Linear)  # who looks at a part shows it to the model before its call
+            if "longer" not in what:
+                assert isinstance(model.head, nn.Linear)  # who looks at a part shows it to the model before its call
         images = torch.randn(4, 2, 9, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         if on is not None:
             images = ff.shard(images.chunk(on.size(0))[on.get_local_rank("data")], on)

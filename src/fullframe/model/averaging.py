@@ -140,7 +140,7 @@ class Averaging:
         self._for, self._expects, self._began, self._buckets = wanted, False, False, Buckets()
         self._placed.note(wanted)
         self._ddp = None  # with its buckets, which in an evaluation's inference mode could not be trained with
-        with torch.inference_mode(False), frozen([each for each in self.parameters if each not in wanted]):
+        with torch.inference_mode(False), frozen([each for each in trained(self._model)[0] if each not in wanted]):
             self._ddp = self._make_ddp(
                 self._door,
                 gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
