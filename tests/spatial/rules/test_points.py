@@ -127,6 +127,16 @@ def turned(x: Tensor, dim: int) -> Tensor:
     return x.detach().argsort(dim)
 
 
+def picked_by_order(x: Tensor) -> Tensor:
+    """The positions of the pixels above zero, by their values."""
+    order = turned(x.view(-1), 0)
+    return order[x.detach().view(-1)[order] > 0]
+
+
+def batch(x: Tensor) -> Tensor:
+    return torch.arange(2)[:, None].expand(2, 77).reshape(-1)
+
+
 BACK = torch.arange(11).flip(0)
 MANY: dict[str, Op] = {
     "gather": lambda x: [x.gather(3, turned(x, 3)).sin(), x.gather(2, turned(x, 2))],
@@ -137,6 +147,13 @@ MANY: dict[str, Op] = {
     "take_along_dim": lambda x: x.take_along_dim(turned(x[:, :1], 2), 2),
     "rows": lambda x: [x[..., BACK], x.index_select(2, BACK[4:]), x[:, :, torch.tensor([-1, 3, 3, 0, -7])]],
     "rows of tokens": lambda x: x.flatten(2).mT[:, torch.arange(77).flip(0)].cos(),
+    "sorted pixels": lambda x: [x.flatten()[turned(x.flatten(), 0)], x.sin().view(-1)[picked_by_order(x)] * 2],
+    "of what a mask picks": lambda x: [(x * 2)[x > 0][turned(x[x > 0], 0)], x[x > 0].gather(0, turned(x[x > 0], 0))],
+    "pixels at split points": lambda x: [x.movedim(1, 3)[batch(x), along(x, 2).flatten(), along(x, 3).flatten()].cos(),
+                                         x[:, :, along(x, 2, 4).view(-1) - 7, along(x, 3, 4).view(-1)].sin()],
+    "a table of split points": lambda x: x[:, :, along(x, 2)[0, 0], along(x, 3)[1, 0]].cos(),
+    "by index_select": lambda x: x.flatten().index_select(0, turned(x.flatten(), 0)[3:]).cos(),
+    "by take": lambda x: x.take((x.detach().abs() * 50).long() % x.numel()),
 }  # fmt: skip
 
 
@@ -184,14 +201,8 @@ def test_what_lies_on_other_ranks_is_sent_once_each_way(width: int) -> None:
 def _too_much() -> int:
     torch.manual_seed(0)
     x = ff.shard(torch.randn(1, 80, 40, 50), mesh(1, 2))
-    columns, flat = x.detach().abs().long() % 50, x.flatten()
-    often = torch.arange(40).repeat(200)
-    for read in (
-        lambda: flat[columns.flatten()],
-        lambda: flat.gather(0, columns.flatten()),
-        lambda: x[..., columns],
-        lambda: x[:, :, often, often],
-    ):
+    channels, often = x.detach().abs().long() % 80, torch.arange(40).repeat(200)
+    for read in (lambda: x[:, channels.flatten()], lambda: x[:, :, often, often]):
         with pytest.raises(ff.UnsupportedOp, match="unsupported='gather'"):
             read()
     return 1

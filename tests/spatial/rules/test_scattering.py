@@ -1,10 +1,13 @@
 """Writing at index tensors."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
 import fullframe as ff
+from fullframe.spatial.rules import points
 from tests.exactness import mesh
 from tests.rank_group import rank_group
 from tests.spatial.cases import MESHES, WORLDS, Case, Op, as_in_one_process, small
@@ -229,11 +232,30 @@ MANY: dict[str, Op] = {
                               (x * 2).scatter_add(3, large(x, 3)[..., :6], x[..., :6])],
     "tokens": lambda x: (x.flatten(2) * 2).scatter_add(2, turned(x.flatten(2), 2) // 3, x.flatten(2).sin()),
     "scatter_reduce": lambda x: (x * 2).scatter_reduce(3, large(x, 3), x, "mean", include_self=False),
+    "put at split points": lambda x: [x.index_put(cells_of(x), x.sin().flatten(), accumulate=True),
+                                      both(x, lambda y: put_sorted(y, y.detach()[:, 0]))],
+    "put split values at whole points": lambda x: set_in(
+        x * 1, x[1].flatten(1).sin(), 0, slice(None), torch.arange(77).flip(0) // 11, torch.arange(77).flip(0) % 11),
 }  # fmt: skip
 
 
 def turned(x: Tensor, dim: int) -> Tensor:
     return x.detach().argsort(dim)
+
+
+def cells_of(x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(large(x, dim).flatten() for dim in range(4))
+
+
+def put_sorted(y: Tensor, heights: Tensor) -> Tensor:
+    """Pixels, sorted by cell, of each cell the last one, written into the cells of the second image."""
+    rows, columns = y.shape[2:]
+    cells, order = ((heights.abs() * 50).long() % (rows * columns)).flatten().sort(stable=True)
+    last = torch.ones_like(cells, dtype=torch.bool)
+    last[:-1] = cells[1:] != cells[:-1]
+    cells, pixels = cells[last], (y * 2).sin().movedim(1, 3).flatten(0, 2)[order][last]
+    y[1, :, cells // columns, cells % columns] = pixels.mT
+    return y
 
 
 def large(x: Tensor, dim: int) -> Tensor:
@@ -277,6 +299,8 @@ def _refused() -> int:
     ):
         with pytest.raises(ff.UnsupportedOp):
             write()
+    with mock.patch.object(points, "FEW", 0), pytest.raises(ff.UnsupportedOp, match="equal in part"):
+        x.index_put(cells_of(x), x.flatten())
     return 1
 
 

@@ -1,16 +1,27 @@
-"""Reads of a split map at positions: each rank reads those that it holds, and the few numbers read are put together."""
+"""Reads of a split map at positions: each rank reads those that it holds, and the few numbers read are put together.
 
-from collections.abc import Sequence
+Split positions that are too many to be whole on each rank are sent to all in turns. `x` of four in two parts:
+
+    x: a b | c d   at: 3 0 | 2 1     turn 0: both know 3 0, rank 0 finds a, rank 1 finds d; rank 0 keeps d a
+                                     turn 1: both know 2 1, rank 0 finds b, rank 1 finds c; rank 1 keeps c b
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import proportional_extents
 from fullframe.ranks.collectives import all_owned, all_sum_no_grad
-from fullframe.spatial.operands import aligned, has_values, placements_of, united
+from fullframe.ranks.exchange import fetch, joined
+from fullframe.ranks.mesh import axes_in
+from fullframe.spatial.operands import aligned, has_values, in_order, merged, placements_of, united
 from fullframe.spatial.redistribute import gather_axes, sliced
 from fullframe.spatial.rules.registry import Unsupported, rule
 from fullframe.spatial.rules.tables import FEW, landing, looked_up
@@ -21,23 +32,26 @@ from fullframe.spatial.tensor import SpatialTensor, local_of, on_local, whole, w
 from fullframe.spatial.whole_rows import sent_home, whole_rows
 
 
-def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
-    """`x[points]`, one index tensor or None a dim, at least one; none of them a mask.
+def read_at(x: Tensor, points: Sequence[Tensor | None], negative: bool = True) -> Tensor:
+    """`x[points]`, one index tensor or None a dim, at least one; none of them a mask. `negative`: from the end, too.
 
-    What is read along split dims is whole on all ranks, but for many rows of one dim. Refused where that, or an index
-    that is split, is more than a rank's part of `x`.
+    What is read along split dims is whole on all ranks, but for many rows of one dim, or at many positions that are
+    split. Refused where that, or such an index, is more than a rank's part of `x`.
     """
     given = [i for i in points if i is not None]
     if not isinstance(x, SpatialTensor):
         return looked_up(x, points)
     x.spec.require_in_order([dim for dim, index in enumerate(points) if index is not None])
-    spec = x.spec
+    spec, turns = x.spec, in_turns(points, x.spec)
+    by_rows = len(given) == given[0].dim() == 1 and has_many_rows(spec, landing(points))
+    if turns is not None and not (by_rows and given[0].numel() <= most_besides(spec)):
+        return _read_in_turns(x, points, turns, negative)
     points, at, shape, rest, result = landed(spec, [None if i is None else _whole(i, x) for i in points])
     many = len(given) == len(shape) == 1 and _is_much(result, spec) and has_many_rows(spec, at)
     if not many:
         _require_few(result, spec)
     where = {dim: index for dim, index in enumerate(points) if index is not None}
-    require_inside(lambda like: like[items_of(points)], spec, where, True)
+    require_inside(partial(_at, points), spec, where, negative)
     if many:
         (index,) = (torch.where(i < 0, i + x.shape[at], i) for i in points if i is not None)
         return along(x, at, lambda local: local.index_select(at, index))
@@ -47,6 +61,77 @@ def read_at(x: Tensor, points: Sequence[Tensor | None]) -> Tensor:
         return wrap(found, result)
     held = held.view((*held.shape, *(1 for _ in rest[at:])))  # as a tuple: it may be empty
     return wrap(_put_together(found, held, spec, rest), result)
+
+
+def _read_in_turns(x: SpatialTensor, points: Sequence[Tensor | None], turns: "Turns", negative: bool) -> Tensor:
+    """`x[points]`, cut as the positions are."""
+    spec, local, (at, rest, result) = x.spec, local_of(x), turns.landed(x.spec, points)
+    found = []
+    for turn, here in enumerate(turns.of_positions(points)):
+        require_inside(partial(_at, here), spec, {d: i for d, i in enumerate(here) if i is not None}, negative)
+        part, places, held = at_own(local, spec, here)
+        assert held is not None
+        read = _put_together(part[items_of(places)], held.view(-1, *(1 for _ in rest[at:])), spec, rest)
+        found.append(read if turn == turns.axis.coordinate else read.narrow(at, 0, 0).clone())  # in each rank's graph
+    return wrap(joined(found, at).unflatten(at, turns.index.local_shape), result)
+
+
+def _at(points: Sequence[Tensor | None], x: Tensor) -> Tensor:
+    return x[items_of(points)]
+
+
+class Turns:
+    """The turns of split index tensors, of spec `index`, over all ranks of `axis`."""
+
+    def __init__(self, index: Spec, names: Sequence[str]):
+        spatial = index.spatial
+        self.index, self.axis = index, spatial.axis(spatial.joint(names))
+        axes = axes_in(self.axis.name)
+        sizes = []
+        for place in product(*(range(spatial.axis(name).size) for name in axes)):
+            at = dict(zip(axes, place, strict=True))
+            held = [(p.extents.sizes[spatial.coordinate_at(p.axis, at)], p.extents.size) for p in index.placements]
+            sizes.append(prod(index.shape) // prod(size for _, size in held) * prod(own for own, _ in held))
+        self._extents = Extents((0, *accumulate(sizes)))  # of the positions, one rank's after another's
+
+    def each(self, own: Tensor, dim: int) -> Iterator[Tensor]:
+        """What each rank has for its positions, which are `dim` of `own`, in turn on all ranks; differentiable."""
+        for rows in self._extents.ranges:
+            yield fetch(own, dim, self._extents, (rows,) * self.axis.size, self.axis)
+
+    def of_positions(self, points: Sequence[Tensor | None]) -> Iterator[list[Tensor | None]]:
+        """Each rank's positions, (own,) for each index tensor."""
+        own = [aligned(i, self.index).expand(self.index.local_shape).flatten().long() for i in points if i is not None]
+        for turn in self.each(torch.stack(own), 1):
+            here = iter(turn.unbind())
+            yield [None if i is None else next(here) for i in points]
+
+    def landed(self, spec: Spec, points: Sequence[Tensor | None]) -> tuple[int, list[int], Spec]:
+        """Where the dims of the positions begin in what is read from `spec`, dims without an index, and its spec."""
+        like = torch.empty(()).expand(self.index.shape)
+        _, at, _, rest, found = landed(spec, [None if i is None else like for i in points])
+        cuts = in_order([*found.placements, *(p.at(p.dim + at) for p in self.index.placements)])
+        return at, rest, found.with_(found.shape, cuts)
+
+
+def in_turns(points: Sequence[Tensor | None], spec: Spec, index: Spec | None = None) -> Turns | None:
+    """The turns of index tensors, one or None a dim, for a map; None where they, or all that is there, may be whole.
+
+    `index` is their spec where they are whole, but what is written at them is split.
+    """
+    given = [i for i in points if i is not None]
+    if index is None and not any(isinstance(i, SpatialTensor) for i in given):
+        return None
+    rest = prod(size for size, i in zip(spec.shape, points, strict=True) if i is None)
+    rest //= prod(p.extents.parts for p in spec.placements if points[p.dim] is None)
+    if prod(torch.broadcast_shapes(*(i.shape for i in given))) * max(rest, 1) <= most_besides(spec):
+        return None
+    index, over = index or merged(given), [p.axis for p in spec.placements if points[p.dim] is not None]
+    names = [*over, *(p.axis for p in index.placements)]
+    besides = {name for p in spec.placements if p.axis not in over for name in axes_in(p.axis)}
+    if not over or any(name in besides for joint in names for name in axes_in(joint)):
+        return None
+    return Turns(index, names)
 
 
 class Landed(NamedTuple):
@@ -176,10 +261,12 @@ def _is_inside(index: Tensor, size: int, negative: bool) -> bool:
 def _index_select(func: Any, x: Tensor, dim: int, index: Tensor) -> Tensor:
     """Rows of a dim by their numbers; see `read_at`."""
     dim %= x.dim()
-    if isinstance(x, SpatialTensor):
+    points = [index.reshape(-1) if d == dim else None for d in range(x.dim())]
+    if isinstance(x, SpatialTensor) and in_turns(points, x.spec) is None:
         index = _whole(index, x)
         require_inside(lambda like: func(like, dim, index), x.spec, {dim: index}, False)
-    return read_at(x, [index.reshape(-1) if d == dim else None for d in range(x.dim())])
+        points[dim] = index.reshape(-1)
+    return read_at(x, points, False)
 
 
 @rule(torch.take, Tensor.take)
@@ -187,9 +274,12 @@ def _take(func: Any, x: Tensor, index: Tensor) -> Tensor:
     """Elements by their numbers in the whole tensor; see `read_at`."""
     if not isinstance(x, SpatialTensor):
         return on_local(index, lambda i: func(x, i))
+    flat = x.reshape(-1)
+    if isinstance(flat, SpatialTensor) and in_turns([index], flat.spec) is not None:
+        return read_at(flat, [index])
     index, numbers = _whole(index, x), x.spec.with_((x.numel(),), ())
     require_inside(lambda like: func(like, index), numbers, {0: index}, True)
-    found = read_at(x.reshape(-1), [torch.atleast_1d(index)])  # an index without dims would be read by the host
+    found = read_at(flat, [torch.atleast_1d(index)])  # an index without dims would be read by the host
     return found if index.dim() else found.squeeze(0)
 
 
@@ -219,6 +309,8 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
             x = x.narrow(d, 0, index.shape[d])
     if not isinstance(x, SpatialTensor):
         return _gathered(x, dim, index) if isinstance(index, SpatialTensor) else x.gather(dim, index)
+    if x.dim() == 1 and in_turns([index], x.spec) is not None:
+        return read_at(x, [index], False)
     spec, cuts = x.spec, placements_of(index)
     if not cuts:
         require_inside(lambda like: like.gather(dim, index), spec, {dim: index}, False)

@@ -11,12 +11,14 @@ from torch import Tensor
 from fullframe.geometry.extents import Extents
 from fullframe.geometry.placement import Placement
 from fullframe.geometry.window import proportional_extents
-from fullframe.ranks.collectives import all_sum
+from fullframe.ranks.collectives import all_sum, all_sum_no_grad
 from fullframe.spatial.operands import aligned, has_gradients, has_values, merged
 from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.points import (
+    Turns,
     at_own,
     has_many_rows,
+    in_turns,
     is_large,
     landed,
     most_besides,
@@ -268,19 +270,61 @@ def put_at(func: Any, x: Tensor, points: Sequence[Tensor | None], values: Tensor
     if not isinstance(x, SpatialTensor):
         return _put_into_whole(func, x, points, values, accumulate)
     x.spec.require_in_order([d for d, i in enumerate(points) if i is not None])
-    spec, own = x.spec, local_of(x)
+    spec, own, turns = x.spec, local_of(x), _turns_of(points, x.spec, values)
+    if turns is not None:
+        if not accumulate:
+            _require_different(own, spec, points, turns)
+        own = own if writes(func, {}) else own.clone()
+        at, _, target = turns.landed(spec, points)
+        values = _as_target(values, target, x, range(0)).expand(target.local_shape)
+        values = values.flatten(at, at + len(turns.index.shape) - 1)
+        for here, theirs in zip(turns.of_positions(points), turns.each(values, at), strict=True):
+            _put_own(own, spec, here, theirs, True, accumulate)
+        return x if own is local_of(x) else wrap(own, spec)
     points, at, shape, _, target = landed(spec, [None if i is None else _whole(i, x) for i in points])
     values = _as_target(values, target, x, range(at, at + len(shape)))
+    result = _put_own(own, spec, points, values, writes(func, {}), accumulate)
+    return x if result is own else wrap(result, spec)
+
+
+def _turns_of(points: Sequence[Tensor | None], spec: Spec, values: Tensor) -> Turns | None:
+    """The turns of positions, or of values that are split along them, which are too many to be whole on each rank."""
+    if any(isinstance(t, SpatialTensor) for t in points) or not isinstance(values, SpatialTensor):
+        return in_turns(points, spec)
+    _, at, shape, _, target = landed(spec, points)
+    ahead = len(target.shape) - values.dim() - at
+    cuts = tuple(p.at(p.dim + ahead) for p in values.spec.placements if p.dim + ahead in range(len(shape)))
+    fits = all(shape[p.dim] == values.shape[p.dim - ahead] for p in cuts)
+    return in_turns(points, spec, spec.with_(shape, cuts)) if cuts and fits else None
+
+
+def _require_different(own: Tensor, spec: Spec, points: Sequence[Tensor | None], turns: Turns) -> None:
+    """Raises Unsupported where positions are equal: the last one counts, by an order that no turn knows."""
+    shape = [1 if i is None else size for i, size in zip(points, own.shape, strict=True)]
+    counts = torch.zeros(shape, dtype=torch.int32, device=own.device)
+    for here in turns.of_positions(points):
+        _put_own(counts, spec, here, counts.new_ones(()), True, True)
+    equal = all_sum_no_grad((counts > 1).any().int(), spec.spatial.replica)
+    if has_values(equal) and equal:
+        raise Unsupported("it writes at positions that are split, more than a rank may hold, and equal in part")
+
+
+def _put_own(
+    own: Tensor, spec: Spec, points: Sequence[Tensor | None], values: Tensor, writes: bool, accumulate: bool
+) -> Tensor:
+    """Write those of `values` at whole `points` that this rank holds: into its part, or into a copy."""
+    given = [i for i in points if i is not None]
     require_inside(_index_error, spec, {d: i for d, i in enumerate(points) if i is not None}, True)
     _, places, held = at_own(own, spec, points)
     if held is not None:
-        mine = those_of(held)
-        values = _selected(values, mine, len(target.shape), at, shape)
+        mine, at, dims = those_of(held), landing(points), len(points) - len(given) + given[0].dim()
+        values = _selected(values, mine, dims, at, given[0].shape)
         places = [None if i is None else i.flatten()[mine] for i in places]
-    if writes(func, {}):
+    if writes:
         torch.ops.aten.index_put_(own, places, values, accumulate)
-        return x
-    return wrap(torch.ops.aten.index_put(own, places, values, accumulate), spec)
+        return own
+    found: Tensor = torch.ops.aten.index_put(own, places, values, accumulate)
+    return found
 
 
 def _whole(t: Tensor, x: SpatialTensor) -> Tensor:
