@@ -47,7 +47,12 @@ def read_at(x: Tensor, points: Sequence[Tensor | None], negative: bool = True) -
     if turns is not None and not (by_rows and given[0].numel() <= most_besides(spec)):
         return _read_in_turns(x, points, turns, negative)
     points, at, shape, rest, result = landed(spec, [None if i is None else _whole(i, x) for i in points])
-    many = len(given) == len(shape) == 1 and _is_much(result, spec) and has_many_rows(spec, at)
+    much = _is_much(result, spec)
+    if much and _is_table(given) and all(i is not None for i in points[at : at + len(given)]):
+        for dim, index in enumerate(given, start=at):
+            x = x[(slice(None),) * dim + (index.reshape(-1),)]
+        return x
+    many = len(given) == len(shape) == 1 and much and has_many_rows(spec, at)
     if not many:
         _require_few(result, spec)
     where = {dim: index for dim, index in enumerate(points) if index is not None}
@@ -74,6 +79,11 @@ def _read_in_turns(x: SpatialTensor, points: Sequence[Tensor | None], turns: "Tu
         read = _put_together(part[items_of(places)], held.view(-1, *(1 for _ in rest[at:])), spec, rest)
         found.append(read if turn == turns.axis.coordinate else read.narrow(at, 0, 0).clone())  # in each rank's graph
     return wrap(joined(found, at).unflatten(at, turns.index.local_shape), result)
+
+
+def _is_table(given: Sequence[Tensor]) -> bool:
+    """Whether index tensors say rows, columns and so on of a table: `x[..., ys[:, None], xs[None, :]]`."""
+    return len(given) > 1 and all(i.dim() == len(given) and i.numel() == i.shape[d] for d, i in enumerate(given))
 
 
 def _at(points: Sequence[Tensor | None], x: Tensor) -> Tensor:
@@ -132,6 +142,15 @@ def in_turns(points: Sequence[Tensor | None], spec: Spec, index: Spec | None = N
     if not over or any(name in besides for joint in names for name in axes_in(joint)):
         return None
     return Turns(index, names)
+
+
+def spread(dim: int, index: Tensor) -> list[Tensor | None]:
+    """One index tensor a dim, at which `gather` along `dim` by `index` reads."""
+    shapes = [[-1 if e == d else 1 for e in range(index.dim())] for d in range(index.dim())]
+    return [
+        index if d == dim else torch.arange(size, device=index.device).view(shapes[d])
+        for d, size in enumerate(index.shape)
+    ]
 
 
 class Landed(NamedTuple):
@@ -309,8 +328,8 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
             x = x.narrow(d, 0, index.shape[d])
     if not isinstance(x, SpatialTensor):
         return _gathered(x, dim, index) if isinstance(index, SpatialTensor) else x.gather(dim, index)
-    if x.dim() == 1 and in_turns([index], x.spec) is not None:
-        return read_at(x, [index], False)
+    if not has_many_rows(x.spec, dim) and in_turns(spread(dim, index), x.spec) is not None:
+        return read_at(x, spread(dim, index), False)
     spec, cuts = x.spec, placements_of(index)
     if not cuts:
         require_inside(lambda like: like.gather(dim, index), spec, {dim: index}, False)

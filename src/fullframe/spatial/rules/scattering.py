@@ -24,6 +24,7 @@ from fullframe.spatial.rules.points import (
     most_besides,
     require_all_inside,
     require_inside,
+    spread,
 )
 from fullframe.spatial.rules.registry import Unsupported, rule, writes
 from fullframe.spatial.rules.scattered_reductions import Reduction, extremes_at, own_part, sums_at
@@ -59,6 +60,11 @@ def _scatter(
         require_inside(lambda like: like.gather(dim, index), spec, {dim: index}, False)
     if over and _are_many(x, dim, index, src):
         return _scattered_rows(func, x, dim, index, src, *args, **kwargs)
+    if isinstance(src, Tensor) and not (args or kwargs) and not has_many_rows(spec, dim):
+        values = src[tuple(map(slice, index.shape))]
+        if _turns_of(spread(dim, index), spec, values) is not None:
+            index = index.masked_fill(index < 0, x.shape[dim])  # to be refused
+            return put_at(func, x, spread(dim, index), values, func.__name__.startswith("scatter_add"))
     rows = _cut(index, x, dim, over, others, index.shape)
     src = _cut(src, x, dim, over, others, index.shape) if isinstance(src, Tensor) else src
     if not over:
@@ -200,6 +206,11 @@ def _at_rows(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
     if not isinstance(x, SpatialTensor):
         return _rows_into_whole(func, x, dim, index, source, *args, **kwargs)
     spec, local = x.spec, local_of(x)
+    if func.__name__.startswith("index_add") and isinstance(source, Tensor) and index.dim():
+        points = [index if d == dim else None for d in range(x.dim())]
+        if _turns_of(points, spec, source) is not None:
+            points[dim] = index.masked_fill(index < 0, x.shape[dim])  # to be refused
+            return put_at(func, x, points, source * kwargs["alpha"] if kwargs else source, True)
     index, others = _whole(index, x), tuple(p for p in spec.placements if p.dim != dim)
     call = _out_of_place(func, dim, index, source, *args, **kwargs)
     if isinstance(source, Tensor) and source.dim():
