@@ -9,7 +9,7 @@ from torch import Tensor
 import fullframe as ff
 from tests.exactness import mesh
 from tests.rank_group import rank_group
-from tests.spatial.cases import Case, as_in_one_process, one
+from tests.spatial.cases import Case, as_in_one_process, one, small
 from tests.spatial.corners import Case as Corner
 from tests.spatial.corners import Corners, corners_as_in_torch, noise
 
@@ -52,6 +52,17 @@ def shaped_in_place(x: Tensor) -> list[Tensor]:
     return [x, rows, x[0, 1] * 1, ones * x[0].unsqueeze(-1), x.detach().clone().transpose_(2, 3)[..., 1:]]
 
 
+def asked_of_what_changed_shape(x: Tensor) -> list[Tensor]:
+    """A map whose shape was changed in place is the base of its views: its gradient has that of one written to."""
+    x = x * 1
+    x.transpose_(2, 3).unsqueeze_(0)
+    x.squeeze_(0).swapdims_(0, 1)
+    part = x[:2]
+    part.mul_(3)
+    loss = x.square().sum() + part.square().sum()
+    return [x, part, *torch.autograd.grad(loss, (x, part), retain_graph=True)]
+
+
 CASES: dict[str, Case] = {
     "unsqueeze, expand": one(lambda x: x.unsqueeze(1).expand(-1, 3, -1, -1, -1).sum(1).unsqueeze(-1).squeeze(-1)),
     "tokens and back": Case(
@@ -69,6 +80,7 @@ CASES: dict[str, Case] = {
         turned(x) * 2, x.flatten(2).view(*x.shape[:2], *x.shape[:1:-1]).mT, x.permute(0, 2, 3, 1).reshape(2, 4, -1)]),
     "a write into them": one(lambda x: written(x * 2)),
     "shapes in place": one(shaped_in_place),
+    "a gradient of what changed shape": small(asked_of_what_changed_shape),
     "repeat of split dims": one(lambda x: [x.repeat(1, 2, 3, 2), x.repeat(2, 1, 1, 1, 2), x.tile(2), x.tile(2, 1)]),
     "repeat_interleave": one(lambda x: [x.repeat_interleave(2, 3), x.repeat_interleave(3, 1)]),
     "repeat_interleave by a tensor": one(lambda x: [

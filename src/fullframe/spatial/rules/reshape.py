@@ -1,7 +1,9 @@
 """View, flatten, permute: split factors are moved or merged, no message is sent."""
 
 import math
+import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -229,10 +231,24 @@ def _in_place(func: Any, x: SpatialTensor, *args: Any, **named: Any) -> Tensor:
     made = getattr(Tensor, func.__name__[:-1])(x, *args, **named)
     if x._view is not None or not isinstance(made, SpatialTensor) or made._view is not None:
         raise Unsupported("it changes the shape of a view that is a copy in place", fix)
-    if made.spec is not x.spec:
-        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch(), torch.no_grad():
-            func(x, *args, **named)  # sizes and strides alone, as the shell has no memory
-        x._local, x.spec = made._local, made.spec
+    if made.spec is x.spec:
+        return x
+    del local
+    alone = SimpleNamespace(_local=torch.empty(0))
+    alone.view = alone._local[:]
+    if x._local.requires_grad and sys.getrefcount(x._local) == sys.getrefcount(alone._local):
+        # No one else holds it, a caller say. It stays the base of its views, which `made`, a view itself, would not be.
+        if func is Tensor.squeeze_:  # a part may have one row of more
+            dims = args[0] if args else named.get("dim", range(x.dim()))
+            dims = [d % x.dim() for d in ((dims,) if isinstance(dims, int) else dims)]
+            x._local.squeeze_(tuple(d for d in dims if x.spec.shape[d] == 1))
+        else:
+            func(x._local, *args, **named)
+    else:
+        x._local = made._local
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch(), torch.no_grad():
+        func(x, *args, **named)  # sizes and strides alone, as the shell has no memory
+    x.spec = made.spec
     return x
 
 
