@@ -147,6 +147,41 @@ def without_rows(x: Tensor) -> Any:
     return y, x[:, :, 3:3].reshape(2, -1, 13), x[..., 13:].chunk(3, 3), x[..., 5:5].split(4, 3), x
 
 
+def all_of_a_part(x: Tensor) -> Any:
+    """The gradient of a slice that is all that one rank holds, beside that of what it was cut from."""
+    slices = x.narrow(3, 0, 11), x.narrow(2, 0, 6)
+    if not x.requires_grad:
+        return x
+    loss = sum(t.square().sum() for t in (x, *slices))
+    return x, torch.autograd.grad(loss, slices, retain_graph=True)  # type: ignore[arg-type]
+
+
+def hooked(x: Tensor) -> Any:
+    """The hooks of a view, and of what it is a view of, end with a write to it, or to a part of it."""
+    views = []
+    for rows in (slice(2, 9), slice(0, 7)):
+        between = x[:, 1:]
+        views += [between, between[..., rows], between[0, :, 1:4, 5:], x[..., rows], x[..., 4]]
+    for view in views if x.requires_grad else ():
+        view.register_hook(lambda gradient: gradient * 3)
+    views[1][..., :4].mul_(2)
+    views[2].mul_(3)
+    views[3][:, 0].mul_(5)
+    views[4].mul_(7)
+    return x, views
+
+
+def asked_of_views(x: Tensor) -> Any:
+    """The gradient of a view has no part of what is read of views of it, once something was written."""
+    between = x.narrow(3, 0, 11)
+    part, piece = between.narrow(3, 1, 7), between.narrow(3, 3, 8)
+    piece[:, 0].mul_(2)
+    if not x.requires_grad:
+        return x
+    loss = sum(t.square().sum() for t in (x, between, part, piece))
+    return x, torch.autograd.grad(loss, (x, between, part, piece), retain_graph=True)  # type: ignore[arg-type]
+
+
 WRITES: dict[str, Callable[..., Any]] = {
     "split values into a whole view": lambda x: (x[..., 3, :1].copy_(x[..., 4, 5:6].detach() * 2), x),
     "split values into a whole row": lambda x: (x[0, 0, -3, :2:2].copy_(x[0, 0, 3:4, 2].detach() * 2), x),
@@ -170,6 +205,9 @@ WRITES: dict[str, Callable[..., Any]] = {
     "add to a slice": lambda x: (x[..., :3].__iadd__(1), x),
     "wide slice": lambda x: (x[..., 2:9].mul_(2), x),
     "rows and columns": lambda x: (x[:, :, 1:3, 2:9].mul_(2), x[:, :, 1:5, :1].fill_(3), x),
+    "all of a part": all_of_a_part,
+    "hooks of views": hooked,
+    "gradients of views": asked_of_views,
     "every second": lambda x: (x[..., ::2].mul_(2), x[:, :, 1::3].zero_(), x),
     "of the data": lambda x: (x.data[..., 0].zero_(), x.detach()[..., 3:5].fill_(2), x),
     "properties": properties, "whole views": whole_views,
@@ -253,12 +291,11 @@ def test_a_write_reaches_who_shares_the_memory(height: int, width: int, mode: st
         assert not wrong, wrong
 
 
-HOOKS_END = (  # of a chunk, a gradient's gradient, what is picked, an operand itself, of a shape changed in place
+HOOKS_END = (  # of a chunk, a gradient's gradient, what is picked, an operand itself
     "composed: unsafe_chunk",
     "convolution_gradients",
     "masks: index tensors beside a mask",
     "pointwise: whole tensors meet split ones",
-    "reshape: shapes in place",
 )
 
 

@@ -40,7 +40,7 @@ from fullframe.spatial.rules.registry import (
 from fullframe.spatial.rules.unsupported import BY_MEMORY, REASONS
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, described, left_whole, local_of, shell_of
-from fullframe.spatial.views import View, share_memory, version_of
+from fullframe.spatial.views import View, before_write, share_memory, version_of
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x1": "input", "x2": "other"}  # as torch itself translates them
 _SO_NAMED = {"cosine_similarity", "pairwise_distance"}  # these are their operands' own names
@@ -190,11 +190,13 @@ def _ruled(
     widens = expected is not None and expected.widens and func not in COMPOSED
     first: Any = args[0] if args else None
     is_view = type(first) is SpatialTensor and first._view is not None
+    written = writes(func, kwargs)
+    if is_view and written:
+        before_write(first)
     before = version_of(local_of(first)) if is_view else 0
     made = result = _run(_in_fp32(rule) if widens else rule, func, args, kwargs)
     if expected is not None:
         result = _as_torch_has_it(result, expected, operands, Call(func, args, kwargs))
-    written = writes(func, kwargs)
     if is_view and (written or (result is first and version_of(first._local) != before)):
         settle(first)
     if call is not None and not (widens or written) and recorder() is None:  # tensors of a capture may share otherwise
@@ -357,6 +359,10 @@ def with_whole_views(
     writes_list = changes and out is None and type(first) in (list, tuple)
     if writes_list or len(set(map(id, goals))) > 1:
         return unsupported(func, args, kwargs, *SEVERAL)
+    written = changes or out is not None
+    for goal in goals:
+        if written:
+            before_write(goal)
     into_whole = type(first) is SpatialTensor and not first.spec.placements and changes
     room = first.numel() if into_whole else 0
 
@@ -367,7 +373,6 @@ def with_whole_views(
     before = {view: version_of(view._local) for view in dict.fromkeys(views)}
     result = func(*locals_, **options)
     memories = {id(view._local): view for view in views}
-    written = changes or out is not None
     leaves, tree = tree_flatten(result)
     tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     told = expected.leaves if expected is not None and len(expected.leaves) == len(tensors) else [None] * len(tensors)

@@ -237,6 +237,8 @@ def shell_of(local: Tensor, spec: Spec, view: View | None) -> SpatialTensor:
 
 def viewed(base: SpatialTensor, local: Tensor, spec: Spec, replay: Any, put: Any) -> Tensor:
     """The shell of what torch makes a view of `base`; `replay(base)` takes it again, `put(view)` writes it back."""
+    if local is base._local:  # all that this rank holds, but not all there is: a view, whose gradient is its own
+        local = local.view_as(local)
     shared = share_memory(local, base._local)
     if shared and base._view is None and spec.placements:
         return wrap(local, spec)
@@ -250,7 +252,7 @@ def local_of(shell: SpatialTensor) -> Tensor:
     A view that had to be copied is taken anew where its base was written since.
     """
     if shell._view is not None:
-        shell._view.refresh(shell, local_of(shell._view.base))
+        shell._view.refresh(shell, local_of(shell._view.base), beside_hooks)
     with _no_torch_function():
         own_graph = _shell_grad_fn(shell)
     if own_graph is not None:
@@ -263,6 +265,18 @@ def local_of(shell: SpatialTensor) -> Tensor:
             "it to x.local if it is pointwise, or to x.full().",
         )
     return shell._local
+
+
+def beside_hooks(shell: SpatialTensor) -> SpatialTensor:
+    """A shell, or where it is a view the same one anew: taken of the base of all, as torch does after a write."""
+    local, view = shell._local, shell._view
+    if not local.requires_grad or not torch.is_grad_enabled():
+        return shell
+    if view is not None:
+        local = view.replay(beside_hooks(view.base))
+    elif local._is_view() and local._base is not None and local._base.dtype is local.dtype:
+        local = local._base.as_strided(local.size(), local.stride(), local.storage_offset())
+    return shell if local is shell._local else shell_of(local, shell.spec, view)
 
 
 def local_or_whole(value: Any) -> Any:

@@ -42,6 +42,19 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined, no-any-return]
 
 
+def before_write(shell: Any) -> None:
+    """Have copied views of views, and those with hooks, taken again: in torch what is written does not come by views.
+
+    Their hooks, and gradients that are asked of the views between, have no part in it.
+    """
+    while shell._view is not None:
+        view, of, base = shell._view, shell._local, shell._view.base
+        between = base._view is not None or base._local._is_view()
+        if view.put is not None and of.requires_grad and (between or of._backward_hooks):
+            view.version = -1
+        shell = base
+
+
 @dataclass
 class View:
     """How a shell is a view of `base`, another shell.
@@ -69,8 +82,11 @@ class View:
             fix = "Take the view again, or give x.copy_(data) under torch.no_grad() instead of x.data = data."
             raise UnsupportedOp("a view", (), module_path(), reason, fix)
 
-    def refresh(self, shell: Any, source: Tensor) -> None:
-        """Take the view again where its base, whose local tensor is `source`, was written since."""
+    def refresh(self, shell: Any, source: Tensor, beside_hooks: Callable[[Any], Any]) -> None:
+        """Take the view again where its base, whose local tensor is `source`, was written since.
+
+        `beside_hooks` gives the base, where it is a view itself, as a write makes it: without what hangs on its node.
+        """
         self._require_memory(source)
         if self.source is source and (self.put is None or self.version == version_of(source)):
             return
@@ -79,7 +95,8 @@ class View:
             raise UnsupportedOp("a view", (), module_path(), reason, "Take the view afterwards, or use .clone().")
         before = shell._local
         with torch.set_grad_enabled(self.tracked):
-            shell._local = self.replay(self.base)
+            base = beside_hooks(self.base) if self.put is not None and before.requires_grad else self.base
+            shell._local = self.replay(base)
         if before.retains_grad:
             shell._local.retain_grad()
             shell._local.__dict__.update(before.__dict__)
