@@ -1,6 +1,7 @@
 """Parameters updated within backward, one by one, against those updated after it."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -147,6 +148,20 @@ def test_hooks_see_one_process_s_gradients():
     for strategy in (replace(s, ema_decay=None, optimizer="recipe", data=1) for s in IN_BACKWARD):
         for found in [bent(strategy)] if strategy.ranks == 1 else rank_group(strategy.ranks).run(bent, strategy):
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def told_of_hooks(strategy):
+    """How often the ranks are told that a hook sees one replica's gradient."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        bent(strategy)
+    return sum("gets the gradient of one replica's loss" in str(warning.message) for warning in said)
+
+
+def test_a_hook_that_sees_one_replica_s_gradient_is_told_once():
+    for data in (1, 2):
+        strategy = ff.Strategy(data=data, width=2 // data, update_in_backward=True)
+        assert rank_group(2).run(told_of_hooks, strategy) == [data - 1] * 2
 
 
 def unfrozen(strategy):

@@ -4,6 +4,7 @@ As LOMO (Lv et al., Full Parameter Fine-tuning for Large Language Models with Li
 optimizer. The ranks add up each gradient by itself, in one order, while backward goes on to the next.
 """
 
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -25,9 +26,10 @@ _TORCHS = ("_opt_called", "_need_device_dtype_check_for_fused", "_warned_captura
 class UpdateInBackward:
     """Hooks on the parameters of `model`, which are numbered as in `names`; they do nothing outside `backward`."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: int):
+    def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: int, replicas: int):
         _require_no_hooks(optimizer)
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
+        self._warns = replicas > 1  # of hooks that see the gradient of one replica's loss
         self.names: list[str] = []
         self._parameters: list[nn.Parameter] = []
         self._numbers: dict[Tensor, int] = {}
@@ -59,8 +61,16 @@ class UpdateInBackward:
 
     def _hook(self) -> None:
         """See the gradients of all parameters that are trained now, after all hooks that users have there by now."""
-        for parameter in self._parameters:
+        for name, parameter in zip(self.names, self._parameters, strict=True):
             if parameter.requires_grad:
+                if self._warns and _users_hooks(parameter):
+                    self._warns = False
+                    warnings.warn(
+                        f"a gradient hook of {name} gets the gradient of one replica's loss, as in DDP, not of all: "
+                        "with update_in_backward and strategy.data > 1 one that does more than scale gives other "
+                        "numbers than one process; leave out update_in_backward to have that of all",
+                        stacklevel=2,
+                    )
                 handle, hooks = self._handles.get(parameter), parameter._post_accumulate_grad_hooks
                 if handle is None or not hooks or next(reversed(hooks)) != handle.id:
                     if handle is not None:
@@ -167,6 +177,12 @@ class UpdateInBackward:
                 f"{type(self._optimizer).__name__} counts steps by itself, and update_in_backward takes one per "
                 "parameter; use an optimizer of torch.optim, or leave out update_in_backward"
             )
+
+
+def _users_hooks(parameter: nn.Parameter) -> bool:
+    hooks: Any = parameter
+    found = [*(hooks._backward_hooks or {}).values(), *(hooks._post_accumulate_grad_hooks or {}).values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("fullframe.") for hook in found)
 
 
 def _numbers(named: dict[str, Any]) -> dict[str, float]:

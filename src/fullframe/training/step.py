@@ -116,11 +116,11 @@ class TrainStep:
         self._device_type = device.type
         self._host = RealHost(device, self._ranks, strategy.offload) if host is None else host
         self.scale = LossScale() if strategy.precision == "fp16" else None
-        plain = model.module if isinstance(model, ParallelModel) else model
-        self._plain = plain
+        self._plain = plain = model.module if isinstance(model, ParallelModel) else model
         _require_of_model(optimizer, plain)
         self.average = None if strategy.ema_decay is None else ParameterAverage(plain, strategy.ema_decay)
-        self._in_backward = UpdateInBackward(plain, optimizer, self._ranks) if strategy.update_in_backward else None
+        in_backward, replicas = strategy.update_in_backward, strategy.data
+        self._in_backward = UpdateInBackward(plain, optimizer, self._ranks, replicas) if in_backward else None
         self._buffers = KeptBuffers(plain)
         restore(plain)  # what an earlier step has put in
         compiled = getattr(model, "compiled", None)
