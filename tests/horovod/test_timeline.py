@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fullframe.horovod as hvd
+from fullframe.errors import ArgumentError
 from fullframe.horovod.timeline import Timeline
 from tests.rank_group import rank_group
 
@@ -43,3 +44,8 @@ def test_one_file_at_a_time(tmp_path: Path) -> None:
     timeline.stop()
     timeline.stop()
     assert json.loads((tmp_path / "one.json").read_text()) == [{}]
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="HOROVOD_TIMELINE"):
+        Timeline().start(tmp_path / "missing" / "one.json")

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fullframe.errors import ArgumentError
+
 
 class Timeline:
     """Records spans while it is on; a file of one JSON array, which chrome://tracing and Perfetto open."""
@@ -19,11 +21,15 @@ class Timeline:
         self._marks_cycles = False
 
     def start(self, path: Path, mark_cycles: bool = False) -> None:
-        """Begin to write `path`. Raises ValueError where a file is being written."""
+        """Begin to write `path`. Raises ValueError where a file is being written, or this one cannot be."""
         with self._lock:
             if self._file is not None:
                 raise ValueError("a timeline is being written; call stop_timeline() first")
-            self._file, self._rows, self._marks_cycles = path.open("w"), {}, mark_cycles
+            try:
+                self._file, self._rows, self._marks_cycles = path.open("w"), {}, mark_cycles
+            except OSError as error:
+                fix = "give start_timeline, or HOROVOD_TIMELINE, a file in a folder that exists"
+                raise ArgumentError(f"the timeline {path} cannot be written ({error.strerror}); {fix}") from error
             self._file.write("[\n")
 
     @property
