@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 _CHUNK_NUMBERS = 1 << 22  # of a message in which gradients travel together
 _NOBODYS = nn.Parameter(torch.zeros(()))
 _NOBODYS.grad = torch.zeros(())  # to which nothing else refers
+_NONE = (lambda: None), 0
 
 
 class Buckets:
@@ -71,19 +72,21 @@ class Placed:
     """
 
     def __init__(self) -> None:
-        self._made: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}  # by torch or DDP; others in its memory
-        self._placed: dict[nn.Parameter, Tensor] = {}  # other ones
-        self._noted: Iterable[nn.Parameter] = ()  # until they are given back
+        # By the parameter's id: what torch or DDP has made, and how many others lay in its memory.
+        self._made: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._placed: dict[nn.Parameter, Tensor] = {}  # what they have not
+        self._noted: Collection[nn.Parameter] = ()  # until they are given back
 
-    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+    def note(self, parameters: Collection[nn.Parameter]) -> None:
         """Before any of that."""
-        others = _others(parameters)
-        for parameter in parameters:
-            known = self._made.get(parameter)
-            if known is not None and (_is_held(parameter) or others.get(parameter, 0) > known[1]):
-                del self._made[parameter]
-        self._placed = {p: p.grad for p in parameters if p.grad is not None and not self._has_made(p, p.grad)}
-        self._noted = parameters
+        self._placed, self._noted = {}, parameters
+        free = sys.getrefcount(_NOBODYS.grad)
+        for parameter, others in zip(parameters, _others(parameters), strict=True):
+            is_held = sys.getrefcount(parameter.grad) > free  # by something in Python, which is to get the next values
+            gradient, (made, before) = parameter.grad, self._made.get(id(parameter), _NONE)
+            if gradient is not None and (is_held or others > before or made() is not gradient):
+                self._placed[parameter] = gradient
+                self._made.pop(id(parameter), None)
 
     def give_back(self, *call: Any) -> None:
         """Afterwards, or before a module's `call`: it has DDP's values, and is what lies in `.grad`.
@@ -92,26 +95,22 @@ class Placed:
         """
         if call and not torch.is_grad_enabled():  # DDP puts nothing there, and nothing was noted for this call
             return
-        self.remember(parameter for parameter in self._noted if parameter not in self._placed)
-        for parameter, own in self._placed.items():
+        placed, self._placed = self._placed, {}
+        self.remember([parameter for parameter in self._noted if parameter not in placed] if placed else self._noted)
+        for parameter, own in placed.items():
             if parameter.grad is not None and parameter.grad is not own:
                 parameter.grad = own.copy_(parameter.grad)
-        self._placed, self._noted = {}, ()
+        self._noted = ()
 
     def until_given_back(self) -> "Noted":
         """To be held for as long as that may be."""
         return Noted(self, self._placed)
 
-    def remember(self, parameters: Iterable[nn.Parameter]) -> None:
+    def remember(self, parameters: Collection[nn.Parameter]) -> None:
         """The gradients of these were made by torch or DDP."""
-        others = _others(parameters := list(parameters))
-        for parameter in parameters:
+        for parameter, others in zip(parameters, _others(parameters), strict=True):
             if parameter.grad is not None:
-                self._made[parameter] = weakref.ref(parameter.grad), others.get(parameter, 0)
-
-    def _has_made(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
-        made = self._made.get(parameter)
-        return made is not None and made[0]() is gradient
+                self._made[id(parameter)] = weakref.ref(parameter.grad), others
 
 
 class Noted:
@@ -125,16 +124,12 @@ class Noted:
             self._owner.give_back()
 
 
-def _is_held(parameter: nn.Parameter) -> bool:
-    """Whether something in Python refers to what lies in its `.grad`, which is to get the next values too."""
-    return sys.getrefcount(parameter.grad) > sys.getrefcount(_NOBODYS.grad)
-
-
-def _others(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
+def _others(parameters: Iterable[nn.Parameter]) -> list[int]:
     """How many tensors lie in the memory of each one's `.grad` that are no `.grad` of these: views of it, say."""
-    with_memory = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
-    gradients = Counter(_memory(p.grad) for p in with_memory)  # type: ignore[arg-type]
-    return {p: _tensors_in(p.grad) - gradients[_memory(p.grad)] for p in with_memory}  # type: ignore[arg-type]
+    gradients = (parameter.grad for parameter in parameters)
+    memory = [0 if g is None or g.layout is not torch.strided else _memory(g) for g in gradients]
+    others = {each: torch._C._storage_Use_Count(each) - own for each, own in Counter(memory).items() if each}
+    return [others.get(each, 0) for each in memory]
 
 
 def _memory(tensor: Tensor) -> int:
