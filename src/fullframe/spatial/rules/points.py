@@ -328,8 +328,10 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
             x = x.narrow(d, 0, index.shape[d])
     if not isinstance(x, SpatialTensor):
         return _gathered(x, dim, index) if isinstance(index, SpatialTensor) else x.gather(dim, index)
-    if not has_many_rows(x.spec, dim) and in_turns(spread(dim, index), x.spec) is not None:
-        return read_at(x, spread(dim, index), False)
+    if index.numel() > most_besides(x.spec) and not has_many_rows(x.spec, dim):
+        points = spread(dim, index)
+        if in_turns(points, x.spec) is not None:
+            return read_at(x, points, False)
     spec, cuts = x.spec, placements_of(index)
     if not cuts:
         require_inside(lambda like: like.gather(dim, index), spec, {dim: index}, False)

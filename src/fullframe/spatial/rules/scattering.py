@@ -60,7 +60,8 @@ def _scatter(
         require_inside(lambda like: like.gather(dim, index), spec, {dim: index}, False)
     if over and _are_many(x, dim, index, src):
         return _scattered_rows(func, x, dim, index, src, *args, **kwargs)
-    if isinstance(src, Tensor) and not (args or kwargs) and not has_many_rows(spec, dim):
+    many = index.numel() > most_besides(spec)
+    if many and isinstance(src, Tensor) and not (args or kwargs) and not has_many_rows(spec, dim):
         values = src[tuple(map(slice, index.shape))]
         if _turns_of(spread(dim, index), spec, values) is not None:
             index = index.masked_fill(index < 0, x.shape[dim])  # to be refused
