@@ -1,10 +1,13 @@
 """Reads of split maps at positions."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
 import fullframe as ff
+from fullframe.spatial.rules import points
 from tests.exactness import mesh
 from tests.rank_group import rank_group
 from tests.spatial.cases import MESHES, WORLDS, Case, Op, as_in_one_process, small
@@ -91,6 +94,17 @@ def test_infinities_nan_signed_zeros_and_dtypes(name: str) -> None:
     assert not on_all_meshes(_spoiled, name)
 
 
+def in_turns(op: Op) -> Op:
+    """`op` of the elements of `x` and of as many indices, one of them outside, where no rank may hold them all."""
+
+    def call(x: Tensor) -> Tensor:
+        flat = x.flatten()
+        with mock.patch.object(points, "FEW", 0):
+            return op(flat, turned(flat, 0) + (flat == flat.max()) * 200)
+
+    return call
+
+
 OUTSIDE: dict[str, Op] = {
     "index": lambda x: x[..., torch.tensor([1, 11])],
     "index, from the end": lambda x: x[:, :, torch.tensor([-8])],
@@ -99,6 +113,15 @@ OUTSIDE: dict[str, Op] = {
     "gather": lambda x: x.gather(3, torch.full((1, 1, 1, 1), 11)),
     "gather by a split index": lambda x: x.gather(3, (x[:, :1] == x.max()) * x.shape[3]),  # on one rank alone
     "too many": lambda x: x[YS, YS, YS, YS, YS],
+    "index in turns": in_turns(lambda x, at: x[at]),
+    "gather in turns": in_turns(lambda x, at: x.gather(0, at)),
+    "gather in turns, of few rows": in_turns(lambda x, at: x[:, None].gather(0, at[:, None])),
+    "index_select in turns": in_turns(lambda x, at: x.index_select(0, at)),
+    "scatter in turns": in_turns(lambda x, at: x.scatter(0, at, x)),
+    "scatter_add in turns, from the end": in_turns(lambda x, at: x.scatter_add(0, -at, x)),
+    "index_add in turns": in_turns(lambda x, at: x.index_add(0, at, x)),
+    "index_add in turns, of rows": in_turns(lambda x, at: x[:, None].index_add(0, at, x[:, None])),
+    "index_copy in turns": in_turns(lambda x, at: x.index_copy(0, at, x)),
 }
 
 
@@ -155,6 +178,8 @@ MANY: dict[str, Op] = {
     "a table of split points": lambda x: x[:, :, along(x, 2)[0, 0], along(x, 3)[1, 0]].cos(),
     "gather in few rows": lambda x: x[:1, 0].flatten(1).gather(1, turned(x[:1, 0].flatten(1), 1)).cos(),
     "by index_select": lambda x: x.flatten().index_select(0, turned(x.flatten(), 0)[3:]).cos(),
+    "at random": lambda x: [x.flatten()[torch.arange(500) * 37 % 616], x.view(-1).take(-torch.arange(600) % 616).cos(),
+                            x.flatten().gather(0, torch.arange(500) * 37 % 616), x[:1, :1].movedim(3, 0)[BACK].sin()],
     "by take": lambda x: x.take((x.detach().abs() * 50).long() % x.numel()),
 }  # fmt: skip
 

@@ -234,10 +234,12 @@ MANY: dict[str, Op] = {
     "scatter_reduce": lambda x: (x * 2).scatter_reduce(3, large(x, 3), x, "mean", include_self=False),
     "put at split points": lambda x: [x.index_put(cells_of(x), x.sin().flatten(), accumulate=True),
                                       both(x, lambda y: put_sorted(y, y.detach()[:, 0]))],
+    "one value at equal split points": lambda x: both(x, lambda y: set_in(y, 2.0, *cells_of(y))),
     "few rows": lambda x: [x[:1, 0].flatten(1).scatter(1, turned(x[:1, 0].flatten(1), 1), x[:1, 1].flatten(1).sin()),
                            x[0, 0].flatten().scatter_add(0, large(x[1], 1).flatten() * 7, x[1].flatten().sin())],
     "index_add": lambda x: [x[0].flatten(1).index_add(1, large(x[:, 0], 2).flatten(), pixels_of(x).mT, alpha=2),
                             pixels_of(x * 1).index_add_(0, large(x[:, 0], 2).flatten(), pixels_of(x).cos())],
+    "index_copy": lambda x: (x * 2).flatten().index_copy(0, turned(x.flatten(), 0), x.flatten().sin()),
     "put split values at whole points": lambda x: set_in(
         x * 1, x[1].flatten(1).sin(), 0, slice(None), torch.arange(77).flip(0) // 11, torch.arange(77).flip(0) % 11),
 }  # fmt: skip
@@ -309,7 +311,7 @@ def _refused() -> int:
             write()
     with mock.patch.object(points, "FEW", 0), pytest.raises(ff.UnsupportedOp, match="equal in part"):
         x.index_put(cells_of(x), x.flatten())
-    with mock.patch.object(points, "FEW", 0), pytest.raises(IndexError):
+    with mock.patch.object(points, "FEW", 0), pytest.raises(RuntimeError, match="out of bounds"):
         x.flatten().scatter_add(0, index - 1, x.flatten())
     return 1
 

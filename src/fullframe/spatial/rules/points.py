@@ -53,6 +53,8 @@ def read_at(x: Tensor, points: Sequence[Tensor | None], negative: bool = True) -
             x = x[(slice(None),) * dim + (index.reshape(-1),)]
         return x
     many = len(given) == len(shape) == 1 and much and has_many_rows(spec, at)
+    if not many and len(given) == len(shape) == 1 and (turns := _turns_of_much(points, result, spec)) is not None:
+        return _read_in_turns(x, points, turns, negative)
     if not many:
         _require_few(result, spec)
     where = {dim: index for dim, index in enumerate(points) if index is not None}
@@ -79,6 +81,16 @@ def _read_in_turns(x: SpatialTensor, points: Sequence[Tensor | None], turns: "Tu
         read = _put_together(part[items_of(places)], held.view(-1, *(1 for _ in rest[at:])), spec, rest)
         found.append(read if turn == turns.axis.coordinate else read.narrow(at, 0, 0).clone())  # in each rank's graph
     return wrap(joined(found, at).unflatten(at, turns.index.local_shape), result)
+
+
+def _turns_of_much(points: Sequence[Tensor | None], result: Spec, spec: Spec) -> "Turns | None":
+    """The turns of one whole index, shared out evenly, where what is read at it may not be whole on each rank."""
+    ((dim, index),) = ((dim, index) for dim, index in enumerate(points) if index is not None)
+    if not _is_much(result, spec) or may_be_fewer(result.shape, spec):
+        return None
+    axis = spec.spatial.axis(spec.spatial.joint([p.axis for p in spec.cuts(dim)]))
+    own = Placement(axis.name, 0, Extents.even(len(index), axis.size))
+    return in_turns(points, spec, spec.with_(index.shape, (own,)))
 
 
 def _is_table(given: Sequence[Tensor]) -> bool:
@@ -147,10 +159,8 @@ def in_turns(points: Sequence[Tensor | None], spec: Spec, index: Spec | None = N
 def spread(dim: int, index: Tensor) -> list[Tensor | None]:
     """One index tensor a dim, at which `gather` along `dim` by `index` reads."""
     shapes = [[-1 if e == d else 1 for e in range(index.dim())] for d in range(index.dim())]
-    return [
-        index if d == dim else torch.arange(size, device=index.device).view(shapes[d])
-        for d, size in enumerate(index.shape)
-    ]
+    sizes = enumerate(index.shape)
+    return [index if d == dim else torch.arange(n, device=index.device).view(shapes[d]) for d, n in sizes]
 
 
 class Landed(NamedTuple):
@@ -331,6 +341,7 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
     if index.numel() > most_besides(x.spec) and not has_many_rows(x.spec, dim):
         points = spread(dim, index)
         if in_turns(points, x.spec) is not None:
+            require_all_inside(index, x.spec, dim)
             return read_at(x, points, False)
     spec, cuts = x.spec, placements_of(index)
     if not cuts:
@@ -340,6 +351,8 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
     result = spec.with_(index.shape, united([read.placements, cuts]))
     if over and _is_much(read, spec) and has_many_rows(read, dim):
         return _gathered_rows(x, dim, index, others)
+    if x.dim() == 1 and not cuts and _is_much(read, spec):
+        return read_at(x, [index], False)
     _require_few(read, spec)
     if isinstance(index, SpatialTensor):
         index = wrap(*gather_axes(local_of(index), index.spec, list(over)))
@@ -378,6 +391,7 @@ def _gathered(table: Tensor, dim: int, index: SpatialTensor) -> Tensor:
 
 def require_all_inside(rows: Tensor, spec: Spec, dim: int) -> None:
     """Raises torch's error on all ranks where any rank's part of an index is outside the tensor."""
+    rows = local_of(rows) if isinstance(rows, SpatialTensor) else rows
     is_outside = not _is_inside(rows, spec.shape[dim], False)
     outside = torch.full((), is_outside, dtype=torch.int32, device=rows.device)
     outside = all_sum_no_grad(outside, spec.spatial.replica)

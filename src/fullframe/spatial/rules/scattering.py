@@ -64,7 +64,7 @@ def _scatter(
     if many and isinstance(src, Tensor) and not (args or kwargs) and not has_many_rows(spec, dim):
         values = src[tuple(map(slice, index.shape))]
         if _turns_of(spread(dim, index), spec, values) is not None:
-            index = index.masked_fill(index < 0, x.shape[dim])  # to be refused
+            require_all_inside(index, spec, dim)
             return put_at(func, x, spread(dim, index), values, func.__name__.startswith("scatter_add"))
     rows = _cut(index, x, dim, over, others, index.shape)
     src = _cut(src, x, dim, over, others, index.shape) if isinstance(src, Tensor) else src
@@ -207,11 +207,14 @@ def _at_rows(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
     if not isinstance(x, SpatialTensor):
         return _rows_into_whole(func, x, dim, index, source, *args, **kwargs)
     spec, local = x.spec, local_of(x)
-    if func.__name__.startswith("index_add") and isinstance(source, Tensor) and index.dim():
-        points = [index if d == dim else None for d in range(x.dim())]
+    fits = isinstance(source, Tensor) and source.shape == (*x.shape[:dim], index.numel(), *x.shape[dim + 1 :])
+    if func.__name__.startswith(("index_add", "index_copy")) and fits and index.dim():
+        points, adds = [index if d == dim else None for d in range(x.dim())], func.__name__.startswith("index_add")
         if _turns_of(points, spec, source) is not None:
+            if adds and x.dim() > 1:  # else an IndexError
+                require_all_inside(index, spec, dim)
             points[dim] = index.masked_fill(index < 0, x.shape[dim])  # to be refused
-            return put_at(func, x, points, source * kwargs["alpha"] if kwargs else source, True)
+            return put_at(func, x, points, source * kwargs["alpha"] if kwargs else source, adds)
     index, others = _whole(index, x), tuple(p for p in spec.placements if p.dim != dim)
     call = _out_of_place(func, dim, index, source, *args, **kwargs)
     if isinstance(source, Tensor) and source.dim():
@@ -284,7 +287,7 @@ def put_at(func: Any, x: Tensor, points: Sequence[Tensor | None], values: Tensor
     x.spec.require_in_order([d for d, i in enumerate(points) if i is not None])
     spec, own, turns = x.spec, local_of(x), _turns_of(points, x.spec, values)
     if turns is not None:
-        if not accumulate:
+        if not accumulate and (values.numel() > 1 or values.requires_grad):
             _require_different(own, spec, points, turns)
         own = own if writes(func, {}) else own.clone()
         at, _, target = turns.landed(spec, points)
@@ -311,7 +314,7 @@ def _turns_of(points: Sequence[Tensor | None], spec: Spec, values: Tensor) -> Tu
 
 
 def _require_different(own: Tensor, spec: Spec, points: Sequence[Tensor | None], turns: Turns) -> None:
-    """Raises Unsupported where positions are equal: the last one counts, by an order that no turn knows."""
+    """Raises Unsupported where positions are equal: of several values the last counts, in an order no turn knows."""
     shape = [1 if i is None else size for i, size in zip(points, own.shape, strict=True)]
     counts = torch.zeros(shape, dtype=torch.int32, device=own.device)
     for here in turns.of_positions(points):
