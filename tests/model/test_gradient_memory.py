@@ -99,6 +99,42 @@ def test_gradients_that_are_pieces_of_one_tensor_or_are_held(held: str, between:
         assert max(map(relative, expected, found)) < 1e-12
 
 
+def _kept(width: int | None, what: str) -> list[Tensor]:
+    """What is kept of gradients, and all gradients, after a step that follows `what`."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 3, 1)).double()
+    model = net if width is None else ff.parallelize(net, mesh(1, width))
+    image = torch.randn(1, 2, 6, 9, dtype=torch.float64)
+    image = image if width is None else ff.shard(image, mesh(1, width))
+    kept: list[Any] = []
+    if what == "made anew in an evaluation after an error":
+        _something_between(model, net, image, "backward")
+        with torch.no_grad():
+            model.eval()(image)
+        model.train()
+        kept = [parameter.grad for parameter in net[2].parameters()]
+        model.zero_grad()
+    else:
+        for _ in range(2):
+            model(image).square().mean().backward()
+    if what == "exchanged":
+        net[0].bias.grad, net[2].bias.grad = net[2].bias.grad, net[0].bias.grad
+    if what == "with other memory":
+        net[0].weight.grad.data = net[0].weight.grad * 0.5
+        kept = [net[0].weight.grad.detach()]
+    if "error" not in what:
+        model.zero_grad(set_to_none=False)
+    model(image).square().mean().backward()
+    return [tensor.clone() for tensor in (*kept, *(p.grad for p in net.parameters()))]
+
+
+@pytest.mark.parametrize("what", ["made anew in an evaluation after an error", "exchanged", "with other memory"])
+def test_what_is_kept_of_gradients_after(what: str) -> None:
+    expected = _kept(None, what)
+    for found in rank_group(2).run(_kept, 2, what):
+        assert max(map(relative, expected, found)) < 1e-12
+
+
 def test_a_message_holds_one_dtype_and_ends_where_it_has_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_memory, "_CHUNK_NUMBERS", 5)
     sizes = [(3, torch.float32), (3, torch.float32), (1, torch.float32), (2, torch.float64), (2, torch.float64)]

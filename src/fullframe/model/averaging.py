@@ -149,9 +149,9 @@ class Averaging:
             )
             self._edges = {p: get_gradient_edge(p) for p in wanted} if hasattr(self._ddp, "reducer") else {}
         self._astray = False
-        for parameter in wanted:  # DDP's own views would point elsewhere where the model is cast with its gradients
+        for parameter in wanted:  # not in DDP's buckets, into which the next pass writes: someone may keep them
             if parameter.grad is not None:
-                parameter.grad = parameter.grad.detach()
+                parameter.grad = parameter.grad.clone()
         self._placed.give_back()
         self._placed.note(wanted)  # before the forward pass that follows
         self.sync(self.syncing)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 _CHUNK_NUMBERS = 1 << 22  # of a message in which gradients travel together
 _NOBODYS = nn.Parameter(torch.zeros(()))
 _NOBODYS.grad = torch.zeros(())  # to which nothing else refers
-_NONE = (lambda: None), 0
+_NONE = (lambda: None), 0, 0
 
 
 class Buckets:
@@ -60,7 +60,7 @@ class Buckets:
             if bucket is not None and bucket not in held:
                 held[bucket] = _tensors_in(bucket)
         for parameter, place in self._places.items():
-            if parameter.grad is not None and _memory(parameter.grad) == _memory(place):
+            if parameter.grad is not None and parameter.grad.data_ptr() == place.data_ptr():  # not another's place
                 held[place._base] -= 1  # type: ignore[index]
         return held
 
@@ -72,8 +72,8 @@ class Placed:
     """
 
     def __init__(self) -> None:
-        # By the parameter's id: what torch or DDP has made, and how many others lay in its memory.
-        self._made: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # By the parameter's id: what torch or DDP has made, its memory, and how many others lay there.
+        self._made: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._placed: dict[nn.Parameter, Tensor] = {}  # what they have not
         self._noted: Collection[nn.Parameter] = ()  # until they are given back
 
@@ -81,10 +81,11 @@ class Placed:
         """Before any of that."""
         self._placed, self._noted = {}, parameters
         free = sys.getrefcount(_NOBODYS.grad)
-        for parameter, others in zip(parameters, _others(parameters), strict=True):
+        for parameter, (memory, others) in zip(parameters, _others(parameters), strict=True):
             is_held = sys.getrefcount(parameter.grad) > free  # by something in Python, which is to get the next values
-            gradient, (made, before) = parameter.grad, self._made.get(id(parameter), _NONE)
-            if gradient is not None and (is_held or others > before or made() is not gradient):
+            gradient, (made, place, before) = parameter.grad, self._made.get(id(parameter), _NONE)
+            is_made = made() is gradient and memory == place and others <= before
+            if gradient is not None and (is_held or not is_made):
                 self._placed[parameter] = gradient
                 self._made.pop(id(parameter), None)
 
@@ -95,12 +96,11 @@ class Placed:
         """
         if call and not torch.is_grad_enabled():  # DDP puts nothing there, and nothing was noted for this call
             return
-        placed, self._placed = self._placed, {}
-        self.remember([parameter for parameter in self._noted if parameter not in placed] if placed else self._noted)
+        (placed, self._placed), (noted, self._noted) = (self._placed, {}), (self._noted, ())
         for parameter, own in placed.items():
             if parameter.grad is not None and parameter.grad is not own:
                 parameter.grad = own.copy_(parameter.grad)
-        self._noted = ()
+        self.remember([parameter for parameter in noted if parameter not in placed] if placed else noted)
 
     def until_given_back(self) -> "Noted":
         """To be held for as long as that may be."""
@@ -110,7 +110,7 @@ class Placed:
         """The gradients of these were made by torch or DDP."""
         for parameter, others in zip(parameters, _others(parameters), strict=True):
             if parameter.grad is not None:
-                self._made[id(parameter)] = weakref.ref(parameter.grad), others
+                self._made[id(parameter)] = weakref.ref(parameter.grad), *others
 
 
 class Noted:
@@ -124,12 +124,12 @@ class Noted:
             self._owner.give_back()
 
 
-def _others(parameters: Iterable[nn.Parameter]) -> list[int]:
-    """How many tensors lie in the memory of each one's `.grad` that are no `.grad` of these: views of it, say."""
+def _others(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
+    """The memory of each one's `.grad`, and how many tensors there are no `.grad` of these: views of it, say."""
     gradients = (parameter.grad for parameter in parameters)
     memory = [0 if g is None or g.layout is not torch.strided else _memory(g) for g in gradients]
     others = {each: torch._C._storage_Use_Count(each) - own for each, own in Counter(memory).items() if each}
-    return [others.get(each, 0) for each in memory]
+    return [(each, others.get(each, 0)) for each in memory]
 
 
 def _memory(tensor: Tensor) -> int:

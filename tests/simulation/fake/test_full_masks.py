@@ -187,7 +187,8 @@ def test_as_many_positions_as_a_mask_has_elements_may_be_few(way: str) -> None:
         return (grid * image[:, :, :8, :6]).square().mean()
 
     found = ff.simulate(recipe(loss=loss), ff.Strategy(width=2), "cpu", without=("context",))
-    assert set(found.notes) == {FULL_MASKS, TAKEN_AS_FEW}
+    # What is written goes in turns, however much it is.
+    assert set(found.notes) == ({FULL_MASKS, TAKEN_AS_FEW} if way == "read" else {FULL_MASKS})
 
 
 class Pruned(nn.Module):
