@@ -345,7 +345,7 @@ class _Pass:
         self.arrived: set[nn.Parameter] = set()
         self.astray: list[nn.Parameter] = []  # of them, without DDP's hooks
         self.made: list[nn.Parameter] = []  # had no gradient before
-        self.placed: Any = None
+        self.placed: Any = None  # to be let go of with the pass
 
     def check(self) -> None:
         came = self._averaging.check(self.arrived, self.astray)

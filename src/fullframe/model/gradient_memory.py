@@ -12,7 +12,7 @@ from torch import Tensor, nn
 _CHUNK_NUMBERS = 1 << 22  # of a message in which gradients travel together
 _NOBODYS = nn.Parameter(torch.zeros(()))
 _NOBODYS.grad = torch.zeros(())  # to which nothing else refers
-_NONE = (lambda: None), 0, 0
+_NONE = (lambda: None), 0, 0  # in the place of what was made
 
 
 class Buckets:
@@ -58,7 +58,7 @@ class Buckets:
         for place in self._places.values():
             bucket = place._base
             if bucket is not None and bucket not in held:
-                held[bucket] = _tensors_in(bucket)
+                held[bucket] = _tensors_in(_memory(bucket))
         for parameter, place in self._places.items():
             if parameter.grad is not None and parameter.grad.data_ptr() == place.data_ptr():  # not another's place
                 held[place._base] -= 1  # type: ignore[index]
@@ -128,7 +128,7 @@ def _others(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
     """The memory of each one's `.grad`, and how many tensors there are no `.grad` of these: views of it, say."""
     gradients = (parameter.grad for parameter in parameters)
     memory = [0 if g is None or g.layout is not torch.strided else _memory(g) for g in gradients]
-    others = {each: torch._C._storage_Use_Count(each) - own for each, own in Counter(memory).items() if each}
+    others = {each: _tensors_in(each) - own for each, own in Counter(memory).items() if each}
     return [(each, others.get(each, 0)) for each in memory]
 
 
@@ -137,9 +137,8 @@ def _memory(tensor: Tensor) -> int:
     return storage._cdata  # type: ignore[no-any-return]
 
 
-def _tensors_in(bucket: Tensor) -> int:
-    storage: Any = bucket.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)
+def _tensors_in(memory: int) -> int:
+    return torch._C._storage_Use_Count(memory)
 
 
 def chunks(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -7,7 +7,6 @@ from collections import Counter
 from math import prod
 from typing import Any
 
-from fullframe.geometry.placement import local_shape
 from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor
@@ -42,8 +41,4 @@ class Shares:
 
 def _elements(spec: Spec) -> list[int]:
     """Of the tensor's elements those that each rank of the replica holds."""
-    found = []
-    for place in spec.spatial.places:
-        parts = [spec.spatial.coordinate_at(p.axis, place) for p in spec.placements]
-        found.append(prod(local_shape(spec.shape, spec.placements, parts)))
-    return found
+    return [prod(spec.shape_at(place)) for place in spec.spatial.places]

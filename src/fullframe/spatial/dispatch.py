@@ -360,9 +360,8 @@ def with_whole_views(
     if writes_list or len(set(map(id, goals))) > 1:
         return unsupported(func, args, kwargs, *SEVERAL)
     written = changes or out is not None
-    for goal in goals:
-        if written:
-            before_write(goal)
+    for goal in goals if written else ():
+        before_write(goal)
     into_whole = type(first) is SpatialTensor and not first.spec.placements and changes
     room = first.numel() if into_whole else 0
 

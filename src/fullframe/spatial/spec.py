@@ -1,6 +1,6 @@
 """Spec: what all ranks know of a split tensor, one object for each set of facts."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -58,6 +58,11 @@ class Spec:
     def local_shape(self) -> tuple[int, ...]:
         """The shape of what this rank holds."""
         return local_shape(self.shape, self.placements, [self.coordinates[p.axis] for p in self.placements])
+
+    def shape_at(self, place: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of what the rank with these coordinates holds."""
+        parts = [self.spatial.coordinate_at(p.axis, place) for p in self.placements]
+        return local_shape(self.shape, self.placements, parts)
 
     @property
     def largest_shape(self) -> tuple[int, ...]:

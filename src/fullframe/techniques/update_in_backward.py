@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fullframe.errors import GradientError, StrategyError
+from fullframe.model.unused import has_hooks
 from fullframe.ranks.raw_bytes import share_values
 from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.spatial.gradients import graph_behind
@@ -63,7 +64,7 @@ class UpdateInBackward:
         """See the gradients of all parameters that are trained now, after all hooks that users have there by now."""
         for name, parameter in zip(self.names, self._parameters, strict=True):
             if parameter.requires_grad:
-                if self._warns and _users_hooks(parameter):
+                if self._warns and has_hooks(parameter):
                     self._warns = False
                     warnings.warn(
                         f"a gradient hook of {name} gets the gradient of one replica's loss, as in DDP, not of all: "
@@ -177,12 +178,6 @@ class UpdateInBackward:
                 f"{type(self._optimizer).__name__} counts steps by itself, and update_in_backward takes one per "
                 "parameter; use an optimizer of torch.optim, or leave out update_in_backward"
             )
-
-
-def _users_hooks(parameter: nn.Parameter) -> bool:
-    hooks: Any = parameter
-    found = [*(hooks._backward_hooks or {}).values(), *(hooks._post_accumulate_grad_hooks or {}).values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith("fullframe.") for hook in found)
 
 
 def _numbers(named: dict[str, Any]) -> dict[str, float]:

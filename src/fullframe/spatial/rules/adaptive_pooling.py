@@ -92,22 +92,18 @@ def _adaptive_max_rows(x: _Largest, dim: int, size: int, area: int) -> _Largest:
     if placement is None:
         found, goal = _max_windows(mine, dim, reads, 0, area), spec.resized(dim, size)
         return found.each(lambda t: wrap(t, goal))
-    extents = nonempty(window.output_extents(placement.extents, size))
-    if extents is None and placement.extents.has_empty:
-        whole = mine.each(lambda t: wrap(*gather_axes(t, spec, [placement.axis])))
+    axis, extents = spec.spatial.axis(placement.axis), nonempty(window.output_extents(placement.extents, size))
+    if extents is not None:
+        wanted = tuple(window.reads(rows) for rows in extents.ranges)
+        mine = mine.each(lambda t: refetched(t, spec, placement, wanted))
+        rows, goal = extents.ranges[axis.coordinate], spec.resized(dim, size, extents)
+        found = _max_windows(mine, dim, reads[rows.start : rows.stop], wanted[axis.coordinate].start, area)
+    elif placement.extents.has_empty:
+        whole = mine.each(lambda t: wrap(*gather_axes(t, spec, [axis.name])))
         return _adaptive_max_rows(whole, dim, size, area)
-    axis = spec.spatial.axis(placement.axis)
-    if extents is None:
-        found, goal = (
-            _of_all_ranks(mine, placement, axis, reads, area),
-            spec.whole_along([axis.name]).resized(dim, size),
-        )
-        return found.each(lambda t: wrap(t, goal))
-    wanted = tuple(window.reads(rows) for rows in extents.ranges)
-    mine = mine.each(lambda t: refetched(t, spec, placement, wanted))
-    part, goal = axis.coordinate, spec.resized(dim, size, extents)
-    rows = extents.ranges[part]
-    found = _max_windows(mine, dim, reads[rows.start : rows.stop], wanted[part].start, area)
+    else:
+        found = _of_all_ranks(mine, placement, axis, reads, area)
+        goal = spec.whole_along([axis.name]).resized(dim, size)
     return found.each(lambda t: wrap(t, goal))
 
 
@@ -129,12 +125,13 @@ def _of_all_ranks(mine: _Largest, placement: Placement, axis: Axis, reads: Seque
 def _max_windows(x: _Largest, dim: int, reads: Sequence[range], offset: int, area: int) -> _Largest:
     """The largest of each window along one dim; `x` starts at input row `offset`."""
     best, numbers = [], []
+    count = torch.arange(max(map(len, reads)), dtype=torch.int32, device=x.values.device)
+    count = count.view(-1, *(1,) * (x.values.dim() - dim - 1))
     for rows in reads:
         seen = x.values.narrow(dim, rows.start - offset, len(rows))
         largest, index = seen.max(dim, keepdim=True)
         # Of several NaN torch's pool takes the last, its max the first.
-        places = torch.arange(len(rows), dtype=torch.int32, device=seen.device)
-        last = (seen.isnan() * places.view(-1, *(1,) * (seen.dim() - dim - 1))).amax(dim, keepdim=True)
+        last = (seen.isnan() * count[: len(rows)]).amax(dim, keepdim=True)
         index = torch.where(largest.isnan(), last, index)
         largest = seen.gather(dim, index)
         best.append(largest)

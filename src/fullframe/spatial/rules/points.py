@@ -109,11 +109,8 @@ class Turns:
         spatial = index.spatial
         self.index, self.axis = index, spatial.axis(spatial.joint(names))
         axes = axes_in(self.axis.name)
-        sizes = []
-        for place in product(*(range(spatial.axis(name).size) for name in axes)):
-            at = dict(zip(axes, place, strict=True))
-            held = [(p.extents.sizes[spatial.coordinate_at(p.axis, at)], p.extents.size) for p in index.placements]
-            sizes.append(prod(index.shape) // prod(size for _, size in held) * prod(own for own, _ in held))
+        places = product(*(range(spatial.axis(name).size) for name in axes))
+        sizes = (prod(index.shape_at(dict(zip(axes, place, strict=True)))) for place in places)
         self._extents = Extents((0, *accumulate(sizes)))  # of the positions, one rank's after another's
 
     def each(self, own: Tensor, dim: int) -> Iterator[Tensor]:

@@ -64,7 +64,7 @@ def _max_pool(
         pool: Any = F.max_pool2d_with_indices if return_indices else F.max_pool2d
         pooled = pool(input.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding), (1, *dilation), ceil_mode)
         return tuple(t.squeeze(-2) for t in pooled) if return_indices else pooled.squeeze(-2)
-    over = _of_whole_dims(input, kernel, stride, padding, dilation)
+    over = _of_whole_dims(input.spec, kernel, stride, padding, dilation)
     if over is not None:
         largest: Any = F.adaptive_max_pool2d if count == 2 else F.adaptive_max_pool3d
         return largest(input, over, return_indices)
@@ -173,7 +173,7 @@ def _average_pool(
         options = (1, *kernel), (1, *stride), (0, *padding), ceil_mode, count_include_pad
         return F.avg_pool2d(input.unsqueeze(-2), *options).squeeze(-2)
     is_mean = input.is_floating_point() and not divisor_override
-    over = _of_whole_dims(input, kernel, stride, padding, (1,) * count) if is_mean else None
+    over = _of_whole_dims(input.spec, kernel, stride, padding, (1,) * count) if is_mean else None
     if over is not None:
         adaptive: Any = F.adaptive_avg_pool2d if count == 2 else F.adaptive_avg_pool3d
         return adaptive(input, over)  # type: ignore[no-any-return]
@@ -244,19 +244,20 @@ class _Mean(NamedTuple):
         return region_gradient(rows, self.plan)
 
 
-def _of_whole_dims(x: SpatialTensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> list[int] | None:
+@kept_with_mesh(maxsize=1024)
+def _of_whole_dims(spec: Spec, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Ints | None:
     """The result's sizes where each window is all of a dim or one row, and of a split dim all; None elsewhere.
 
     Such pools need no map whole on a rank, nor is there another order among equals than the adaptive ones have.
     """
-    sizes, first = x.shape[-len(kernel) :], x.dim() - len(kernel)
+    sizes, first = spec.shape[-len(kernel) :], len(spec.shape) - len(kernel)
     rows = list(zip(kernel, stride, padding, dilation, sizes, strict=True))
     whole = [k == size > 1 and (p, d) == (0, 1) for k, _, p, d, size in rows]
-    if not any(each and x.spec.is_split(first + n) for n, each in enumerate(whole)):
+    if not any(each and spec.is_split(first + n) for n, each in enumerate(whole)):
         return None
     if not all(each or row[:3] == (1, 1, 0) for each, row in zip(whole, rows, strict=True)):
         return None
-    return [1 if each else size for each, size in zip(whole, sizes, strict=True)]
+    return tuple(1 if each else size for each, size in zip(whole, sizes, strict=True))
 
 
 def _seen(window: Window, row: int, size: int, padding: int) -> int:

@@ -62,10 +62,10 @@ def _scatter(
         return _scattered_rows(func, x, dim, index, src, *args, **kwargs)
     many = index.numel() > most_besides(spec)
     if many and isinstance(src, Tensor) and not (args or kwargs) and not has_many_rows(spec, dim):
-        values = src[tuple(map(slice, index.shape))]
-        if _turns_of(spread(dim, index), spec, values) is not None:
+        values, points = src[tuple(map(slice, index.shape))], spread(dim, index)
+        if _turns_of(points, spec, values) is not None:
             require_all_inside(index, spec, dim)
-            return put_at(func, x, spread(dim, index), values, func.__name__.startswith("scatter_add"))
+            return put_at(func, x, points, values, func.__name__.startswith("scatter_add"))
     rows = _cut(index, x, dim, over, others, index.shape)
     src = _cut(src, x, dim, over, others, index.shape) if isinstance(src, Tensor) else src
     if not over:
