@@ -37,6 +37,23 @@ def test_what_torch_has_made_is_nobodys_until_someone_holds_it() -> None:
     assert weight.grad is own and own.sum() == 3
 
 
+def test_a_view_is_seen_beside_gradients_that_someone_holds_in_the_same_memory() -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    placed = Placed()
+    parameters[0].grad, parameters[1].grad = torch.zeros(6).split(3)
+    placed.remember(parameters)
+    held = parameters[0].grad
+    placed.note(parameters)
+    placed.give_back()
+    view = parameters[1].grad.view(3, 1)  # type: ignore[union-attr]
+    placed.note(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    placed.give_back()
+    assert parameters[0].grad is held
+    assert view.sum() == 3
+
+
 def _fail(*of_hook: Any) -> None:
     raise ArithmeticError
 

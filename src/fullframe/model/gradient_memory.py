@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -100,16 +100,16 @@ class Placed:
         for parameter, own in placed.items():
             if parameter.grad is not None and parameter.grad is not own:
                 parameter.grad = own.copy_(parameter.grad)
-        self.remember([parameter for parameter in noted if parameter not in placed] if placed else noted)
+        self.remember(noted, placed)
 
     def until_given_back(self) -> "Noted":
         """To be held for as long as that may be."""
         return Noted(self, self._placed)
 
-    def remember(self, parameters: Collection[nn.Parameter]) -> None:
-        """The gradients of these were made by torch or DDP."""
+    def remember(self, parameters: Collection[nn.Parameter], but: Container[nn.Parameter] = ()) -> None:
+        """The gradients of these `but` some were made by torch or DDP."""
         for parameter, others in zip(parameters, _others(parameters), strict=True):
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter not in but:
                 self._made[id(parameter)] = weakref.ref(parameter.grad), *others
 
 
