@@ -133,11 +133,16 @@ class Averaging:
         if found.keys() - self.parameters.keys() and all(parameter.is_leaf for parameter in found):
             self._take_up(found)
 
-    def _wrap(self, wanted: Trained) -> None:
+    def _without_ddp(self) -> None:
+        """Until the model is called again."""
         if self._ddp is not None and hasattr(self._ddp, "reducer"):
             self._ddp.reducer._remove_autograd_hooks()
+        self._expects, self._began, self._astray = False, False, True
+
+    def _wrap(self, wanted: Trained) -> None:
+        self._without_ddp()
         several = dist.get_world_size() > self._spatial.size  # within one replica the buffers stay equal by themselves
-        self._for, self._expects, self._began, self._buckets = wanted, False, False, Buckets()
+        self._for, self._buckets = wanted, Buckets()
         self._placed.note(wanted)
         self._ddp = None  # with its buckets, which in an evaluation's inference mode could not be trained with
         with torch.inference_mode(False), frozen([each for each in trained(self._model)[0] if each not in wanted]):
@@ -181,6 +186,8 @@ class Averaging:
         running: _Pass | None = self._pass()
         if running is None:
             self._pass = weakref.ref(running := _Pass(self))
+            if self._began:  # and ended by an error; DDP would wait for the rest of that pass
+                self._without_ddp()
             if self._expects:
                 self._began = True
                 self._placed.note(self._for)
@@ -350,20 +357,6 @@ class _Pass:
     def check(self) -> None:
         came = self._averaging.check(self.arrived, self.astray)
         _at_the_end(lambda: self._averaging.finish(came, self.made))  # DDP, too, is called then, and later than this
-
-
-def leave_shares(parameters: Iterable[nn.Parameter], spatial: Spatial) -> None:
-    """Each rank keeps its share of their gradients; a hook of the user's or `autograd.grad` sees its replica's."""
-    for parameter in parameters:
-        manage(parameter, _hook_of_shares(weakref.ref(parameter), spatial))
-
-
-def _hook_of_shares(parameter: Any, spatial: Spatial) -> Hook:
-    def hook(gradient: Tensor) -> Tensor | None:
-        is_looked_at = has_hooks(parameter()) or not is_accumulated(parameter())
-        return mean_over_ranks(gradient, spatial.replica) if is_looked_at else None
-
-    return hook
 
 
 def _the_one_called(owners: Iterable[Averaging]) -> Averaging | None:

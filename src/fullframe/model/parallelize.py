@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from fullframe.arguments import checked
 from fullframe.errors import ArgumentError, CheckpointError, GradientError, MeshError, StrategyError
-from fullframe.model.averaging import Averaging, leave_shares
+from fullframe.model.averaging import Averaging
 from fullframe.model.buffers import require_whole_buffers, share_buffers
 from fullframe.model.compiled.blocks import CompiledBlocks, compiled_blocks
 from fullframe.model.containers import put_back, values_in
@@ -30,6 +30,7 @@ from fullframe.model.sharding.fsdp import AtEnd, ShardedParameters
 from fullframe.model.sharding.requirements import require_whole
 from fullframe.model.sharding.taken import naming_shards
 from fullframe.model.sharding.values import is_sharded
+from fullframe.model.shares import leave_shares
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
 from fullframe.model.trained import require_shapes
 from fullframe.model.world_collectives import watch_collectives
@@ -252,8 +253,7 @@ class ParallelModel(nn.Module):
         else:
             results, shells, within = run(leaves, shells, method)
         trained = () if self._averaging is None else self._averaging.parameters
-        owner = self._sharded if self._averaging is None else self._averaging
-        stepped = None if owner is None else owner.stepped
+        stepped = getattr(self._averaging or self._sharded, "stepped", None)
         self._agreement.after_forward([*results, *within], trained, self.module, stepped)
         if self._sharded is not None:
             self._sharded.end()

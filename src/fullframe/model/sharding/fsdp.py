@@ -19,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from fullframe.errors import DivergenceError, GradientError, MeshError, StrategyError
-from fullframe.model.averaging import leave_shares
 from fullframe.model.containers import GivenBack
 from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.model.same.optimizers import Stepped, require_same_options
@@ -42,6 +41,7 @@ from fullframe.model.sharding.values import (
     take_whole_states,
 )
 from fullframe.model.sharding.written import WrittenIn
+from fullframe.model.shares import leave_shares
 from fullframe.model.unused import say_unused
 from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_rank_each
 from fullframe.ranks.mesh import Spatial
