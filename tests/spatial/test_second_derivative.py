@@ -26,10 +26,6 @@ from tests.spatial.cases import MESHES, Case, all_cases, every_fourth, one
 TOLERANCE = 1e-10
 WITHOUT = {
     "attention: multi-head attention": "torch's own kernel has no second derivative",
-    **{
-        f"attention: {name}": "keys of several ranks for whole queries: refused by name"
-        for name in ("masks", "objects", "all dropped", "a bias with a gradient")
-    },
     "moments: vector norm of order 0": "the sine of thousands: one digit of the input is six of the result",
     "reduction: prod, nansum, nanmean": "products of billions; small ones are below",
 }

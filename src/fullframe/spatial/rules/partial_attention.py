@@ -3,15 +3,16 @@
 Also for what torch's fused kernels do not do with little memory: dropout, and masks that have a gradient.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullframe.ranks.collectives import all_gather_no_grad, all_sum_no_grad
+from fullframe.ranks.collectives import all_gather_no_grad, all_sum, all_sum_no_grad
 from fullframe.spatial.rules.reduction import wide
-from fullframe.spatial.second_derivative import once_differentiable
+from fullframe.spatial.second_derivative import gradients_of
 
 
 class How(NamedTuple):
@@ -53,10 +54,14 @@ class _PartialAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         how: How = ctx.how
         query, key, value, mask, result, logarithm = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph
+            given = [query, key, value, *([mask] if ctx.needs_input_grad[3] else [])]
+            again = partial(_attended, fixed=mask, logarithm=logarithm, how=how)
+            found = gradients_of(again, given, gradient, ctx.needs_input_grad[: len(given)])
+            return *found, *(None,) * (5 - len(given))
         weights = _scores(query, key, mask, how.scale).sub_(logarithm).exp_()
         kind = weights.dtype
         gradient = _over_ranks(gradient.to(kind), how)
@@ -69,6 +74,22 @@ class _PartialAttention(torch.autograd.Function):
         of_key = (slope.transpose(-2, -1) @ query.to(kind)).mul_(how.scale)
         of_mask = _as(slope, mask) if ctx.needs_input_grad[3] else None
         return _as(of_query, query), _as(of_key, key), _as(of_value, value), of_mask, None
+
+
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, fixed: Tensor | None, logarithm: Tensor,
+    how: How,
+) -> Tensor:  # fmt: skip
+    """The same made of differentiable functions: more memory, and derivatives of any order; a mask may be `fixed`."""
+    weights = (_scores(query, key, fixed if mask is None else mask, how.scale) - logarithm).exp()
+    total = _summed(weights.sum(-1, True), how)  # 1, or 0 of a row without keys
+    weights = weights / total.masked_fill(total == 0, 1)
+    kept = _kept(weights, how)
+    return _summed((weights if kept is None else weights * kept) @ value.to(weights.dtype), how).to(value.dtype)
+
+
+def _summed(value: Tensor, how: How) -> Tensor:
+    return value if how.group is None else all_sum(value, how.group)
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
