@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullframe as ff
@@ -76,6 +77,24 @@ def _split(height: int, width: int) -> float:
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (2, 2), (1, 3)], ids=str)
 def test_split_over_ranks(mesh: tuple[int, int]) -> None:
     assert max(rank_group(mesh[0] * mesh[1]).run(_split, *mesh)) < 1e-11
+
+
+def _of_replicas() -> list[bool]:
+    """Whether each call converged, of samples of the rank's own; that of rank 0 is a fixed point from the start on."""
+    plain = fixed_point(Pair(), tolerance=1e-3, iterations=3)
+    model = ff.parallelize(plain, ff.init_mesh())
+    zero = torch.zeros(1, 2, 7, 9, dtype=torch.float64)
+    found = []
+    for _ in plain.modules():  # of which the ranks compare one at each pass
+        plain.block.slope = 0.3 * dist.get_rank()
+        loss_of(model, torch.ones_like(zero), zero).backward()  # type: ignore[no-untyped-call]
+        found.append(plain.solved.converged)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:the state of a fixed point")
+def test_replicas_may_take_other_numbers_of_iterations() -> None:
+    assert rank_group(2).run(_of_replicas) == [[True] * 4, [False] * 4]
 
 
 def _saved_bytes(backward: str, iterations: int) -> int:

@@ -63,11 +63,12 @@ def settings_of(module: nn.Module) -> dict[str, str]:
     """What the module is set to, in words, by the names of its attributes: numbers, strings, functions, lists of them.
 
     Not its parameters, buffers and modules, nor objects of which cannot be told whether they are equal; of others'
-    modules not what is private, such as the numbers by which `torch.compile` knows them.
+    modules not what is private, such as the numbers by which `torch.compile` knows them, of ours not what a class lists
+    as `found_in_calls`, which follows from a replica's own samples.
     """
     found = {}
     ours = type(module).__module__.startswith("fullframe.")
-    for name in sorted(vars(module).keys() - OF_EVERY_MODULE):
+    for name in sorted(vars(module).keys() - OF_EVERY_MODULE - getattr(type(module), "found_in_calls", frozenset())):
         text = _text(vars(module)[name]) if ours or not name.startswith("_") else None
         if text is not None:
             found[name] = text

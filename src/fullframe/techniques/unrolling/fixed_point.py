@@ -67,6 +67,8 @@ def fixed_point(
 class FixedPoint(nn.Module):
     """Made by `fixed_point`. Its parameters are those of `block`."""
 
+    found_in_calls = frozenset(("solved", "solved_backward", "_warned"))
+
     def __init__(self, block: nn.Module, tolerance: float, iterations: int, backward: str, phantom_steps: int):
         super().__init__()
         require_count(StrategyError, "iterations", iterations)
