@@ -122,6 +122,40 @@ def test_two_models_may_share_one() -> None:
         torch.testing.assert_close(off, [torch.zeros_like(each) for each in off], rtol=0, atol=1e-13)
 
 
+class BeforeStages(nn.Module):
+    """A norm in training, of maps and of what is pooled, before layers that can be on stages."""
+
+    def __init__(self, kind: Any = nn.SyncBatchNorm) -> None:
+        super().__init__()
+        self.norm, self.pooled = kind(3), nn.BatchNorm1d(3) if kind is nn.BatchNorm2d else kind(3)
+        self.layers = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.norm(x) * self.pooled(x.square().mean((2, 3)))[:, :, None, None])
+
+
+def statistics_on_stages(strategy: ff.Strategy, kind: Any = nn.SyncBatchNorm) -> list[Tensor]:
+    """After a pass of the model alone, and a step."""
+    torch.manual_seed(0)
+    batch, plain = {"image": blocks.batch()["image"]}, BeforeStages(kind)
+    mesh = ff.init_mesh(strategy.height, strategy.width, stages=strategy.stages)
+    model = ff.parallelize(plain, mesh)
+    batch = on_ranks(batch, mesh, ("image",))
+    model(batch["image"])
+    found = [buffer.clone() for buffer in plain.buffers()]
+    ff.TrainStep(model, odd_loss, torch.optim.SGD(model.parameters(), lr=0.0), strategy)(batch)
+    return [*found, *plain.buffers()]
+
+
+@pytest.mark.parametrize("strategy", [ff.Strategy(data=2, stages=2), ff.Strategy(stages=2, width=2)], ids=str)
+def test_stages_hold_the_same_samples(strategy: ff.Strategy) -> None:
+    """So that the running variance counts them once."""
+    expected = statistics_on_stages(ff.Strategy(), nn.BatchNorm2d)
+    for found in rank_group(4).run(statistics_on_stages, strategy):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13)
+
+
 def statistics_of(synced: bool, plain: bool = False) -> list[Tensor]:
     """What `update_bn` finds in six images, one step; of `plain` torch, or on these ranks."""
     torch.manual_seed(0)

@@ -92,7 +92,7 @@ def parallelize(
             require_whole(model)
         require_whole_buffers(model)
         require_same_model(model, options | {"shard_parameters": shard_parameters})
-        synchronize_batchnorm(model, spatial.size, every=False)
+        synchronize_batchnorm(model, spatial.size * (1 if along is None else along.size), every=False)
         share_values(t for t in (*model.parameters(), *model.buffers()) if not is_sharded(t))  # each its own part
         if shard_parameters:
             sharded = ShardedParameters(model, spatial, find_unused_parameters)

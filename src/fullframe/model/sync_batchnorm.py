@@ -15,8 +15,9 @@ from fullframe.spatial.rules.normalization import OverReplicas
 def synchronize_batchnorm(model: nn.Module, replica_ranks: int, every: bool) -> None:
     """Batch norm of `model` takes its statistics over all ranks of the job: `every` module, or `SyncBatchNorm` only.
 
-    `replica_ranks` share one sample. A `SyncBatchNorm` with a process group of its own is left as it is. With `every`,
-    a forward pass in training raises StrategyError in a batch norm that takes its statistics without `F.batch_norm`.
+    `replica_ranks`, on all stages, share one sample. A `SyncBatchNorm` with a process group of its own is left as it
+    is. With `every`, a forward pass in training raises StrategyError in a batch norm that takes its statistics without
+    `F.batch_norm`.
     """
     for module in model.modules():
         synced = isinstance(module, nn.SyncBatchNorm)

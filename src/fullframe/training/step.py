@@ -129,7 +129,7 @@ class TrainStep:
         elif strategy.compile:
             compiled_blocks(plain, strategy.compile)
         if self._ranks > 1:
-            synchronize_batchnorm(plain, strategy.parts, every=strategy.sync_batchnorm)
+            synchronize_batchnorm(plain, strategy.parts * strategy.stages, every=strategy.sync_batchnorm)
         keep_states(plain, strategy)
         self._recomputation = Recomputation(plain, strategy)
         self._differences = Differences()  # between blocks and the same recomputed

@@ -152,7 +152,7 @@ def _update_of_batch(running: _Running, found: Statistics) -> None:
 class OverReplicas(TorchFunctionMode):
     """Inside, batch norm in training takes its statistics from all ranks of the job, split tensors or whole.
 
-    `ranks` are those of a replica, which hold the same of what is whole. `asked`: batch norm was called.
+    `ranks` are those of a replica on all stages, which hold the same of what is whole. `asked`: batch norm was called.
     """
 
     def __init__(self, ranks: int):
@@ -183,7 +183,8 @@ class OverReplicas(TorchFunctionMode):
             over = Holders(everyone, None, self._ranks, counts=dist.get_rank() % self._ranks == 0)
             return _over_ranks(input, weight, bias, running, over, eps)
         spatial, axes = input.spec.spatial, {part for p in input.spec.placements for part in axes_in(p.axis)}
-        counts = not any(axis.coordinate for axis in spatial.axes if axis.name not in axes)
+        counts = dist.get_rank() % self._ranks < spatial.size  # on the first of the stages
+        counts = counts and not any(axis.coordinate for axis in spatial.axes if axis.name not in axes)
         over = Holders(everyone, None, self._ranks // dist.get_world_size(input.spec.group), counts)
         return wrap(_over_ranks(local_of(input), weight, bias, running, over, eps), input.spec)
 
