@@ -124,6 +124,22 @@ def test_metrics_after_a_resume_from_an_earlier_checkpoint(tmp_path):
     assert all(message in log for message in messages)
 
 
+def test_a_step_that_could_not_be_recorded_gets_no_checkpoint(tmp_path):
+    metrics, kept = tmp_path / "metrics.jsonl", tmp_path / "kept.jsonl"
+
+    def in_the_way(record):
+        if record["step"] == 2:
+            metrics.rename(kept)
+            metrics.mkdir()
+
+    with pytest.raises(RunError, match=r"cannot write .*metrics.jsonl: Is a directory"):
+        train(ff.Strategy(), tmp_path, steps=5, checkpoint_every=1, on_record=in_the_way)
+    metrics.rmdir()
+    kept.rename(metrics)
+    train(ff.Strategy(), tmp_path, steps=5, checkpoint_every=1, resume=True)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5]
+
+
 def halved_every_step(step):
     return 0.5**step
 

@@ -222,9 +222,10 @@ class Steps:
         Raises RunError on all ranks when one cannot write into the run directory, `Stopped` once all is written.
         """
         run, state = self._run, self._session.state
-        asked = run.heard() if asks or last else 0
+        saves = due(number, checkpoint_every) or last or best is not None
+        asked = run.heard() if asks or saves else 0  # a checkpoint goes with the record of its step
         run.checkpoints.poll()
-        saves = due(number, checkpoint_every) or last or asked or best is not None
+        saves = saves or asked > 0
         if due(number, check_every) or (saves and check_every):
             require_same_numbers(state.model, self._mesh, number)
         if saves:
