@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullframe as ff
 from fullframe.ranks.channel import difference
-from fullframe.ranks.mesh import spatial_of
+from fullframe.ranks.collectives import all_sum_no_grad
+from fullframe.ranks.mesh import spatial_of, stage_axis
+from fullframe.ranks.stage_messages import Form, receive, send
 from fullframe.simulation.fake.data_parallel import FakeDataParallel
 from fullframe.simulation.fake.world import fake_job
 from fullframe.training.step import TrainStep
@@ -117,6 +119,29 @@ def _of_the_host() -> bool:
 def test_what_lies_on_the_host_goes_by_the_device() -> None:
     """As after `x.cpu()`: NCCL takes nothing else, and a job may have NCCL alone."""
     assert device_ranks().run(_of_the_host) == [True] * 2
+
+
+def _between_stages(dtypes: list[torch.dtype]) -> list[list[Call]]:
+    """What either of two stages calls where one sends the other tensors of one shape, the first not contiguous."""
+    logs = []
+    for rank in range(2):
+        with fake_job(rank, 2):
+            axis = stage_axis(ff.init_mesh(stages=2))
+            tensors = [to_device(torch.zeros(3, 3, dtype=dtype)) for dtype in dtypes]
+            with counted() as counts:
+                all_sum_no_grad(tensors[0].real, axis.group)
+                if rank == 0:
+                    send(axis, 1, [tensors[0].t(), *tensors[1:]], "state").wait()
+                else:
+                    receive(axis, 0, [Form.of(tensor) for tensor in tensors], "state", tensors[0].device)
+        logs.append(counts.calls)
+    return logs
+
+
+@pytest.mark.parametrize("others", [torch.int64, torch.complex64, torch.int16])
+def test_what_stages_send_of_several_dtypes_keeps_nccls_rules(others: torch.dtype) -> None:
+    for logs in device_ranks().run(_between_stages, [torch.float32, others, torch.float32]):
+        assert faults(logs) == []
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {"UNet": UNet, "FPN": FPN, "tokens": TokenEncoder}

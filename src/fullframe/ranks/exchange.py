@@ -100,10 +100,9 @@ class InFlight:
             return
         if blocks:
             blocks = list(map(channel.placed, _packed(blocks)))
-        first = (blocks or targets)[0]
-        if first.dtype not in KNOWN:
-            blocks, targets = list(map(in_bytes, blocks)), list(map(in_bytes, targets))
-        group, device = self._axis.group, first.device
+        # Stages send what has several dtypes.
+        blocks, targets = ([t if t.dtype in KNOWN else in_bytes(t) for t in sent] for sent in (blocks, targets))
+        group, device = self._axis.group, (blocks or targets)[0].device
         batched = channel.coalesces
         if batched is None:
             batched = channel.coalesces = group._get_backend(device).supports_coalescing
@@ -202,10 +201,10 @@ def post(
 
 
 def _packed(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors, contiguous; on a GPU those of one shape are copied by one kernel."""
+    """The tensors, contiguous; on a GPU those of one shape and dtype are copied by one kernel."""
     first = tensors[0]
     by_one = len(tensors) > 1 and not (first.is_cpu or first.is_contiguous())
-    if by_one and len({tensor.shape for tensor in tensors}) == 1:
+    if by_one and len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) == 1:
         packed = first.new_empty((len(tensors), *first.shape))  # left to itself `stack` keeps channels_last
         return list(torch.stack(tensors, out=packed).unbind())
     return [plain(tensor) for tensor in tensors]
