@@ -637,6 +637,29 @@ def objects_that_cannot_be_pickled(which: str) -> None:
     assert hvd.allgather_object(hvd.rank()) == list(ranks())
 
 
+@case()
+def the_default_device_is_not_asked() -> None:
+    """Of what lies on the host; a script may have called `torch.set_default_device("cuda")`."""
+    given = [of_rank(rank, torch.float32, (4, 3)) for rank in ranks()]
+    mine, model = given[hvd.rank()].clone().requires_grad_(), torch.nn.Linear(3, 2)
+    with torch.device("meta"):
+        sums = [hvd.allreduce(mine.detach(), op=hvd.Sum) for _ in range(4)]  # the last ones are expected
+        gathered = hvd.allgather(mine)
+        gathered.square().sum().backward()
+        whose = hvd.broadcast_object(hvd.rank(), root_rank=1)
+        _, received = hvd.alltoall(mine[: hvd.size()], [1] * hvd.size())
+        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
+        model(mine.detach()).sum().backward()
+        optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for found in sums:
+        same(found, summed(given))
+    same(mine.grad, 2 * given[hvd.rank()])
+    same(gathered, torch.cat(given))
+    same(received, torch.ones(hvd.size(), dtype=torch.int32))
+    assert whose == 1
+
+
 @case(("state_dict", "named_parameters", "parameters"))
 def parameters(which: str) -> None:
     torch.manual_seed(hvd.rank())

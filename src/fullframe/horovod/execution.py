@@ -200,7 +200,7 @@ def _alltoall(job: Job, collectives: Collectives) -> tuple[Tensor, Tensor]:
     send = [request.splits for request in job.due.requests if request is not None]
     receive = [splits[collectives.rank] for splits in send]
     out = collectives.alltoall(tensor, send[collectives.rank], receive)
-    return out, torch.tensor(receive, dtype=torch.int32)
+    return out, torch.tensor(receive, dtype=torch.int32, device="cpu")
 
 
 def _reducescatter(job: Job, collectives: Collectives) -> list[Tensor]:

@@ -28,7 +28,7 @@ class _Known:
     def __init__(self, request: Request):
         count = torch.Size(request.shapes[0]).numel()
         self.request = request
-        self.buffer = torch.zeros(count + 3, dtype=getattr(torch, request.dtypes[0]))
+        self.buffer = torch.zeros(count + 3, dtype=getattr(torch, request.dtypes[0]), device="cpu")
         self.data = self.buffer[:count].view(request.shapes[0])
         self.head = self.buffer[count:].numpy()  # whose numbers are read and written faster than a tensor's
         self.follower: _Known | None = None

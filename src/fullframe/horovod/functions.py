@@ -97,10 +97,11 @@ def broadcast_object(
     """The object of rank `root_rank`; the root gets its own back. RequestError on all where it cannot be pickled."""
     label = f"broadcast_object.{name}" if name else ""
     is_root = world().rank == root_rank
-    data = pickled(obj) if is_root else torch.zeros(0, dtype=torch.uint8)
-    length = broadcast(torch.tensor([data.numel()]), root_rank, label and f"{label}.length", process_set)
+    data = pickled(obj) if is_root else torch.zeros(0, dtype=torch.uint8, device="cpu")
+    size = torch.tensor([data.numel()], device="cpu")
+    length = broadcast(size, root_rank, label and f"{label}.length", process_set)
     if not is_root:
-        data = torch.zeros(int(length), dtype=torch.uint8)
+        data = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
     received = broadcast(data, root_rank, label or None, process_set)
     if is_root:
         checked(received)

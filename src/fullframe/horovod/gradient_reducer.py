@@ -24,7 +24,7 @@ class _Room:
     """One buffer for a group's gradients, where each is copied to while it is in the processor's cache."""
 
     def __init__(self, parameters: Sequence[Tensor]):
-        self.flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+        self.flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device="cpu")
         pieces = self.flat.split([p.numel() for p in parameters])
         self.pieces = {p: piece.view(p.shape) for p, piece in zip(parameters, pieces, strict=True)}
 

@@ -51,7 +51,7 @@ class Allgather(_OfGroup):
         grads = tuple(grad.contiguous() for grad in grads)
         request = request_of("allreduce", grads, name, op=ReduceOp.Average)
         means = Allreduce.apply(request, ctx.process_set, *grads)  # type: ignore[no-untyped-call]
-        mine = torch.tensor([own])
+        mine = torch.tensor([own], device="cpu")
         rows = complete(request_of("allgather", [mine], name and f"{name}.rows"), [mine], ctx.process_set, list)[0]
         firsts = rows[: ctx.process_set.rank()].sum(dim=0).tolist()
         return None, None, *(m.narrow(0, first, n) for m, first, n in zip(means, firsts, own, strict=True))

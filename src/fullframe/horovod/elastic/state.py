@@ -51,7 +51,8 @@ class State:
         if member is None:
             return
         said = member.has_news() if global_process_set.rank() == 0 else (False, False)
-        news, only_removed = allreduce(torch.tensor(said).double(), name="elastic.hosts", op=ReduceOp.Sum).tolist()
+        flags = torch.tensor(said, dtype=torch.float64, device="cpu")
+        news, only_removed = allreduce(flags, name="elastic.hosts", op=ReduceOp.Sum).tolist()
         if news:
             raise HostsUpdatedInterrupt(bool(only_removed))
 
