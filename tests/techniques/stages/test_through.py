@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import fullframe as ff
-from fullframe.ranks.mesh import drawn_seed
+from fullframe.ranks.mesh import Axis, drawn_seed
 from fullframe.ranks.randomness import kept_random_state, mixed_seed, seed_everything
+from fullframe.simulation.fake.replaced import replaced
+from fullframe.techniques.stages import through
 from fullframe.techniques.stages.chain import Stages
 from fullframe.techniques.stages.through import through_stages
 from tests.rank_group import RankFailure, rank_group
@@ -154,6 +157,44 @@ def dropped(own: bool, microbatches: int) -> float:
 @pytest.mark.parametrize(("own", "microbatches"), [(False, 1), (True, 1), (True, 2), (False, 4)])
 def test_dropout_and_batch_norm_on_stages_of_split_images(own: bool, microbatches: int) -> None:
     assert max(rank_group(4).run(dropped, own, microbatches)) < 1e-10
+
+
+def messages(size: int) -> list[tuple[str, int]]:
+    """What this stage sends to and receives from others of a loss inside the call, in order."""
+    mesh, said = ff.init_mesh(stages=size), list[tuple[str, int]]()
+
+    def noting(name: str) -> Callable[..., Any]:
+        known = getattr(through, name)
+
+        def noted(axis: Axis, peer: int, *args: Any) -> Any:
+            said.append((name.partition("_")[0], peer))
+            return known(axis, peer, *args)
+
+        return noted
+
+    names = ("send", "send_object", "send_some", "receive", "receive_object", "receive_some")
+    with ExitStack() as changes:
+        for name in names:
+            changes.enter_context(replaced(through, name, noting(name)))
+        run = ff.unroll(nn.Linear(3, 3), 6, placement="stages", mesh=mesh, microbatches=4)
+        run.loss(Tensor.sum, (), torch.ones(4, 3)).backward()
+    return said
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_send_in_the_order_in_which_others_receive(stages: int) -> None:
+    """Each rank's messages by NCCL wait for those before: all are through where each has what it needs in its turn."""
+    waiting = rank_group(stages).run(messages, stages)
+    while any(waiting):
+        heads = {rank: said[0] for rank, said in enumerate(waiting) if said}
+        met = {
+            (rank, peer)
+            for rank, (what, peer) in heads.items()
+            if what == "send" and heads.get(peer) == ("receive", rank)
+        }
+        assert met, heads
+        for rank in (rank for pair in met for rank in pair):
+            waiting[rank].pop(0)
 
 
 class Head(nn.Module):

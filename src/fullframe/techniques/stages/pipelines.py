@@ -50,6 +50,17 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> tupl
     return (*actions, *(Action("backward", n) for n in range(microbatches - ahead, microbatches)))
 
 
+def with_coming(actions: Sequence[Action]) -> list[tuple[Action, tuple[int, ...]]]:
+    """Each action, and of one that goes back the microbatch that goes forward right after it, if there is one.
+
+    The stage before sends that one's state before it waits for the gradient, so it is to be received before the
+    gradient is sent: two ranks' messages by NCCL come one after the other, and each would wait for the other's.
+    """
+    after = [(then.microbatch,) if then.kind == "forward" else () for then in actions[1:]]
+    pairs = zip(actions, [*after, ()], strict=True)
+    return [(one, coming if one.kind == "backward" else ()) for one, coming in pairs]
+
+
 def timeline(order: Order, microbatches: int, forward: Sequence[float], backward: Sequence[float]) -> list[Timed]:
     """When each action runs, by the seconds that one microbatch takes on each stage, forward and back."""
     stages = len(forward)

@@ -3,9 +3,6 @@
 Each rank keeps the graph of its own part. Microbatches go forward through the stages one behind the other, then back
 (GPipe: Huang et al., NeurIPS 2019). Every stage gets the same arguments and the same result, so what comes before the
 chain and after it runs on all of them, and the gradients of all parameters average as those of other ranks do.
-
-`torch.distributed.pipelining` wants the loss inside its `step`, which runs forward and backward in one go and adds to
-`.grad` with every microbatch; it can be no module in the middle of a model, nor under DDP's hooks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +40,7 @@ from fullframe.spatial.views import counting
 from fullframe.techniques.stages.arguments import Arguments, Begun, Kept, StageSaid, State, or_zeros
 from fullframe.techniques.stages.buffers import StageBuffers
 from fullframe.techniques.stages.chain import Chain, Criterion, OwnGraph, Segment, Stages, require_known
-from fullframe.techniques.stages.pipelines import one_forward_one_backward
+from fullframe.techniques.stages.pipelines import one_forward_one_backward, with_coming
 
 _WITHOUT_SECOND = "stages", "leave stages out"
 
@@ -109,6 +106,7 @@ class _Call:
             self._owners = [stage for stage in range(axis.size) for _ in stages.share(len(chain.parts), stage)]
         self._returned: list[State] = []
         self._kept: dict[int, Kept] = {}  # by microbatch
+        self._came: dict[int, tuple[State, list[Tensor]]] = {}  # by microbatch, before their turn
         self._sending: dict[int, list[InFlight]] = {}  # by microbatch, forward
         self._sending_back: list[InFlight] = []
         self._base = 0  # that the seeds of several microbatches are made of
@@ -141,12 +139,12 @@ class _Call:
 
     def forward_and_back(self) -> Tensor:
         """All microbatches forward and, as soon as they can, back; the sum of their losses."""
-        order = one_forward_one_backward(self._axis.coordinate, self._axis.size, self._given.microbatches)
+        order = with_coming(one_forward_one_backward(self._axis.coordinate, self._axis.size, self._given.microbatches))
         latest, total = 0, torch.zeros((), device=self._given.device)
         totals: dict[int, Tensor] = {}
         of_given: dict[int, list[Tensor | None]] = {}
         with self._own_random_states():
-            for kind, number in order:
+            for (kind, number), coming in order:
                 with self._stages.around():
                     if kind == "forward":
                         latest, (made,) = number, self._one_forward(number)
@@ -156,7 +154,7 @@ class _Call:
                         seeds: Any = [list(map(torch.ones_like, each)) for each in losses]
                         if number < latest:
                             self._buffers.hide_attributes()
-                        of_given[number] = self._one_backward(number, seeds, totals)
+                        of_given[number] = self._one_backward(number, seeds, totals, coming)
         self._buffers.put_back_attributes()
         everyone = self._settled(total)
         if self._keeps:
@@ -192,7 +190,7 @@ class _Call:
         form, locals_ = self._given.form(parts), [local_or_whole(part) for part in parts]
         own, inputs = locals_[: self._given.of_state], locals_[self._given.of_state :]
         if not self._is_first:
-            form, own = self._received(form)
+            form, own = self._came.pop(number) if number in self._came else self._received()
 
         def before(part: int) -> None:
             if self._given.microbatches > 1:  # in one process, too, they come after each other in this order alone
@@ -223,15 +221,16 @@ class _Call:
         tensors = [local_or_whole(leaf) for leaf in tree_flatten(state)[0]]
         return [*sent, send(self._axis, peer, tensors, "state")]
 
-    def _received(self, like: State) -> tuple[State, list[Tensor]]:
+    def _received(self) -> tuple[State, list[Tensor]]:
         """The state from the stage before."""
         peer = self._axis.coordinate - 1
-        like = like if are_real(self._axis) else self._likeness(self._part.start)
         if are_real(self._axis):
             like, left = receive_object(self._axis, peer, "a state's form")
             self._buffers.take(left[0])
             if left[1] is not None:
                 set_random_state(left[1])
+        else:
+            like = self._likeness(self._part.start)
         return like, receive(self._axis, peer, like.forms, "state", self._given.device)
 
     def _likeness(self, count: int) -> State:
@@ -303,7 +302,7 @@ class _Call:
         self._sending_back.clear()
 
     def _one_backward(
-        self, number: int, of_states: list[list[Tensor | None]], totals: dict[int, Tensor]
+        self, number: int, of_states: list[list[Tensor | None]], totals: dict[int, Tensor], coming: Sequence[int] = ()
     ) -> list[Tensor | None]:
         """One microbatch; the gradients of its part of state and inputs, those of parameters into `totals`."""
         kept = self._kept.pop(number)
@@ -332,6 +331,7 @@ class _Call:
                 totals[id(alias)] = part if before is None else before + part
         if not self._is_first:
             back = [by_tensor.get(id(tensor)) for tensor in kept.given if has_gradients(tensor)]
+            self._came.update((other, self._received()) for other in coming)  # the stage before sends it first, too
             for flight in self._sending_back:  # the one before, which the other stage waits for before this one
                 flight.wait()
             self._sending_back = send_some(self._axis, self._axis.coordinate - 1, back, "gradient of a state")
