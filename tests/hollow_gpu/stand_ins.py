@@ -15,8 +15,11 @@ _TILE = 32  # to a multiple of which memory-efficient attention rounds its sums'
 
 
 def _layout(*tensors: Tensor) -> torch.memory_format:
-    last = tensors[0].dim() == 4 and any(
-        torch._prims_common.suggest_memory_format(t) == torch.channels_last for t in tensors
+    doubles = len(tensors) == 2 and tensors[0].dtype == torch.float64  # cuDNN convolves them contiguous
+    last = (
+        not doubles
+        and tensors[0].dim() == 4
+        and any(torch._prims_common.suggest_memory_format(t) == torch.channels_last for t in tensors)
     )
     return torch.channels_last if last else torch.contiguous_format
 
