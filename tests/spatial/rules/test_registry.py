@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.spatial.rules import registry
+from fullframe.spatial.rules import catalog, registry  # noqa: F401  the table is full
 from fullframe.spatial.rules.registry import NAMED, RULES, UNCHECKED, getter, rule, rule_of, setters, writes
 
 
