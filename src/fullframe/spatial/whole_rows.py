@@ -101,7 +101,11 @@ def numbered(indices: Tensor, spec: Spec, dim: int) -> Tensor:
 
 
 def sizes_held(spec: Spec, dim: int) -> list[int]:
-    """How many elements of a row along `dim` each rank holds, of those over which it is split."""
+    """How many elements of a row along `dim` each rank holds, of those over which it is split.
+
+    Raises Merged where a mask has picked them.
+    """
+    spec.require_in_order((dim % len(spec.shape),))
     here = {p.axis: p.extents for p in spec.cuts(dim)}
     sizes = [spec.shape[dim] // prod(extents.size for extents in here.values())]
     for axis in spec.spatial.axes:
@@ -111,8 +115,12 @@ def sizes_held(spec: Spec, dim: int) -> list[int]:
 
 
 def _turns(spec: Spec, dim: int) -> Iterator[_Turn]:
-    """The exchanges that make `dim` whole, one a mesh axis over which it is split."""
+    """The exchanges that make `dim` whole, one a mesh axis over which it is split.
+
+    Raises Merged where a mask has picked its rows.
+    """
     dim %= len(spec.shape)
+    spec.require_in_order((dim,))
     left = spec.cuts(dim)
     count = 1
     for d, size in enumerate(spec.local_shape):

@@ -66,6 +66,22 @@ def of_channels(x: Tensor, weight: Tensor, mask: Tensor) -> list[Tensor]:
     ]  # fmt: skip
 
 
+def along_channels(x: Tensor, weight: Tensor, mask: Tensor) -> list[Tensor]:
+    """What needs whole vectors of what a mask picked, and takes them where they lie."""
+    rows = x.permute(0, 2, 3, 1)[mask]
+    small = rows[:, :, None] * torch.outer(weight, weight) + 9 * torch.eye(4, dtype=x.dtype)
+    return [
+        torch.linalg.norm(rows, dim=-1), torch.linalg.norm(rows, 1, 1), torch.linalg.norm(small, 2, (1, 2)),
+        F.cosine_similarity(rows, rows * weight), torch.cdist(rows, torch.outer(weight, weight)), F.glu(rows, 1),
+        torch.linalg.vecdot(rows, weight), torch.linalg.det(small), torch.linalg.solve(small, rows), rows.sort(1)[0],
+        rows.topk(2)[0], rows.median(1)[0], rows.kthvalue(2)[0], rows.mode(1)[0], rows.quantile(0.3, 1), rows.diff(),
+        rows.cumsum(1), rows.cumprod(1), rows.cummax(1)[0], rows.median(), torch.linalg.svdvals(small),
+        torch.linalg.lstsq(small, rows).solution, torch.inner(rows, weight), rows.argsort(1) * weight,
+        rows.gather(1, rows.argsort(1)[:, :2]), rows.take_along_dim(rows.argmax(1, keepdim=True), 1),
+        rows.gather(0, rows[:3].argsort(0)), weight.expand(len(rows), -1).gather(1, rows.argmax(1, keepdim=True)),
+    ]  # fmt: skip
+
+
 def patches(x: Tensor, mask: Tensor) -> list[Tensor]:
     """Small images (elements, C, 6, 6), of which kernels want at least one."""
     small = x.permute(0, 2, 3, 1)[mask[:, 0]][:, :, None, None] * torch.arange(36, dtype=x.dtype).view(6, 6).sin()
@@ -271,6 +287,7 @@ CASES: dict[str, Case] = {
         for name, op, split, whole, sizes in (
             ("losses", losses, ((2, 4), (2, 4)), (), TWO),
             ("of channels", lambda x, w, mask: of_channels(x, w, mask[:, 0]), ((2, 4),), ((4,),), TWO),
+            ("along channels", lambda x, w, mask: along_channels(x, w, mask[:, 0]), ((2, 4),), ((4,),), TWO),
             ("patches", patches, ((2, 4),), (), ((5, 8),)),
             ("in order", in_order, ((2, 4),), (), TWO),
             ("written", written, ((2, 4), (2, 4)), ((4,),), TWO),
@@ -396,12 +413,18 @@ def _traffic(height: int, width: int) -> tuple[int, int]:
         error = (x[y > 0.5] - 1).abs()
         error[error < error.mean()].mean().backward()
 
+    def of_vectors() -> None:
+        rows = torch.cat([x, y, x * y], 1).permute(0, 2, 3, 1)[y[:, 0] > 0.5]
+        best, like = rows.gather(1, rows.argmax(1, keepdim=True)), F.cosine_similarity(rows, rows.cos())
+        (torch.linalg.norm(rows, dim=-1) * best[:, 0] * like * rows.sort(1)[0].cumsum(1)[:, 1]).mean().backward()
+
     with mock.patch.object(collectives, "fits", lambda tensor: False):
+        vectors = counted(of_vectors)
         one = counted(lambda: F.smooth_l1_loss(x[y > 0.5], y[y > 0.5]).backward())
         other = counted(lambda: scale_invariant(x, y, y > 0.5).backward())
         robust = counted(trimmed)
         gathered = counted(lambda: x[y > 0.5].full())
-    return one.total() + other.total() + robust.total(), gathered.total()
+    return one.total() + other.total() + robust.total() + vectors.total(), gathered.total()
 
 
 @pytest.mark.parametrize(("height", "width"), MESHES)

@@ -101,6 +101,7 @@ def _results(call: Callable[[], Any], batch: Spec, device: torch.device, optiona
 
     `optional`: of what has no elements (0,) on some rank there are none at all.
     """
+    batch.require_filled()
     error: Exception | None = None
     found: Any = None
     try:
@@ -140,6 +141,7 @@ def _matrix_norm(
         return _l.vector_norm(A, 2, (rows, columns), keepdim, dtype=dtype)  # type: ignore[no-any-return]
     if ord in ("nuc", 2, -2):
         A.spec.require_whole(f"the {ord} norm needs the singular values of whole matrices", rows, columns)
+        A.spec.require_filled()
         turned = A.movedim((rows, columns), (-2, -1))
         assert isinstance(turned, SpatialTensor)
         local = func(local_of(turned), ord, (-2, -1), False, dtype=dtype)

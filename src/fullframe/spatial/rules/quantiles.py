@@ -125,6 +125,7 @@ def _quantile(
         shape = (q.shape[0], *result.shape)
         result = result.with_(shape, tuple(p.at(p.dim + 1) for p in result.placements))
     if not spec.is_split(dim):
+        spec.require_filled()
         return wrap(func(local_of(x), q, dim, keepdim, interpolation=interpolation), result)
     rows = whole_rows(local_of(x), spec, dim)
     count = len(rows)

@@ -17,10 +17,12 @@ from fullframe.errors import ArgumentError
 Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
 
-# Modules whose rules see to it that rows which a mask picked lie in another order; for others they are put in order.
+# Modules, and single rules, that see to it that rows which a mask picked lie in another order; for others they are put
+# in order.
 _IN_ANY_ORDER = {
-    "composed", "embedding", "extremes", "gradient_hooks", "indexing", "joining", "loss", "masks", "matmul", "moments",
-    "normalization", "pointwise", "reduction", "reshape", "softmax",
+    "composed", "distances", "embedding", "extremes", "gradient_hooks", "indexing", "joining", "linear_algebra", "loss",
+    "masks", "matmul", "moments", "normalization", "order", "pointwise", "products", "quantiles", "reduction",
+    "reshape", "scan", "softmax", "points._gather", "points._take_along_dim",
 }  # fmt: skip
 
 RULES: dict[Any, Rule] = {}
@@ -65,7 +67,7 @@ class TooSmall(Unsupported):
 def takes_any_order(rule: Rule) -> bool:
     """Whether a rule takes what a mask picked as it lies on the ranks."""
     home, _, module = (rule.__module__ or "").rpartition(".")  # code that was executed has none
-    return home == __package__ and module in _IN_ANY_ORDER
+    return home == __package__ and (module in _IN_ANY_ORDER or f"{module}.{rule.__name__}" in _IN_ANY_ORDER)
 
 
 def getter(name: str) -> Any:
