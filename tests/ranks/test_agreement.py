@@ -7,6 +7,7 @@ from fullframe.errors import RecipeError
 from fullframe.ranks.agreement import (
     first_difference,
     from_all_ranks,
+    is_same_on_all,
     on_all_ranks,
     on_any_rank,
     on_any_rank_each,
@@ -49,6 +50,7 @@ def _agreed() -> tuple[object, ...]:
         on_any_rank(rank == 1),
         on_any_rank(False),
         [on_any_rank_each([rank == 1, False], each) for each in (0, 2**31, 2**32 - 1, 2**31 - 1 + rank)],
+        [is_same_on_all(number, dist.group.WORLD) for number in (3, -3, rank)],
         raised,
     )
 
@@ -56,4 +58,4 @@ def _agreed() -> tuple[object, ...]:
 def test_all_ranks_get_the_result_or_the_error() -> None:
     for rank, found in enumerate(rank_group(2).run(_agreed)):
         each = [([True, False], alike) for alike in (True, True, True, False)]
-        assert found == ("by 0", rank, [0, 2], True, False, each, ["no", "no"])
+        assert found == ("by 0", rank, [0, 2], True, False, each, [True, True, False], ["no", "no"])

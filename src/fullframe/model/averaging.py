@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import GradientError
 from fullframe.model.gradient_memory import Buckets, Placed, chunks
+from fullframe.model.hooked import MeansForHooks
 from fullframe.model.same.optimizers import Stepped
 from fullframe.model.same.weights import WeightsInTurn
 from fullframe.model.trained import Trained, frozen, late, trained
@@ -60,6 +61,7 @@ class Averaging:
         self._unused = Unused(model, varies=find_unused_parameters)
         self._several = dist.get_world_size() > spatial.size and spatial.channel.tagged  # replicas, which may differ
         self._joins = self._several and not find_unused_parameters  # in hooks of what another replica alone may use
+        self._for_hooks = MeansForHooks(spatial, self._joins)
         self._shared: Any = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))  # equal on all ranks
         self._unshared: list[nn.Parameter] = []  # which may not be
         self.parameters: Trained = {}  # those that are trained, as far as is known
@@ -190,6 +192,7 @@ class Averaging:
                 self._without_ddp()
             if self._expects:
                 self._began = True
+                self._for_hooks.open(self.parameters)
                 self._placed.note(self._for)
                 running.placed = self._placed.until_given_back()
                 self._buckets.leave_to_holders()
@@ -212,9 +215,9 @@ class Averaging:
             running.made.append(parameter)
         if not has_hooks(parameter):
             return None
-        # Replicas that use other parameters each meet them in other orders, so there the ranks of one replica alone.
-        group = self._spatial.replica if self._find_unused else dist.group.WORLD
-        return mean_over_ranks(gradient, group)  # type: ignore[arg-type]
+        if self._find_unused:  # replicas meet their parameters in other orders: here the ranks of one replica alone
+            return mean_over_ranks(gradient, self._spatial.replica)
+        return self._for_hooks.mean(gradient, parameter, self.parameters)
 
     def check(self, arrived: set[nn.Parameter], astray: list[nn.Parameter]) -> "_Came":
         """After a pass: what has come. DDP gets zeros for the rest, so that all ranks send alike, and all at once.

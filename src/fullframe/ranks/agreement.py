@@ -111,11 +111,17 @@ def on_any_rank_each(flags: Sequence[bool], checksum: int) -> tuple[list[bool], 
     return [bool(number) for number in found], most == ~least
 
 
-def _largest_on_any_rank(numbers: Sequence[int]) -> list[int]:
+def is_same_on_all(number: int, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of the group have the same number, of 32 bits with its sign; on every one of them."""
+    most, least = _largest_on_any_rank([number, ~number], group)
+    return most == ~least
+
+
+def _largest_on_any_rank(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
     """The largest of each of some numbers, of 32 bits with their sign, that a rank has, on every rank; one message."""
     if not dist.is_initialized():
         return list(numbers)
-    found = torch.tensor(numbers, dtype=torch.int32, device=place_of_numbers())
+    found = torch.tensor(numbers, dtype=torch.int32, device=place_of_numbers(group))
     with waiting_for_ranks():
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         return found.tolist()

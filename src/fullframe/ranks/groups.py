@@ -8,6 +8,7 @@ first message, as NCCL wants all ranks of a group to take part in that. By gloo 
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -54,8 +55,28 @@ def groups_of(mesh: DeviceMesh, own: bool) -> Groups:
             pairs[first, second] = _new(lines, f"fullframe {first} and {second}")
     groups = Groups(replica, axes, pairs)
     if own:
-        _open(groups.distinct, mesh.device_type)
+        open_groups(groups.distinct, mesh.device_type)
     return groups
+
+
+_of_all: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()  # by the job's group
+
+
+def group_of_all() -> dist.ProcessGroup:
+    """All ranks, apart from the job's group: for what they send in another order than buckets of gradients there.
+
+    All ranks make the first call. On GPUs it takes no memory before its first message.
+    """
+    job: Any = dist.group.WORLD
+    if job not in _of_all:
+        _of_all[job] = _new([range(dist.get_world_size())], "fullframe all")
+    return _of_all[job]
+
+
+def forget_group_of_all() -> list[dist.ProcessGroup]:
+    """Make another from now on; the one that there was, if any, to be ended."""
+    job: Any = dist.group.WORLD
+    return [] if job is None or job not in _of_all else [_of_all.pop(job)]
 
 
 def _along(ranks: torch.Tensor, dim: int) -> list[list[int]]:
@@ -92,7 +113,7 @@ def urgent(timeout: timedelta | None) -> Any:
     return options
 
 
-def _open(groups: Sequence[dist.ProcessGroup], kind: str) -> None:
+def open_groups(groups: Sequence[dist.ProcessGroup], kind: str) -> None:
     """Have all ranks of each group send something."""
     for group in groups:
         if dist.get_world_size(group) > 1:
