@@ -122,18 +122,22 @@ def test_what_lies_on_the_host_goes_by_the_device() -> None:
 
 
 def _between_stages(dtypes: list[torch.dtype]) -> list[list[Call]]:
-    """What either of two stages calls where one sends the other tensors of one shape, the first not contiguous."""
+    """What either of two stages calls where one sends the other tensors of one shape, the first not contiguous.
+
+    The last lies on the host, and is there on the other one too.
+    """
     logs = []
     for rank in range(2):
         with fake_job(rank, 2):
             axis = stage_axis(ff.init_mesh(stages=2))
-            tensors = [to_device(torch.zeros(3, 3, dtype=dtype)) for dtype in dtypes]
+            tensors = [*(to_device(torch.zeros(3, 3, dtype=dtype)) for dtype in dtypes), torch.zeros(3, 3)]
             with counted() as counts:
                 all_sum_no_grad(tensors[0].real, axis.group)
                 if rank == 0:
                     send(axis, 1, [tensors[0].t(), *tensors[1:]], "state").wait()
                 else:
-                    receive(axis, 0, [Form.of(tensor) for tensor in tensors], "state", tensors[0].device)
+                    came = receive(axis, 0, [Form.of(tensor) for tensor in tensors], "state", tensors[0].device)
+                    assert [tensor.device for tensor in came] == [tensor.device for tensor in tensors]
         logs.append(counts.calls)
     return logs
 

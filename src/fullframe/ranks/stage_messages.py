@@ -27,10 +27,16 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     memory_format: torch.memory_format
+    on_host: bool = False  # also where messages go between GPUs
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Form":
-        return cls(tuple(tensor.shape), tensor.dtype, memory_format_of(tensor))
+        return cls(tuple(tensor.shape), tensor.dtype, memory_format_of(tensor), tensor.is_cpu)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A tensor of this form, to be written to; `device` is that of what is not on the host."""
+        place = "cpu" if self.on_host else device
+        return torch.empty(self.shape, dtype=self.dtype, device=place, memory_format=self.memory_format)
 
 
 def are_real(axis: Axis) -> bool:
@@ -44,8 +50,8 @@ def send(axis: Axis, peer: int, tensors: Sequence[Tensor], kind: str) -> InFligh
 
 
 def receive(axis: Axis, peer: int, forms: Sequence[Form], kind: str, device: torch.device) -> list[Tensor]:
-    """What `send` sends."""
-    return InFlight(axis, [], [Message(peer, tensor) for tensor in _empty(forms, device)], kind).wait()
+    """What `send` sends, on this device or, where it was there, on the host."""
+    return InFlight(axis, [], [Message(peer, form.empty(device)) for form in forms], kind).wait()
 
 
 def send_some(axis: Axis, peer: int, tensors: Sequence[Tensor | None], kind: str) -> list[InFlight]:
@@ -135,12 +141,6 @@ class telling_others(AbstractContextManager[None]):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
             announce(error, even_ours=True)
-
-
-def _empty(forms: Sequence[Form], device: Any) -> list[Tensor]:
-    return [
-        torch.empty(form.shape, dtype=form.dtype, device=device, memory_format=form.memory_format) for form in forms
-    ]
 
 
 def _raw(value: Any, axis: Axis) -> Tensor:

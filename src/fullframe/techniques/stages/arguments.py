@@ -159,13 +159,6 @@ class Begun:
             )
 
 
-def or_zeros(gradient: Tensor | None, form: Form, device: torch.device) -> Tensor:
-    """A gradient to send, zeros where there is none."""
-    if gradient is None:
-        return torch.zeros(form.shape, dtype=form.dtype, device=device)
-    return gradient
-
-
 class Arguments:
     """State and inputs of one call, plain or split; tensors are counted as `tensors` has them, the state's first."""
 

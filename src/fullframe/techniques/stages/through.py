@@ -37,7 +37,7 @@ from fullframe.spatial.operands import has_gradients
 from fullframe.spatial.second_derivative import require_first
 from fullframe.spatial.tensor import local_or_whole
 from fullframe.spatial.views import counting
-from fullframe.techniques.stages.arguments import Arguments, Begun, Kept, StageSaid, State, or_zeros
+from fullframe.techniques.stages.arguments import Arguments, Begun, Kept, StageSaid, State
 from fullframe.techniques.stages.buffers import StageBuffers
 from fullframe.techniques.stages.chain import Chain, Criterion, OwnGraph, Segment, Stages, require_known
 from fullframe.techniques.stages.pipelines import one_forward_one_backward, with_coming
@@ -125,8 +125,7 @@ class _Call:
     def loss(self) -> Tensor:
         """The criterion's sum over the microbatches, on all stages; it has gone back already."""
         run: Any = _PipelinedLoss.apply
-        loss: Tensor = run(self, *self._given.locals, *self._parameters) if self._keeps else self.forward_and_back()
-        return loss
+        return run(self, *self._given.locals, *self._parameters) if self._keeps else self.forward_and_back()
 
     def forward(self) -> list[Tensor]:
         """All microbatches, then what is returned to all stages."""
@@ -285,7 +284,8 @@ class _Call:
         position = 0
         for owner, state in zip(self._owners, self._returned, strict=True):
             numbers = [n for n in range(position, position + len(state.leaves)) if there[n]]
-            mine = [or_zeros(gradients[n], state.forms[n - position], self._given.device) for n in numbers]
+            forms = {n: state.forms[n - position] for n in numbers}
+            mine = [forms[n].empty(self._given.device).zero_() if (g := gradients[n]) is None else g for n in numbers]
             totals = dict(zip(numbers, summed_at(self._axis, owner, mine), strict=True))
             if owner == self._axis.coordinate:
                 means = {n: total / self._axis.size for n, total in totals.items()}
