@@ -29,3 +29,14 @@ def test_each_question_is_answered_with_what_was_seen() -> None:
 
 def test_what_was_not_seen_is_no_answer() -> None:
     assert checklist(ranks([], []), []) == []
+
+
+def test_waiting_for_a_loader_is_no_fault_of_a_small_run_and_that_is_said() -> None:
+    steps = [[backward(n), update(n, seconds=1.0), batch(n, waited=0.9)] for n in range(1, 5)]
+    notes = ranks([loader(), *(event for step in steps for event in step)])
+    text = "a rank waits 900 ms of a step of 1 s"
+    (whole,) = (each for each in checklist(notes, judge(notes)) if each.question == "loader")
+    assert (whole.text, whole.fine) == (text, False)
+    findings = judge(notes, at_full_size=False)
+    (small,) = (each for each in checklist(notes, findings, at_full_size=False) if each.question == "loader")
+    assert (small.text, small.fine) == (f"{text}, which is judged at full size alone", True)

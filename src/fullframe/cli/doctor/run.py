@@ -176,7 +176,8 @@ class DoctorRun:
             return findings
         console = Console(highlight=False, markup=False)
         notes = outcome.whole if took_steps else outcome.small or outcome.whole
-        print_answers(console, checklist(notes, findings, predicted=predicted, again=simplified(self)))
+        again, at_full_size = simplified(self), notes is outcome.whole
+        print_answers(console, checklist(notes, findings, predicted, again, at_full_size))
         if remark:
             console.print(f"note: {remark}", soft_wrap=True)
         print_findings(console, findings)

@@ -22,7 +22,7 @@ class Answer(NamedTuple):
 
 
 def checklist(
-    notes: Sequence[Notes], findings: Sequence[Finding], predicted: str = "", again: str = ""
+    notes: Sequence[Notes], findings: Sequence[Finding], predicted: str = "", again: str = "", at_full_size: bool = True
 ) -> list[Answer]:
     """The answers; `predicted`: what memory was predicted, `again`: the command of the simplified example."""
     codes = {finding.code for finding in findings}
@@ -31,7 +31,7 @@ def checklist(
         ("one model on all ranks", _model(notes), (kinds.STARTED_APART, kinds.DRIFTED, kinds.RATES_DIFFER)),
         ("gradient synchronization", _gradients(notes), (kinds.GRADIENTS_DIFFER, kinds.NO_JOB)),
         ("data parallelism", _data(notes), (kinds.SAME_SAMPLES, kinds.UNREAD_SAMPLES, kinds.REPLICA_READS_APART)),
-        ("loader", _waiting(notes), (kinds.STARVES,)),
+        ("loader", _waiting(notes, at_full_size), (kinds.STARVES,)),
         ("memory", "; ".join(filter(None, (_memory(notes), predicted))), (kinds.MEMORY_OFF, kinds.GRAPH_KEPT)),
         ("a simplified example", again, ()),
     )
@@ -100,9 +100,12 @@ def _loaders(notes: Sequence[Notes]) -> Iterator[str]:
         yield f"{plural(len(set(read)), 'sample')}{of} read, {len(read) - len(set(read))} twice ({loader.sampler})"
 
 
-def _waiting(notes: Sequence[Notes]) -> str:
+def _waiting(notes: Sequence[Notes], at_full_size: bool) -> str:
     waits = [(waiting, whole) for steps, waiting, whole in map(waited_of, notes) if steps]
-    return "a rank waits {} of a step of {}".format(*map(seconds_text, max(waits))) if waits else ""
+    if not waits:
+        return ""
+    said = "a rank waits {} of a step of {}".format(*map(seconds_text, max(waits)))
+    return said if at_full_size else f"{said}, which is judged at full size alone"
 
 
 def _memory(notes: Sequence[Notes]) -> str:
