@@ -52,7 +52,13 @@ def _cdist(func: Any, x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any 
     terms = [letters[len(letters) - t.dim() + 2 :] + last for t, last in ((x1, "pm"), (x2, "rm"))]
     if not any(isinstance(t, SpatialTensor) for t in (x1, x2)):
         return func(x1, x2, p, compute_mode)  # type: ignore[no-any-return]
-    return contract([x1, x2], terms, letters + "pr", lambda a, b: func(a, b, p, compute_mode))
+
+    def of_parts(a: Tensor, b: Tensor) -> Tensor:
+        if a.shape[-2] and b.shape[-2]:
+            return func(a, b, p, compute_mode)  # type: ignore[no-any-return]
+        return (a.unsqueeze(-2) - b.unsqueeze(-3)).sum(-1)  # torch's has no second derivative where there are no rows
+
+    return contract([x1, x2], terms, letters + "pr", of_parts)
 
 
 @rule(F.pdist, torch.pdist)
