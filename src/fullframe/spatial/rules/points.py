@@ -328,9 +328,10 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
     Along a split dim an index that is split over the same ranks is made whole, and its result is cut again.
     """
     dim %= max(x.dim(), 1)
-    for t in (x, index):
-        if isinstance(x, SpatialTensor) and isinstance(t, SpatialTensor) and x.spec.is_split(dim):
-            t.spec.require_in_order()
+    if isinstance(x, SpatialTensor) and x.spec.is_split(dim):
+        x.spec.require_in_order()
+        if isinstance(index, SpatialTensor):
+            index.spec.require_in_order()
     if not index.numel() and isinstance(x, SpatialTensor):  # of whatever dims
         return wrap(func(local_of(x), dim, whole(index)), x.spec.with_(index.shape, ()))
     for d in range(x.dim()):
