@@ -14,6 +14,7 @@ def tensors_for_the_collector(work: Callable[[], object]) -> int:
     """
     work()
     gc.collect()
+    was_frozen = gc.get_freeze_count() > 0
     gc.freeze()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
@@ -25,4 +26,5 @@ def tensors_for_the_collector(work: Callable[[], object]) -> int:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()

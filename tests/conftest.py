@@ -1,5 +1,6 @@
 """One seed for everything drawn: hypothesis repeats the same examples in every run unless `--seed` asks for others."""
 
+import gc
 import os
 import random
 import signal
@@ -48,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_what_is_left_out(items)
+
+
+def pytest_collection_finish() -> None:
+    # Nine thousand tests and all that they import: looking through it takes 0.9 s each time that a test collects.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
