@@ -15,6 +15,7 @@ from fullframe.errors import StrategyError
 from fullframe.model.runs import runs_of_layers
 from fullframe.wording import first_of, inside
 
+NONE_REPEAT = "has no repeated blocks, and no nn.Sequential of four layers with weights"
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 

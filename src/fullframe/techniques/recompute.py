@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullframe.errors import StrategyError
 from fullframe.model.attributes import Attributes
-from fullframe.model.blocks import blocks_that_repeat, class_name, examples, matching
+from fullframe.model.blocks import NONE_REPEAT, blocks_that_repeat, class_name, examples, matching
 from fullframe.model.buffers import borrow_buffers, buffers_of, copies, return_buffers
 from fullframe.model.compiled.blocks import CompiledBlock
 from fullframe.model.containers import with_own_contexts
@@ -56,8 +56,8 @@ def blocks_to_recompute(model: nn.Module, strategy: Strategy) -> tuple[str, ...]
     found = blocks_that_repeat(model)
     if not found:
         raise StrategyError(
-            f"strategy.recompute is {strategy.recompute!r}, but {class_name(model)} has no repeated blocks, and no "
-            f"nn.Sequential of four layers; name modules with recompute_modules, of {examples(model)}"
+            f"strategy.recompute is {strategy.recompute!r}, but {class_name(model)} {NONE_REPEAT}; "
+            f"name modules with recompute_modules, of {examples(model)}"
         )
     return tuple(found)
 

@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten
 
 from fullframe.errors import StrategyError
-from fullframe.model.blocks import blocks_that_repeat, class_name, examples, matching
+from fullframe.model.blocks import NONE_REPEAT, blocks_that_repeat, class_name, examples, matching
 from fullframe.model.compiled.guard import MOST_KNOWN, SIMPLE, Guard, facts, memory, simple
 from fullframe.model.forward_patch import PatchedForward
 from fullframe.model.runs import part
@@ -221,8 +221,7 @@ def compiled_blocks(model: nn.Module, which: bool | str | Sequence[str]) -> "Com
     names = blocks_that_repeat(model) if isinstance(which, bool) else list(matching(model, which, "compile"))
     if not names:
         raise StrategyError(
-            f"{class_name(model)} has no repeated blocks, and no nn.Sequential of four layers, to be compiled; "
-            f"name modules by compile=[...], of {examples(model)}"
+            f"{class_name(model)} {NONE_REPEAT}, to be compiled; name modules by compile=[...], of {examples(model)}"
         )
     return CompiledBlocks(model, names, Programs())
 
