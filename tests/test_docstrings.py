@@ -183,7 +183,7 @@ def test_every_error_is_named(name: str) -> None:
 
 def test_what_is_raised_is_found() -> None:
     assert raised(PUBLICS["Recipe"]) == {"RecipeError"}
-    assert raised(PUBLICS["ShardedLoader.load_state_dict"]) == {"CheckpointError"}
+    assert raised(PUBLICS["Strategy.from_json"]) == {"StrategyError"}
     assert {"ShapeError"} <= raised(PUBLICS["shard"]), "through a function of the same file"
 
 

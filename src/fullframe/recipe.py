@@ -49,6 +49,7 @@ _FORMS = {  # of the recipe's functions: what they are called with, and what the
     "optimizer": ("parameters", "Optimizer"),
     "data": ("", "Dataset"),
     "schedule": ("step", "number"),
+    "sampler": ("data", "Sampler"),
     "sample": ("", "sample"),
     "collate": ("samples", "batch"),
     "cut": ("batch, count", "batches"),
@@ -71,6 +72,8 @@ class Recipe:
     optimizer:       (parameters) -> torch Optimizer; `parameters.named()` gives names too, for groups by name
     data:            () -> Dataset of dicts, lists or tuples of tensors, nested or not, beside numbers and words
     batch_size:      samples of one optimizer step, of the whole job
+    sampler:         (data) -> torch Sampler, or a list, of numbers of samples: which an epoch has and in which order,
+                     the same on every rank, in place of all, shuffled by `seed`
     sample:          () -> one sample as `data` gives it, of which only shapes and dtypes are used: for `simulate` and
                      `plan` where the data is not at hand
     unsupported:     "error" or "gather": what `parallelize` does with an op that has no exact rule
@@ -103,6 +106,7 @@ class Recipe:
     optimizer: Callable[[Parameters], Optimizer]
     data: Callable[[], Dataset[Any]]
     batch_size: int
+    sampler: Callable[[Dataset[Any]], Iterable[int]] | None = None
     sample: Callable[[], Any] | None = None
     unsupported: Literal["error", "gather"] = "error"
     find_unused_parameters: bool = False

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
+from torch.utils.data import WeightedRandomSampler
 
 import fullframe as ff
 from fullframe.training.checkpoints.export import whole_tensors
@@ -48,11 +49,18 @@ def many_frames():
     return Frames(28)
 
 
+def early_frames(data):
+    """More often than late ones, and some more than once."""
+    return WeightedRandomSampler(torch.linspace(1, 0.1, len(data)), len(data))
+
+
 def run_at_once_and_in_parts(strategy, folder, workers):
     """Ten steps, and five and five; where a process's random states stand plays no part."""
     changes = {"workers": workers, "data": many_frames if workers else Frames}  # an epoch starts processes
     if strategy.precision == "fp16":
         changes |= {"model": single_precision, "data": single_frames}
+    if strategy.update_in_backward:
+        changes["sampler"] = early_frames
     options = {"checkpoint_every": 4}
     ff.fit(recipe(**changes), strategy, folder / "whole", steps=10, **options)
     ff.fit(recipe(**changes), strategy, folder / "parts", steps=5, **options)

@@ -8,7 +8,7 @@ import torch
 import fullframe as ff
 from fullframe.errors import RecipeError
 from fullframe.training.session import assemble
-from tests.training.tiny import recipe
+from tests.training.tiny import Frames, recipe
 
 
 def test_a_session_is_complete() -> None:
@@ -35,6 +35,17 @@ def test_data_without_samples_is_refused() -> None:
     empty = dataclasses.replace(recipe(), data=lambda: [])
     with pytest.raises(RecipeError, match=r"recipe\.data\(\) has no samples"):
         assemble(empty, ff.Strategy(), ff.init_mesh())
+
+
+def test_a_sampler_says_what_an_epoch_has() -> None:
+    def last(data: Frames) -> list[int]:
+        return [len(data) - 1] * 4 + [0] * 5
+
+    loader = assemble(recipe(sampler=last), ff.Strategy(), ff.init_mesh()).state.loader
+    assert [set(batch["name"]) for batch in loader] == [{f"frame {len(Frames()) - 1}"}, {"frame 0"}]
+    none = dataclasses.replace(recipe(), sampler=lambda data: None)
+    with pytest.raises(RecipeError, match=r"recipe\.sampler\(data\) must give a Sampler or a list, .* got None"):
+        assemble(none, ff.Strategy(), ff.init_mesh())
 
 
 def test_a_scripted_model_is_refused() -> None:

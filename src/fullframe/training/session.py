@@ -1,14 +1,15 @@
 """A recipe on its ranks, ready to train: the one place that reads a whole `Strategy`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from fullframe.errors import RecipeError
 from fullframe.model.parallelize import ParallelModel
@@ -22,6 +23,7 @@ from fullframe.training.host import StepHost
 from fullframe.training.loading.delivery import mesh_device
 from fullframe.training.loading.loader import ShardedLoader, require_indexed
 from fullframe.training.step import TrainStep
+from fullframe.wording import described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +85,22 @@ def _loader(recipe: Recipe, mesh: DeviceMesh) -> ShardedLoader:
     require_indexed(data)
     if not len(data):  # type: ignore[arg-type]  # a DataLoader that shuffles says so in other words
         raise RecipeError("recipe.data() has no samples; does its folder or file list exist?")
-    read = DataLoader(
-        data,
+    return ShardedLoader(host_loader(recipe, data), mesh, seed=recipe.seed)
+
+
+def host_loader(recipe: Recipe, data: Dataset[Any], read: Dataset[Any] | None = None) -> "DataLoader[Any]":
+    """What one process would read the recipe's data by, or `read`, which has the same samples under their numbers."""
+    sampler = None if recipe.sampler is None else recipe.sampler(data)
+    if recipe.sampler is not None and not isinstance(sampler, Iterable):
+        raise RecipeError(
+            f"recipe.sampler(data) must give a Sampler or a list, of numbers of samples, got {described(sampler)}"
+        )
+    return DataLoader(
+        data if read is None else read,
         recipe.batch_size,
-        shuffle=True,
+        shuffle=sampler is None,
+        sampler=sampler,
         drop_last=True,  # every step is one of `batch_size` samples
         num_workers=recipe.workers,
         collate_fn=recipe.collate,
     )
-    return ShardedLoader(read, mesh, seed=recipe.seed)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.data.nested import tensors_replaced
@@ -37,7 +37,7 @@ from fullframe.spatial.tensor import local_or_whole, spec_in, wrap
 from fullframe.strategy import Strategy
 from fullframe.training.loading.delivery import mesh_device
 from fullframe.training.loading.loader import ShardedLoader
-from fullframe.training.session import prepare
+from fullframe.training.session import host_loader, prepare
 from fullframe.training.step import TrainStep
 from fullframe.verification import reference
 from fullframe.verification.diagnosis import Evidence, Named, PartEvidence, judged, refused
@@ -128,18 +128,19 @@ def _prepared(
         raise RecipeError("no parameter of the model requires a gradient; there is no step to compare")
     _, _, step = prepare(recipe, strategy, mesh, plain)
     kept = _KeptBatch(recipe.collate)
+    reads = dataclasses.replace(recipe, workers=0, collate=kept)
 
-    def first_batch(data: Dataset[Any]) -> Any:
-        read = DataLoader(data, recipe.batch_size, shuffle=True, drop_last=True, collate_fn=kept)
+    def first_batch(data: Dataset[Any], read: Dataset[Any] | None = None) -> Any:
+        host = host_loader(reads, data, read)
         return next(
-            iter(ShardedLoader(read, mesh, seed=recipe.seed, prefetch=0))
+            iter(ShardedLoader(host, mesh, seed=recipe.seed, prefetch=0))
         )  # the next would be kept in its place
 
     with reference.default_dtype(torch.float32):  # read as in training: a data set is no part of what is compared
         data = recipe.data()
         batch = first_batch(data)
         if isinstance(data, SliceReader):  # then `batch` was read in parts, and what was kept is one of them
-            first_batch(Subset(data, range(len(data))))  # type: ignore[arg-type]  # which offers no read()
+            first_batch(data, Subset(data, range(len(data))))  # type: ignore[arg-type]  # which offers no read()
     return plain, step, batch, kept
 
 

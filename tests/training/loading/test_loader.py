@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    WeightedRandomSampler,
     get_worker_info,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -297,11 +296,6 @@ def test_another_order_is_refused():
         loader_of(dataset=Frames(12)).load_state_dict(state)
 
 
-class Backwards(SequentialSampler):
-    def __iter__(self):
-        return iter(range(len(self.data_source))[::-1])
-
-
 def settle(worker):
     get_worker_info().dataset.scale = 7.0
 
@@ -343,14 +337,17 @@ class Stream(IterableDataset):
     ("read", "message"),
     [
         (lambda: DataLoader(Stream(), 2), "Stream is an IterableDataset"),
-        (
-            lambda: DataLoader(Frames(4), 2, sampler=WeightedRandomSampler([1.0] * 4, 4)),
-            "WeightedRandomSampler; .* __getitem__",
-        ),
-        (lambda: DataLoader(Frames(4), 2, sampler=RandomSampler(Frames(4), replacement=True)), "RandomSampler"),
-        (lambda: DataLoader(Frames(4), 2, sampler=RandomSampler(Frames(4), num_samples=2)), "RandomSampler"),
-        (lambda: DataLoader(Frames(4), 2, sampler=Backwards(Frames(4))), "Backwards"),
         (lambda: DataLoader(Frames(4), None), "make the DataLoader with batch_size="),
+        (lambda: DataLoader(Frames(4), 2, sampler=DistributedSampler(Frames(4), 2, 0)), "leave it out .shuffle=True"),
+        (
+            lambda: DataLoader(Frames(4), batch_sampler=BatchSampler(DistributedSampler(Frames(4), 2, 0), 2, True)),
+            "a DistributedSampler gives every rank other samples",
+        ),
+        (lambda: DataLoader(Frames(4), 2, sampler=iter([0, 1])), r"has no len\(\)"),
+        (
+            lambda: DataLoader(Frames(4), 4, sampler=[0], drop_last=True),
+            "the sampler has 1 sample, fewer than one batch of 4",
+        ),
         (lambda: DataLoader([], 4), "has 0 samples, fewer than one batch of 4; does its folder"),
         (
             lambda: DataLoader(Frames(3), 4, drop_last=True),

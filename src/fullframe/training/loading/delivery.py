@@ -29,6 +29,7 @@ from fullframe.ranks.randomness import sample_randomness
 from fullframe.ranks.raw_bytes import in_bytes, plain
 from fullframe.spatial.shard import even_spec
 from fullframe.spatial.tensor import without_class, wrap
+from fullframe.training.loading.order import Place
 
 Split = Literal["auto"] | Collection[str]
 _FINGERPRINT_ELEMENTS = 65536  # of each tensor; reading all of an 8 megapixel frame would cost as much as decoding it
@@ -88,6 +89,7 @@ class Sample(NamedTuple):
     value: Any
     facts: tuple[Any, ...]  # what the ranks of a replica must have in common, whatever part they read
     size: tuple[int, ...] | None  # (H, W), or (D, H, W), of the frame where only this rank's part of it was read
+    place: Place = ()  # in the order of all samples
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,8 @@ class Collation:
                 f"frames of sizes {sizes} cannot be one batch of parts; "
                 "make them one size in the data set, or use as many replicas as samples in a batch"
             )
-        batch = replaced(self._collated([sample.value for sample in samples], samples[0].facts[:2]), _lockable)
-        facts = zlib.crc32(repr([sample.facts for sample in samples]).encode())
+        batch = replaced(self._collated([sample.value for sample in samples], samples[0].place), _lockable)
+        facts = zlib.crc32(repr([(*sample.place, *sample.facts) for sample in samples]).encode())
         if self.grid.ranks == 1:  # without stages there is nobody to compare with
             return batch, facts if self.grid.stages == 1 else _checksum(batch, facts)
         if not sizes:
@@ -127,7 +129,7 @@ class Collation:
         batch = self._marked(batch, sizes[0])
         return batch, _checksum(batch, facts)
 
-    def _collated(self, values: list[Any], first: tuple[Any, ...]) -> Any:
+    def _collated(self, values: list[Any], first: Place) -> Any:
         if self.collate is not default_collate:
             with sample_randomness(self.seed, *first, len(values)):
                 return self.collate(values)

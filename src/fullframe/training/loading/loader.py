@@ -7,7 +7,6 @@ ranks of a replica compare what they read, and refuse to go on with different sa
 
 import random
 import signal
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,30 +17,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import default_collate
 
 from fullframe.arguments import checked
 from fullframe.data.slices import SliceReader
-from fullframe.errors import CheckpointError, RecipeError
+from fullframe.errors import RecipeError
 from fullframe.processes.forking import worker_context
 from fullframe.processes.stop_signals import STOP_SIGNALS
 from fullframe.ranks.agreement import first_to_say
 from fullframe.ranks.channel import generation
 from fullframe.ranks.mesh import spatial_of
-from fullframe.ranks.randomness import mixed_seed, sample_randomness
+from fullframe.ranks.randomness import sample_randomness
 from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split
 from fullframe.training.loading.generators import generators_of, seed_generators
 from fullframe.training.loading.listing import listing_of
-from fullframe.wording import described, plural
+from fullframe.training.loading.order import Order, Place
+from fullframe.wording import described
 
 _numbers: "defaultdict[str, count[int]]" = defaultdict(count)  # the next loader's that is looped over, by its mesh
 
@@ -51,7 +43,8 @@ class ShardedLoader:
     """Iterates over one epoch of `loader`, from where it stands; the next iteration is the next epoch.
 
     `loader` is an ordinary DataLoader (or torchdata's StatefulDataLoader) over a map-style dataset; its batch_size is
-    that of the whole job, its shuffle, drop_last, workers, collate_fn and pinning are kept. A last incomplete batch
+    that of the whole job, its shuffle, drop_last, workers, collate_fn and pinning are kept, and so is a sampler, or
+    batch sampler, that gives every rank the same numbers; it is seeded and asked at the start of each epoch. A batch
     that the replicas cannot share evenly is refused, unless `weighted` says that the loop multiplies the mean over each
     batch by `weight`. `split` says which tensors are split over height and width: "auto" takes those
     of 3 or more dims with the last two dims of the largest one, or with these over one whole number and at least 8 (a
@@ -79,11 +72,15 @@ class ShardedLoader:
     ):
         spatial_of(mesh)  # raises MeshError for another mesh
         replica, replicas = mesh.get_local_rank("data"), mesh.size(0)
-        shuffle = _require_spreadable(loader, replicas, weighted)
+        require_indexed(loader.dataset)
+        if getattr(loader, "next_iter_state", None) is not None:
+            raise RecipeError(
+                "the StatefulDataLoader was given a state, which holds for one process only; "
+                "give ShardedLoader.load_state_dict the state of a ShardedLoader, which holds for any mesh"
+            )
         if prefetch is not None and prefetch < 0:
             raise RecipeError(f"prefetch must be a number of batches >= 0, got {prefetch}")
-        samples = len(loader.dataset)  # type: ignore[arg-type]
-        self._order = _Order(samples, loader.batch_size or 1, replica, replicas, shuffle, seed, loader.drop_last)
+        self._order = Order(loader, seed, replica, replicas, weighted)
         self._deliver, self._prefetch = Delivery(mesh, split), prefetch
         self._all_taken = False  # of the current epoch's batches
         self._mesh, self._passes = mesh, 0
@@ -113,6 +110,7 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._all_taken:  # by a loop that counted them, and did not ask for the end
             self.set_epoch(self.epoch + 1)
+        self._order.begin()
         self._require_one_order()
         for batch in self._deliver(self._loader, self._prefetch):
             self._order.position += 1
@@ -168,19 +166,15 @@ class ShardedLoader:
 
     def state_dict(self) -> dict[str, int]:
         """The loader's position: epoch and batches handed out of it, and what must not change to go on."""
-        return {"epoch": self._order.epoch, "position": self._order.position, **self._order.identity()}
+        return self._order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from `state`, on a mesh of any size; raises CheckpointError when the order would be another."""
-        if lacking := [name for name in self.state_dict() if name not in state]:
-            raise CheckpointError(f"this is no state of a ShardedLoader: it lacks {', '.join(lacking)}")
-        for name, value in self._order.identity().items():
-            if state[name] != value:
-                raise CheckpointError(
-                    f"the checkpoint's loader had {name} {state[name]}, this one has {value}: "
-                    "the order of the samples would change; resume with the same data, batch_size, shuffle and seed"
-                )
-        self._order.epoch, self._order.position, self._all_taken = state["epoch"], state["position"], False
+        """Go on from `state`, on a mesh of any size.
+
+        Raises CheckpointError when the order would be another; where a sampler gives it, as the next iteration begins.
+        """
+        self._order.load_state_dict(state)
+        self._all_taken = False
 
 
 def evaluation_batches(
@@ -226,57 +220,6 @@ def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
         then(worker)
 
 
-class _Order(Sampler[list[tuple[int, int]]]):
-    """Which samples this replica reads: a slice of every whole-job batch of an order that all ranks know."""
-
-    def __init__(
-        self, samples: int, batch_size: int, replica: int, replicas: int, shuffle: bool, seed: int, drop_last: bool
-    ):
-        self._samples, self._batch_size, self._shuffle, self._seed = samples, batch_size, shuffle, seed
-        self._replica, self._replicas = replica, replicas
-        self._left = 0 if drop_last else samples % batch_size  # samples of a last incomplete batch
-        self.epoch = self.position = 0
-
-    @property
-    def words(self) -> str:
-        """What the order follows from, beside the place in it."""
-        order = f"in an order shuffled by seed {self._seed}" if self._shuffle else "in order"
-        rest = " and the rest" if self._left else ""
-        return f"{self._samples} samples {order}, {self._batch_size} a batch{rest}"
-
-    def identity(self) -> dict[str, int]:
-        sizes = {"samples": self._samples, "batch_size": self._batch_size}
-        return {**sizes, "shuffle": int(self._shuffle), "seed": self._seed}
-
-    def __len__(self) -> int:
-        return self._samples // self._batch_size + (self._left > 0)
-
-    @property
-    def weight(self) -> float:
-        """The weight of the batch before `position`, see `ShardedLoader.weight`."""
-        if not self._left or self.position < len(self):
-            return 1.0
-        return len(self._mine(self._left)) * self._replicas / self._left
-
-    def _mine(self, size: int) -> range:
-        """Which of a batch of `size` samples this replica reads: as many as the others, or one more."""
-        each, more = divmod(size, self._replicas)
-        first = self._replica * each + min(self._replica, more)
-        return range(first, first + each + (self._replica < more))
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        epoch = self.epoch
-        order: Any = range(self._samples)
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(mixed_seed(self._seed, epoch))
-            order = torch.randperm(self._samples, generator=generator, device="cpu").tolist()
-        for batch in range(self.position, len(self)):
-            first = batch * self._batch_size
-            size = min(self._batch_size, self._samples - first)
-            mine = self._mine(size) or range(size - 1, size)  # a replica that has none left steps with another's
-            yield [(epoch, order[first + number]) for number in mine]
-
-
 class _Samples(Dataset[Sample]):
     """The dataset, each sample, or this rank's part of it, read under random states of its own.
 
@@ -287,17 +230,17 @@ class _Samples(Dataset[Sample]):
         self.dataset, self._seed, self._grid = dataset, seed, grid
         self._generators: list[Any] | None = None  # of the data set's own, sought by whoever reads
 
-    def __getitem__(self, epoch_and_index: tuple[int, int]) -> Sample:
-        epoch, index = epoch_and_index
+    def __getitem__(self, place: Place) -> Sample:
         if self._generators is None:
             self._generators = generators_of(self.dataset)
-        seed_generators(self._generators, self._seed, epoch, index)
-        with sample_randomness(self._seed, epoch, index):
+        seed_generators(self._generators, self._seed, *place)
+        with sample_randomness(self._seed, *place):
             if self._grid.ranks > 1 and isinstance(self.dataset, SliceReader):
-                return self._part(self.dataset, epoch, index)
-            return Sample(self.dataset[index], (epoch, index), None)
+                return self._part(self.dataset, place)
+            return Sample(self.dataset[place[-1]], (), None, place)
 
-    def _part(self, dataset: SliceReader, epoch: int, index: int) -> Sample:
+    def _part(self, dataset: SliceReader, place: Place) -> Sample:
+        index = place[-1]
         size = tuple(dataset.size(index))
         if len(size) < self._grid.dims:
             raise RecipeError(
@@ -307,7 +250,7 @@ class _Samples(Dataset[Sample]):
         read: Any = dataset.read  # of volumes also by slices
         value = read(index, *self._grid.part(size))
         drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
-        return Sample(value, (epoch, index, *size, drawn), size)
+        return Sample(value, (*size, drawn), size, place)
 
 
 def require_indexed(dataset: Any) -> None:
@@ -322,46 +265,3 @@ def require_indexed(dataset: Any) -> None:
     has_both = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, (type, str, Mapping)) or not has_both:
         raise RecipeError(f"a dataset with __len__ and __getitem__(number) is needed, got {described(dataset)}")
-
-
-def _require_spreadable(loader: "DataLoader[Any]", replicas: int, weighted: bool) -> bool:
-    """Whether `loader` shuffles; raises RecipeError where its order cannot be kept."""
-    require_indexed(loader.dataset)
-    samples = len(loader.dataset)  # type: ignore[arg-type]
-    shuffles = type(loader.sampler) in _random_samplers()  # a class of the user's has an order of its own
-    whole = not shuffles or (not loader.sampler.replacement and loader.sampler.num_samples == samples)  # type: ignore[attr-defined]
-    if loader.batch_size is None or not whole or not (shuffles or type(loader.sampler) is SequentialSampler):
-        raise RecipeError(
-            f"ShardedLoader chooses the samples itself and cannot keep the loader's {type(loader.sampler).__name__}; "
-            "make the DataLoader with batch_size=... and shuffle=True or False, and draw what a sampler would draw in "
-            "the data set's __getitem__"
-        )
-    if getattr(loader, "next_iter_state", None) is not None:
-        raise RecipeError(
-            "the StatefulDataLoader was given a state, which holds for one process only; "
-            "give ShardedLoader.load_state_dict the state of a ShardedLoader, which holds for any mesh"
-        )
-    if loader.batch_size % replicas:
-        raise RecipeError(
-            f"batch_size {loader.batch_size} (of the whole job) is no multiple of the {replicas} data replicas; "
-            f"use {max(loader.batch_size // replicas, 1) * replicas}"
-        )
-    if samples < loader.batch_size and (loader.drop_last or not samples):
-        remedy = f"use a batch_size of at most {samples}" if samples else "does its folder or file list exist?"
-        raise RecipeError(
-            f"the dataset has {plural(samples, 'sample')}, fewer than one batch of {loader.batch_size}; {remedy}"
-        )
-    left = 0 if loader.drop_last else samples % loader.batch_size
-    if left % replicas and not weighted:
-        raise RecipeError(
-            f"{samples} samples in batches of {loader.batch_size} leave a last batch of {left}, which {replicas} "
-            "replicas cannot share evenly: the mean of their means would not be that of the batch; give the DataLoader "
-            "drop_last=True, or ShardedLoader weighted=True and multiply each batch's mean loss by loader.weight"
-        )
-    return shuffles
-
-
-def _random_samplers() -> tuple[type, ...]:
-    """The classes of samplers that shuffle: torch's, and torchdata's own where that is in use."""
-    torchdata = sys.modules.get("torchdata.stateful_dataloader.sampler")
-    return (RandomSampler,) if torchdata is None else (RandomSampler, torchdata.RandomSampler)
