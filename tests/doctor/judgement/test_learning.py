@@ -40,6 +40,7 @@ def test_a_sound_run() -> None:
         ([Repeated(first={"loss": 1.0}, second={"loss": 1.5}, contents=(1, 1))], "FF325"),
         ([Repeated(first={"loss": 1.0}, second={"loss": 1.5}, contents=(1, 2))], "FF326"),
         ([Oddity(kind="few values in a batch norm", text="4", where="tail")], "FF328"),
+        ([Oddity(kind="pixels as bytes", text="whole numbers from 0 to 255, 97 on average", where="stem")], "FF342"),
         ([Oddity(kind="statistics of a frozen part", text="2 batch norms", where="a, b")], "FF341"),
         ([Oddity(kind="statistics of evaluation", text="Net", where="norm")], "FF329"),
         ([backward(modules=("norm",))], "FF330"),

@@ -1,8 +1,10 @@
 """Modules as they are called from outside."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -85,3 +87,27 @@ def test_wrappers_are_known_and_taken_off() -> None:
     plain = nn.Linear(2, 2)
     assert unwrapped(DataParallel(plain)) is plain and wrapper_of(DataParallel(plain)) == "DataParallel"
     assert unwrapped(plain) is plain and wrapper_of(plain) == ""
+
+
+@pytest.mark.parametrize(
+    ("image", "told"),
+    [
+        (lambda: torch.arange(256.0), True),
+        (lambda: torch.arange(256.0).bfloat16(), True),
+        (lambda: torch.arange(256.0) / 255, False),
+        (lambda: torch.arange(256.0) - 103.53, False),
+        (lambda: torch.arange(256.0) - 128, False),
+        (lambda: torch.arange(256.0) * 4, False),  # of a sensor, or a distance
+        (lambda: torch.arange(256.0) % 34 * 6, False),  # classes, or instances
+        (lambda: torch.arange(256.0).requires_grad_(), False),
+        (lambda: torch.full((256,), torch.inf), False),
+        (lambda: torch.empty(0), False),
+    ],
+)
+def test_an_image_in_bytes_is_told_once(image: Callable[[], torch.Tensor], told: bool) -> None:
+    pixels = image()
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 2, 1)).to(pixels.dtype)
+    modules, said = called(model)
+    run(modules, *[lambda: model(pixels.reshape(-1, 1, 16, 16))] * 2)
+    words = ("pixels as bytes", "whole numbers from 0 to 255, 128 on average", "0")
+    assert said == ([words] if told else [])

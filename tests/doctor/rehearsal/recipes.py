@@ -118,6 +118,14 @@ def few_values() -> ff.Recipe:
     return replace(sound(), model=Pooled)
 
 
+def not_scaled() -> ff.Recipe:
+    class Bytes(Frames):
+        def __getitem__(self, index: int) -> Any:
+            return {**super().__getitem__(index), "image": torch.randint(0, 256, (3, 160, 96)).float()}
+
+    return replace(sound(), data=Bytes)
+
+
 def broken_evaluation() -> ff.Recipe:
     return replace(sound(), evaluate=lambda model, batch: {"loss": batch["no_such_key"]})
 
@@ -130,5 +138,6 @@ FAULTS: dict[Callable[[], ff.Recipe], str] = {
     forgetful: "FF325",
     forgetful_data: "FF308",
     few_values: "FF328",
+    not_scaled: "FF342",
     broken_evaluation: "FF336",
 }

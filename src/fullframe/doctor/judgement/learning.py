@@ -18,6 +18,7 @@ _ODDITIES = {
         kinds.FROZEN_STATISTICS,
         "{text} with frozen weights took statistics of the batches",
     ),
+    "pixels as bytes": (kinds.PIXELS_AS_BYTES, "{where} is given {text}"),
     "few values in a batch norm": (kinds.FEW_VALUES, "{where} takes its statistics of {text} values a channel"),
 }
 

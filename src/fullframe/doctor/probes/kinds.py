@@ -228,5 +228,11 @@ FROZEN_STATISTICS = Kind(
     "all the same, and is another one in evaluation.",
     "put the frozen part into eval mode after each model.train(), as in model.backbone.eval()",
 )  # fmt: skip
+PIXELS_AS_BYTES = Kind(
+    "FF342", _WASTE, "images are not scaled",
+    "Weights are initialised, and pretrained, for inputs of about unit size; pixels of 0 to 255 make the gradients of "
+    "the first layer a hundred times as large as those that its learning rate is meant for.",
+    "(image / 255 - mean) / std, with the mean and spread that the pretrained weights were made with",
+)  # fmt: skip
 
 KINDS: tuple[Kind, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Kind))

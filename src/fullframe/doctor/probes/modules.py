@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -31,6 +32,7 @@ class Modules:
         self._recomputed: dict[_BatchNorm, Tensor] = {}  # what they had counted before the batch came again
         # Batch norms that have taken statistics of a batch, and whether their weights were ever to be trained.
         self._norms: weakref.WeakKeyDictionary[_BatchNorm, bool] = weakref.WeakKeyDictionary()
+        self._fed: set[int] = set()  # ids of convolutions whose first input was looked at
         self.trained: set[int] = set()  # ids of parameters that optimizers hold
 
     def attach(self) -> list[Any]:
@@ -103,6 +105,9 @@ class Modules:
     def _before(self, module: nn.Module, inputs: Any) -> None:
         if isinstance(module, _BatchNorm):
             self._look_at_batch_norm(module, inputs)
+        if isinstance(module, _ConvNd) and module.training and id(module) not in self._fed:
+            self._fed.add(id(module))
+            self._look_at_pixels(module, inputs)
         if not self._depth and not self.in_backward:
             self._from_outside(module)
         self._depth += 1
@@ -143,8 +148,22 @@ class Modules:
             if values < _FEW_VALUES:
                 self._oddity("few values in a batch norm", f"{values}", self.name_of(module))
 
+    def _look_at_pixels(self, module: _ConvNd, inputs: Any) -> None:
+        """Tell of an image as a file has it: a mask or a table of whole numbers has fewer of them."""
+        found = next(tensors_in(inputs), None)
+        if found is None or found.requires_grad or not found.is_floating_point() or not found.numel():
+            return
+        values = getattr(found, "local", found).detach()[:1].float()  # of the first sample, this rank's part
+        least, most = (float(value) for value in values.aminmax())
+        if least < 0 or not _BRIGHT <= most <= 255 or not bool((values == values.round()).all()):
+            return
+        if len(values.unique()) >= _SHADES:
+            text = f"whole numbers from {least:.0f} to {most:.0f}, {float(values.mean()):.0f} on average"
+            self._oddity("pixels as bytes", text, self.name_of(module))
+
 
 _FEW_VALUES = 16
+_BRIGHT, _SHADES = 100, 64  # the largest value, and how many different ones, of an image in bytes at the least
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
