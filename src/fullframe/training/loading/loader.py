@@ -259,8 +259,9 @@ def require_indexed(dataset: Any) -> None:
         raise RecipeError("a DataLoader was given where its dataset is asked for, whose samples ranks share out")
     if isinstance(dataset, IterableDataset):
         raise RecipeError(
-            f"{type(dataset).__name__} is an IterableDataset, which ranks cannot share out; "
-            "give a dataset with __len__ and __getitem__"
+            f"{type(dataset).__name__} is an IterableDataset, which ranks cannot share out; give a dataset with "
+            "__len__ and __getitem__, or in a loop of your own read the same stream on all ranks of a replica, another "
+            "one on each replica, and split its tensors by ff.shard(tensor, mesh)"
         )
     has_both = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, (type, str, Mapping)) or not has_both:
