@@ -13,6 +13,7 @@ import pytest
 
 from fullframe.errors import LaunchError
 from fullframe.launching.jobs import STATES, Files, JobRow, jobs, selected
+from fullframe.observation.memory.timeline_file import TimelineFile
 
 ALIVE = {"state": "running", "pid": os.getpid(), "host": socket.gethostname(), "steps": 10, "batch_size": 8}
 GONE = ALIVE | {"pid": 2**22 + 1}
@@ -95,6 +96,18 @@ def test_the_pace_is_that_of_the_clock_where_ranks_are_observed(tmp_path: Path) 
     lines = [json.dumps({"step": number, "time": time, "peak_bytes": 1}) for number, time in enumerate(times)]
     (tmp_path / "slow" / "observed" / "rank0.jsonl").write_text("\n".join(lines) + "\n")
     assert found(tmp_path)["slow"].images_per_second == ALIVE["batch_size"] / 0.5
+
+
+def test_of_a_long_run_too_the_peak_and_the_pace_are_known(tmp_path: Path) -> None:
+    """A CPU's ranks say their peak in the second step alone; the file is thinned to every second one, and so on."""
+    run(tmp_path / "long", ALIVE, {"step": 1400, "loss": 0.5, "step_seconds": 0.01})
+    file = TimelineFile(tmp_path / "long", 0, 0)
+    for step in range(1, 1401):
+        row = {"step": step, "time": 0.5 * step, "seconds": {"data": 0.49}, "host_bytes": 10**9}
+        if file.wants(step):
+            file.add(row | ({"peak_bytes": 300, "bytes": {"activation": 300}} if step == 2 else {}))
+    row = found(tmp_path)["long"]
+    assert (row.peak_bytes, row.images_per_second) == (300, ALIVE["batch_size"] / 0.5)
 
 
 def test_runs_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Accounting is not asked, which many clusters do not have. Of a file that has not
 
 import fnmatch
 import os
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ _SKIPPED = {"checkpoints", "observed", "stacks", "trace", "__pycache__"}
 _DEPTH = 4  # folders below the given one in which runs are looked for
 _RECENT = 20  # steps, of which the pace is the median
 _TAIL_BYTES = 16384
+_PEAK = re.compile(r'"peak_bytes": (\d+)')  # all of a rank's lines read as JSON would take long
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED", "CONFIGURING", "RESV_DEL_HOLD")
 _UNDER_WAY = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "STOPPED")
 _WARNINGS = ("warning: ", "error: ", "started again: ", "skipped: ", "out of memory")
@@ -220,18 +222,18 @@ def _requeues(facts: Facts) -> int:
 
 def _observed(path: Path, files: Files) -> tuple[int | None, float | None]:
     """The most bytes that any rank has said it held, and the seconds from step to step, the loader's wait included."""
-    found = [files.read(rank, _peak_and_pace) for rank in (path / "observed").glob("rank*.jsonl")]
+    found = [files.read(rank, _peak_and_pace, whole=True) for rank in (path / "observed").glob("rank*.jsonl")]
     peaks = [peak for peak, _ in found if peak is not None]
     paces = [pace for _, pace in found if pace is not None]
     return max(peaks, default=None), max(paces, default=None)
 
 
 def _peak_and_pace(text: str) -> tuple[int | None, float | None]:
-    lines = list(_lines(text))
-    peak = max((bytes for line in lines if (bytes := whole_number(line.get("peak_bytes"))) is not None), default=None)
-    said = [(whole_number(line.get("step")), number(line.get("time"))) for line in lines]
+    peak = max(map(int, _PEAK.findall(text)), default=None)  # on a CPU of few lines, the first of which is the second
+    said = [(whole_number(line.get("step")), number(line.get("time"))) for line in _lines(text[-_TAIL_BYTES:])]
     timed = [(step, time) for step, time in said if step is not None and time is not None]
-    paces = [after[1] - before[1] for before, after in pairwise(timed[-_RECENT:]) if after[0] == before[0] + 1]
+    recent = pairwise(timed[-_RECENT:])  # of every second step, or fewer, once the file has been thinned
+    paces = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in recent if after[0] > before[0]]
     return peak, statistics.median(paces) if paces else None  # whatever lay between, an evaluation or a new start
 
 
