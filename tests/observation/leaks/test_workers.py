@@ -35,9 +35,22 @@ class Honest(Base):
         return rows
 
 
+def of_a_function():
+    class Inner(Base):
+        names = """
+of no indent
+"""
+
+        def __getitem__(self, index):
+            self.names.append(index)  # adds
+
+    return Inner()
+
+
 def test_lines_that_add_to_what_stays():
     assert all(line.text.endswith("# adds") for line in lines_that_add(Keeps()))
     assert len(list(lines_that_add(Keeps()))) == 3
+    assert [line.text.split("  ")[0] for line in lines_that_add(of_a_function())] == ["self.names.append(index)"]
     assert list(lines_that_add(Honest())) == []
     assert list(lines_that_add([1])) == [], "a list's source is Python's own"
 

@@ -6,7 +6,6 @@ something cannot be seen from here: the source of the data set is searched for o
 
 import ast
 import inspect
-import textwrap
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -73,14 +72,15 @@ def lines_that_add(data: Any) -> Iterator[Line]:
     for kind in type(data).__mro__:
         try:
             file, (source, first) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
-        except (TypeError, OSError):
+            inner = source[0][0].isspace()  # of a class in a function the text is not dedented: it may hold strings
+            tree = ast.parse("if True:\n" * inner + "".join(source))
+        except (TypeError, OSError, SyntaxError):  # the latter where the file was changed since
             continue
         if file is None or not is_users(file):
             continue
-        tree = ast.parse(textwrap.dedent("".join(source)))
         for method in ast.walk(tree):
             if isinstance(method, ast.FunctionDef) and method.name != "__init__":
-                yield from (Line(file, first + number - 1) for number in _adding_lines(method))
+                yield from (Line(file, first + number - 1 - inner) for number in _adding_lines(method))
 
 
 def _adding_lines(method: ast.FunctionDef) -> Iterator[int]:
