@@ -91,6 +91,13 @@ def test_a_resumed_run_replaces_its_later_steps(tmp_path: Path) -> None:
     assert run.table.column("loss")[5] == records(8, start=5, seed=1)[1]["loss"]
 
 
+def test_ranks_that_a_run_went_on_without_are_none_of_it(tmp_path: Path) -> None:
+    observed = {rank: observations(rank, range(1, 5 + 5 * (rank < 2))) for rank in range(4)}
+    path = write_run(tmp_path / "run", run=facts(world_size=2), observed=observed)
+    assert list(read_run(path).observed) == [0, 1]
+    assert list(read_run(write_run(path, run=facts(world_size=None))).observed) == [0, 1, 2, 3], "it does not say"
+
+
 def test_a_run_whose_process_is_gone_has_died(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()

@@ -4,6 +4,7 @@ Any file and any key may be absent, and any value may be of a wrong type; it is 
 Loads no torch.
 """
 
+import math
 import os
 import socket
 import time
@@ -84,7 +85,8 @@ class ObservedStep:
 class RunFiles:
     """What a run directory holds at one moment; `facts` and `strategy` are None where their file is not there.
 
-    `observed` has a list for each rank that wrote one, steps growing. `unreadable` counts lines that are no JSON
+    `observed` has a list for each rank that wrote one, steps growing; not for those that the run had before it went on
+    with fewer. `unreadable` counts lines that are no JSON
     object; the last line of a file may just be half written and is not counted. `state` is "died" where run.json says
     that the run goes on and its process is gone.
     """
@@ -154,13 +156,14 @@ class RunReader:
         self._read_observed()
         facts = _facts(self.path / "run.json")
         lines = [self._metrics, *self._of_ranks.values()]
+        ranks = (facts or Facts()).world_size or math.inf
         return RunFiles(
             path=self.path,
             state=state_of(facts),
             facts=facts,
             strategy=read_object(self.path / "strategy.json"),
             table=self._table,
-            observed={rank: list(rows) for rank, rows in sorted(self._observed.items()) if rows},
+            observed={rank: list(rows) for rank, rows in sorted(self._observed.items()) if rows and rank < ranks},
             leaks=list(self._leaks),
             log=_tail(self.path / "log.txt"),
             pictures=sorted(self.path.glob("*.png")),
