@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fullframe.processes.exit_reasons import STOPPED
+from fullframe.processes.exit_reasons import STOPPED, StartAgain
+from fullframe.processes.nodes import launch_on_nodes
+from fullframe.processes.rendezvous import Nodes
 from tests.processes.network import ADDRESSES, Network, free_port, network, why_not
 from tests.processes.test_launch import START
 
@@ -122,6 +124,15 @@ os._exit({STOPPED})
     assert [code for code, _ in there.ends()] == [STOPPED, STOPPED]
 
 
+def test_ranks_that_die_as_the_job_is_asked_to_stop_have_not_ended_well(capfd: pytest.CaptureFixture[str]) -> None:
+    """As where Slurm's signal reaches both, and the ranks are not ready for it."""
+    nodes = Nodes(count=1, least=1, rank=0, host="127.0.0.1", port=free_port(), processes=1, silence_seconds=10.0,
+                  patience_seconds=60.0)  # fmt: skip
+    dies = "import os; os.kill(int(os.environ['FULLFRAME_LAUNCHER']), 15); os.kill(os.getpid(), 9)"
+    assert launch_on_nodes(nodes, lambda machines: ["-c", dies], restarts=1) == 128 + signal.SIGTERM
+    assert "stopped at once" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_machine_that_is_killed_is_gone_on_without_and_taken_in_again(machines: Callable[..., Machines]) -> None:
     # A rank in a job of one machine waits to be asked for a checkpoint, as the other machine is back.
@@ -147,10 +158,6 @@ time.sleep(60 if attempt == 0 or machines == "1" else 0)
 
 
 def test_a_machine_that_never_comes_is_said() -> None:
-    from fullframe.processes.exit_reasons import StartAgain
-    from fullframe.processes.nodes import launch_on_nodes
-    from fullframe.processes.rendezvous import Nodes
-
     port = free_port()
     nodes = Nodes(
         count=2, least=2, rank=0, host="127.0.0.1", port=port, processes=1, silence_seconds=2, patience_seconds=1

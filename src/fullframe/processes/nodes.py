@@ -123,6 +123,8 @@ class _Attempt:
         """What ended it, None where all ranks of all machines ended well; and the deaths on this machine."""
         news = self._watched()
         deaths = self._ranks.deaths()
+        if deaths and news is None and self._asked.number:  # they ended before it was heard
+            news = self._stop()
         if self._asked.number or (news is not None and news.kind == "stop"):
             return news, deaths
         if deaths and (news is None or news.kind == "grow" or is_final(cause_of(deaths))):
@@ -140,8 +142,7 @@ class _Attempt:
             found = self._met.news()
             number = self._asked.number or (signal.SIGUSR1 if found is not None and found.kind == "grow" else 0)
             if self._asked.number and (found is None or found.kind == "grow"):
-                text = f"node {self._met.node} was asked to stop"
-                found = self._met.tell(News(kind="stop", text=text, node=self._met.node, code=number))
+                found = self._stop()
             if number and not handed_on:
                 handed_on, deadline = True, min(deadline, time.monotonic() + self._patience)
                 self._ranks.send(signal.SIGTERM if number == signal.SIGHUP else number)
@@ -151,6 +152,11 @@ class _Attempt:
                 deadline = min(deadline, time.monotonic() + CONSEQUENCE_SECONDS)
             time.sleep(_POLL_SECONDS)
         return found or self._met.news()
+
+    def _stop(self) -> News:
+        """Tell the others that this machine was asked to."""
+        text = f"node {self._met.node} was asked to stop"
+        return self._met.tell(News(kind="stop", text=text, node=self._met.node, code=self._asked.number))
 
     def _told(self, cause: Death) -> News:
         """Tell the others of a death here; one that follows from another machine's waits for what that has to say."""
