@@ -86,7 +86,8 @@ _CONSEQUENCE = 4
 def _precedence(death: Death) -> tuple[int, float]:
     """Sorts deaths so that the cause comes first: ranks lose their connection to one that failed.
 
-    Torch's thread for NCCL aborts a rank that lost another, perhaps before that one's error is known here.
+    Torch's thread for NCCL aborts a rank that lost another, perhaps before that one's error is known here. A rank that
+    left without a word, as a library's `exit(1)` ends it, has not lost another: that is reported.
     """
     if death.code == 2:
         kind = 0
@@ -94,7 +95,7 @@ def _precedence(death: Death) -> tuple[int, float]:
         kind = 1
     elif death.code == -signal.SIGABRT or (death.report and not death.report.get("consequence")):
         kind = 2
-    elif death.code == 0:
+    elif death.code >= 0 and not death.report:
         kind = 3
     else:
         kind = _CONSEQUENCE
