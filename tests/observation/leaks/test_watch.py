@@ -64,6 +64,23 @@ def test_validation_that_builds_graphs():
     assert found.bytes_per_step > 4 * 4 * 46 * 46, "with the activations that the graph keeps"
 
 
+class Seen:
+    tensor = torch.zeros(0)
+
+
+@pytest.mark.parametrize("every", [5, 30])
+def test_a_tensor_that_grows_at_evaluations_is_told_by_what_each_adds(every):
+    told, seen = [], Seen()
+    watch = LeakWatch({"metric": seen}, told.append)
+    for number in range(1, 7 * every):
+        watch.before(number)
+        evaluated = number % every == 0
+        if evaluated:
+            seen.tensor = torch.cat([seen.tensor, torch.zeros(2000)])
+        watch.after(number, evaluated)
+    assert [(found.kind, found.bytes_per_step) for found in told] == [("evaluation", 8000)]
+
+
 def test_an_honest_loop_is_left_in_peace():
     model, optimizer = network()
     watch = ff.watch_leaks(model=model, optimizer=optimizer)

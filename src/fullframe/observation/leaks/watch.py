@@ -151,8 +151,12 @@ class LeakWatch:
         new = [value] if place.kind in ("graph", "tensor") else new_elements(value, investigation.sizes[index])
         weight = weigh(new, self._sequence)
         bytes = weight.bytes
-        if place.kind in ("tensor", "graph"):
-            bytes = round((series.size - series.first) / max(series.step - series.since, 1)) * (place.kind == "tensor")
+        if place.kind == "graph":
+            bytes = 0
+        elif place.kind == "tensor" and series.at_evaluations:
+            bytes -= series.size  # one evaluation later
+        elif place.kind == "tensor":
+            bytes = round((series.size - series.first) / max(series.step - series.since, 1))
         self._judged.add(series.spot.key)
         kind = _kind(place, series, weight)
         if weight.nodes == 0 and kind != "hooks" and bytes < _LEAST_BYTES:
