@@ -87,7 +87,7 @@ def test_a_live_run_knows_how_long_it_will_take(tmp_path: Path) -> None:
     path = good_run(tmp_path / "run", state="running", ended=None)
     run = facts(state="running", ended=None, steps=500, step=300)
     summary = summarize(read_run(write_run(path, run=run)), STARTED.timestamp() + 130)
-    assert summary.lasted_seconds == 130
+    assert (summary.lasted_seconds, summary.findings) == (130, ())
     assert summary.seconds_left == pytest.approx(200 * 0.41), "by the clock of what was observed"
     early = facts(state="running", ended=None, steps=500, step=300, started=_at(path, 295))
     assert summarize(read_run(write_run(path, run=early)), STARTED.timestamp()).lasted_seconds == 0, "a clock put back"
@@ -101,10 +101,29 @@ def test_a_live_run_knows_how_long_it_will_take(tmp_path: Path) -> None:
     assert summary.seconds_left == pytest.approx(200 * 0.41)
 
 
+def test_the_numbers_at_a_glance_are_the_newest_the_best_and_the_largest(tmp_path: Path) -> None:
+    metrics = [{"step": n, "loss": loss, "skipped": False} for n, loss in ((1, 3.0), (2, 1.0), (3, 2.0))]
+    rows = {rank: observations(rank, [1, 2, 3], 1.0 + 0.05 * rank, 4096 * (2 - rank)) for rank in (0, 1)}
+    rows[0][1]["gpu_percent"], rows[0][2]["gpu_percent"] = 10.0, None  # the driver was not asked in the last step
+    rows[1][2] |= {"others_bytes": 42 * MIB}
+    rows[0][2] |= {"others_bytes": 80 * MIB}
+    summary = summarize(read_run(write_run(tmp_path / "run", metrics=metrics, observed=rows)))
+    assert (summary.loss, summary.first_loss, summary.best_loss) == (2.0, 3.0, 1.0)
+    assert (summary.limit_bytes, summary.ranks[0].gpu_percent) == (8192 * MIB, 10.0)
+    assert [(rank.rank, rank.step, rank.host_bytes) for rank in summary.ranks] == [(0, 3, 900 * MIB), (1, 3, 901 * MIB)]
+    assert summary.step_seconds == sum(summary.ranks[1].seconds.values()), "the slower one, where no step was timed"
+    assert texts(summary.findings, "warn") == ["other processes hold 42 MiB of rank 1's GPU"], "80 of 8192 is little"
+    assert texts(summary.findings, "info") == ["there is no run.json, so it is not known whether the run goes on"]
+    assert (summary.level, summary.seconds_left) == ("warn", None)
+
+
 def test_a_loss_that_rises_or_breaks_is_told(tmp_path: Path) -> None:
     rising = [{"step": n, "loss": 1 + 0.1 * n, "step_seconds": 0.1} for n in range(1, 41)]
     summary = summarize(read_run(write_run(tmp_path / "rising", metrics=rising)))
     assert texts(summary.findings, "warn") == ["the loss is higher than at the start: 4.8 after 1.3"]
+    skipped = [record | {"skipped": record["step"] < 4} for record in records(20)]
+    summary = summarize(read_run(write_run(tmp_path / "skipped", metrics=skipped)))
+    assert texts(summary.findings, "bad") == ["3 steps of 20 skipped: the loss or a gradient was not finite"]
     broken = [*records(30), {"step": 31, "loss": None, "skipped": False}]
     assert texts(summarize(read_run(write_run(tmp_path / "nan", metrics=broken))).findings, "bad") == [
         "the last loss is not finite"
@@ -171,6 +190,10 @@ def test_an_out_of_memory_that_the_run_survived_is_a_warning(tmp_path: Path) -> 
     (found,) = summarize(read_run(path)).findings
     assert found.level == "warn" and found.remedy == WAYS[0]["command"]
     assert found.text.endswith("asked for; going on with 2 microbatches in place of 1")
+    (path / "oom.json").write_text(json.dumps(out_of_memory(step=300, strategy={})))
+    assert summarize(read_run(path)).level == "warn", "the step was done in the end"
+    (path / "run.json").write_text(json.dumps(facts(state="failed")))
+    assert len(texts(summarize(read_run(path)).findings, "bad")) == 2, "it failed, and ran out"
 
 
 def test_the_slowest_rank_is_the_one_that_works_most_not_the_one_that_waits(tmp_path: Path) -> None:

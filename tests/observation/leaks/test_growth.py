@@ -20,6 +20,8 @@ def place(kind, size, name="kept", parent=None):
         ("list", [0, 1, 2, 3, 4, 5, 6, 6], 4, False),  # it has stopped
         ("list", [0, 9, 1, 9, 2, 9, 3, 9], 4, False),  # it is emptied
         ("list", [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], 4, False),  # now and then
+        ("list", [0, 0, 1, 2, 3], 20, False),  # few looks, however far apart
+        ("list", [0, 0, 1, 2, 3, 4], 20, True),
         ("hooks", range(8), 1, True),
         ("tensor", [0, 10, 20, 30, 40], 4, True),
         ("tensor", [10, 30, 20, 40, 30, 50], 4, False),  # its size changes
@@ -41,6 +43,13 @@ def test_growth_at_evaluations():
         growth.look([place("list", size)], step, 0, evaluated)
         assert bool(growth.long()) is (step >= 20)
     assert growth.long()[0].at_evaluations
+
+
+def test_what_each_evaluation_fills_and_the_next_step_empties():
+    growth = Growth()
+    for step in range(1, 60):
+        growth.look([place("list", 3 * (step % 5 == 0))], step, 0, evaluated=step % 5 == 0)
+        assert growth.long() == []
 
 
 def test_elements_that_grow_older_in_a_list_that_fills():
