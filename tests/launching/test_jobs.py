@@ -117,9 +117,11 @@ def test_runs_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                         ("cut", "running"), ("ends", "stopped")):  # fmt: skip
         run(tmp_path / "sweep" / name, GONE | {"state": state, "environment": {"SLURM_RESTART_COUNT": "2"}})
     (tmp_path / "sweep" / "waits").mkdir()
+    launched(tmp_path / "single", ["."], job="12")
+    run(tmp_path / "single", GONE | {"restarts": 3, "prediction": {"peak_bytes": 400}})
     states = ["PENDING", "PENDING", "RUNNING", "RUNNING", "COMPLETED", "NODE_FAIL", None, "COMPLETING"]
     lines = [f"{10 + i}|7|{i}|{state}|Why|/" for i, state in enumerate(states) if state]
-    slurm(tmp_path, monkeypatch, *lines, "99|99|N/A|RUNNING|None|/else|where")
+    slurm(tmp_path, monkeypatch, *lines, "99|99|N/A|RUNNING|None|/else|where", "12|12|N/A|RUNNING|None|/")
     rows = found(tmp_path)
     assert {name: row.state for name, row in rows.items()} == {
         "waits": "pending",
@@ -130,7 +132,10 @@ def test_runs_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "cut": "died",
         "gone": "lost",
         "ends": "stopped",
+        "single": "running",
     }
+    single = rows["single"]
+    assert (single.job, single.restarts, single.requeues, single.predicted_bytes) == ("12", 3, 0, 400)
     assert (rows["waits"].reason, rows["waits"].job, rows["waits"].values) == ("Why", "7_0", ("v=waits",))
     assert (rows["cut"].reason, rows["again"].requeues) == ("its job node_fail", 2)
     assert {row.state for row in rows.values()} <= set(STATES)
