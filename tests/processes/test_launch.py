@@ -107,6 +107,8 @@ def test_attempts_without_progress_are_bounded(tmp_path: Path, capsys: pytest.Ca
         "the machine failed",
         "error: 2 attempts in a row got no further than step 9; giving up",
     ]
+    (tmp_path / "killed").mkdir()
+    assert run(tmp_path / "killed", "os.kill(os.getpid(), signal.SIGKILL)", ranks=1, restarts=1) == 75, "alike"
 
 
 def test_an_end_that_changes_something_is_not_in_vain(tmp_path: Path) -> None:

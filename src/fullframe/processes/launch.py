@@ -21,7 +21,7 @@ from fullframe.processes.deaths import (
     say,
     stopped,
 )
-from fullframe.processes.exit_reasons import STOPPED
+from fullframe.processes.exit_reasons import AGAIN, STOPPED
 from fullframe.processes.rank_processes import Death, Ranks, environment_of, set_defaults
 from fullframe.processes.stop_signals import StopSignals, for_ranks
 
@@ -70,7 +70,7 @@ def launch(
             if in_vain > restarts:
                 explain(cause, on_failure)
                 say(gave_up(cause, in_vain, furthest))
-                return exit_code(cause)
+                return AGAIN  # another machine may be sound
             reason = str(cause)
             restore_cursor()
             say(f"warning: {reason}; all ranks start again from the last checkpoint (step {reached} was done)")
