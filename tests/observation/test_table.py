@@ -35,6 +35,10 @@ def test_what_is_no_number_any_more_is_not_what_it_was() -> None:
     now = table.newest("iou")
     assert now is not None and math.isnan(now) and table.last("iou") == 0.5
     table.add({"step": 3, "iou": 0.75})
-    assert table.newest("iou") == 0.75
+    assert table.newest("iou") == 0.75 and list(table.steps) == [1, 2, 3]
+    table.add({"step": 4, "iou": None})
     table.add({"step": 2, "loss": 1.0})
     assert table.newest("iou") == 0.5
+    table.add({"step": 3, "recall": 0.25})
+    table.add({"step": 4})
+    assert (table.newest("iou"), table.newest("recall")) == (0.5, 0.25), "step 4 evaluates nothing this time"
