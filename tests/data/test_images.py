@@ -24,7 +24,8 @@ def test_a_part_beyond_the_image_is_filled(path: Path) -> None:
     assert np.array_equal(read_plane(path, *whole((3, 4))), PLANE)
     part = read_plane(path, slice(2, 5), slice(3, 5), beyond=9)
     assert part.tolist() == [[11, 9], [9, 9], [9, 9]] and part.dtype == np.uint8
-    assert (read_plane(path, slice(3, 5), slice(0, 2), beyond=9) == 9).all()
+    for rows, columns in ((slice(3, 5), slice(0, 2)), (slice(5, 9), slice(0, 2)), (slice(0, 2), slice(6, 9))):
+        assert (read_plane(path, rows, columns, beyond=9) == 9).all(), "a rank whose part is padding alone"
 
 
 def test_an_image_has_three_channels_in_0_to_1_or_as_stored(path: Path) -> None:
@@ -44,5 +45,6 @@ def test_an_image_of_more_than_8_bits_is_refused(tmp_path: Path, dtype: type) ->
 
 def test_sizes_are_required(path: Path) -> None:
     assert padded_size((3, 4), None, path) == (3, 4) and padded_size((3, 4), (3, 5), path) == (3, 5)
-    with pytest.raises(DataError, match="larger than pad_to"):
-        padded_size((3, 4), (4, 3), path)
+    for smaller in ((4, 3), (2, 9)):
+        with pytest.raises(DataError, match="larger than pad_to"):
+            padded_size((3, 4), smaller, path)

@@ -68,7 +68,7 @@ def write_nuscenes(root, version="v1.0-mini"):
         picture(root, sample["token"], camera, key)
         for sample in tables["sample"]
         for camera in CAMERAS
-        for key in (0, 1)
+        for key in (1, 0)
     ]
     for name, rows in tables.items():
         (root / version / f"{name}.json").write_text(json.dumps(rows))
@@ -165,6 +165,14 @@ def test_a_point_is_seen_where_it_must_be(root):
     x, y, depth = (torch.linalg.inv(sample["extrinsics"][1]) @ centre)[:3]
     # The back camera is 1.5 m ahead of the vehicle's centre, which was 1 m further ahead when it was triggered.
     torch.testing.assert_close(torch.stack([x, y, depth]), torch.tensor([0.0, 0.5, 12.5]), atol=1e-5, rtol=0)
+
+
+def test_a_camera_may_look_anywhere(root):
+    """By a quaternion that is not of length 1; its matrix by hand."""
+    path = root / "v1.0-mini" / "calibrated_sensor.json"
+    path.write_text(path.read_text().replace(json.dumps(FORWARD), "[1, 2, 3, 4]"))
+    wanted = torch.tensor([[-20.0, 4.0, 22.0], [20.0, -10.0, 20.0], [10.0, 28.0, 4.0]]) / 30
+    torch.testing.assert_close(opened(root)[1]["extrinsics"][0, :3, :3], wanted)
 
 
 def test_parts(root):
