@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fullframe.errors import LaunchError
 from fullframe.launching.job import Job, RunOfJob, runs_of
-from fullframe.launching.slurm import SlurmOptions, ids_of, script_of
+from fullframe.launching.slurm import SlurmOptions, ids_of, script_of, submit
 
 JOB = Job(
     name="depth",
@@ -124,6 +124,33 @@ def test_failures_that_gain_no_step_are_not_queued_again_for_ever(tools: Path, t
 def test_a_run_that_is_none_of_the_sweep_ends(tools: Path, tmp_path: Path) -> None:
     script = script_of(replace(JOB, directory=tmp_path, runs=runs_of(["lr=1,2"])), SlurmOptions())
     assert ran(script, tools, tmp_path, SLURM_ARRAY_TASK_ID="2")[:2] == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("queued", "found"),
+    [
+        ("12|12|N/A|PENDING|None|{folder}", "12"),
+        ("14|12|3|RUNNING|None|{folder}", "12"),
+        ("11|11|N/A|CANCELLED|None|{folder}", ""),  # of an earlier launch into the folder
+        ("12|12|N/A|PENDING|None|/elsewhere", ""),
+    ],
+)
+def test_a_job_that_was_taken_without_an_answer_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queued: str, found: str
+) -> None:
+    for name, text in (
+        ("sbatch", "echo 'sbatch: error: Batch job submission failed: Unable to contact slurm controller' >&2; exit 1"),
+        ("squeue", f"echo '{queued.format(folder=tmp_path)}'"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job = replace(JOB, folder=tmp_path)
+    if found:
+        assert submit(job) == found
+        return
+    with pytest.raises(LaunchError, match=r"Slurm took no job: .*Unable to contact"):
+        submit(job)
 
 
 def test_jobs_to_wait_for(tmp_path: Path) -> None:

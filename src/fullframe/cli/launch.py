@@ -19,7 +19,7 @@ from fullframe.errors import LaunchError
 from fullframe.launching.docker import command_of
 from fullframe.launching.job import Job, make_folders, read_launch, runs_of, slug, write_launch
 from fullframe.launching.kubernetes import MANIFEST, KubernetesOptions, apply, manifest_of
-from fullframe.launching.slurm import SCRIPT, SlurmOptions, ids_of, queue, script_of, submit
+from fullframe.launching.slurm import ENDED, SCRIPT, SlurmOptions, ids_of, queue, script_of, submit
 from fullframe.recipe import require_file, require_names, values_of
 
 _NO_COMMAND = 127  # as a shell says it
@@ -260,10 +260,9 @@ class Launch:
         """Raises LaunchError where a job is on its way that writes into the same folder."""
         known = read_launch(job.folder)
         before = known.get("job_id") if known.get("on") == "slurm" else None
-        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
         if before is None:
             return
-        there = [found.job for found in queue() if before in (found.job, found.array) and found.state not in ended]
+        there = [found.job for found in queue() if before in (found.job, found.array) and found.state not in ENDED]
         if there:
             raise LaunchError(f"job {before} of {job.folder} is still queued or running; end it by scancel {before}")
 

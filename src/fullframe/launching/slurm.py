@@ -18,6 +18,7 @@ SCRIPT = "job.sh"
 _SECONDS = 120.0  # that Slurm's programs may take: a busy controller answers late
 _SAFE = re.compile(r"[A-Za-z0-9_.,:@%+=/\[\]&|*()-]+")
 _PLAIN_ID = re.compile(r"\d+(_\d+)?")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 _IN_VAIN = 3  # starts in a row without a step gained, after which a job is not queued again
 _LAST_STEP = (
     """step() { tail -c 65536 "$run/metrics.jsonl" 2>/dev/null | grep -o '"step": [0-9]*' | tail -n 1; }""",
@@ -166,11 +167,14 @@ def submit(job: Job) -> str:
 
 
 def _submitted(job: Job) -> str:
-    """The id of a job that is there although sbatch did not say so; "" where there is none."""
+    """The id of a job that is there although sbatch did not say so; "" where there is none.
+
+    One that has ended may be an earlier one of this folder, which Slurm remembers for some minutes.
+    """
     for _ in range(5):
         with contextlib.suppress(LaunchError):
-            ids = {found.array or found.job for found in queue() if found.folder == str(job.folder)}
-            return ids.pop() if ids else ""
+            here = (found for found in queue() if found.folder == str(job.folder) and found.state not in ENDED)
+            return next((found.array or found.job for found in here), "")
         time.sleep(2.0)
     return ""
 
