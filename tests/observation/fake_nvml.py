@@ -20,6 +20,7 @@ class FakeNvml:
     names: Sequence[str] = ()
     has_driver: bool = True
     tells_percent: bool = True
+    lost: int | None = None
     open: int = field(default=0, init=False)
     NVMLError: Any = field(default=NVMLError, init=False)
 
@@ -38,6 +39,8 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         if not 0 <= index < len(self.holders):
             raise NVMLError("Invalid Argument")
+        if index == self.lost:
+            raise NVMLError("GPU is lost")
         return index
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:

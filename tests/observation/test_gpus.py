@@ -62,6 +62,10 @@ def test_without_a_driver_it_is_one_line():
         DeviceError, match=r"no NVIDIA driver on this machine answers \(NVML Shared Library Not Found\)"
     ):
         gpus(FakeNvml([], has_driver=False))
+    lost = FakeNvml([{}, {}], lost=1)
+    with pytest.raises(DeviceError, match=r"does not answer its driver \(GPU is lost\)"):
+        gpus(lost)
+    assert lost.open == 0
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,8 @@ def _is_fork(pid: int) -> bool:
 def gpus(nvml: Any = None, owner: Callable[[int], Owner | None] = owner_of) -> list[Gpu]:
     """The GPUs of this machine with their processes.
 
-    `nvml` is the module pynvml, or what stands in for it. Raises DeviceError where there is no NVIDIA driver, or
-    nvidia-ml-py is not installed.
+    `nvml` is the module pynvml, or what stands in for it. Raises DeviceError where there is no NVIDIA driver, a GPU
+    does not answer it, or nvidia-ml-py is not installed.
     """
     if nvml is None:
         try:
@@ -113,6 +113,8 @@ def gpus(nvml: Any = None, owner: Callable[[int], Owner | None] = owner_of) -> l
         raise DeviceError(f"no NVIDIA driver on this machine answers ({error}); there are no GPUs to watch") from error
     try:
         found = [_gpu(nvml, index, owner) for index in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError as error:  # one that has fallen off the bus, say
+        raise DeviceError(f"a GPU of this machine does not answer its driver ({error}); see nvidia-smi") from error
     finally:
         nvml.nvmlShutdown()
     return [replace(gpu, processes=tuple(_judged(gpu, found, owner))) for gpu in found]
