@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import torch
+from torch import nn
 
 from fullframe.observation.leaks.graph import next_number
 from fullframe.observation.leaks.weigh import new_elements, weigh
@@ -27,8 +28,15 @@ def test_bytes_are_those_of_storages_counted_once():
     whole = torch.zeros(100)
     found = weigh([whole[:1], {"again": whole[50:]}], 0)
     assert (found.nodes, found.what) == (0, "tensor") and 400 <= found.bytes < 800
-    assert weigh([np.zeros(100)], 0).bytes == 800
-    assert weigh([torch.zeros(100).numpy()], 0).bytes == 400
+    array = np.zeros(100)
+    assert weigh([array, array], 0).bytes == 800
+    assert weigh([torch.zeros(100).numpy()[:1]], 0).bytes == 400 and weigh([array], 0).what == "array"
+    assert weigh([np.frombuffer(bytes(80))], 0).bytes == 80
+    larger = torch.zeros(200)
+    deep = weigh([[{"a": (whole,)}], larger], 0)
+    assert 1200 <= deep.bytes < 2000 and deep.tensors[0] is larger and deep.tensors[1] is whole
+    assert weigh([nn.Parameter(torch.zeros(1000))], 0).bytes == 0, "the model is not what a step adds"
+    assert weigh([nn.Linear(100, 100)], 0).bytes < 1000
     assert weigh([lambda: whole], 0).what == "function"
     assert 1600 < weigh([[float(n) for n in range(200)]], 0).bytes < 20_000
 
