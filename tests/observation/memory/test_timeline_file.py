@@ -1,7 +1,6 @@
 """observed/rank<k>.jsonl stays short, and forgets what a resumed run does again."""
 
 import json
-from itertools import pairwise
 
 from fullframe.observation.memory.timeline_file import TimelineFile
 
@@ -10,17 +9,24 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "observed" / "rank3.jsonl").read_text().splitlines()]
 
 
-def test_a_long_run_keeps_its_shape_in_few_lines(tmp_path):
-    file = TimelineFile(tmp_path, 3, 0)
+def test_a_long_run_keeps_its_shape_in_few_lines_and_the_steps_that_were_followed(tmp_path):
+    file, followed = TimelineFile(tmp_path, 3, 0), [3, *range(1000, 20_001, 1000)]
     for step in range(1, 20_001):
-        if file.wants(step):
-            file.add({"step": step})
-        elif step % 1000 == 0:
-            file.add({"step": step, "bytes": {"activation": 1}})
-    steps = [row["step"] for row in rows(tmp_path)]
-    assert 300 < len(steps) <= 1200 and steps == sorted(steps)
-    assert steps[0] <= 64 and steps[-1] > 19_930
-    assert max(after - before for before, after in pairwise(steps)) <= 64, "evenly, over the whole run"
+        file = TimelineFile(tmp_path, 3, step - 1) if step % 6000 == 0 else file  # it is resumed
+        if file.wants(step) or step in followed:
+            file.add({"step": step} | ({"bytes": {"activation": 1}} if step in followed else {}))
+    found = rows(tmp_path)
+    assert 300 < len(found) <= 1200 and [row["step"] for row in found if "bytes" in row] == followed
+    others = [row["step"] for row in found if "bytes" not in row]
+    every = others[0]
+    assert every <= 64 and others == [n for n in range(every, 20_001, every) if n not in followed], "evenly"
+
+
+def test_a_run_of_which_every_step_is_followed_stays_short_too(tmp_path):
+    file = TimelineFile(tmp_path, 3, 0)
+    for step in range(1, 1201):
+        file.add({"step": step, "bytes": {"activation": 1}})
+    assert [row["step"] for row in rows(tmp_path)] == list(range(2, 1201, 2)), "the last one stays"
 
 
 def test_a_resumed_run_forgets_later_steps(tmp_path):

@@ -1,6 +1,7 @@
 """observed/rank<k>.jsonl: a line for an observed step; thinned, so that it stays short however long a run is."""
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,9 @@ class TimelineFile:
         self._lines, self._every = 0, 1
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [row for row in _rows(self._path) if row.get("step", 0) <= done] if done else []
+            kept = [row for row in _rows(self._path) if row["step"] <= done] if done else []
+            apart = math.gcd(*(row["step"] for row in kept if "bytes" not in row))
+            self._every = apart & -apart or 1  # as before: else these would be taken for too many, time and again
             self._replace(kept)
 
     def wants(self, step: int) -> bool:
@@ -41,8 +44,8 @@ class TimelineFile:
         self._every *= 2
         rows = _rows(self._path)
         kept = [row for row in rows if "bytes" in row or row["step"] % self._every == 0]
-        if len(kept) > _LINES // 2 + 1:  # mostly traces
-            kept = kept[len(kept) % 2 :: 2]
+        if len(kept) > 3 * _LINES // 4:  # the traces of some hundred thousand steps
+            kept = kept[1 - len(kept) % 2 :: 2]
         self._replace(kept)
 
     def _replace(self, rows: list[dict[str, Any]]) -> None:
@@ -52,5 +55,5 @@ class TimelineFile:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     with suppress(OSError):
-        return [row for row in map(parsed, path.read_text().splitlines()) if row is not None]
+        return [row for row in map(parsed, path.read_text().splitlines()) if row and isinstance(row.get("step"), int)]
     return []
