@@ -79,6 +79,8 @@ def test_what_would_be_submitted(name: str, project: Path, capsys: pytest.Captur
         (["recipe.py", "--set", "lr=1", "--sweep", "lr=1,2"], "lr is given by --set and by --sweep"),
         (["recipe.py", "--after", "nothing"], "neither the id of a job"),
         (["recipe.py", "--time", "1; touch x"], "characters that Slurm"),
+        (["recipe.py", "--time", "2"], "--time 2 is over when a run is asked to stop, --signal-seconds 120 before"),
+        (["recipe.py", "--time", "0-1", "--signal-seconds", "3600"], "give a longer limit, or fewer seconds"),
         (["recipe.py", "--plan", "p", "--plan-for", "2xcpu"], "leave one out"),
         (["recipe.py", "--on", "kubernetes"], "needs --volume"),
         (["recipe.py", "--on", "docker", "--nodes", "2"], "one run on this machine"),

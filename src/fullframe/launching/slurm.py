@@ -76,11 +76,26 @@ def _directives(job: Job, options: SlurmOptions) -> list[str]:
     for name, value in found.items():
         if value is not None and not _SAFE.fullmatch(str(value)):
             raise LaunchError(f"--{name} {value!r} has characters that Slurm's options cannot have")
+    if options.time is not None and 0 < (_seconds(options.time) or 0) <= options.signal_seconds:
+        raise LaunchError(
+            f"--time {options.time} is over when a run is asked to stop, --signal-seconds {options.signal_seconds} "
+            "before its end; give a longer limit, or fewer seconds"
+        )
     lines = [f"--{name}={value}" for name, value in found.items() if value is not None]
     for word in options.extra:
         if not re.fullmatch(r"[a-z][a-z-]*(=.+)?", word) or not _SAFE.fullmatch(word):
             raise LaunchError(f"--sbatch {word!r} is no option of sbatch; write it as in mem=64G, with no space")
     return [*lines, "--requeue", *(f"--{word}" for word in options.extra)]
+
+
+def _seconds(limit: str) -> int | None:
+    """Slurm's minutes, minutes:seconds, hours:minutes:seconds or days-hours:minutes:seconds; None for anything else."""
+    days, dash, clock = limit.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdecimal() for part in [*parts, days or "0"]) or len(parts) > 3:
+        return None
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
 
 
 def _choice(job: Job) -> list[str]:
