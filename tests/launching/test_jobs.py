@@ -111,15 +111,18 @@ def test_of_a_long_run_too_the_peak_and_the_pace_are_known(tmp_path: Path) -> No
 
 
 def test_runs_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["waits", "again", "begins", "trains", "done", "cut", "gone", "ends"]
+    names = ["waits", "again", "begins", "trains", "done", "cut", "gone", "ends", "ready", "anew"]
     launched(tmp_path / "sweep", names)
     for name, state in (("again", "stopped"), ("begins", "stopped"), ("trains", "running"), ("done", "finished"),
-                        ("cut", "running"), ("ends", "stopped")):  # fmt: skip
-        run(tmp_path / "sweep" / name, GONE | {"state": state, "environment": {"SLURM_RESTART_COUNT": "2"}})
+                        ("cut", "running"), ("ends", "stopped"), ("ready", "finished"),
+                        ("anew", "finished")):  # fmt: skip
+        said = {"SLURM_RESTART_COUNT": "2", "SLURM_JOB_ID": str(10 + names.index(name)) if name != "anew" else "4"}
+        run(tmp_path / "sweep" / name, GONE | {"state": state, "environment": said})
     (tmp_path / "sweep" / "waits").mkdir()
     launched(tmp_path / "single", ["."], job="12")
     run(tmp_path / "single", GONE | {"restarts": 3, "prediction": {"peak_bytes": 400}})
     states = ["PENDING", "PENDING", "RUNNING", "RUNNING", "COMPLETED", "NODE_FAIL", None, "COMPLETING"]
+    states += ["RUNNING", "RUNNING"]
     lines = [f"{10 + i}|7|{i}|{state}|Why|/" for i, state in enumerate(states) if state]
     slurm(tmp_path, monkeypatch, *lines, "99|99|N/A|RUNNING|None|/else|where", "12|12|N/A|RUNNING|None|/")
     rows = found(tmp_path)
@@ -133,6 +136,8 @@ def test_runs_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "gone": "lost",
         "ends": "stopped",
         "single": "running",
+        "ready": "finished",  # its report is being written
+        "anew": "starting",
     }
     single = rows["single"]
     assert (single.job, single.restarts, single.requeues, single.predicted_bytes) == ("12", 3, 0, 400)

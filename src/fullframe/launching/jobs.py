@@ -182,7 +182,8 @@ def _state(facts: Facts | None, launch: Mapping[str, Any], entry: Queued | None,
     if entry is not None and entry.state in _WAITING:
         return ("requeued" if facts else "pending"), entry.reason
     if entry is not None and entry.state in _UNDER_WAY:
-        ends = entry.state == "COMPLETING" and bool(said)
+        own = facts is not None and facts.environment.get("SLURM_JOB_ID") == entry.job
+        ends = (entry.state == "COMPLETING" and bool(said)) or (own and said == "finished")
         return (said if said == "running" or ends else "starting"), reason
     if said and said != "running":
         return said, reason
