@@ -40,6 +40,11 @@ def test_an_address(address: str, host: str, port: int) -> None:
         ({"node_rank": 0, "rendezvous": ":5"}, "HOST:PORT"),
         ({"node_rank": 0, "rendezvous": "a:1", "min_nodes": 3}, "--min-nodes must be 1 to 2"),
         ({"node_rank": 0, "rendezvous": "a:1", "node_timeout": 0}, "--node-timeout must be greater"),
+        (
+            {"environment": {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0"}},
+            r"Slurm has started 1: .* srun --nodes=2 --ntasks",
+        ),
+        ({"environment": {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "8"}}, "has started 8: .* --ntasks-per-node=1"),
     ],
 )
 def test_what_is_missing_or_wrong_is_said(options: dict[str, Any], said: str) -> None:
@@ -49,6 +54,9 @@ def test_what_is_missing_or_wrong_is_said(options: dict[str, Any], said: str) ->
 
 def test_a_step_of_slurm_knows_its_number() -> None:
     assert nodes({"SLURM_NODEID": "1"}, rendezvous="a:1").rank == 1
+    step = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    assert nodes(step, rendezvous="a:1").rank == 1
+    assert nodes(step | {"SLURM_STEP_NUM_TASKS": "1"}, node_rank=0, rendezvous="a:1").rank == 0  # a step for each
 
 
 def test_a_pod_knows_its_number_and_the_first() -> None:

@@ -159,6 +159,13 @@ def test_what_another_launcher_has_left_in_the_shell_is_told(tmp_path, capsys, m
     assert said in capsys.readouterr().err
 
 
+def test_tasks_of_srun_that_would_each_train_alone_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setattr("fullframe.processes.launch.launch", lambda *_: pytest.fail("ranks were started"))
+    assert run(["train", str(written(tmp_path)), "--width", "2", "--run-dir", str(tmp_path / "run")]) == 2
+    assert "error: this is one of 2 processes (SLURM_STEP_NUM_TASKS)" in capsys.readouterr().err
+
+
 def test_a_step_that_never_comes_cannot_be_traced(tmp_path, capsys):
     words = ["train", str(written(tmp_path)), "--processes", "1", "--run-dir", str(tmp_path / "run")]
     assert run([*words, "--steps", "3", "--trace-step", "4"]) == 2

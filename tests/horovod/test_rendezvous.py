@@ -1,9 +1,10 @@
 """Which rank this process is, by what each launcher puts into the environment."""
 
 import pytest
+import torch.distributed as dist
 
 from fullframe.errors import MeshError
-from fullframe.horovod.rendezvous import Place, first_host, place_from
+from fullframe.horovod.rendezvous import Place, find_place, first_host, place_from
 
 SLURM = {
     "SLURM_PROCID": "3",
@@ -36,6 +37,16 @@ def test_alone() -> None:
     assert place_from({}) == Place(0, 1, 0, 1)
     with pytest.raises(MeshError, match="WORLD_SIZE='x', which is no rank of a job"):
         place_from({**TORCHRUN, "WORLD_SIZE": "x"})
+
+
+def test_one_of_several_that_mpirun_started_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "HOROVOD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert find_place() == Place(0, 1, 0, 1)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with pytest.raises(MeshError, match="one of 4 processes"):
+        find_place()
 
 
 def test_horovodrun_comes_first() -> None:

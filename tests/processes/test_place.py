@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fullframe.errors import MeshError
-from fullframe.processes.place import is_cpu_build, launched_place
+from fullframe.processes.place import is_cpu_build, launched_place, require_alone
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,14 @@ def test_what_is_no_place_is_named(monkeypatch, rank, world):
     monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(MeshError, match=f"RANK={rank!r} and WORLD_SIZE={world!r}, which is no rank of a job; unset"):
         launched_place()
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_one_of_several_without_a_rank_is_refused(name):
+    require_alone({})
+    require_alone({name: "1"})
+    with pytest.raises(MeshError, match=rf"one of 2 processes \({name}\), and RANK is not set.* unset {name}"):
+        require_alone({name: "2"})
 
 
 @pytest.mark.parametrize(

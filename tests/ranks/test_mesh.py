@@ -190,6 +190,7 @@ def test_ranks_that_we_start_hash_alike(tmp_path, monkeypatch):
         ({"RANK": "0", "WORLD_SIZE": "x"}, "RANK='0' and WORLD_SIZE='x', which is no rank of a job"),
         ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x' is set, and RANK is not"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE='4' is set, and RANK is not"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, r"one of 4 processes \(SLURM_STEP_NUM_TASKS\), and RANK is not set"),
     ],
 )
 def test_half_a_place_is_named(environment, said, monkeypatch):

@@ -22,7 +22,7 @@ from fullframe.wording import GIB, plural
 
 _STEPS = 2  # of which the second has the optimizer's state from the start
 _TIMED = 3  # steps, where the prediction is there already
-_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE")
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE", "SLURM_STEP_NUM_TASKS")
 
 
 class Comparison:

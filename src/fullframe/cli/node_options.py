@@ -46,6 +46,12 @@ def nodes_of(options: NodeOptions, processes: int, environment: Mapping[str, str
     """
     assert options.nodes is not None
     rank, address = options.node_rank, options.rendezvous
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))  # none in a batch script itself
+    if rank is None and "SLURM_JOB_ID" in environment and tasks != options.nodes:
+        raise MeshError(
+            f"--nodes {options.nodes} is one process on each machine, and Slurm has started {tasks}: start it by "
+            f"srun --nodes={options.nodes} --ntasks-per-node=1, and say by --processes how many ranks a machine has"
+        )
     if rank is None:
         rank = next((int(environment[name]) for name in _RANKS if environment.get(name, "").isdigit()), None)
     if rank is None:

@@ -22,7 +22,7 @@ from fullframe.cli.strategy_file import first_plan, require_devices, strategy_of
 from fullframe.cli.words import Count, TechniqueOptions, TechniqueWords, changed, option, require_counts, words
 from fullframe.errors import MeshError, RunError, StrategyError
 from fullframe.processes.exit_reasons import RESTART_REASON, STOPPED
-from fullframe.processes.place import launched_place
+from fullframe.processes.place import launched_place, require_alone
 from fullframe.processes.stop_signals import Stopped
 from fullframe.recipe import load_recipe, require_file, values_of
 from fullframe.strategy import Strategy, multiplied
@@ -123,6 +123,7 @@ class Train:
         if place is None:
             from fullframe.training.run_directory import check_run_directory
 
+            require_alone()
             check_run_directory(run_dir, self._resume)
         if place is None and ranks > 1:
             return self._reported(run_dir, lambda: self._launch(strategy, run_dir))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullframe.processes.place import launched_place
+from fullframe.processes.place import launched_place, require_alone
 
 _NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _START_SECONDS = 600.0  # ranks may start minutes after one another
@@ -81,12 +81,17 @@ def _tasks_here(tasks: str, node: int) -> int:
 
 
 def find_place() -> Place:
-    """This process's place: that of the default process group where there is one."""
+    """This process's place: that of the default process group where there is one.
+
+    Raises MeshError for one of several processes that mpirun started without a RANK.
+    """
     place = place_from(os.environ)
     if dist.is_initialized() and "HOROVOD_RANK" not in os.environ:
         rank, size = dist.get_rank(), dist.get_world_size()
         known = (place.rank, place.size) == (rank, size)
         return Place(rank, size, *((place.local_rank, place.local_size) if known else (rank, size)))
+    if place == Place(0, 1, 0, 1):
+        require_alone()
     return place
 
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from fullframe.errors import MeshError
 
+_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of processes that srun or mpirun started
+
 
 def restarts() -> int:
     """How many times the launcher (ours or torchrun) has started the ranks of this job again."""
@@ -42,6 +44,17 @@ def launched_place(environment: Mapping[str, str] = os.environ) -> Place | None:
             "launcher set them"
         )
     return place
+
+
+def require_alone(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises MeshError where srun or mpirun has started several of this process, none of which has a RANK."""
+    for name in _COUNTS:
+        if (count := environment.get(name, "1")) != "1":
+            raise MeshError(
+                f"this is one of {count} processes ({name}), and RANK is not set: each would train alone. "
+                "Start one on each machine, torchrun or fullframe train --nodes, which starts the ranks there, or set "
+                f"RANK and WORLD_SIZE; where each is to be a run of its own, unset {name}"
+            )
 
 
 def is_cpu_build() -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.arguments import checked
 from fullframe.errors import MeshError
-from fullframe.processes.place import launched_place, restarts
+from fullframe.processes.place import launched_place, require_alone, restarts
 from fullframe.ranks import device
 from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_channel
 from fullframe.ranks.groups import forget_group_of_all, groups_of
@@ -190,9 +190,9 @@ def init_mesh(
     of the job calls it. The same call gives the same mesh: each new one would bring process groups, whose threads gloo
     wakes a hundred times a second for as long as the job lasts.
 
-    Raises MeshError when RANK and WORLD_SIZE are no place in a job, the product of the axes does not divide the world,
-    another rank asks for another mesh, or the ranks have not a GPU each or none at all; DeviceError when there is a GPU
-    that torch cannot use; RankError when another rank does not come.
+    Raises MeshError when RANK and WORLD_SIZE are no place in a job, or srun started several processes without them, the
+    product of the axes does not divide the world, another rank asks for another mesh, or the ranks have not a GPU each
+    or none at all; DeviceError when there is a GPU that torch cannot use; RankError when another rank does not come.
     """
     sizes = {"stages": stages} if stages != 1 else {}
     sizes |= ({"depth": depth} if depth != 1 else {}) | {"height": height, "width": width}
@@ -234,6 +234,8 @@ def _world() -> int:
             f"WORLD_SIZE={os.environ['WORLD_SIZE']!r} is set, and RANK is not: which rank is this? Unset it for a "
             "process of its own, or start the ranks by torchrun, which sets both"
         )
+    if place is None:
+        require_alone()
     return 1 if place is None else place.world
 
 

@@ -37,7 +37,8 @@ from fullframe.training.step import sum_and_count
 from fullframe.verification.module_tensors import ModuleTensors, writes_to
 from fullframe.verification.verdict import NARROW, Place, Value
 
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "FULLFRAME_VERIFY_")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "FULLFRAME_VERIFY_",
+                   "SLURM_STEP_", "OMPI_", "PMI_")  # fmt: skip
 
 
 @dataclass(kw_only=True)
