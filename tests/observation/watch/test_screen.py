@@ -44,6 +44,15 @@ def test_warnings_and_the_slowest_rank_are_there(tmp_path: Path) -> None:
     assert any(line.startswith("─ warnings (and ") for line in lines)
 
 
+@pytest.mark.parametrize(("width", "said"), [(80, "No space left on device"), (40, " ...")])
+def test_why_a_run_failed_is_read_to_its_end(tmp_path: Path, width: int, said: str) -> None:
+    reason = f"cannot write checkpoint /{'data/' * 12}step-00000040 (rank 0): No space left on device\nand more"
+    lines = drawn(read_run(good_run(tmp_path / "run", state="failed", reason=reason)), width, 24)
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("● the run failed")]
+    assert said in " ".join(line.strip() for line in lines[first : first + 3])
+    assert len(lines) <= 24 and max(map(len, lines)) <= width
+
+
 def test_of_many_ranks_the_slowest_and_the_fullest_are_shown(tmp_path: Path) -> None:
     run = read_run(good_run(tmp_path / "run", ranks=64, steps=60))
     lines = drawn(run, 80, 24)

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from rich.text import Text
 
 from fullframe.observation.kinds import CATEGORIES, KINDS, in_order
 from fullframe.observation.run_files import RunFiles
-from fullframe.observation.summary import RankNow, Summary, smoothed
+from fullframe.observation.summary import Finding, RankNow, Summary, smoothed
 from fullframe.observation.units import duration_text, number_text, seconds_text, size_text
 from fullframe.observation.watch.drawing import Glyphs, bar, curve, keys, rule
 from fullframe.training.run_directory import OF_STEP
@@ -25,11 +26,15 @@ _ROOMY = 4.0  # times what is held: where the device has more than this, bars ar
 def screen(run: RunFiles, summary: Summary, width: int, height: int, glyphs: Glyphs, footer: str = "") -> list[Text]:
     """The lines, at most `height`, each at most `width` wide."""
     head = list(_head(run, summary, width, glyphs))
-    findings = [Text(f"{glyphs.dot} {finding.text}", _LEVELS[finding.level]) for finding in summary.findings]
     foot = [Text(footer, "grey50")] if footer else []
     room = height - len(head) - len(foot)
-    shown_findings = min(len(findings), max(_LEAST_FINDINGS, room - 14))
-    room -= shown_findings + (1 if findings else 0)
+    findings, more = list[Text](), len(summary.findings)
+    for finding in summary.findings:
+        said = _said(finding, width, glyphs)
+        if len(findings) + len(said) > max(_LEAST_FINDINGS, room - 14):
+            break
+        findings, more = findings + said, more - 1
+    room -= len(findings) + (1 if findings else 0)
     sections = [_times(summary), _memory(run, summary)]
     # Each section: its title, the bars, its keys.
     bars = max((room - 2 * len(sections)) // len(sections), 1)
@@ -37,13 +42,21 @@ def screen(run: RunFiles, summary: Summary, width: int, height: int, glyphs: Gly
     left = max(room - len(body), 0)
     lines = head + list(_loss(run, width, min(left, _MOST_CURVE), glyphs)) + body
     if findings:
-        more = len(findings) - shown_findings
         title = f"warnings (and {more} more)" if more else "warnings"
-        lines += [rule(title, width, glyphs), *findings[:shown_findings]]
+        lines += [rule(title, width, glyphs), *findings]
     lines = lines[: height - len(foot)] + foot
     for line in lines:
         line.truncate(width, overflow="crop")
     return lines
+
+
+def _said(finding: Finding, width: int, glyphs: Glyphs) -> list[Text]:
+    """Its lines: what is bad has as many as every screen has room for, anything else one."""
+    most = _LEAST_FINDINGS if finding.level == "bad" else 1
+    lines = textwrap.wrap(finding.text, max(width - 2, 8), max_lines=most, placeholder=" ...", break_on_hyphens=False)
+    return [
+        Text(f"{' ' if number else glyphs.dot} {line}", _LEVELS[finding.level]) for number, line in enumerate(lines)
+    ]
 
 
 def _head(run: RunFiles, summary: Summary, width: int, glyphs: Glyphs) -> Iterator[Text]:
