@@ -65,6 +65,7 @@ def test_troubles_are_found_each_once_the_worst_first(tmp_path: Path) -> None:
         ({"reason": "stopped early: ..."}, 0.0, "info", "the run finished after step 300: stopped early: ..."),
         ({"state": "running", "pid": 2**22 + 1, "ended": None}, 0.0, "bad", "the run died after step 300: process"),
         ({"state": "running", "ended": None}, 600.0, "warn", "nothing was written for 10 min 00 s"),
+        ({"state": "failed", "reason": "Error: a\n  b"}, 0.0, "bad", "the run failed after step 300: Error: a b"),
         ({"restarts": 1}, 0.0, "warn", "the ranks were started again once"),
     ],
 )
@@ -141,6 +142,16 @@ def test_waiting_for_data_and_slower_steps_are_told(tmp_path: Path) -> None:
         "steps became slower: 0.2 s after 0.1 s",
     ]
     assert summarize(run).ranks[0].without_core_seconds is None, "it was not measured"
+
+
+def test_a_wait_is_no_more_than_the_step_that_it_was_in(tmp_path: Path) -> None:
+    rows = observations(0, range(1, 4))
+    kinds = ("data", "forward", "backward")  # another of them is long in each step
+    for long, row in zip(kinds, rows, strict=True):
+        row["seconds"] = {kind: 0.8 if kind == long else 0.1 for kind in kinds}
+        row["without_core_seconds"] = 0.7
+    run = read_run(write_run(tmp_path / "run", metrics=records(3), observed={0: rows}))
+    assert "rank 0 waits for a core 70% of a step: others have them" in texts(summarize(run).findings, "warn")
 
 
 def test_a_rank_that_has_no_core_is_told_and_the_prediction_is_held_against_the_rest(tmp_path: Path) -> None:

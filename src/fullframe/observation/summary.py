@@ -225,7 +225,7 @@ def _findings(run: RunFiles, summary: Summary, now: float) -> Iterator[Finding]:
 
 def _of_state(run: RunFiles, now: float) -> Iterator[Finding]:
     facts = run.known
-    reason = f": {facts.reason}" if facts.reason else ""
+    reason = f": {' '.join(facts.reason.split())}" if facts.reason else ""  # of an error, which may have lines
     command = shlex.join(["fullframe", "train", facts.recipe or "RECIPE", "--run-dir", str(run.path), "--resume"])
     go_on = f"go on with: {command}, and the options it was started with"
     if run.state == "died":
@@ -296,18 +296,20 @@ def _of_others(summary: Summary) -> Iterator[Finding]:
 
 
 def _of_time(run: RunFiles, summary: Summary) -> Iterator[Finding]:
-    whole = {rank.rank: sum(rank.seconds.values()) for rank in summary.ranks}
 
-    def longest(wait: Callable[[RankNow], float]) -> tuple[float, int]:
-        """The largest share of a step that a rank waits in this way, and the rank."""
-        shares = [(wait(rank) / whole[rank.rank], rank.rank) for rank in summary.ranks if whole[rank.rank]]
+    def longest(wait: Callable[[ObservedStep], float]) -> tuple[float, int]:
+        """The largest share of a usual step that a rank waits in this way, and the rank."""
+        shares = []
+        for rank, rows in run.observed.items():
+            of_steps = [wait(row) / whole for row in rows[-_RECENT:] if (whole := sum(row.seconds.values()))]
+            shares += [(statistics.median(of_steps), rank)] if of_steps else []
         return max(shares, key=lambda each: each[0], default=(0.0, 0))
 
-    share, number = longest(lambda rank: rank.seconds.get("data", 0.0))
+    share, number = longest(lambda row: row.seconds.get("data", 0.0))
     if share > _DATA_SHARE:
         text = f"rank {number} waits for data {share:.0%} of a step"
         yield Finding("warn", text, "more workers in the recipe, or a reader that decodes only its slice")
-    share, number = longest(lambda rank: rank.without_core_seconds or 0.0)
+    share, number = longest(lambda row: row.without_core_seconds or 0.0)
     if share > _CORE_SHARE:
         text = f"rank {number} waits for a core {share:.0%} of a step: others have them"
         remedy = "fewer workers in the recipe, less beside the run, or more cores a rank (Slurm: --cpus-per-task)"
