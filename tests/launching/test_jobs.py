@@ -48,7 +48,7 @@ def found(folder: Path) -> dict[str, JobRow]:
 def test_runs_of_this_machine(tmp_path: Path) -> None:
     record = {"step": 4, "loss": 0.5, "step_seconds": 2.0}
     run(tmp_path / "alive", ALIVE, record, {"leak": "list", "after_step": 9}, log="2026-01-01 00:00:00 warning: hot\n")
-    run(tmp_path / "gone", GONE | {"reason": "RuntimeError: x"})
+    run(tmp_path / "gone", GONE | {"reason": "RuntimeError: x", "step": 6}, record)  # its disk was full
     run(tmp_path / "elsewhere", GONE | {"host": "another"})
     run(tmp_path / "sub" / "done", GONE | {"state": "finished"})
     observed = tmp_path / "alive" / "observed"
@@ -65,7 +65,7 @@ def test_runs_of_this_machine(tmp_path: Path) -> None:
     alive = rows["alive"]
     assert (alive.step, alive.steps, alive.loss, alive.images_per_second) == (4, 10, 0.5, 4.0)
     assert (alive.peak_bytes, alive.warning) == (300, "warning: hot")
-    assert rows["gone"].reason == f"process {GONE['pid']} is gone; RuntimeError: x"
+    assert (rows["gone"].step, rows["gone"].reason) == (6, f"process {GONE['pid']} is gone; RuntimeError: x")
 
 
 def test_odd_files_take_no_other_run_along(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def _row(
     known = facts or Facts()
     (peak, pace), batch = _observed(path, files), known.batch_size
     seconds = pace or number(last.get("step_seconds"))
-    step = whole_number(last.get("step"))
+    steps = [step for step in (whole_number(last.get("step")), known.step) if step is not None]
     values = launch["runs"][task]["values"] if launch else ()
     in_array = bool(launch) and launch["runs"][0]["place"] != "."
     return JobRow(
@@ -149,7 +149,7 @@ def _row(
         state=state,
         reason=reason,
         job=f"{job}_{task}" if job and in_array else job,
-        step=known.step if step is None else step,
+        step=max(steps, default=None),  # of the last ones a full disk may have no record
         steps=known.steps,
         loss=number(last.get("loss")),
         images_per_second=batch / seconds if batch and seconds and seconds > 0 else None,
