@@ -66,6 +66,7 @@ def test_troubles_are_found_each_once_the_worst_first(tmp_path: Path) -> None:
         ({"state": "running", "pid": 2**22 + 1, "ended": None}, 0.0, "bad", "the run died after step 300: process"),
         ({"state": "running", "ended": None}, 600.0, "warn", "nothing was written for 10 min 00 s"),
         ({"state": "failed", "reason": "Error: a\n  b"}, 0.0, "bad", "the run failed after step 300: Error: a b"),
+        ({"state": "done"}, 0.0, "info", "run.json does not say how it stands, so it is not known"),
         ({"restarts": 1}, 0.0, "warn", "the ranks were started again once"),
     ],
 )

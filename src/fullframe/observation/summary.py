@@ -240,7 +240,8 @@ def _of_state(run: RunFiles, now: float) -> Iterator[Finding]:
         quiet = duration_text(now - run.written)
         yield Finding("warn", f"nothing was written for {quiet}", "a step may take that long; or look into stacks/")
     elif run.state == "unknown":
-        yield Finding("info", "there is no run.json, so it is not known whether the run goes on")
+        known = "run.json does not say how it stands" if (run.path / "run.json").exists() else "there is no run.json"
+        yield Finding("info", f"{known}, so it is not known whether the run goes on")
     lost = run.out_of_memory
     if lost is not None:
         survived = run.state != "failed" and (run.goes_on or run.step >= lost.step)
