@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fullframe.errors import ShapeError
 from fullframe.spatial.expected import Expected, expected_of, facts_of, forget_expected
 from fullframe.spatial.tensor import wrap
 from tests.spatial.fake import on_width, spatial, spec
@@ -51,6 +52,28 @@ def test_channels_that_come_last_are_named(autocast: bool) -> None:
         assert "(2, 10, 12, 3) seems to have its channels last" in str(refused) and ".movedim(-1, 0)" in str(refused)
         other = asked(torch.conv2d, x, torch.zeros(16, 5, 3, 3)).error
         assert isinstance(other, RuntimeError) and "seems" not in str(other)
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (torch.zeros(2, 10, 12), "labels of torch.float32 are no classes: give labels.long()"),
+        (torch.zeros(2, 10, 12, dtype=torch.uint8), "labels of torch.uint8 are no classes"),
+        (torch.zeros(2, 1, 10, 12, dtype=torch.int64), r"\(2, 1, 10, 12\) have a dim of channels: give labels.squeeze"),
+    ],
+)
+def test_labels_that_are_no_classes_are_named(labels: Tensor, said: str) -> None:
+    with spatial(1, 2) as on:
+        x = wrap(torch.zeros(2, 3, 10, 6), spec(on, (2, 3, 10, 12), on_width((0, 6, 12), 3)))
+        with pytest.raises(RuntimeError, match=said):
+            raise asked(F.cross_entropy, x, labels).error or AssertionError("it was taken")
+
+
+def test_labels_of_another_size_are_named() -> None:
+    with spatial(1, 2) as on:
+        x = wrap(torch.zeros(2, 3, 10, 6), spec(on, (2, 3, 10, 12), on_width((0, 6, 12), 3)))
+        with pytest.raises(ShapeError, match=r"labels of shape \(2, 5, 6\) do not .* which take \(2, 10, 12\): resize"):
+            F.cross_entropy(x, torch.zeros(2, 5, 6, dtype=torch.int64))
 
 
 def test_the_dtype_by_default_may_change() -> None:

@@ -198,7 +198,7 @@ def _run(
                 home = type(error).__module__
                 if "meta" in str(error).lower() or home.startswith("torch._subclasses"):  # it would read a value
                     return None
-                if said := _of_channels_last(func, made) or _of_shapes(error, made):
+                if said := _of_channels_last(func, made) or _of_labels(func, made) or _of_shapes(error, made):
                     error = type(error)(f"{error}; {said}")
                 if isinstance(error, AssertionError):  # only functions without values have them, kernels do not
                     error = RuntimeError(str(error))
@@ -233,6 +233,18 @@ def _of_channels_last(func: Any, operands: list[Tensor]) -> str:
         f"an image of shape {tuple(image.shape)} seems to have its channels last, but its last dims are taken for rows "
         "and columns: give image.movedim(-1, 0) in the data set"
     )
+
+
+def _of_labels(func: Any, operands: list[Tensor]) -> str:
+    """What to do where labels are no classes, which without values is told of as an index; "" where it is not that."""
+    if func not in (F.cross_entropy, F.nll_loss) or len(operands) < 2:
+        return ""
+    logits, labels = operands[:2]
+    if labels.dim() == logits.dim() - 1 and labels.dtype is not torch.int64:
+        return f"labels of {labels.dtype} are no classes: give labels.long() in the data set"
+    if labels.dim() == logits.dim() > 1 and labels.shape[1] == 1 and labels.dtype is torch.int64:
+        return f"labels of shape {tuple(labels.shape)} have a dim of channels: give labels.squeeze(0) in the data set"
+    return ""
 
 
 def _of_shapes(error: Exception, operands: list[Tensor]) -> str:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction  # what torch itself makes of size_average, reduce and reduction
 
+from fullframe.errors import ShapeError
 from fullframe.ranks.collectives import all_sum
 from fullframe.spatial.operands import aligned, merged
 from fullframe.spatial.rules.reduction import total_of, without
@@ -145,6 +146,11 @@ def _matched(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Spec]:
             cuts = tuple(p if p.dim < 1 else p.at(p.dim + 1) for p in cuts)
         spec = target.spec.with_(input.shape, cuts)
     labels_spec = without(spec, (1,), False)
+    if not probabilities and target.shape != labels_spec.shape:  # torch without values takes them
+        raise ShapeError(
+            f"labels of shape {tuple(target.shape)} do not lie along logits of shape {tuple(spec.shape)}, which take "
+            f"{tuple(labels_spec.shape)}: resize the logits by F.interpolate, or the labels by its mode nearest"
+        )
     labels = aligned(target, spec if probabilities else labels_spec)
     return aligned(input, spec), labels, labels_spec
 
