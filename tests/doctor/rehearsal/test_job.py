@@ -24,6 +24,7 @@ SCRIPTS = {
     "sound": (HEAD + "while True:\n" + STEP, []),
     "ends by itself": (HEAD + "for _ in range(2):\n" + STEP + "sys.exit(0)\n", []),
     "fails on one rank": (HEAD + "for n in range(4):\n" + STEP + "    if n == rank == 1: int('x')\n", ["FF336"]),
+    "fails in torch": (HEAD + "model(torch.randn(3, 5))\n", ["FF336"]),
     "waits on one rank": (HEAD + "for n in range(4):\n" + STEP + "    if n == rank == 1: dist.barrier()\n", ["FF335"]),
     "is killed": (HEAD + "for n in range(4):\n" + STEP + "    if n == rank == 1: os.kill(os.getpid(), 9)\n", ["FF336"]),
     "has fewer batches": (HEAD + "for n in range(3 - rank):\n" + STEP, ["FF334"]),
@@ -50,6 +51,9 @@ def test_a_script_is_run_until_enough_was_seen(name: str, tmp_path: Path) -> Non
     if name == "fails on one rank":
         assert "ValueError on rank 1: invalid literal" in findings[0].message
         assert findings[0].path == str(tmp_path / "script.py") and findings[0].line == 12
+    if name == "fails in torch":
+        assert (findings[0].path, findings[0].line) == (str(tmp_path / "script.py"), 10)
+        assert "model(torch.randn(3, 5))" in findings[0].evidence and "site-packages" not in findings[0].evidence
     if name == "waits on one rank":
         assert "script.py" in findings[0].evidence
     if name == "is killed":

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fullframe.errors import RecipeError, ShapeError
-from fullframe.simulation.fake.blame import blamed, told
+from fullframe.simulation.fake.blame import blamed, told, users_frames
 
 
 def _raised(action: object) -> BaseException:
@@ -21,6 +21,12 @@ def test_the_innermost_line_that_is_no_library_s() -> None:
     assert said.startswith("RuntimeError: ") and "\n" not in said
     assert f"at {__file__}, line {program.__code__.co_firstlineno} (" in said
     assert "torch.zeros(2) @ torch.zeros(3)" in said
+
+
+def test_all_lines_that_are_no_library_s() -> None:
+    program = lambda: torch.utils.data.default_collate([torch.zeros(2), torch.zeros(3)])  # noqa: E731
+    names = [frame.name for frame in users_frames(_raised(program))]
+    assert names == ["_raised", "<lambda>"]
 
 
 def test_an_error_without_words_or_lines() -> None:

@@ -17,9 +17,10 @@ from typing import Any
 from fullframe.doctor.probes.notes import End, Failure, Notebook, file_of_rank, read_notes
 from fullframe.doctor.probes.training import Enough, Probes
 from fullframe.doctor.rehearsal.recipe_steps import WHOLE, rehearse
-from fullframe.errors import DivergenceError
+from fullframe.errors import DivergenceError, FullframeError
 from fullframe.processes.exit_reasons import is_machines_fault
 from fullframe.recipe import Recipe, load_recipe, values_of
+from fullframe.simulation.fake.blame import users_frames
 from fullframe.strategy import Strategy
 
 _OTHERS_SECONDS = 15.0  # until the other ranks have noted their end
@@ -70,7 +71,7 @@ def run_rank(
         try:
             notebook.note(End(reason=_run(request, rank, notebook, recipe_of, measure)))
         except BaseException as error:
-            notebook.note(_failure(error, request.program))
+            notebook.note(_failure(error))
         _wait_for_others(folder / WHOLE, request.ranks)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -120,12 +121,13 @@ def _replica_of_meshes(probes: Probes) -> Iterator[None]:
         yield
 
 
-def _failure(error: BaseException, program: str) -> Failure:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/fullframe/doctor/" not in f.filename]
-    own = [frame for frame in frames if Path(frame.filename).resolve() == Path(program).resolve()]
-    at = (own or frames)[-1:] if frames else []
+def _failure(error: BaseException) -> Failure:
+    every = [f for f in traceback.extract_tb(error.__traceback__) if "/fullframe/doctor/" not in f.filename]
+    ours = isinstance(error, FullframeError)  # which says by itself what is to be done
+    frames = (users_frames(error) or ([] if ours else every))[-3:]
+    at = frames[-1:]
     consequence = isinstance(error, DivergenceError) and error.consequence
-    lines = "".join(traceback.format_list(frames[-3:])).rstrip()
+    lines = "".join(traceback.format_list(frames)).rstrip()
     return Failure(
         kind=type(error).__name__,
         text=str(error) or repr(error),

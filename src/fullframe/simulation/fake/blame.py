@@ -29,12 +29,17 @@ def told(error: BaseException) -> str:
 
 def place(error: BaseException) -> str:
     """The innermost line of no library, nor of torch or fullframe, as ", at file, line 7 (code)"; "" without one."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).is_file() and not _of_a_library(frame.filename)]
+    own = users_frames(error)
     if not own:
         return ""
     code = f" ({own[-1].line})" if own[-1].line else ""
     return f", at {own[-1].filename}, line {own[-1].lineno}{code}"
+
+
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The lines on the way to `error` that are of no library, nor of torch or fullframe."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if Path(frame.filename).is_file() and not _of_a_library(frame.filename)]
 
 
 def _of_a_library(filename: str) -> bool:
