@@ -21,7 +21,7 @@ CHECKPOINTS = "tests/training/checkpoints/test_writer.py writes and reads with i
 HOROVOD = "tests/horovod/conformance.py asks every function of the API for it"
 _HOROVOD = (
     *("collectives", "context", "execution", "functions", "gradients", "handles", "movements", "objects"),
-    *("process_sets", "queries", "reductions", "request", "requests_of", "submission"),
+    *("process_sets", "queries", "reductions", "request", "requests_of"),
 )
 HOROVOD_JOBS = "tests/horovod/launcher/test_jobs.py runs whole jobs"
 EXCEPTIONS: dict[str, str] = {

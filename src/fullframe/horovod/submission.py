@@ -13,6 +13,24 @@ from fullframe.horovod.request import Request
 from fullframe.horovod.table import key_of
 
 
+class _Mark:
+    """A place in the present stream of a GPU, for which other streams wait."""
+
+    def __init__(self, device: torch.device):
+        self.device, self._stream = device, torch.cuda.current_stream(device)
+        self.event = self._stream.record_event()
+
+    def meet(self, tensors: Sequence[Tensor]) -> None:
+        """The present stream uses the tensors from here on; before it is through their memory is not given out."""
+        stream = torch.cuda.current_stream(self.device)
+        if stream == self._stream:
+            return
+        stream.wait_event(self.event)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+
 class Submission:
     """What goes in, where it goes to, and how it ended.
 
@@ -30,11 +48,10 @@ class Submission:
         self.begun = time.perf_counter()
         self._over = False
         self._bell: threading.Event | None = None
-        self._written: torch.Event | None = None
-        self._computed: torch.Event | None = None
-        if request.device == "cuda":  # the thread that sends must wait for the stream that computes
-            self._computed = torch.cuda.Event()
-            self._computed.record()
+        self._asked: _Mark | None = None  # on a GPU, where the inputs are computed, by the stream of who asks
+        self._written: _Mark | None = None  # where the result is, by that of who does it
+        if request.device == "cuda":
+            self._asked = _Mark(inputs[0].device)
 
     @property
     def label(self) -> str:
@@ -43,15 +60,14 @@ class Submission:
 
     def begin(self) -> None:
         """Before the inputs are read, on the thread that does."""
-        if self._computed is not None:
-            torch.cuda.current_stream().wait_event(self._computed)
+        if self._asked is not None:
+            self._asked.meet([*self.inputs, *(self.targets or ())])
 
     def finish(self, result: Any) -> None:
         """The result is there, on a GPU as soon as the stream comes to it."""
         self.result = result
-        if self.request.device == "cuda":
-            self._written = torch.cuda.Event()
-            self._written.record()
+        if self._asked is not None:
+            self._written = _Mark(self._asked.device)
         self._end()
 
     def fail(self, error: HorovodInternalError) -> None:
@@ -67,7 +83,7 @@ class Submission:
     @property
     def done(self) -> bool:
         """Whether `outcome` would not wait."""
-        return self._over and (self._written is None or self._written.query())
+        return self._over and (self._written is None or self._written.event.query())
 
     def wait(self, seconds: float) -> bool:
         """Whether it ended within so long."""
@@ -84,7 +100,7 @@ class Submission:
         if self.error is not None:
             raise type(self.error)(*self.error.args)
         if self._written is not None:
-            torch.cuda.current_stream().wait_event(self._written)
+            self._written.meet(self.result)
         return self.result
 
     def _end(self) -> None:
