@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullframe as ff
+from fullframe.ranks.channel import channel_of
+from fullframe.ranks.groups import group_of_all
 from fullframe.spatial.gradients import graph_behind
 from tests.exactness import mesh, relative
 from tests.rank_group import RankFailure, rank_group
@@ -561,6 +563,41 @@ def _of_several() -> float:
 
 def test_a_hook_of_several_tensors() -> None:
     assert max(rank_group(2).run(_of_several)) < 1e-12
+
+
+def _of_replicas_that_differ(parameters: int, by_message: bool) -> list[float]:
+    """Of one replica the criterion comes before the model, whose bucket of gradients is on its way meanwhile."""
+    on, size = mesh(1, 1), 300
+    if not by_message:
+        channel = channel_of(group_of_all())
+        channel.boxes, channel.carrier, channel.tagged, channel.gathers = None, None, False, True
+    weights = [nn.Parameter(torch.ones(size, size, dtype=torch.float64)) for _ in range(4)]
+    nets = [nn.Linear(size, size).double() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    model = ff.parallelize(nets[1], on)
+
+    def loss(net: Any, a: Tensor, b: Tensor, replica: int, on: DeviceMesh | None) -> Tensor:
+        generator = torch.Generator().manual_seed(replica)
+        x = _on(on, torch.randn(1, 1, size, size, dtype=torch.float64, generator=generator))
+        parts = [
+            lambda: (x * a).sin().mean(),
+            lambda: (x * b).cos().mean() if parameters == 2 else 0.0,
+            lambda: net(x).mean() if parameters == 1 else 0.0,  # no bucket is left behind by the error
+        ]
+        return sum(part() for part in (parts[::-1] if replica else parts))  # type: ignore[no-any-return,operator]
+
+    (sum(loss(nets[0], *weights[:2], replica, None) for replica in range(2)) / 2).backward()
+    loss(model, *weights[2:], dist.get_rank(), on).backward()
+    return [relative(a.grad, b.grad) for a, b in [(nets[0].weight, nets[1].weight), (weights[0], weights[2])]]
+
+
+@pytest.mark.parametrize("by_message", [True, False])
+def test_replicas_come_to_a_criterion_s_parameters_in_other_orders(by_message: bool) -> None:
+    """One of them and the model's buckets: that is right. Two of them: each would get the other's gradient."""
+    assert max(map(max, rank_group(2).run(_of_replicas_that_differ, 1, by_message))) < 1e-12
+    with pytest.raises(RankFailure) as caught:
+        rank_group(2).run(_of_replicas_that_differ, 2, by_message)
+    assert [kind for _, kind, _, _ in caught.value.errors] == ["DivergenceError"] * 2
 
 
 def _of_ranks(seed: int) -> None:

@@ -173,6 +173,7 @@ class Averaging:
         """After a forward pass."""
         if not torch.is_grad_enabled():
             return
+        self._for_hooks.tell([*self.parameters, *self._frozen])
         if self.syncing and self.run is self._ddp:
             self._expects = True
         if self._frozen and not self._lent:  # which the model may unfreeze in its forward pass
@@ -190,9 +191,9 @@ class Averaging:
             self._pass = weakref.ref(running := _Pass(self))
             if self._began:  # and ended by an error; DDP would wait for the rest of that pass
                 self._without_ddp()
+            self._for_hooks.open(self.parameters)
             if self._expects:
                 self._began = True
-                self._for_hooks.open(self.parameters)
                 self._placed.note(self._for)
                 running.placed = self._placed.until_given_back()
                 self._buckets.leave_to_holders()
@@ -213,7 +214,7 @@ class Averaging:
             running.astray.append(parameter)
         if parameter.grad is None:
             running.made.append(parameter)
-        if not has_hooks(parameter):
+        if not self._for_hooks.are_there(parameter):
             return None
         if self._find_unused:  # replicas meet their parameters in other orders: here the ranks of one replica alone
             return mean_over_ranks(gradient, self._spatial.replica)
@@ -230,12 +231,13 @@ class Averaging:
         used = {p for p in arrived | self._alone | expected.keys() if p.grad is not None}
         lacking, reached = [p for p in expected if p not in arrived], set(arrived)  # without what zeros reach
         # Where replicas differ, another may have a hook's parameter, and wait in it for this rank's part.
-        before = give_zeros(lacking, self._model, self._edges, self._joins)
-        beside = [p for p in self.parameters if self._joins and p not in expected and has_hooks(p)]
-        before |= give_zeros([p for p in beside if p not in reached], self._model, {}, with_hooks=True)
+        hooked = self._for_hooks.are_there if self._joins else None
+        before = give_zeros(lacking, self._model, self._edges, hooked)
+        beside = [p for p in self.parameters if hooked and p not in expected and hooked(p)]
+        before |= give_zeros([p for p in beside if p not in reached], self._model, {}, hooked)
         if astray and self._expects:
             self._astray = True
-            give_zeros(astray, self._model, self._edges, with_hooks=False)
+            give_zeros(astray, self._model, self._edges)
         return _Came(used, lacking, reached, before, bool(beside))
 
     def finish(self, came: "_Came", made: list[nn.Parameter]) -> None:

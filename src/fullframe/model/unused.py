@@ -4,7 +4,7 @@ They are left without one, as in one process. All ranks know which they are, and
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -64,17 +64,21 @@ def say_unused(names: Collection[str]) -> None:
 
 
 def give_zeros(
-    parameters: Collection[nn.Parameter], model: nn.Module, edges: Mapping[nn.Parameter, GradientEdge], with_hooks: bool
+    parameters: Collection[nn.Parameter],
+    model: nn.Module,
+    edges: Mapping[nn.Parameter, GradientEdge],
+    hooked: Callable[[nn.Parameter], bool] | None = None,
 ) -> dict[nn.Parameter, Tensor | None]:
-    """In backward: each gets a gradient of zeros, as if it had been used; users' hooks are called if `with_hooks`.
+    """In backward: each gets a gradient of zeros, as if it had been used; users' hooks are called with `hooked`.
 
-    Those that have one of the `edges` get it there. Returns what gradients were before hooks, for `put_back`.
+    Which are those that it says. Those that have one of the `edges` get it there. Returns what gradients were before
+    hooks, for `put_back`.
     """
     sparse = {table.weight for table in sparse_tables(model).values()} if parameters else set()
     before: dict[nn.Parameter, Tensor | None] = {}
     for parameter in parameters:
-        if with_hooks and parameter.requires_grad and parameter not in sparse:
-            if has_hooks(parameter):
+        if hooked and parameter.requires_grad and parameter not in sparse:
+            if hooked(parameter):
                 before[parameter] = None if parameter.grad is None else parameter.grad.clone()
             with torch.enable_grad():
                 used: Tensor = parameter.view_as(parameter)  # in a graph, where `is_accumulated` finds it

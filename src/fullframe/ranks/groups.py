@@ -8,7 +8,7 @@ first message, as NCCL wants all ranks of a group to take part in that. By gloo 
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,7 @@ def groups_of(mesh: DeviceMesh, own: bool) -> Groups:
 
 
 _of_all: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()  # by the job's group
+_opened: "WeakSet[dist.ProcessGroup]" = WeakSet()
 
 
 def group_of_all() -> dist.ProcessGroup:
@@ -71,6 +72,14 @@ def group_of_all() -> dist.ProcessGroup:
     if job not in _of_all:
         _of_all[job] = _new([range(dist.get_world_size())], "fullframe all")
     return _of_all[job]
+
+
+def open_group_of_all(kind: str) -> None:
+    """All ranks make the first call, while no buckets are under way: NCCL may not open a group then."""
+    group = group_of_all()
+    if group not in _opened:
+        _opened.add(group)
+        open_groups([group], kind)
 
 
 def forget_group_of_all() -> list[dist.ProcessGroup]:

@@ -6,6 +6,8 @@ What is looked at is put right here: the leaves of split tensors, whole tensors 
 """
 
 import weakref
+import zlib
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
@@ -18,10 +20,13 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from fullframe.errors import DivergenceError, GradientError
-from fullframe.ranks.agreement import from_all_ranks
+from fullframe.ranks.agreement import from_all_ranks, is_same_on_all
+from fullframe.ranks.channel import channel_of
 from fullframe.ranks.collectives import all_sum
+from fullframe.ranks.groups import group_of_all, open_group_of_all
 from fullframe.ranks.mesh import Spatial, axes_in
 from fullframe.ranks.raw_bytes import checksums
+from fullframe.ranks.tags import line
 from fullframe.spatial.rules.registry import setters, writes
 
 Hook = Callable[[Any], Tensor | None]
@@ -37,6 +42,27 @@ def mean_over_ranks(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
     if gradient.dtype is torch.complex32:  # for which torch has no division
         return mean_over_ranks(gradient.to(torch.complex64), group).to(torch.complex32)
     return all_sum(gradient / size, group)  # first divided: a sum could overflow in fp16
+
+
+def mean_over_all(gradient: Tensor, what: str) -> Tensor:
+    """The mean over all ranks of a gradient that is `what`, to which replicas may come in other orders.
+
+    Raises DivergenceError on all ranks where they are at different ones. By `group_of_all`, for buckets of gradients
+    travel in the job's group, and come in another order too.
+    """
+    group = group_of_all()
+    channel = channel_of(group)
+    if channel.carrier is not None:
+        channel.agree(f"mean of {what}", gradient)
+        return mean_over_ranks(gradient, group)
+    open_group_of_all(gradient.device.type)
+    if not is_same_on_all(zlib.crc32(what.encode()) - (1 << 31), group):
+        raise DivergenceError(
+            f"replicas come to gradients of parameters that have hooks, or are no model's (a criterion's?), in "
+            f"different orders, this rank to that of {what}, and each would get another's; use them in one order; with "
+            "find_unused_parameters=True a hook sees its replica's alone"
+        )
+    return mean_over_ranks(gradient, group)
 
 
 def _sparse_mean(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -154,7 +180,7 @@ def enter(whole: Tensor, spatial: Spatial) -> Tensor:
                 "shard_parameters"
             )
         _require_alike(whole, spatial)
-        _parameters.add(whole, _averaging(weakref.ref(whole), spatial.replica))
+        _parameters.add(whole, _averaging(weakref.ref(whole), spatial))
         return whole
     if spatial.size == 1:
         return whole
@@ -178,10 +204,28 @@ def _require_alike(parameter: nn.Parameter, spatial: Spatial) -> None:
         )
 
 
-def _averaging(parameter: Any, replica: dist.ProcessGroup) -> Hook:
+_entered_at: Counter[str] = Counter()  # parameters that are no model's, by the line at which they met split tensors
+
+
+def averages_others() -> bool:
+    """Whether there were parameters that are no model's, and whose gradients are averaged."""
+    return bool(_entered_at)
+
+
+def _averaging(parameter: Any, spatial: Spatial) -> Hook:
+    several = spatial.channel.tagged and dist.get_world_size() > spatial.size
+    at = line(with_op=False)  # with its values, all that is known of it that replicas have in common
+    _entered_at[at] += 1
+    what = f"parameter {_entered_at[at]} that met a split tensor at {at}"
+    if several and not is_dynamo_compiling():
+        what += f", of values {checksums([parameter()])[0]:x}"
+
     def hook(gradient: Tensor) -> Tensor:
-        accumulates = is_accumulated(parameter())
-        return mean_over_ranks(gradient, dist.group.WORLD if accumulates else replica)  # type: ignore[arg-type]
+        if not is_accumulated(parameter()):
+            return mean_over_ranks(gradient, spatial.replica)
+        if not several or gradient is None:
+            return mean_over_ranks(gradient, dist.group.WORLD)  # type: ignore[arg-type]
+        return mean_over_all(gradient, what)
 
     return hook
 
