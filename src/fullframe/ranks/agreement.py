@@ -4,6 +4,7 @@ Without a process group this process is the only rank.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count, zip_longest
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -88,12 +89,29 @@ def first_to_say(what: str, said: str) -> str:
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return said
     store: Any = dist.distributed_c10d._get_default_store()
+    return store.compare_set(_key(what), "", said).decode()  # type: ignore[no-any-return]
+
+
+def leave_word(what: str, said: str) -> None:
+    """In the job's store, for who looks; where that is gone, nobody does."""
+    with suppress(RuntimeError):
+        dist.distributed_c10d._get_default_store().set(_key(what), said)
+
+
+def word_left(what: str) -> str:
+    """What a rank has left by `leave_word`, "" where none has, or the store is gone."""
+    with suppress(RuntimeError):
+        store: Any = dist.distributed_c10d._get_default_store()
+        return store.get(_key(what)).decode() if store.check([_key(what)]) else ""
+    return ""
+
+
+def _key(what: str) -> str:
+    """A launcher's store may outlive the job, and ranks that are started again."""
     world: Any = dist.group.WORLD
     if world not in _jobs:
         _jobs[world] = next(_numbers)
-    # A launcher's store may outlive the job, and ranks that are started again.
-    key = f"fullframe: {what}, in job {_jobs[world]} of start {restarts()}"
-    return store.compare_set(key, "", said).decode()  # type: ignore[no-any-return]
+    return f"fullframe: {what}, in job {_jobs[world]} of start {restarts()}"
 
 
 def on_any_rank(flag: bool) -> bool:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from fullframe.errors import DivergenceError, FullframeError
 from fullframe.processes.exit_reasons import is_machines_fault
 from fullframe.ranks import shared_memory as mailbox
-from fullframe.ranks.agreement import from_all_ranks
+from fullframe.ranks.agreement import from_all_ranks, leave_word, word_left
 from fullframe.ranks.device import accelerator, is_short_of_memory, place_of_numbers, sends_between_devices
 from fullframe.ranks.recording import recorder
 from fullframe.ranks.shared_memory import APART_RULE, Mailboxes, mailboxes_between
@@ -278,7 +278,24 @@ def announce(error: Exception, even_ours: bool = False, at: str | None = None) -
     if not getattr(error, "_fullframe_announced", False):
         error._fullframe_announced = True  # type: ignore[attr-defined]
         _announced[0] += 1
-        mailbox.announce(f"{type(error).__name__}: {error} (at {at or line()})")
+        text = f"{type(error).__name__}: {error} (at {at or line()})"
+        mailbox.announce(text)
+        if any(channel.device is not None for channel in _channels.values()):
+            leave_word(_word(dist.get_rank(), _announced[0]), text)
+
+
+def errors_announced() -> int:
+    """How many errors this rank has announced."""
+    return _announced[0]
+
+
+def word_of_error(rank: int, number: int) -> str:
+    """What another rank has said of its error of this number, where messages go between devices; "" for nothing."""
+    return word_left(_word(rank, number))
+
+
+def _word(rank: int, number: int) -> str:
+    return f"error {number} of rank {rank}, generation {_generation[0]}"
 
 
 def is_out_of_memory(error: Exception) -> bool:

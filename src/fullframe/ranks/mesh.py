@@ -23,7 +23,7 @@ from fullframe.errors import MeshError
 from fullframe.processes.place import launched_place, require_alone, restarts
 from fullframe.ranks import device
 from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_channel
-from fullframe.ranks.groups import forget_group_of_all, groups_of
+from fullframe.ranks.groups import forget_group_of_all, groups_of, open_groups
 from fullframe.ranks.last_words import speak_last
 from fullframe.ranks.same_meshes import compare_hashing, require_one_mesh
 from fullframe.ranks.torch_parts import require_parts
@@ -330,6 +330,8 @@ def stage_axis(mesh: DeviceMesh) -> Axis:
                 f"the mesh has the axes {mesh.mesh_dim_names}, and no stages; make it with ff.init_mesh(stages=2)"
             )
         group = mesh.get_group(STAGE)
+        if device.sends_between_devices():  # else an error before a rank's first message would have the others wait
+            open_groups([group], mesh.device_type)
         channel = channel_of(group)
         known = Axis(STAGE, len(channel.ranks), mesh.get_local_rank(STAGE), channel.ranks, channel, ref(group))
         mesh._fullframe_stages = known  # type: ignore[attr-defined]

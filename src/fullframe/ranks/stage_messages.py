@@ -15,6 +15,7 @@ from torch import Tensor
 from fullframe.ranks.channel import announce
 from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
 from fullframe.ranks.exchange import InFlight, Message
+from fullframe.ranks.hearing import arrived
 from fullframe.ranks.memory_format import memory_format_of
 from fullframe.ranks.mesh import Axis
 
@@ -66,7 +67,7 @@ def receive_some(axis: Axis, peer: int, forms: Sequence[Form], kind: str, device
     there = [1] * len(forms)
     if are_real(axis):
         of_flags = Form((len(forms),), torch.uint8, torch.contiguous_format)
-        there = receive(axis, peer, [of_flags], f"flags of {kind}", torch.device(_place(axis)))[0].tolist()
+        there = _facts(axis, peer, of_flags, f"flags of {kind}").tolist()
     wanted = [form for form, is_there in zip(forms, there, strict=True) if is_there]
     came = iter(receive(axis, peer, wanted, kind, device))
     return [next(came) if is_there else None for is_there in there]
@@ -82,11 +83,15 @@ def send_object(axis: Axis, peer: int, value: Any, kind: str) -> InFlight:
 
 def receive_object(axis: Axis, peer: int, kind: str) -> Any:
     """What `send_object` sends."""
-    place = torch.device(_place(axis))
-    form = Form((1,), torch.int64, torch.contiguous_format)
-    (size,) = receive(axis, peer, [form], f"size of {kind}", place)
+    size = _facts(axis, peer, Form((1,), torch.int64, torch.contiguous_format), f"size of {kind}")
     form = Form((int(size),), torch.uint8, torch.contiguous_format)
-    return pickle.loads(bytes(receive(axis, peer, [form], kind, place)[0].cpu().numpy()))
+    return pickle.loads(bytes(_facts(axis, peer, form, kind).cpu().numpy()))
+
+
+def _facts(axis: Axis, peer: int, form: Form, kind: str) -> Tensor:
+    """What the rank with coordinate `peer` sends for the host to read."""
+    (came,) = receive(axis, peer, [form], kind, torch.device(_place(axis)))
+    return arrived(came, axis.channel)
 
 
 def objects_of_all(axis: Axis, value: T) -> list[T]:
@@ -94,7 +99,8 @@ def objects_of_all(axis: Axis, value: T) -> list[T]:
     if axis.size == 1 or not are_real(axis):
         return [value] * axis.size
     raw = _raw(value, axis)
-    sizes = all_gather_no_grad(torch.tensor([raw.numel()], device=raw.device), axis.group, "sizes of what stages say")
+    size = torch.tensor([raw.numel()], device=raw.device)
+    sizes = arrived(all_gather_no_grad(size, axis.group, "sizes of what stages say"), axis.channel)
     padded = raw.new_zeros(int(sizes.max()))
     padded[: raw.numel()] = raw
     everyone = all_gather_no_grad(padded, axis.group, "what stages say").cpu().numpy()
@@ -108,7 +114,8 @@ def flags_of_any(axis: Axis, flags: Sequence[bool], elsewhere: Sequence[bool] | 
     if axis.size == 1 or not flags:
         return list(flags)
     mine = torch.tensor(flags, dtype=torch.uint8, device=_place(axis))
-    return [bool(flag) for flag in all_gather_no_grad(mine, axis.group, "flags of stages").amax(0).tolist()]
+    everyone = arrived(all_gather_no_grad(mine, axis.group, "flags of stages"), axis.channel)
+    return [bool(flag) for flag in everyone.amax(0).tolist()]
 
 
 def from_one(axis: Axis, owner: int, tensors: Sequence[Tensor], forms: Sequence[Form], device: Any) -> list[Tensor]:
@@ -148,5 +155,5 @@ def _raw(value: Any, axis: Axis) -> Tensor:
 
 
 def _place(axis: Axis) -> Any:
-    """Where messages of what the host knows lie."""
-    return device_of_facts(axis.group, "cuda")
+    """Where messages of what the host knows lie: where they are sent, that `arrived` may wait for them."""
+    return axis.channel.device or device_of_facts(axis.group, "cuda")
