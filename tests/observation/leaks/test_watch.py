@@ -72,7 +72,7 @@ class Seen:
 def test_a_tensor_that_grows_at_evaluations_is_told_by_what_each_adds(every):
     told, seen = [], Seen()
     watch = LeakWatch({"metric": seen}, told.append)
-    for number in range(1, 7 * every):
+    for number in range(1, 12 * every):  # what other tests have left may be looked at first
         watch.before(number)
         evaluated = number % every == 0
         if evaluated:
