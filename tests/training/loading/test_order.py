@@ -171,9 +171,36 @@ class Shorter(Counting):
         return iter(range(3))
 
 
+class Fewer(Told):
+    """Of as many samples as the data set in epoch 0, of fewer than a batch in the next; from no source."""
+
+    data_source = None
+
+    def __len__(self):
+        return 1 if self.epoch else SAMPLES
+
+    def __iter__(self):
+        return iter(range(len(self)))
+
+
+def test_an_epoch_without_a_batch_is_refused():
+    """A loop that asks for epoch after epoch would not end."""
+    loader = ff.ShardedLoader(DataLoader(Numbers(), 4, sampler=Fewer(), drop_last=True), ff.init_mesh())
+    assert len(list(loader)) == 2
+    with pytest.raises(RecipeError, match="Fewer gives 1 sample for epoch 1, not one batch"):
+        next(iter(loader))
+
+
+class Endless(Sampler):
+    def __iter__(self):
+        return iter(range(8))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"batch_sampler": BatchSampler(range(3), 4, drop_last=True)}, "gives 0 samples for epoch 0, not one batch"),
+        ({"batch_sampler": BatchSampler(Endless(), 4, False)}, r"Endless' has no len\(\).*BatchSampler"),
         ({"sampler": Counting()}, "Counting gives another order when it is asked for epoch 0 again.*set_epoch"),
         ({"sampler": Longer()}, "Longer says that an epoch has 4 .*and gives more"),
         ({"sampler": Shorter()}, "Shorter says that an epoch has 4 .*and gives only 3"),
@@ -230,6 +257,9 @@ def test_a_run_goes_on_in_the_order_that_it_began():
         other.load_state_dict(state)
         with pytest.raises(CheckpointError, match="in the middle of epoch 0, whose samples the sampler now gives in"):
             next(iter(other))
+        unread = loader_of("weights")
+        unread.load_state_dict(state)
+        assert unread.state_dict() == state, "the order that was begun"
         other.load_state_dict(state)
         other.set_epoch(1)
         next(iter(other))
@@ -239,6 +269,14 @@ def test_a_run_goes_on_in_the_order_that_it_began():
         next(iter(before))
     finally:
         WEIGHTS[0] = 1.0
+    unread = ff.ShardedLoader(DataLoader(Numbers(), 2, sampler=(weighed := Weighed())), ff.init_mesh())
+    next(iter(unread))
+    state, weights = unread.state_dict(), weighed.weights
+    unread.load_state_dict(state)
+    weighed.weights = torch.arange(float(SAMPLES))
+    assert unread.weight == 1.0  # asks for the order before the weights are there
+    weighed.weights = weights
+    next(iter(unread))
     plain = ff.ShardedLoader(DataLoader(Numbers(), 4), ff.init_mesh(), seed=5)
     for mine, others in ((loader, plain), (plain, loader)):
         with pytest.raises(CheckpointError, match=r"had sampler [01], this one has [01]: the order"):

@@ -46,7 +46,9 @@ class Order(Sampler[list[Place]]):
         CheckpointError where a run would go on in another order.
         """
         if not self.position:
-            self._drawn = self._begun = None
+            self._begun = None
+        if not self.position or self._begun is not None:
+            self._drawn = None  # also where it was asked for before the sampler was as it is now
         drawn = self._of_epoch()
         for size in map(drawn.size, range(len(drawn.ends))):
             if size % self._replicas:
@@ -73,7 +75,7 @@ class Order(Sampler[list[Place]]):
         """The position, and what must not change to go on."""
         state = {"epoch": self.epoch, "position": self.position, **self._identity()}
         if self._sampler is not None and self.position:
-            state["order"] = self._of_epoch().checksum()
+            state["order"] = self._of_epoch().checksum() if self._begun is None else self._begun
         return state
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -200,14 +202,15 @@ def _order_of(loader: "DataLoader[Any]") -> tuple[bool, Any]:
             "a DistributedSampler gives every rank other samples, and ranks of one replica must read the same; leave "
             "it out (shuffle=True shuffles): ShardedLoader shares the samples out among the replicas"
         )
-    if not hasattr(sampler, "__len__"):
-        raise RecipeError(f"the {name} has no len(), so where its epoch ends is not known; give it a __len__")
+    try:
+        length = len(sampler)
+    except TypeError as error:  # of the sampler of a batch sampler, too
+        raise RecipeError(f"{error}, so where an epoch of the {name} ends is not known; give it a __len__") from None
     samples = len(loader.dataset)  # type: ignore[arg-type]
-    plain = loader.batch_size is not None and len(sampler) == samples == len(getattr(sampler, "data_source", ()))
-    if plain and type(sampler) is SequentialSampler:
-        return False, None
-    if plain and type(sampler) in _random_samplers() and not sampler.replacement:
-        return True, None
+    shuffles = type(sampler) in _random_samplers() and not sampler.replacement
+    plain = loader.batch_size is not None and (shuffles or type(sampler) is SequentialSampler)
+    if plain and length == samples == len(sampler.data_source):
+        return shuffles, None
     return False, sampler
 
 
@@ -238,6 +241,9 @@ def _sampled(sampler: Any, seed: int, epoch: int, batch_size: int, drop_last: bo
             repeated[row] = (seen[number],)
         seen[number] += 1
     ends = _ends(len(order), batch_size, drop_last) if batch_size else [*accumulate(map(len, batches))]
+    if not ends:
+        name = type(sampler).__name__
+        raise RecipeError(f"the {name} gives {plural(len(order), 'sample')} for epoch {epoch}, not one batch")
     return _Epoch(order, repeated, ends)
 
 
@@ -260,8 +266,8 @@ def _asked(sampler: Any, seed: int, epoch: int, by_sample: bool) -> list[list[in
     except TypeError:
         wanted = "numbers of samples" if by_sample else "lists of numbers of samples"
         raise RecipeError(f"the {name} gives {described(found[0])} where {wanted} are wanted") from None
-    if not all(batches):
-        raise RecipeError(f"the {name} gives {'no sample' if by_sample else 'a batch without samples'}")
+    if not by_sample and not all(batches):
+        raise RecipeError(f"the {name} gives a batch without samples")
     return batches
 
 
