@@ -1,11 +1,12 @@
 """Whether a rank's model learns."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fullframe.doctor.judgement.learning import judged_learning
-from fullframe.doctor.probes.notes import Oddity, Repeated, Sketch, Untrained
+from fullframe.doctor.probes.notes import Oddity, Repeated, Scaling, Sketch, Untrained
 from tests.doctor.judgement.made import ONE, backward, codes, job, ranks, update, weights
 
 ZERO, BROKEN = Sketch(0, 0.0, (0.0,)), Sketch(5, float("nan"), (float("nan"),))
@@ -27,6 +28,7 @@ def test_a_sound_run() -> None:
     ("events", "code"),
     [
         ([backward(attached=False)], "FF310"),
+        ([replace(update(n, missing=("w",)), gradients={}) for n in (1, 2)], "FF310"),  # and not FF311 too
         (steps(missing=("spare",)), "FF311"),
         ([weights(frozen_in_optimizer=("conv",)), *steps()], "FF312"),
         ([Untrained(names=("head",)), *steps()], "FF313"),
@@ -36,6 +38,7 @@ def test_a_sound_run() -> None:
         ([backward(n, nodes=3 * n) for n in range(1, 5)], "FF317"),
         ([update(n, alive=3 * n) for n in range(1, 6)], "FF318"),
         (steps(gradient=BROKEN), "FF323"),
+        ([replace(backward(), loss=float("nan"))], "FF323"),
         ([Oddity(kind="nothing updated", text="step 1 has loss nan")], "FF323"),
         ([Repeated(first={"loss": 1.0}, second={"loss": 1.5}, contents=(1, 1))], "FF325"),
         ([Repeated(first={"loss": 1.0}, second={"loss": 1.5}, contents=(1, 2))], "FF326"),
@@ -57,6 +60,9 @@ def test_each_fault_is_named(events: list[Any], code: str) -> None:
     [
         [*steps(1, missing=("spare",)), *steps(3)],  # used in other steps
         [*steps(1, gradient=ZERO), *steps(3)],  # as behind a layer scale of zero
+        steps(1, gradient=ZERO),
+        [update(1, gradient=ZERO), replace(update(2, missing=("w",)), gradients={"v": ONE})],
+        [replace(backward(scaled=True), loss=float("inf"))],  # the scaler finds its scale
         [*steps(1, unchanged=("w",)), *steps(3)],  # the first step of a warm-up
         [backward(n, nodes=9 + n % 2) for n in range(1, 6)],
         [update(n, alive=9 + n % 2) for n in range(1, 6)],
@@ -68,8 +74,6 @@ def test_what_is_no_fault(events: list[Any]) -> None:
 
 
 def test_a_bias_whose_updates_are_below_its_rounding_is_no_fault() -> None:
-    from dataclasses import replace
-
     many = {"w": ONE, "b": ONE, "c": ONE}
     still = [replace(update(n), gradients=many, parameters=many, unchanged=("b",)) for n in (1, 2)]
     assert judged(*still) == []
@@ -77,11 +81,16 @@ def test_a_bias_whose_updates_are_below_its_rounding_is_no_fault() -> None:
 
 
 def test_messages_of_every_microbatch() -> None:
-    ddp = job(frameworks=("DistributedDataParallel",))
-    twice = [event for n in (1, 2) for event in (backward(), backward(), update(n))]
+    ddp, passes = job(frameworks=("DistributedDataParallel",)), [backward(), backward()]
+    twice = [*passes, update(1), *passes, update(2)]
     once = [event for n in (1, 2) for event in (backward(synchronizes=False), backward(), update(n))]
-    assert codes(judged_learning(ranks([ddp, *twice]))) == ["FF333"]
-    assert codes(judged_learning(ranks([ddp, *once]))) == []
+    scaled = [*passes, Scaling(action="step"), update(1), *passes, Scaling(action="step"), update(2)]
+    two_optimizers = [*passes, update(1), replace(update(1), optimizer=1), *passes, update(2)]
+    for sent_often in (twice, scaled, two_optimizers):
+        assert codes(judged_learning(ranks([ddp, *sent_often]))) == ["FF333"]
+    for sent_once in (once, [*twice, backward(), update(3)]):
+        assert codes(judged_learning(ranks([ddp, *sent_once]))) == []
+    assert codes(judged_learning(ranks([replace(ddp, ranks=1), *twice]))) == []
 
 
 def test_unused_parameters_that_are_sought() -> None:

@@ -171,14 +171,14 @@ def _sent_too_often(rank: Notes) -> Iterator[Finding]:
     job = rank.one(Job)
     if job is None or job.ranks == 1 or "DistributedDataParallel" not in job.frameworks:
         return
-    passes = [0]
+    passes: list[list[bool]] = [[]]  # of each step: whether they send
     for event in rank.events:
         if isinstance(event, Backward):
-            passes.append(passes.pop() + event.synchronizes)
-        elif isinstance(event, Update) or (isinstance(event, Scaling) and event.action == "step"):
-            passes.append(0)
-    several = [number for number in passes[:-1] if number > 1]
-    if several and len(several) == len(passes) - 1:
+            passes[-1].append(event.synchronizes)
+        elif passes[-1] and (isinstance(event, Update) or (isinstance(event, Scaling) and event.action == "step")):
+            passes.append([])  # once, where a scaler steps and then its optimizer, or several optimizers do
+    several = [sum(each) for each in passes[:-1]]
+    if several and min(several) > 1:
         yield kinds.SENT_EVERY_MICROBATCH.found(
             f"gradients are averaged over the ranks {several[0]} times a step, in each backward"
         )
