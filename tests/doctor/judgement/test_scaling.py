@@ -26,9 +26,17 @@ def test_orders(actions: str, expected: list[str]) -> None:
     assert codes(judged_scaling(ranks(list(events)))) == expected
 
 
-@pytest.mark.parametrize(("count", "expected"), [(5, ["FF322"]), (4, [])])
-def test_a_scale_that_falls(count: int, expected: list[str]) -> None:
-    events = [
-        Scaling(action=action, scale=2.0**-number) for number in range(count) for action in ("scale", "step", "update")
-    ]
+@pytest.mark.parametrize(
+    ("scales", "optimizers", "expected"),
+    [
+        ((16, 8, 4, 2, 1), 1, ["FF322"]),
+        ((16, 8, 4, 2, 1), 2, ["FF322"]),
+        ((16, 8, 4, 2), 1, []),
+        ((16, 8, 4, 4, 2, 1), 1, []),
+        ((1, 1, 1, 1, 1, 1), 1, []),
+    ],
+)
+def test_a_scale_that_falls(scales: tuple[float, ...], optimizers: int, expected: list[str]) -> None:
+    actions = ("scale", *["step"] * optimizers, "update")
+    events = [Scaling(action=action, scale=scale) for scale in scales for action in actions]
     assert codes(judged_scaling(ranks(list(events)))) == expected

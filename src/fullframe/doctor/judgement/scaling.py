@@ -51,7 +51,7 @@ def _updates(events: Sequence[Scaling]) -> Iterator[Finding]:
 
 
 def _falling(events: Sequence[Scaling]) -> Iterator[Finding]:
-    scales = [event.scale for event in events if event.action == "step"]
+    scales = [event.scale for event in events if event.action == "update"]  # one of all optimizers' steps
     for falls, run in groupby(pairwise(scales), lambda pair: pair[1] < pair[0]):
         fallen = list(run)
         if falls and len(fallen) >= _FALLS:
