@@ -1,5 +1,7 @@
 """Who reads what."""
 
+from dataclasses import replace
+
 import pytest
 
 from fullframe.doctor.judgement.samples import judged_samples, judged_waiting, trained_on
@@ -37,6 +39,9 @@ def test_the_ranks_of_one_replica_read_the_same_samples() -> None:
 def test_of_an_unknown_sampler_the_batches_count() -> None:
     assert codes(judged_samples(ranks(reads(0, None, (3, 1)), reads(1, None, (3, 1))))) == ["FF305"]
     assert codes(judged_samples(ranks(reads(0, None, (3, 1)), reads(1, None, (0, 2))))) == []
+    by_chance = [reads(rank, None, (rank, rank + 1, 2 * rank + 3, 2 * rank + 9)) for rank in range(6)]
+    assert codes(judged_samples(ranks(*by_chance))) == []  # each draws with replacement, by a seed of its own
+    assert codes(judged_samples(ranks(*by_chance, reads(6, None, (9, 0, 1, 3))))) == ["FF305"]  # as rank 0
 
 
 def test_without_numbers_the_contents_count_unless_all_batches_are_alike() -> None:
@@ -69,10 +74,18 @@ def test_a_loader_that_no_backward_follows_is_for_evaluation() -> None:
     assert trained_on(notes) == {0}
 
 
-@pytest.mark.parametrize(("waited", "expected"), [(0.5, ["FF324"]), (0.1, []), (0.004, [])])
-def test_waiting(waited: float, expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("waited", "batches", "expected"), [(0.5, 1, ["FF324"]), (0.1, 1, []), (0.1, 4, ["FF324"]), (0.004, 1, [])]
+)
+def test_waiting(waited: float, batches: int, expected: list[str]) -> None:
+    """For all batches of a step, of which the second optimizer's is a part."""
     seconds = 0.01 if waited < 0.01 else 1.0
     events: list[Event] = [loader()]
     for number in range(1, 6):
-        events += [batch(number, waited=waited), backward(number), update(number, seconds=seconds)]
+        events += [batch(batches * number + n, waited=waited) for n in range(batches)]
+        events += [backward(number), update(number, seconds=0.9 * seconds)]
+        events += [replace(update(number, seconds=0.1 * seconds), optimizer=1)]
     assert codes(judged_waiting(ranks(events))) == expected
+    slow = [batch(2, waited=0.9), backward(), update(seconds=1.0)]  # a first step's tells nothing
+    assert codes(judged_waiting(ranks([loader(), *slow, *events[1:]]))) == expected
+    assert codes(judged_waiting(ranks([loader(), *slow, *slow]))) == []

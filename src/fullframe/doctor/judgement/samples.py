@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from statistics import median
 
 from fullframe.doctor.finding import Finding
@@ -11,7 +12,7 @@ from fullframe.wording import plural
 
 _STARVING = 0.3  # of a step's time
 _WORTH_SECONDS = 0.005  # a step
-_OVERLAP = 0.5
+_OVERLAP = 0.5  # of what one replica reads; with replacement some are read by others, too
 
 
 def judged_samples(notes: Sequence[Notes]) -> Iterator[Finding]:
@@ -41,12 +42,19 @@ def judged_waiting(notes: Sequence[Notes]) -> Iterator[Finding]:
 
 
 def waited_of(rank: Notes) -> tuple[int, float, float]:
-    """In how many steps it was seen, how long the rank waits for a batch, and how long a step takes: medians."""
-    trains = trained_on(rank)
-    waited = [event.waited for event in rank.of(BatchRead) if event.loader in trains and event.number > 1]
-    seconds = [update.seconds for update in rank.of(Update)[1:]]
-    steps = min(len(waited), len(seconds))
-    return (steps, median(waited[:steps]), median(seconds[:steps])) if steps else (0, 0.0, 0.0)
+    """In how many steps it was seen, how long the rank waits for a step's batches, and a step takes: medians."""
+    trains, waited, seconds = trained_on(rank), [0.0], [0.0]
+    first = next((update.optimizer for update in rank.of(Update)), 0)
+    for event in rank.events:
+        if isinstance(event, BatchRead) and event.loader in trains and event.number > 1:
+            waited[-1] += event.waited
+        elif isinstance(event, Update):
+            seconds[-1] += event.seconds
+            if event.optimizer == first:  # others step in between
+                waited.append(0.0)
+                seconds.append(0.0)
+    steps = len(waited) - 2  # without the first, and what came after the last
+    return (steps, median(waited[1:-1]), median(seconds[1:-1])) if steps > 0 else (0, 0.0, 0.0)
 
 
 def trained_on(rank: Notes) -> set[int]:
@@ -114,11 +122,11 @@ def _read_alike(replicas: Sequence[Notes], number: int, sampler: str) -> Iterato
         return
     read = {rank: [batch.indices for batch in found[:count]] for rank, found in batches.items()}
     if all(indices is not None for found in read.values() for indices in found):
-        flat = {rank: [n for indices in found for n in indices or ()] for rank, found in read.items()}
-        every = set[int]().union(*map(set, flat.values()))
-        twice = sum(len(set(found)) for found in flat.values()) - len(every)
-        same = len({tuple(found) for found in flat.values()}) == 1
-        if same or twice > _OVERLAP * min(len(set(found)) for found in flat.values()):
+        flat = [[n for indices in found for n in indices or ()] for found in read.values()]
+        sets = [*map(set, flat)]
+        if any(len(one & other) > _OVERLAP * min(len(one), len(other)) for one, other in combinations(sets, 2)):
+            twice = sum(map(len, sets)) - len(set[int]().union(*sets))
+            same = len(set(map(tuple, flat))) == 1
             yield kinds.SAME_SAMPLES.found(
                 f"{plural(twice, 'sample')} were read by more than one of {len(replicas)} replicas in their first "
                 f"{plural(count, 'batch')}" + (", in the same order" if same else ""),
