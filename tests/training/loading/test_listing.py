@@ -39,10 +39,16 @@ def test_the_order_counts_and_the_place_does_not() -> None:
 def test_indices_and_data_sets_inside(kind: Any) -> None:
     whole = Files(list("abcdef"))
     one, other = Subset(whole, kind([0, 2])), Subset(whole, kind([2, 0]))
-    assert listing_of(one) != listing_of(other)
+    assert listing_of(one) != listing_of(other) and listing_of(one, ordered=False) == listing_of(other, ordered=False)
     assert listing_of(ConcatDataset([one, whole])) != listing_of(ConcatDataset([other, whole]))
     deep = [ConcatDataset([Subset(Subset(each, [0, 1]), [1])]) for each in (one, other)]
     assert listing_of(deep[0]) != listing_of(deep[1])
+
+
+def test_a_rank_s_own_part() -> None:
+    parts = [Subset(Files(list("abcdef")), range(first, 6, 2)) for first in (0, 1)]
+    for ordered in (True, False):
+        assert listing_of(parts[0], ordered) != listing_of(parts[1], ordered)
 
 
 def test_a_data_set_that_lists_nothing() -> None:

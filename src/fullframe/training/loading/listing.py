@@ -14,14 +14,15 @@ from torch import Tensor
 _DEPTH = 4  # of data sets in data sets
 
 
-def listing_of(dataset: Any) -> int:
+def listing_of(dataset: Any, ordered: bool = True) -> int:
     """The checksum, of all attributes that are as long as their data set, and of data sets inside; 0 for none.
 
-    What paths begin with alike is left out: a machine may have its files in a place of its own.
+    What paths begin with alike is left out: a machine may have its files in a place of its own; and unless `ordered`,
+    so is the order of `dataset`'s lists.
     """
     found = 0
     for entries in _lists(dataset, _DEPTH):
-        words = [*_words(entries)]
+        words = [*_words(entries)] if ordered else sorted(_words(entries))
         start = len(_common_folder([word for word in words if os.sep in word]))
         text = "\n".join(word[start:] if os.sep in word else word for word in words)
         found = zlib.crc32(text.encode(errors="replace"), found)
@@ -39,7 +40,7 @@ def _lists(dataset: Any, depth: int) -> Iterator[Any]:
     except TypeError:
         return
     for _, value in sorted(held.items()):
-        if isinstance(value, (list, tuple)) and len(value) == count and count:
+        if isinstance(value, (list, tuple, range)) and len(value) == count and count:
             yield value
         elif isinstance(value, (np.ndarray, Tensor)) and _is_of_indices(value) and len(value) == count:
             yield value.tolist()
