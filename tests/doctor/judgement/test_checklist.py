@@ -27,6 +27,12 @@ def test_each_question_is_answered_with_what_was_seen() -> None:
     assert found["a simplified example"].text == "fullframe doctor run a.py"
 
 
+def test_samples_of_each_replica_s_own_part_are_not_the_same() -> None:
+    parts = [[loader(listing=rank), batch(indices=(0, 1)), backward(), job(rank)] for rank in range(2)]
+    found = {answer.question: answer for answer in checklist(ranks(*parts), [])}
+    assert found["data parallelism"].text == "2 replicas; 4 samples of 16 read, 0 twice (DistributedSampler)"
+
+
 def test_what_was_not_seen_is_no_answer() -> None:
     assert checklist(ranks([], []), []) == []
 

@@ -28,6 +28,13 @@ def test_planned_epochs(first: object, second: object, expected: list[str]) -> N
     assert codes(judged_samples(ranks(reads(0, first), reads(1, second)))) == expected
 
 
+def test_numbers_are_of_one_listing() -> None:
+    """As where each rank's data set has its own part of the files."""
+    for planned in ((0, 1, 2, 3), None):
+        parts = [[loader(planned=planned, listing=rank), *reads(rank, planned)[1:]] for rank in range(2)]
+        assert codes(judged_samples(ranks(*parts))) == []
+
+
 def test_the_ranks_of_one_replica_read_the_same_samples() -> None:
     whole = tuple(range(8))
     assert codes(judged_samples(ranks(reads(0, whole, replica=0), reads(1, whole, replica=0)))) == []

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset
 
 from fullframe.doctor.probes.loading import Loading
 from fullframe.doctor.probes.notes import BatchRead, Event, Loader
@@ -46,6 +46,15 @@ def test_batches_come_with_the_numbers_of_their_samples() -> None:
         (*range(6),),
         True,
     )
+
+
+def test_which_part_a_dataset_lists() -> None:
+    def listing(dataset: Dataset[Any]) -> int:
+        return next(event.listing for event in read(DataLoader(dataset, 2)) if isinstance(event, Loader))
+
+    first, other, shuffled = (listing(Subset(Numbers(), part)) for part in ([0, 2, 4], [1, 3, 5], [4, 0, 2]))
+    assert first == shuffled != other
+    assert listing(Numbers()) == listing(Stream()) == 0
 
 
 def test_with_workers_that_read_ahead_and_live_on() -> None:

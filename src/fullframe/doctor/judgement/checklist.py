@@ -87,17 +87,16 @@ def _data(notes: Sequence[Notes]) -> str:
 def _loaders(notes: Sequence[Notes]) -> Iterator[str]:
     rank = _first(notes) or notes[0]
     for number in sorted(trained_on(rank)):
-        loader = next(event for event in rank.of(Loader) if event.loader == number)
-        firsts = {one.replica: one for one in reversed(notes)}
-        read = [
-            index
-            for one in firsts.values()
-            for batch in one.of(BatchRead)
-            if batch.loader == number and batch.epoch == 1
-            for index in batch.indices or ()
-        ]
-        of = "" if loader.samples is None else f" of {loader.samples:,}"
-        yield f"{plural(len(set(read)), 'sample')}{of} read, {len(read) - len(set(read))} twice ({loader.sampler})"
+        read: list[tuple[int, int]] = []
+        samples: dict[int, int | None] = {}  # by listing: each replica's dataset may have its own part
+        for one in {one.replica: one for one in reversed(notes)}.values():
+            loader = next((event for event in one.of(Loader) if event.loader == number), None)
+            if loader is not None:
+                samples[loader.listing], sampler = loader.samples, loader.sampler
+                batches = (batch for batch in one.of(BatchRead) if (batch.loader, batch.epoch) == (number, 1))
+                read += [(loader.listing, index) for batch in batches for index in batch.indices or ()]
+        of = "" if None in samples.values() else f" of {sum(filter(None, samples.values())):,}"
+        yield f"{plural(len(set(read)), 'sample')}{of} read, {len(read) - len(set(read))} twice ({sampler})"
 
 
 def _waiting(notes: Sequence[Notes], at_full_size: bool) -> str:

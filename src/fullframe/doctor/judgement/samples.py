@@ -86,8 +86,8 @@ def _batches(rank: Notes, number: int) -> list[BatchRead]:
 
 def _shared(replicas: Sequence[Notes], number: int) -> Iterator[Finding]:
     loaders = {rank.rank: found for rank in replicas if (found := _loader(rank, number)) is not None}
-    if len(loaders) < len(replicas):
-        return
+    if len(loaders) < len(replicas) or len({loader.listing for loader in loaders.values()}) > 1:
+        return  # a number is another sample where each rank's dataset lists its own part
     sampler = next(iter(loaders.values())).sampler
     planned = {rank: loader.planned for rank, loader in loaders.items()}
     sets = {rank: set(found) for rank, found in planned.items() if found is not None}

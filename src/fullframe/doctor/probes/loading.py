@@ -15,6 +15,7 @@ from fullframe.doctor.probes.clock import seconds
 from fullframe.doctor.probes.notes import BatchRead, Event, Loader
 from fullframe.doctor.probes.sketches import checksum_of_batch
 from fullframe.simulation.fake.replaced import replaced
+from fullframe.training.loading.listing import listing_of
 
 _MOST_PLANNED = 100_000
 _ITERATION = torch_dataloader._BaseDataLoaderIter
@@ -86,6 +87,7 @@ class Loading:
                 sampler=_name(sampler),
                 planned=_planned(loader),
                 trains=torch.is_grad_enabled(),
+                listing=_listing(loader.dataset),
             )
         )
         return _Iteration(number, epoch)
@@ -129,6 +131,13 @@ def _length(dataset: Any) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _listing(dataset: Any) -> int:
+    try:
+        return listing_of(dataset, ordered=False)
+    except Exception:  # of the dataset's own len(), say
+        return 0
 
 
 def _planned(loader: "DataLoader[Any]") -> tuple[int, ...] | None:

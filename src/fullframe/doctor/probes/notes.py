@@ -102,6 +102,7 @@ class Loader(Event):
     sampler: str  # its class
     planned: tuple[int, ...] | None = None  # the samples of the whole epoch, where the sampler can be asked
     trains: bool = True  # grad mode is on
+    listing: int = 0  # checksum of the files or numbers of samples that its dataset holds; 0 where it holds none
 
 
 @dataclass(frozen=True, kw_only=True)
