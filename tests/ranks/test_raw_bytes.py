@@ -12,7 +12,7 @@ from fullframe.ranks import raw_bytes
 from fullframe.ranks.channel import Channel, Record
 from fullframe.ranks.exchange import InFlight, Message
 from fullframe.ranks.mesh import spatial_of
-from fullframe.ranks.raw_bytes import share_values
+from fullframe.ranks.raw_bytes import checksums, share_values
 from tests.rank_group import rank_group
 
 NCCL = {torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16}
@@ -55,6 +55,11 @@ def shared(bucket_bytes):
 def test_all_ranks_get_the_first_ranks_values(bucket_bytes, messages):
     for equal, sent in rank_group(3).run(shared, bucket_bytes):
         assert all(equal) and sent == messages
+
+
+def test_a_checksum_of_what_is_kept_as_its_conjugate():
+    kept = torch.tensor([1 + 2j, 3 + 1j]).conj()  # a transfer function among the buffers, say
+    assert checksums([kept]) == checksums([kept.resolve_conj()]) != checksums([kept.conj()])
 
 
 def test_a_simulations_buffers_travel_together_too(monkeypatch):

@@ -37,7 +37,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return real.view(INTEGERS[real.element_size()])
 
 

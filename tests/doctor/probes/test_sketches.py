@@ -19,6 +19,7 @@ def test_equal_tensors_have_equal_sketches_and_others_do_not() -> None:
     assert sketch(changed).checksum != sketch(values).checksum
     assert sketch(torch.zeros(0)).norm == 0.0
     assert sketch(torch.tensor([1 + 2j])).sample == (1.0, 2.0)
+    assert sketch(torch.tensor([1 + 2j]).conj()) == sketch(torch.tensor([1 - 2j]))  # as gradients come through a conj
     assert len(sketch(torch.randn(10_000)).sample) == 16
 
 
@@ -27,6 +28,8 @@ def test_a_batch_is_known_by_its_values_and_shapes() -> None:
     assert checksum_of_batch(batch) == checksum_of_batch({**batch, "names": ["c"]})
     assert checksum_of_batch(batch) != checksum_of_batch({**batch, "image": torch.arange(6.0).view(3, 2)})
     assert checksum_of_batch(batch) != checksum_of_batch({**batch, "more": [torch.zeros(2)]})
+    wave = torch.tensor([1 + 2j]).conj()
+    assert checksum_of_batch(wave) == checksum_of_batch(wave.resolve_conj())
 
 
 def test_nodes_of_a_graph_are_counted_once() -> None:
