@@ -27,7 +27,7 @@ _CHECKED_ELEMENTS = 1 << 16  # of each tensor of a batch
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a parameter or gradient."""
-    plain = local_value(tensor).detach()
+    plain = local_value(tensor).detach().resolve_conj()
     return plain.coalesce().values() if plain.is_sparse else plain
 
 
