@@ -62,6 +62,8 @@ def test_differences(expected: list[float], got: list[float], max_abs: float, sc
 
 
 def test_shapes_dtypes_and_whole_numbers() -> None:
+    wave = torch.tensor([1 + 2j]).conj()
+    assert compared(wave, wave.resolve_conj()).max_abs == 0.0 and compared(wave, wave.conj()).max_abs == 4.0
     assert "(3,) torch.float32 instead of (2,) torch.float32" in compared(torch.zeros(2), torch.zeros(3)).problem
     assert compared(torch.zeros(2), torch.zeros(2).double()).problem
     assert not compared(torch.ones(2).int(), torch.ones(2).int()).floating

@@ -94,7 +94,7 @@ def compared(expected: Tensor, got: Tensor, rank: int = 0) -> Found:
     if expected.numel() == 0:
         return Found(0.0, 0.0, floating, "", local_shape, rank)
     if expected.is_complex():
-        expected, got = torch.view_as_real(expected), torch.view_as_real(got)
+        expected, got = (torch.view_as_real(each.resolve_conj()) for each in (expected, got))
     largest = [
         torch.stack(_largest(*chunks))
         for chunks in zip(_chunks(expected.to(got.device)), _chunks(got), strict=True)  # no temporaries of full size
