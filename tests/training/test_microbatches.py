@@ -47,6 +47,13 @@ def test_a_list_with_an_entry_for_each_sample_is_cut_whatever_they_hold() -> Non
     assert [len(first["boxes"]), len(second["boxes"][0])] == [1, 5] and second["batch"] == [{}]
 
 
+def test_a_tuple_of_tensors_is_none_of_samples_however_many_it_has() -> None:
+    _, (x, pair, boxes) = microbatches((torch.zeros(2, 3), (torch.tensor([1, 2]), torch.tensor([3, 4])), ["a", "b"]), 2)
+    assert x.shape == (1, 3) and [part.tolist() for part in pair] == [[2], [4]] and boxes == ["b"]
+    _, (x, boxes) = microbatches((torch.zeros(2, 3), [torch.zeros(5, 4), torch.ones(1, 4)]), 2)
+    assert x.shape == (1, 3) and [len(one) for one in boxes] == [1]
+
+
 def test_containers_are_ones_own_when_fresh() -> None:
     batch = {"image": torch.zeros(2), "more": [{"a": 1}], "pair": Pair(torch.zeros(1), ["a"]), "user": UserDict(b=2)}
     given = fresh(batch)
