@@ -205,6 +205,7 @@ class Endless(Sampler):
         ({"sampler": Longer()}, "Longer says that an epoch has 4 .*and gives more"),
         ({"sampler": Shorter()}, "Shorter says that an epoch has 4 .*and gives only 3"),
         ({"sampler": [(0, 320), (1, 320)]}, "gives a tuple where numbers of samples are wanted"),
+        ({"sampler": [0, 1.5]}, "gives 1.5 where numbers of samples are wanted"),
         ({"batch_sampler": [0, 1]}, "gives 0 where lists of numbers of samples are wanted"),
         ({"batch_sampler": [[0, 1], []]}, "gives a batch without samples"),
     ],

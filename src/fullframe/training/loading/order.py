@@ -265,7 +265,8 @@ def _asked(sampler: Any, seed: int, epoch: int, by_sample: bool) -> list[list[in
         batches = [[*map(index, batch)] for batch in ([found] if by_sample else found)]
     except TypeError:
         wanted = "numbers of samples" if by_sample else "lists of numbers of samples"
-        raise RecipeError(f"the {name} gives {described(found[0])} where {wanted} are wanted") from None
+        wrong = next((one for one in found if by_sample and not hasattr(one, "__index__")), found[0])
+        raise RecipeError(f"the {name} gives {described(wrong)} where {wanted} are wanted") from None
     if not by_sample and not all(batches):
         raise RecipeError(f"the {name} gives a batch without samples")
     return batches
