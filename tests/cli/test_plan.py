@@ -11,12 +11,13 @@ import pytest
 from rich.console import Console
 
 from fullframe.cli.application import run
-from fullframe.cli.comparison import Comparison, measured
+from fullframe.cli.comparison import Comparison, environment_beside, measured
 from fullframe.cli.plan import _table
 from fullframe.cli.simulate import _report
 from fullframe.cli.strategy_file import first_plan, strategy_of
 from fullframe.errors import RunError, StrategyError
 from fullframe.planning.plan import PlanRequest, plan_in_full
+from fullframe.processes.place import TASKS, launched_place, require_alone
 from fullframe.ranks import device
 from fullframe.recipe import load_recipe
 from fullframe.simulation.devices.calibration import load_rates
@@ -315,6 +316,15 @@ def compared(
         for seconds in (9.0, 0.5)[:steps]:
             comparison.record({"step_seconds": seconds})
     return said
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_process_beside_a_rank_of_several_tasks_is_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for variable, value in {"RANK": "1", "WORLD_SIZE": "4", name: "4"}.items():
+        monkeypatch.setenv(variable, value)
+    environment = environment_beside()
+    assert launched_place(environment) is None
+    require_alone(environment)
 
 
 def test_predicted_and_measured_side_by_side(tmp_path: Path) -> None:

@@ -17,12 +17,13 @@ from fullframe.cli.simulate import Simulate
 from fullframe.cli.words import words
 from fullframe.errors import RunError
 from fullframe.processes.cores import apart, seconds_without_core
+from fullframe.processes.place import TASKS
 from fullframe.strategy import Strategy
 from fullframe.wording import GIB, plural
 
 _STEPS = 2  # of which the second has the optimizer's state from the start
 _TIMED = 3  # steps, where the prediction is there already
-_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE", "SLURM_STEP_NUM_TASKS")
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE", *TASKS)
 
 
 class Comparison:

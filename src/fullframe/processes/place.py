@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fullframe.errors import MeshError
 
-_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of processes that srun or mpirun started
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # how many processes srun or mpirun started
 
 
 def restarts() -> int:
@@ -48,7 +48,7 @@ def launched_place(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 def require_alone(environment: Mapping[str, str] = os.environ) -> None:
     """Raises MeshError where srun or mpirun has started several of this process, none of which has a RANK."""
-    for name in _COUNTS:
+    for name in TASKS:
         if (count := environment.get(name, "1")) != "1":
             raise MeshError(
                 f"this is one of {count} processes ({name}), and RANK is not set: each would train alone. "
