@@ -7,7 +7,7 @@ same forward pass, a part of the model called on its own, `autograd.grad` and th
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -173,7 +173,7 @@ class Averaging:
         """After a forward pass."""
         if not torch.is_grad_enabled():
             return
-        self._for_hooks.tell([*self.parameters, *self._frozen])
+        self._for_hooks.tell(chain(self.parameters, self._frozen))
         if self.syncing and self.run is self._ddp:
             self._expects = True
         if self._frozen and not self._lent:  # which the model may unfreeze in its forward pass

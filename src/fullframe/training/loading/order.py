@@ -40,11 +40,13 @@ class Order(Sampler[list[Place]]):
             self._require_spreadable(self._samples if self._sampler is None else len(self._sampler))
 
     def begin(self) -> None:
-        """Draw this epoch's order, where its start is not behind.
+        """Have the sampler, where there is one, give this epoch's order, unless its start is behind.
 
         Raises RecipeError where the sampler cannot be used, or the replicas cannot share a batch evenly;
         CheckpointError where a run would go on in another order.
         """
+        if self._sampler is None:  # whose batches have been looked at when this was made
+            return
         if not self.position:
             self._begun = None
         if not self.position or self._begun is not None:
@@ -54,7 +56,7 @@ class Order(Sampler[list[Place]]):
             if size % self._replicas:
                 self._require_weights(f"epoch {self.epoch} has a batch of {size}")
         begun, self._begun = self._begun, None
-        if begun not in (None, drawn.checksum()):
+        if begun is not None and begun != drawn.checksum():
             raise CheckpointError(
                 f"the checkpoint was written in the middle of epoch {self.epoch}, whose samples the sampler now gives "
                 "in another order; load what it draws by, weights say, before the ShardedLoader is iterated"
