@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Nine thousand tests and all that they import: looking through it takes 0.9 s each time that a test collects.
+    # Nine thousand tests and all that they import: looking through it takes 0.4 s each time that a test collects.
     gc.collect()
     gc.freeze()
 

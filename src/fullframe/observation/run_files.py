@@ -86,9 +86,8 @@ class RunFiles:
     """What a run directory holds at one moment; `facts` and `strategy` are None where their file is not there.
 
     `observed` has a list for each rank that wrote one, steps growing; not for those that the run had before it went on
-    with fewer. `unreadable` counts lines that are no JSON
-    object; the last line of a file may just be half written and is not counted. `state` is "died" where run.json says
-    that the run goes on and its process is gone.
+    with fewer. `unreadable` counts lines that are no JSON object; the last line of a file may just be half written and
+    is not counted. `state` is "died" where run.json says that the run goes on and its process is gone.
     """
 
     path: Path
