@@ -29,7 +29,8 @@ class Modules:
         self._depth = 0
         self._not_used_yet = ""  # a module that was called in eval mode, whose graph nobody has used so far
         self.in_backward = False
-        self._recomputed: dict[_BatchNorm, Tensor] = {}  # what they had counted before the batch came again
+        # Batch norms that a batch came to in backward: the tensor that counted it, and what it had counted before.
+        self._recomputed: dict[_BatchNorm, tuple[Tensor, Tensor]] = {}
         # Batch norms that have taken statistics of a batch, and whether their weights were ever to be trained.
         self._norms: weakref.WeakKeyDictionary[_BatchNorm, bool] = weakref.WeakKeyDictionary()
         self._fed: set[int] = set()  # ids of convolutions whose first input was looked at
@@ -81,8 +82,15 @@ class Modules:
         return all(bool(root.require_backward_grad_sync) for root in found)
 
     def counted_again(self) -> tuple[str, ...]:
-        """Batch norms that have counted a batch in the backward pass that ends now; forgotten with the answer."""
-        found = [module for module, before in self._recomputed.items() if module.num_batches_tracked != before]
+        """Batch norms that have counted a batch in the backward pass that ends now; forgotten with the answer.
+
+        Where a recompute gives a norm a copy to count in, as `--recompute` does, its own has not counted it.
+        """
+        found = [
+            module
+            for module, (counter, before) in self._recomputed.items()
+            if module.num_batches_tracked is counter and counter != before
+        ]
         self._recomputed.clear()
         return tuple(self.name_of(module) for module in found)
 
@@ -141,7 +149,7 @@ class Modules:
             self._norms[module] = self._norms.get(module, False) or module.weight.requires_grad
         counted = module.num_batches_tracked
         if self.in_backward and module.track_running_stats and counted is not None:
-            self._recomputed.setdefault(module, counted.clone())
+            self._recomputed.setdefault(module, (counted, counted.clone()))
         found = None if isinstance(module, nn.SyncBatchNorm) else next(tensors_in(inputs), None)
         if found is not None and found.dim() > 1 and torch.is_grad_enabled():
             values = found.numel() // max(found.shape[1], 1)
