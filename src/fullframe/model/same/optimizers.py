@@ -1,7 +1,7 @@
-"""Whether the ranks' optimizers are set alike."""
+"""Whether the ranks' optimizers are set alike, and step what is alike."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -10,6 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullframe.errors import DivergenceError
 from fullframe.ranks.agreement import first_difference
+from fullframe.ranks.raw_bytes import checksums
+from fullframe.spatial.gradients import is_managed
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -26,6 +28,13 @@ def _options(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+class Said(NamedTuple):
+    """What a rank's optimizers are, in words."""
+
+    options: list[str]
+    strangers: list[str]  # parameters that no model holds: a criterion's, which nobody averages
+
+
 class Stepped:
     """What optimizers that have stepped with a model's parameters are set to, until its ranks have compared it.
 
@@ -36,6 +45,8 @@ class Stepped:
         self._model = model
         self._groups: list[list[dict[str, Any]]] = []  # not the optimizers, which the user may let go of
         self._stepped: set[Any] = set()
+        self._strangers: list[str] | None = None  # as they were when it was first asked since the last comparison
+        self._comparisons = 0  # of strangers
         _all.add(self)
 
     def note(self, groups: list[dict[str, Any]]) -> None:
@@ -48,20 +59,37 @@ class Stepped:
             self._groups.append(groups)
             self._stepped |= new
 
-    def options(self, trained: Collection[nn.Parameter] = ()) -> list[str]:
-        """What is in their groups now, in words; nothing unless all that is `trained` (the model's own) has stepped.
+    def said(self, trained: Collection[nn.Parameter] = ()) -> Said:
+        """What they are now; nothing unless all that is `trained` (the model's own) has stepped.
 
         For optimizers of a part may be each rank's own, as where states are sharded by hand.
         """
         own = trained or [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         if not self._stepped.issuperset(own):
-            return ["no optimizer of all parameters has stepped since the backward pass before"]
-        return [f"{name} is {value}" for groups in self._groups for name, value in _options(groups).items()]
+            return Said(["no optimizer of all parameters has stepped since the backward pass before"], [])
+        options = [f"{name} is {value}" for groups in self._groups for name, value in _options(groups).items()]
+        self._strangers = self._found_strangers() if self._strangers is None else self._strangers
+        return Said(options, self._strangers)
+
+    def _found_strangers(self) -> list[str]:
+        found = [
+            (f"parameter {place} of group {number}, shape {tuple(parameter.shape)}", parameter)
+            for groups in self._groups
+            for number, group in enumerate(groups)
+            for place, parameter in enumerate(group["params"])
+            if type(parameter) is nn.Parameter and parameter.requires_grad and not is_managed(parameter)
+        ]
+        self._comparisons += bool(found)
+        if self._comparisons & (self._comparisons - 1):  # on a GPU the host waits for values: ever more seldom
+            return []
+        sums = checksums([parameter for _, parameter in found])
+        return [f"{name}, of values {value & 0xFFFFFFFF:08x}," for (name, _), value in zip(found, sums, strict=True)]
 
     def compared(self) -> None:
         """The ranks have compared it."""
         self._groups.clear()
         self._stepped.clear()
+        self._strangers = None
 
 
 _all: Any = WeakSet()  # every `Stepped` that there is
@@ -75,11 +103,18 @@ def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 register_optimizer_step_pre_hook(_before_a_step)
 
 
-def require_same_options(said: Sequence[Sequence[str]], ranks: Sequence[int]) -> None:
-    """Raises DivergenceError where what the optimizers of these ranks are set to, in words, is not the same."""
-    if any(one != said[0] for one in said):
-        first, number, other = first_difference(said)
+def require_same_options(said: Sequence[Said], ranks: Sequence[int]) -> None:
+    """Raises DivergenceError where these ranks' optimizers are set otherwise, or step what is not the same on all."""
+    if any(one.options != said[0].options for one in said):
+        first, number, other = first_difference([one.options for one in said])
         raise DivergenceError(
             f"the ranks do not take the same steps: {first} on rank {ranks[0]}, {other} on rank {ranks[number]}. Make "
             "them alike on all ranks, and let a scheduler go by what all ranks know"
+        )
+    if any(one.strangers != said[0].strangers for one in said):
+        first, number, other = first_difference([one.strangers for one in said])
+        raise DivergenceError(
+            "the optimizer steps a parameter that no parallel model holds (a criterion's?), whose gradient nobody "
+            f"averages: {first} on rank {ranks[0]}, {other} on rank {ranks[number]}. Give the module that has it to "
+            "ff.parallelize, too, or put it into the model"
         )

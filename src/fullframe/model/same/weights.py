@@ -19,7 +19,7 @@ from torch import nn
 
 from fullframe.errors import DivergenceError
 from fullframe.model.same.model import state_in_words, state_of
-from fullframe.model.same.optimizers import Stepped, require_same_options
+from fullframe.model.same.optimizers import Said, Stepped, require_same_options
 from fullframe.model.sharding.steps_taken import require_same_steps, steps_taken
 from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_rank_each
 from fullframe.ranks.raw_bytes import in_bytes, plain
@@ -41,7 +41,7 @@ class WeightsInTurn:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._options: list[str] = []
+        self._said = Said([], [])
 
     def look(
         self, trained: Collection[nn.Parameter], model: nn.Module | None = None, stepped: Stepped | None = None
@@ -52,8 +52,8 @@ class WeightsInTurn:
         """
         count = len(trained)
         turn, row = self._calls % max(count, 1), self._calls // max(count, 1)
-        self._options = [] if stepped is None else stepped.options(trained)
-        state = 0 if model is None else zlib.crc32(repr(self._options).encode(), state_of(model, self._calls)) >> 1
+        self._said = Said([], []) if stepped is None else stepped.said(trained)
+        state = 0 if model is None else zlib.crc32(repr(self._said).encode(), state_of(model, self._calls)) >> 1
         self._calls += 1
         looked_at = next(islice(trained, turn, None), None)
         digest = _digest(looked_at, row) if count else steps_taken()  # sharded, or none of ours
@@ -77,7 +77,7 @@ class WeightsInTurn:
     ) -> None:
         """Raises DivergenceError on all ranks of the group, which call it, where they do not hold the same."""
         if model is not None and len({own.state for own in held.values()}) > 1:
-            require_same_options(from_all_ranks(self._options, group), list(held))
+            require_same_options(from_all_ranks(self._said, group), list(held))
             said = from_all_ranks(state_in_words(model, self._calls - 1), group)
             first, number, other = first_difference(said)
             first_rank, rank = (list(held)[n] for n in (0, number))

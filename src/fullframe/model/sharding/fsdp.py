@@ -226,14 +226,14 @@ class ShardedParameters:
 
         Likewise where they have taken other steps.
         """
-        options = self.stepped.options()
-        taken = crc32(repr(options).encode(), steps_taken())
+        said = self.stepped.said()
+        taken = crc32(repr(said).encode(), steps_taken())
         found, alike = on_any_rank_each(flags, crc32("\n".join(self._ran).encode(), taken))
         self.stepped.compared()
         ran = list(self._ran)
         self._ran.clear()
         if not alike:
-            require_same_options(from_all_ranks(options), range(dist.get_world_size()))
+            require_same_options(from_all_ranks(said), range(dist.get_world_size()))
             require_same_steps(from_all_ranks(steps_taken()))
             mine, rank, other = first_difference(from_all_ranks(ran))
             raise DivergenceError(
