@@ -66,14 +66,16 @@ def compare_records(channels: Sequence["Channel"], group: dist.ProcessGroup) -> 
     with waiting_for_ranks():
         dist.all_gather(everyone, facts, group=group)
         found = torch.stack(everyone).view(len(everyone), -1, 3).tolist()  # (ranks, channels, 3)
-    for number, (ranks, record) in enumerate(noted):
-        alike = {tuple(of_rank[number]) for of_rank in found}
-        if len(alike) > len({first for first, *_ in alike}):
-            written = from_all_ranks((ranks, record.count, list(record.last)), group)
-            said = difference(dict(zip(dist.get_process_group_ranks(group), written, strict=True)))
-            raise DivergenceError(f"{said}. {APART_RULE}")
-    for _, record in noted:
-        record.forget()
+    try:
+        for number, (ranks, record) in enumerate(noted):
+            alike = {tuple(of_rank[number]) for of_rank in found}
+            if len(alike) > len({first for first, *_ in alike}):
+                written = from_all_ranks((ranks, record.count, list(record.last)), group)
+                said = difference(dict(zip(dist.get_process_group_ranks(group), written, strict=True)))
+                raise DivergenceError(f"{said}. {APART_RULE}")
+    finally:
+        for _, record in noted:
+            record.forget()
 
 
 def difference(written: Mapping[int, tuple[tuple[int, ...], int, list[bytes]]]) -> str:
