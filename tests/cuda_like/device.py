@@ -162,6 +162,7 @@ def register() -> None:
     """Make the device known to torch and to its fake process group, in this process for good."""
     _setup_privateuseone_for_python_backend(NAME)
     module = torch.get_device_module(NAME)
+    module.get_device_name = lambda index: NAME
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     module.init, module.get_rng_state, module.set_rng_state = lambda: None, torch.get_rng_state, torch.set_rng_state
     _libraries.append(Library("_", "IMPL"))

@@ -80,7 +80,7 @@ class Averaging:
         self._began = False  # that pass
         self._pass: Any = lambda: None  # the backward pass that is running
         self.syncing = True  # outside no_sync()
-        self._weights = WeightsInTurn()
+        self._weights = WeightsInTurn(spatial if self._several else None)
         self.stepped = Stepped(model)
         _all.add(self)
         self.arrange()

@@ -1,6 +1,8 @@
 """Weights that one rank alone has changed are found at the next pass, in a replica and over replicas."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 import fullframe as ff
 from fullframe.errors import DivergenceError
+from fullframe.model.same import weights
 from fullframe.model.same.weights import Weights, WeightsInTurn, require_same_weights
 from fullframe.ranks.channel import Record
 from fullframe.ranks.mesh import spatial_of
@@ -53,6 +56,45 @@ def test_what_is_elsewhere_is_not_looked_at() -> None:
     assert look([]) == look([]) == (0, 0, look([]).digest, 0)
     meta = [nn.Parameter(torch.zeros(3, device="meta"))]
     assert look(meta).digest == look(meta).digest
+
+
+class _OnGpu(torch.Tensor):
+    """Says of itself that it lies there."""
+
+    is_cpu = property(lambda self: False)
+    device = property(lambda self: torch.device("cuda"))
+
+
+class _Event:
+    """Of that GPU, which has come to nothing before the host waits."""
+
+    def __init__(self, device: torch.device):
+        self.begun = False
+
+    def record(self) -> None:
+        self.begun = True
+
+    def synchronize(self) -> None:
+        assert self.begun
+
+
+@pytest.mark.parametrize("of_one_kind", [True, False])
+def test_what_lies_on_a_gpu_is_read_a_call_later_and_only_where_all_are_of_one_kind(
+    of_one_kind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu: Any = SimpleNamespace(mesh=SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(weights, "_are_of_one_kind", lambda spatial: of_one_kind)
+    monkeypatch.setattr(weights, "_values", lambda parameter, row: parameter.detach().as_subclass(_OnGpu).flatten())
+    monkeypatch.setattr(torch, "Event", _Event)
+    parameters = list(small().parameters())
+    before, after = WeightsInTurn(on_gpu), WeightsInTurn(on_gpu)
+    first = [before.look(parameters) for _ in range(5)]
+    with torch.no_grad():
+        parameters[2].view(-1)[5] += 1e-12
+    second = [after.look(parameters) for _ in range(5)]
+    assert [found.turn for found in first[1:]] == ([0, 1, 2, 3] if of_one_kind else [1, 2, 3, 0])
+    alike = [a == b for a, b in zip(first, second, strict=True)]
+    assert alike == [True, True, True, not of_one_kind, True]
 
 
 def test_the_parameter_and_the_ranks_are_named() -> None:

@@ -28,8 +28,8 @@ class Agreement:
     """The checks of one model on one mesh; none where a replica is one rank, or ranks are not real."""
 
     def __init__(self, spatial: Spatial | None):
-        self._weights = WeightsInTurn()
         self._spatial = spatial if spatial is not None and spatial.size > 1 and spatial.channel.tagged else None
+        self._weights = WeightsInTurn(self._spatial)
         self._before: tuple[int, ...] = ()
         self._last = () if self._spatial is None else digests()  # after the forward pass before
         self._is_said = False

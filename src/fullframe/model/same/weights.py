@@ -5,7 +5,8 @@ optimizers are.
 
 A step of the optimizer that one rank alone leaves out, clips or takes at another rate, or a state that it alone loads,
 leaves each rank with weights of its own; what they average and exchange from then on is a mix that no rank can tell
-from its own numbers. Weights on a GPU are not looked at, as the host would wait for them.
+from its own numbers. The host does not wait for weights on a GPU: it reads at each pass what it asked for at the one
+before. GPUs of several kinds round otherwise, so that their weights need not be equal to the bit: there none is asked.
 """
 
 import zlib
@@ -15,14 +16,16 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fullframe.errors import DivergenceError
 from fullframe.model.same.model import state_in_words, state_of
 from fullframe.model.same.optimizers import Said, Stepped, require_same_options
 from fullframe.model.sharding.steps_taken import require_same_steps, steps_taken
 from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_rank_each
-from fullframe.ranks.raw_bytes import in_bytes, plain
+from fullframe.ranks.device import name
+from fullframe.ranks.mesh import Spatial, kept_with_mesh
+from fullframe.ranks.raw_bytes import checksum, in_bytes, plain
 
 _ELEMENTS = 4096  # of a parameter that are looked at
 
@@ -36,10 +39,25 @@ class Weights(NamedTuple):
     state: int = 0  # of the model, as `state_of` says
 
 
-class WeightsInTurn:
-    """Looks at one parameter more at each call; all ranks call it equally often."""
+class _Asked(NamedTuple):
+    """Of a parameter on a GPU."""
 
-    def __init__(self) -> None:
+    turn: int
+    sum: Tensor  # of the host, which has it once it `is_there`
+    is_there: torch.Event
+
+
+class WeightsInTurn:
+    """Looks at one parameter more at each call; all ranks call it equally often.
+
+    At those on a GPU where it is made for a job whose GPUs, of all ranks of `spatial`'s mesh, are of one kind; all of
+    them make it.
+    """
+
+    def __init__(self, spatial: Spatial | None = None) -> None:
+        kind = "cpu" if spatial is None else spatial.mesh.device_type
+        self._gpus = kind if spatial is not None and kind != "cpu" and _are_of_one_kind(spatial) else None
+        self._asked: _Asked | None = None
         self._calls = 0
         self._said = Said([], [])
 
@@ -55,9 +73,25 @@ class WeightsInTurn:
         self._said = Said([], []) if stepped is None else stepped.said(trained)
         state = 0 if model is None else zlib.crc32(repr(self._said).encode(), state_of(model, self._calls)) >> 1
         self._calls += 1
-        looked_at = next(islice(trained, turn, None), None)
-        digest = _digest(looked_at, row) if count else steps_taken()  # sharded, or none of ours
+        if not count:
+            digest = steps_taken()  # sharded, or none of ours
+        else:
+            turn, digest = self._digest(turn, _values(next(islice(trained, turn, None)), row))
         return Weights(count, turn, zlib.crc32(b"%d" % count, digest) >> 1, state)
+
+    def _digest(self, turn: int, values: Tensor | None) -> tuple[int, int]:
+        """Of values at this turn; of those on a GPU, of what was asked at the call before, and its turn."""
+        if values is not None and values.is_cpu:
+            return turn, zlib.crc32(in_bytes(plain(values)).numpy().data)
+        before, self._asked = self._asked, None
+        if values is not None and values.device.type == self._gpus:
+            found = checksum(plain(values)).to("cpu", non_blocking=True)
+            self._asked = _Asked(turn, found, torch.Event(values.device))
+            self._asked.is_there.record()
+        if before is None:
+            return turn, 0
+        before.is_there.synchronize()
+        return before.turn, zlib.crc32(b"%d" % before.sum.item())
 
     def on_any_rank_each(
         self, flags: Sequence[bool], model: nn.Module, trained: Collection[nn.Parameter], stepped: Stepped
@@ -110,11 +144,17 @@ def require_same_weights(held: Mapping[int, Weights], named: Iterable[tuple[str,
         )
 
 
+@kept_with_mesh(maxsize=1)
+def _are_of_one_kind(spatial: Spatial) -> bool:
+    return len(set(from_all_ranks(name()))) == 1
+
+
 @torch.no_grad()
-def _digest(parameter: nn.Parameter | None, row: int) -> int:
-    if type(parameter) is not nn.Parameter or not parameter.is_cpu or parameter.layout != torch.strided:
-        return 0
+def _values(parameter: nn.Parameter, row: int) -> Tensor | None:
+    """Some of its values; None where they are not looked at."""
+    if type(parameter) is not nn.Parameter or parameter.layout != torch.strided:
+        return None
     values = parameter.detach()
     while values.dim() > 1 and values.numel() > _ELEMENTS:
         values = values[row % len(values)]
-    return zlib.crc32(in_bytes(plain(values.reshape(-1)[:_ELEMENTS])).numpy().data)
+    return values.reshape(-1)[:_ELEMENTS]
