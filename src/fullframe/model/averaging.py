@@ -4,7 +4,6 @@ DDP averages in the first backward pass after its forward pass, the parameters i
 same forward pass, a part of the model called on its own, `autograd.grad` and the hooks of users are seen to here.
 """
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain, compress
@@ -14,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import GradientError
+from fullframe.model.ddp import DataParallel
 from fullframe.model.gradient_memory import Buckets, Placed, chunks
 from fullframe.model.hooked import MeansForHooks
 from fullframe.model.same.optimizers import Stepped
@@ -30,10 +29,6 @@ from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.raw_bytes import share_values
 from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.spatial.gradients import Hook, is_accumulated, manage, mean_over_ranks, reaches_any
-
-_SYNC_BUFFERS = "forward_sync_buffers"  # in each forward; torch before 2.13 calls it broadcast_buffers
-if _SYNC_BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
-    _SYNC_BUFFERS = "broadcast_buffers"
 
 _owners: Any = WeakIdKeyDictionary()  # of a parameter, the `Averaging`s that train it
 _all: Any = weakref.WeakSet()  # every `Averaging` that there is
@@ -55,11 +50,11 @@ class Averaging:
         find_unused_parameters: bool,
         data_parallel: Callable[..., nn.Module],
     ):
-        self._make_ddp = data_parallel
         self._door, self._model, self._spatial = door, model, spatial
         self._find_unused = find_unused_parameters
         self._unused = Unused(model, varies=find_unused_parameters)
         self._several = dist.get_world_size() > spatial.size and spatial.channel.tagged  # replicas, which may differ
+        self._make_ddp = DataParallel(data_parallel, spatial.mesh.device_type, self._several)
         self._joins = self._several and not find_unused_parameters  # in hooks of what another replica alone may use
         self._for_hooks = MeansForHooks(spatial, self._joins)
         self._shared: Any = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))  # equal on all ranks
@@ -148,12 +143,7 @@ class Averaging:
         self._placed.note(wanted)
         self._ddp = None  # with its buckets, which in an evaluation's inference mode could not be trained with
         with torch.inference_mode(False), frozen([each for each in trained(self._model)[0] if each not in wanted]):
-            self._ddp = self._make_ddp(
-                self._door,
-                gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
-                init_sync=False,  # `parallelize` has compared and shared what the ranks hold
-                **{_SYNC_BUFFERS: several},
-            )
+            self._ddp = self._make_ddp(self._door, sync_buffers=several)
             self._edges = {p: get_gradient_edge(p) for p in wanted} if hasattr(self._ddp, "reducer") else {}
         self._astray = False
         for parameter in wanted:  # not in DDP's buckets, into which the next pass writes: someone may keep them

@@ -135,6 +135,11 @@ def is_same_on_all(number: int, group: dist.ProcessGroup) -> bool:
     return most == ~least
 
 
+def largest_on_any_rank(number: int) -> int:
+    """The largest of a number, of 32 bits with its sign, that a rank has, on every rank."""
+    return _largest_on_any_rank([number])[0]
+
+
 def _largest_on_any_rank(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
     """The largest of each of some numbers, of 32 bits with their sign, that a rank has, on every rank; one message."""
     if not dist.is_initialized():

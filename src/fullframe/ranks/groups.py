@@ -82,10 +82,29 @@ def open_group_of_all(kind: str) -> None:
         open_groups([group], kind)
 
 
-def forget_group_of_all() -> list[dist.ProcessGroup]:
-    """Make another from now on; the one that there was, if any, to be ended."""
+_of_models: "WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]" = WeakKeyDictionary()
+
+
+def group_of_model(number: int, kind: str) -> dist.ProcessGroup:
+    """All ranks, for gradients on devices of this kind of a model that shares no group with others.
+
+    All ranks make the first call, while nothing is under way.
+    """
     job: Any = dist.group.WORLD
-    return [] if job is None or job not in _of_all else [_of_all.pop(job)]
+    groups = _of_models.setdefault(job, {})
+    if number not in groups:
+        groups[number] = dist.new_group(timeout=timeout_of_job(), group_desc=f"fullframe model {number}")
+        open_groups([groups[number]], kind)
+    return groups[number]
+
+
+def forget_groups_of_all() -> list[dist.ProcessGroup]:
+    """Make others from now on; those of all ranks that there were, but for the job's, to be ended."""
+    job: Any = dist.group.WORLD
+    if job is None:
+        return []
+    own = [_of_all.pop(job)] if job in _of_all else []
+    return [*own, *_of_models.pop(job, {}).values()]
 
 
 def _along(ranks: torch.Tensor, dim: int) -> list[list[int]]:

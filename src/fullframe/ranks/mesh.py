@@ -23,7 +23,7 @@ from fullframe.errors import MeshError
 from fullframe.processes.place import launched_place, require_alone, restarts
 from fullframe.ranks import device
 from fullframe.ranks.channel import Channel, channel_of, forget_channels, share_channel
-from fullframe.ranks.groups import forget_group_of_all, groups_of, open_groups
+from fullframe.ranks.groups import forget_groups_of_all, groups_of, open_groups
 from fullframe.ranks.last_words import speak_last
 from fullframe.ranks.same_meshes import compare_hashing, require_one_mesh
 from fullframe.ranks.torch_parts import require_parts
@@ -249,7 +249,7 @@ def forget_meshes() -> None:
     """
     world = dist.group.WORLD  # groups of an earlier one ended with it, whoever may still hold it
     meshes = {} if world is None else _made.get(world, {})
-    groups = {*forget_group_of_all(), *(group for mesh in meshes.values() for group in _groups_of(mesh))}
+    groups = {*forget_groups_of_all(), *(group for mesh in meshes.values() for group in _groups_of(mesh))}
     _made.clear()
     forget_channels()
     for group in groups - {dist.group.WORLD}:
