@@ -65,10 +65,8 @@ def test_a_planted_recipe_is_named_by_its_small_form(recipe: Callable[[], Recipe
     ("recipe", "code"), recipes.FAULTS.items(), ids=lambda value: getattr(value, "__name__", value)
 )
 def test_on_stages_it_is_named_too(recipe: Callable[[], Recipe], code: str, tmp_path: Path) -> None:
-    """But for an image in bytes: what a stage is given is not looked at."""
     notes = notes_of(recipe, tmp_path, Strategy(stages=2), whole=False)
-    expected = [] if recipe is recipes.not_scaled else [code]
-    assert [finding.code for finding in judge(notes[SMALL], at_full_size=False)] == expected
+    assert [finding.code for finding in judge(notes[SMALL], at_full_size=False)] == [code]
 
 
 def test_an_error_in_the_small_form_spares_the_whole_one(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
@@ -114,7 +115,6 @@ class Modules:
         if isinstance(module, _BatchNorm):
             self._look_at_batch_norm(module, inputs)
         if isinstance(module, _ConvNd) and module.training and id(module) not in self._fed:
-            self._fed.add(id(module))
             self._look_at_pixels(module, inputs)
         if not self._depth and not self.in_backward:
             self._from_outside(module)
@@ -159,6 +159,9 @@ class Modules:
     def _look_at_pixels(self, module: _ConvNd, inputs: Any) -> None:
         """Tell of an image as a file has it: a mask or a table of whole numbers has fewer of them."""
         found = next(tensors_in(inputs), None)
+        if isinstance(found, FakeTensor) or (found is not None and found.is_meta):  # stages look at shapes first
+            return
+        self._fed.add(id(module))
         if found is None or found.requires_grad or not found.is_floating_point() or not found.numel():
             return
         values = getattr(found, "local", found).detach()[:1].float()  # of the first sample, this rank's part
