@@ -166,6 +166,7 @@ class Averaging:
         self._for_hooks.tell(chain(self.parameters, self._frozen))
         if self.syncing and self.run is self._ddp:
             self._expects = True
+            self._make_ddp.open()
         if self._frozen and not self._lent:  # which the model may unfreeze in its forward pass
             self.look()
 

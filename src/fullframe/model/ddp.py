@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullframe.ranks.agreement import largest_on_any_rank
-from fullframe.ranks.groups import group_of_model
+from fullframe.ranks.groups import group_of_model, open_once
 
 _SYNC_BUFFERS = "forward_sync_buffers"  # in each forward; torch before 2.13 calls it broadcast_buffers
 if _SYNC_BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
@@ -29,20 +29,23 @@ class DataParallel:
         if replicas:  # which models are still there is told by the garbage collector, by each rank's at its own time
             self._number = largest_on_any_rank(max((1 + other._number for other in _all), default=0))
             _all.add(self)
-        if self._number:
-            group_of_model(self._number, kind)
 
     def __call__(self, door: nn.Module, sync_buffers: bool) -> nn.Module:
         """`door` wrapped; with `sync_buffers` each replica takes the first one's in each forward pass."""
         options: dict[str, Any] = {_SYNC_BUFFERS: sync_buffers}
         if self._number:
-            options["process_group"] = group_of_model(self._number, self._kind)
+            options["process_group"] = group_of_model(self._number)
         return self._make(
             door,
             gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it
             init_sync=False,  # `parallelize` has compared and shared what the ranks hold
             **options,
         )
+
+    def open(self) -> None:
+        """Before the first backward pass, on all ranks: not all models that are wrapped are trained."""
+        if self._number:
+            open_once(group_of_model(self._number), self._kind)
 
 
 _all: "WeakSet[DataParallel]" = WeakSet()

@@ -75,8 +75,12 @@ def group_of_all() -> dist.ProcessGroup:
 
 
 def open_group_of_all(kind: str) -> None:
-    """All ranks make the first call, while no buckets are under way: NCCL may not open a group then."""
-    group = group_of_all()
+    """All ranks make the first call, while no buckets are under way."""
+    open_once(group_of_all(), kind)
+
+
+def open_once(group: dist.ProcessGroup, kind: str) -> None:
+    """Open it where it is not; NCCL may not do that while buckets of gradients are under way."""
     if group not in _opened:
         _opened.add(group)
         open_groups([group], kind)
@@ -85,16 +89,12 @@ def open_group_of_all(kind: str) -> None:
 _of_models: "WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]" = WeakKeyDictionary()
 
 
-def group_of_model(number: int, kind: str) -> dist.ProcessGroup:
-    """All ranks, for gradients on devices of this kind of a model that shares no group with others.
-
-    All ranks make the first call, while nothing is under way.
-    """
+def group_of_model(number: int) -> dist.ProcessGroup:
+    """All ranks, for the gradients of a model that shares no group with others; all ranks make the first call."""
     job: Any = dist.group.WORLD
     groups = _of_models.setdefault(job, {})
     if number not in groups:
         groups[number] = dist.new_group(timeout=timeout_of_job(), group_desc=f"fullframe model {number}")
-        open_groups([groups[number]], kind)
     return groups[number]
 
 
