@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullframe.errors import DivergenceError
+from fullframe.model.same.strangers import Groups, strangers, warn_of_strangers
 from fullframe.ranks.agreement import first_difference
 from fullframe.ranks.raw_bytes import checksums
-from fullframe.spatial.gradients import is_managed
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"the optimizer": type(optimizer).__name__} | _options(optimizer.param_groups)
 
 
-def _options(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _options(groups: Groups) -> dict[str, Any]:
     return {
         f"the optimizer's {name}, group {number},": value
         for number, group in enumerate(groups)
@@ -43,21 +43,24 @@ class Stepped:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._groups: list[list[dict[str, Any]]] = []  # not the optimizers, which the user may let go of
+        self._groups: list[Groups] = []  # not the optimizers, which the user may let go of
         self._stepped: set[Any] = set()
         self._strangers: list[str] | None = None  # as they were when it was first asked since the last comparison
         self._comparisons = 0  # of strangers
         _all.add(self)
 
-    def note(self, groups: list[dict[str, Any]]) -> None:
-        """Before a step of an optimizer that has these groups of parameters.
+    def note(self, groups: Groups) -> bool:
+        """Before a step of an optimizer that has these groups of parameters: whether any is the model's.
 
         One whose parameters have all stepped is left out: inside a ZeroRedundancyOptimizer's step is that of a part.
         """
-        new = {parameter for group in groups for parameter in group["params"]} - self._stepped
-        if new and any(parameter in new for parameter in self._model.parameters()):
+        given = {parameter for group in groups for parameter in group["params"]}
+        is_its = any(parameter in given for parameter in self._model.parameters())
+        new = given - self._stepped
+        if is_its and any(parameter in new for parameter in self._model.parameters()):
             self._groups.append(groups)
             self._stepped |= new
+        return is_its
 
     def said(self, trained: Collection[nn.Parameter] = ()) -> Said:
         """What they are now; nothing unless all that is `trained` (the model's own) has stepped.
@@ -72,13 +75,7 @@ class Stepped:
         return Said(options, self._strangers)
 
     def _found_strangers(self) -> list[str]:
-        found = [
-            (f"parameter {place} of group {number}, shape {tuple(parameter.shape)}", parameter)
-            for groups in self._groups
-            for number, group in enumerate(groups)
-            for place, parameter in enumerate(group["params"])
-            if type(parameter) is nn.Parameter and parameter.requires_grad and not is_managed(parameter)
-        ]
+        found = [each for groups in self._groups for each in strangers(groups)]
         self._comparisons += bool(found)
         if self._comparisons & (self._comparisons - 1):  # on a GPU the host waits for values: ever more seldom
             return []
@@ -96,8 +93,9 @@ _all: Any = WeakSet()  # every `Stepped` that there is
 
 
 def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for stepped in _all:
-        stepped.note(optimizer.param_groups)
+    groups = optimizer.param_groups
+    if _all and not any([stepped.note(groups) for stepped in _all]):
+        warn_of_strangers(groups)
 
 
 register_optimizer_step_pre_hook(_before_a_step)
