@@ -7,7 +7,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from fullframe.data.nested import leaves, replaced, tensors_in, tensors_replaced
+from fullframe.data.nested import attributes, leaves, replaced, tensors_in, tensors_replaced
 from fullframe.errors import DataError
 
 Pair = namedtuple("Pair", "left right")
@@ -33,6 +33,28 @@ class Node:
     parent: "Node | None" = None
     children: list = field(default_factory=list)
     unset: torch.Tensor = field(init=False)
+
+
+class Named:
+    __slots__ = "name"
+
+
+@dataclass(slots=True)
+class Boxed(Named):
+    boxes: list
+
+
+class Noted(Boxed):
+    pass
+
+
+def test_attributes_are_found_wherever_they_are_kept():
+    assert attributes(Node(1)) == [1, None, []]  # and one that is not set
+    value = Noted([2])
+    assert attributes(value) == [[2]]
+    value.name, value.note = "a", "b"
+    assert attributes(value) == ["b", [2], "a"]
+    assert attributes(5) == attributes("a") == []
 
 
 def test_containers_keep_their_kind_and_leaves_their_place():

@@ -1,6 +1,7 @@
 """A batch cut along its first dim."""
 
-from collections import UserDict
+from collections import UserDict, deque
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -18,6 +19,11 @@ from tests.training.tiny import Frames, Plain
 class Pair(NamedTuple):
     image: torch.Tensor
     names: list[str]
+
+
+@dataclass(slots=True)
+class Slotted:
+    boxes: torch.Tensor
 
 
 def test_tensors_and_lists_of_samples_are_cut_and_the_rest_goes_to_every_slice() -> None:
@@ -76,6 +82,8 @@ def test_one_slice_is_the_batch_itself() -> None:
         ({"a": torch.tensor(1.0)}, "got no tensor"),
         ({"a": torch.zeros(2), "b": [torch.zeros(2, 4), torch.zeros(2, 4)]}, "b has 2 entries, as there are samples"),
         ({"a": torch.zeros(2), "b": SimpleNamespace(boxes=torch.zeros(2))}, "b is a SimpleNamespace, of which it is"),
+        ({"a": torch.zeros(2), "b": deque([torch.zeros(2)])}, "b is a deque, of which it is"),
+        ({"a": torch.zeros(2), "b": Slotted(torch.zeros(2))}, "b is a Slotted, of which it is"),
         ({"a": torch.zeros(2), "b": [torch.zeros(3)]}, r"b\[0\] has 3 rows, the batch 2 samples"),
         ({"img": torch.zeros(2), "batch_idx": torch.zeros(2)}, "batch_idx counts the images of the whole batch"),
     ],

@@ -67,6 +67,15 @@ def tensors_in(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Tensor]:
                 yield from tensors_in(inner, within)
 
 
+def attributes(value: object) -> list[Any]:
+    """What an object's attributes hold, also those in `__slots__`, as attrs and dataclasses may have them."""
+    names = dict.fromkeys(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names |= dict.fromkeys([slots] if isinstance(slots, str) else slots)
+    return [getattr(value, name) for name in names if hasattr(value, name)]
+
+
 def with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A mapping of the kind of `value`, and with the same keys."""
     if type(value) is dict or not isinstance(value, MutableMapping):

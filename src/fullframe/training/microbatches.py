@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from fullframe.data.nested import like, with_items
+from fullframe.data.nested import attributes, like, with_items
 from fullframe.errors import RecipeError, ShapeError
 
 Cut = Callable[[Any, int], Iterable[Any]]
@@ -83,8 +83,8 @@ def _cut(value: Any, part: slice, samples: int, name: str) -> Any:
             return value[part]
         items = [_cut(item, part, samples, f"{name}[{number}]") for number, item in enumerate(value)]
         return like(value, items)
-    held = [*vars(value).values()] if hasattr(value, "__dict__") and not isinstance(value, type) else []
-    if any(isinstance(leaf, (Tensor, np.ndarray)) for leaf in tree_iter(held)):
+    held = tree_iter([value, *([] if isinstance(value, type) else attributes(value))])
+    if any(isinstance(leaf, (Tensor, np.ndarray)) for leaf in held):
         raise ShapeError(f"{name} is a {type(value).__name__}, of which it is not known how to cut it; {_WHOLE}")
     return value
 

@@ -351,6 +351,11 @@ class Target:
     boxes: torch.Tensor
 
 
+@dataclass(slots=True)
+class Slotted:
+    boxes: torch.Tensor
+
+
 def beside(kind):
     """A batch in which ranks differ, or which they cannot compare."""
     rank = dist.get_rank()
@@ -359,6 +364,7 @@ def beside(kind):
         "words": [f"file {rank}"],
         "array": np.full(3, rank),
         "object": Target(torch.ones(1)),
+        "object with slots": Slotted(torch.ones(1)),
     }
     data = [{"image": torch.zeros(3, 4, 6)}] * 4
 
@@ -377,6 +383,7 @@ WRONG = {
     "words": "read different samples",
     "array": "read different samples",
     "object": "holds a Target with tensors in it",
+    "object with slots": "holds a Slotted with tensors in it",
 }
 
 

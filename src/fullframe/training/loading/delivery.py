@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_iter
 from torch.utils.data import default_collate
 
-from fullframe.data.nested import leaves, replaced
+from fullframe.data.nested import attributes, leaves, replaced
 from fullframe.errors import RecipeError, ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
@@ -335,12 +335,14 @@ def _told(value: Any) -> bytes:
         elements = np.asarray(value).reshape(-1)
         elements = elements[:: elements.size // _FINGERPRINT_ELEMENTS | 1]
         return repr(elements.tolist()).encode() if elements.dtype.hasobject else elements.tobytes()
+    if isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value).encode()
     _require_seen(value)
-    return repr(value).encode() if isinstance(value, (bool, int, float, complex, str, bytes)) else b""
+    return b""
 
 
 def _require_seen(value: Any) -> None:
-    held = [] if isinstance(value, Tensor) else [*getattr(value, "__dict__", {}).values()]
+    held = [] if isinstance(value, Tensor) else attributes(value)
     if any(isinstance(leaf, Tensor) for leaf in tree_iter(held)):
         raise RecipeError(
             f"the batch holds a {type(value).__name__} with tensors in it, which is neither cut nor moved; let collate "
