@@ -168,6 +168,18 @@ def steps_apart(name):
     return ""
 
 
+def steps_with_a_group_more():
+    model = ff.parallelize(network(), ff.init_mesh())
+    own = [{"params": [parameter]} for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(own if torch.distributed.get_rank() else model.parameters(), lr=0.5)
+    with pytest.raises(DivergenceError, match=r"lr, group 1, is None on rank 0, 0\.5 on rank 1"):
+        ff.TrainStep(model, mean_loss, optimizer, ff.Strategy(data=2))(whole_batch())
+
+
+def test_a_group_of_parameters_that_the_first_rank_has_not_is_found_before_the_first_step():
+    rank_group(2).run(steps_with_a_group_more)
+
+
 def weighted_loss(size):
     model = network()
     model.register_parameter("log_sigma", nn.Parameter(torch.zeros(2, dtype=torch.float64)))

@@ -47,10 +47,10 @@ def differences(mine: Mapping[str, Any]) -> str:
     """What of these values, by their names, is not the same on all ranks, in words; all ranks call it."""
     everyone = from_all_ranks({name: repr(value) for name, value in mine.items()})
     first, different = everyone[0], []
-    for name in first:
-        rank = next((rank for rank, found in enumerate(everyone) if found.get(name) != first[name]), 0)
+    for name in {name: None for found in everyone for name in found}:
+        rank = next((rank for rank, found in enumerate(everyone) if found.get(name) != first.get(name)), 0)
         if rank:
-            different.append(f"{name} is {first[name]} on rank 0, {everyone[rank].get(name)} on rank {rank}")
+            different.append(f"{name} is {first.get(name)} on rank 0, {everyone[rank].get(name)} on rank {rank}")
     return "; ".join(different)
 
 
