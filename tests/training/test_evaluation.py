@@ -236,6 +236,8 @@ def wrong(kind):
             local = torchmetrics.MeanMetric()
             local.add_state("product", torch.tensor(1.0), dist_reduce_fx=lambda states: states.prod(0))
             return {"local": local}
+        if kind == "changing":
+            return {"loss": (1.0, 1) if state["batches"] > 1 else torchmetrics.MeanMetric()}
         return {"half": OfPart((1.0, 1)) if state["batches"] > 1 else (1.0, 1)}
 
     return measure
@@ -245,6 +247,7 @@ def wrong(kind):
     ("kind", "message"),
     [
         ("mean", "must give (sum, count) or a torchmetrics Metric for 'loss', got Tensor"),
+        ("changing", "gives (sum, count) or a Metric for 'loss', by the batch"),
         ("marked", "marks 'half' as OfPart for some batches only"),
         ("never", "the metric 'mean' cannot be computed: RuntimeError"),
         ("window", "Running keeps _num_vals_seen beside its states, which cannot be reduced over replicas"),
@@ -379,8 +382,8 @@ def test_an_evaluation_draws_nothing_of_the_training_s_numbers():
 
 def test_what_two_ranks_have_measured_is_the_same_or_not():
     for value in (1.0, math.nan, math.inf, -math.inf):
-        assert _alike([(value, 1.0)], [(value, 1.0)])
-        assert not _alike([(value, 1.0)], [(2.0, 1.0)])
+        assert _alike([(value, abs(value))], [(value, abs(value))])
+        assert not _alike([(value, abs(value))], [(2.0, 2.0)])
     assert not _alike([(1.0, 1.0)], [(1.0, 1.0)] * 2)
 
 

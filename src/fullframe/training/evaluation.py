@@ -167,6 +167,10 @@ class _Tally:
                     f"evaluate() must give (sum, count) or a torchmetrics Metric for {name!r}, "
                     f"got {type(value).__name__}"
                 )
+            if name in self._sums and name in self._metrics:
+                raise RecipeError(
+                    f"evaluate() gives (sum, count) or a Metric for {name!r}, by the batch; give one kind"
+                )
 
     def reset(self) -> None:
         """Reset all metrics."""
@@ -224,11 +228,8 @@ def _require_same(name: str, found: Mapping[int, _Found | None]) -> None:
     """Ranks of a replica that do not measure parts must have measured the same, or all of them nothing."""
     (first_rank, first), *others = found.items()
     for rank, other in others:
-        if first is None or other is None:
-            same = other is first
-        else:
-            same = first.of_part == other.of_part and _alike(first.digest, other.digest)
-        if not same:
+        same = first and other and first.of_part == other.of_part and _alike(first.digest, other.digest)
+        if not same and other is not first:
             raise RecipeError(
                 f"evaluate() measured another {name!r} on rank {rank} than on rank {first_rank} of its replica; "
                 "measure on split or whole tensors, or mark what was measured on x.local as OfPart(...)"
@@ -237,7 +238,7 @@ def _require_same(name: str, found: Mapping[int, _Found | None]) -> None:
 
 def _alike(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> bool:
     return len(one) == len(other) and all(
-        abs(a - b) <= _TOLERANCE * max(size, size_b) or (math.isnan(a) and math.isnan(b)) or a == b
+        abs(a - b) <= _TOLERANCE * max(size, size_b) < math.inf or (math.isnan(a) and math.isnan(b)) or a == b
         for (a, size), (b, size_b) in zip(one, other, strict=True)
     )
 
