@@ -1,13 +1,15 @@
-"""Nothing is dropped in a step that is held against another: neither by modules nor by functions."""
+"""The step in one process: nothing is dropped, by modules or by functions, and each replica begins alike."""
 
 from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullframe.verification.reference import NothingDropped, without_dropout
+from fullframe.verification.reference import NothingDropped, _answers, without_dropout
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,34 @@ def test_modules_drop_nothing_and_are_named() -> None:
     model = nn.ModuleDict({"a": nn.Dropout(0.0), "b": nn.FeatureAlphaDropout(0.2), "c": attention})
     assert without_dropout(model) == ["b (p = 0.2)", "c (dropout = 0.5)"]
     assert attention.dropout == 0.0 and without_dropout(model) == []
+
+
+class Noting(nn.Module):
+    """Counts its calls, draws of a generator of its own, and makes buffers by the size of its first image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(1)), 0
+        self.generator = torch.Generator().manual_seed(1)
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("single", torch.zeros(1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        self.calls += 1
+        if not hasattr(self, "grid"):
+            self.register_buffer("grid", torch.arange(3.0))
+        self.empty = self.empty if len(self.empty) else torch.arange(3.0)
+        self.single = self.single if len(self.single) == 3 else torch.arange(3.0)
+        drawn = torch.rand(3, generator=self.generator)
+        return image * self.weight * self.calls * drawn + self.grid + self.empty + self.single
+
+
+def test_each_replica_begins_with_the_model_as_it_was_made(tmp_path: Path) -> None:
+    model, image = Noting().double(), torch.ones(2, 3).double()
+    recipe = mock.Mock(loss=lambda model, batch: model(batch).square().mean())
+    given = {"state": dict(model.state_dict()), "parts": [image, image], "seeds": [5, 5]}
+    answers = _answers(recipe, model, torch.device("cpu"), given, tmp_path)
+    first, second = (torch.load(tmp_path / f"part-{number}" / "1.pt") for number in range(2))  # what comes out
+    assert torch.equal(first, second) and not answers.draws
+    assert answers.buffers[0].keys() == answers.buffers[1].keys() == {"empty", "single", "grid"}
+    assert all(torch.equal(one, answers.buffers[1][name]) for name, one in answers.buffers[0].items())

@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.data.nested import tensors_replaced
 from fullframe.errors import FullframeError, RecipeError
+from fullframe.model.attributes import Attributes
 from fullframe.ranks.randomness import seed_everything
 from fullframe.recipe import Recipe, load_recipe, values_of
 from fullframe.training.faults.whereabouts import where
@@ -160,23 +161,30 @@ def main(recipe_path: Path, folder: Path, values: Sequence[str] = ()) -> None:
 
 def _answers(recipe: Recipe, model: nn.Module, device: torch.device, given: Mapping[str, Any], folder: Path) -> Answers:
     initial = {name: tensor.to(device) for name, tensor in given["state"].items()}
-    _restore(model, initial)
+    set_then = Attributes(model)  # counters, generators, and buffers that a first forward makes: each rank has its own
+
+    def begin(seed: int) -> None:
+        set_then.put_back()
+        _restore(model, initial)
+        seed_everything(seed)
+
     total, count, buffers = 0.0, 0.0, []
     for replica, (batch, seed) in enumerate(zip(given["parts"], given["seeds"], strict=True)):
-        _restore(model, initial)
         batch = tensors_replaced(batch, lambda tensor: tensor.to(device))
-        seed_everything(seed)
+        begin(seed)
         part_sum, part_count = _recorded(recipe, model, batch, folder / f"part-{replica}")
         total, count = total + part_sum, count + part_count
         buffers.append({name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()})
-    _restore(model, initial)
 
-    def again(seed: int) -> float:
-        _restore(model, initial)
-        seed_everything(seed)
+    def forward() -> float:
         return sum_and_count(recipe.loss(model, batch))[0].item()  # with a graph, as it may ask for gradients itself
 
-    narrow, other = _narrow(model, lambda: again(seed + 1))
+    def again(seed: int) -> float:
+        begin(seed)
+        return forward()
+
+    begin(seed + 1)  # not within, where hooks are on the modules
+    narrow, other = _narrow(model, forward)
     is_drawn = other is None or not math.isclose(part_sum, other, rel_tol=1e-9)
     draws = is_drawn and _draws(again, seed, part_sum)
     if not count > 0 or not torch.isfinite(torch.tensor(total)):
