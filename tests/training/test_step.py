@@ -223,7 +223,9 @@ def test_a_batch_in_which_nothing_counts_is_skipped(strategy):
 
 
 @pytest.mark.parametrize("count", [math.nan, math.inf])
-@pytest.mark.parametrize("strategy", [ff.Strategy(), ff.Strategy(update_in_backward=True)])
+@pytest.mark.parametrize(
+    "strategy", [ff.Strategy(), ff.Strategy(update_in_backward=True), ff.Strategy(precision="fp16", microbatches=2)]
+)
 def test_a_count_that_is_not_finite_is_skipped(count, strategy):
     model = network()
     before = [p.detach().clone() for p in model.parameters()]

@@ -117,8 +117,11 @@ class LossScale:
         return 0 < self._mean < self.value
 
     def start(self, count: float) -> float:
-        """The scale for a loss summed over about `count` elements; as it was, once started."""
-        if not self.started:
+        """The scale for a loss summed over about `count` elements; as it was, once started, or where that is no number.
+
+        Of such a step nothing is updated.
+        """
+        if not self.started and math.isfinite(count):
             self._mean = 1 / 2.0 ** math.ceil(math.log2(max(count, 1.0)))
             self.value = self._FIRST * self._mean
         return self.value
