@@ -28,6 +28,17 @@ def test_the_average_follows_by_its_decay() -> None:
     assert set(average.state_dict()) == {"weight", "bias"}  # buffers are averages already
 
 
+def test_frozen_whole_numbers_are_taken_as_they_are() -> None:
+    model = weight(1.0)
+    model.frozen = nn.Parameter(torch.tensor([100, 3], dtype=torch.int8), requires_grad=False)
+    average = ParameterAverage(model, 0.5)
+    model.frozen.data = torch.tensor([3, 100], dtype=torch.int8)
+    nn.init.constant_(model.weight, 3.0)
+    average.update()
+    with average.applied():
+        assert model.frozen.tolist() == [3, 100] and model.weight.item() == 2
+
+
 def test_the_model_holds_the_average_inside_and_its_own_after_an_error_too() -> None:
     model = weight(1.0)
     average = ParameterAverage(model, 0.5)

@@ -34,8 +34,11 @@ class ParameterAverage:
     def update(self) -> None:
         """Take one step of the average."""
         self._follow()
-        parameters = [p.detach() for p in self._parameters.values()]
-        torch._foreach_lerp_(list(self._average.values()), parameters, 1 - self._decay)
+        numbers = {name: p for name, p in self._parameters.items() if p.is_floating_point() or p.is_complex()}
+        averages = [self._average[name] for name in numbers]
+        torch._foreach_lerp_(averages, [p.detach() for p in numbers.values()], 1 - self._decay)
+        for name in self._parameters.keys() - numbers.keys():  # as of weights that are frozen in 8 bits
+            self._average[name].copy_(self._parameters[name])
 
     def _follow(self) -> None:
         """See the parameters that the model has now; the average of one of another shape begins with its value."""
