@@ -124,6 +124,22 @@ def sound_adversarial() -> None:
         second.step()
 
 
+def sound_critic() -> None:
+    """The generator's optimizer steps once in five, and its loss alone is scaled; the critic's gives it gradients."""
+    generator, critic = made()[1], made(1)[1]
+    first, second = SGD(generator.parameters(), lr=0.1), SGD(critic.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    for number, (image, label) in enumerate(endless(sound_loader())):
+        second.zero_grad()
+        (F.cross_entropy(critic(image), label) + generator(image).square().mean()).backward()
+        second.step()
+        if number % 5 == 2:
+            first.zero_grad()
+            scaler.scale(F.cross_entropy(generator(image), label)).backward()
+            scaler.step(first)
+            scaler.update()
+
+
 def sound_with_evaluation() -> None:
     plain, model = made()
 
@@ -499,6 +515,6 @@ FAULTS: dict[Callable[[], None], str] = {
 }
 GROWING = (carried_graph, kept_losses, summed_loss, falling_scale)  # which show after some steps
 SOUND = (
-    sound, sound_with_microbatches, sound_with_scaler, sound_adversarial, sound_with_evaluation, sound_frozen_norm,
-    sound_momentum_encoder,
+    sound, sound_with_microbatches, sound_with_scaler, sound_adversarial, sound_critic, sound_with_evaluation,
+    sound_frozen_norm, sound_momentum_encoder,
 )  # fmt: skip

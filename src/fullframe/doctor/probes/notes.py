@@ -86,7 +86,7 @@ class Update(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Untrained(Event):
-    """Parameters with a gradient that no optimizer holds, once all optimizers have taken a step."""
+    """Parameters with a gradient that no optimizer holds, once one has taken two steps."""
 
     names: tuple[str, ...]
 

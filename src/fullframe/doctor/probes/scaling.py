@@ -15,13 +15,12 @@ _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 class ScalerProbe:
     """Tells `said(action, scale, optimizer)` of scale, unscale, clip, step and update, in order.
 
-    `stepping` is true while a scaler takes an optimizer's step, `scaled` since the loss was scaled.
+    `stepping` is true while a scaler takes an optimizer's step.
     """
 
     def __init__(self, said: Callable[[str, float, Any], None]):
         self._said = said
         self.stepping = False
-        self.scaled = False
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -43,7 +42,6 @@ class ScalerProbe:
             if not self.stepping:
                 optimizer = args[0] if action in ("unscale", "step") and args else None
                 self._said(action, float(scaler.get_scale()), optimizer)
-            self.scaled = self.scaled or action == "scale"
             if action != "step":
                 return original(scaler, *args, **kwargs)
             self.stepping = True

@@ -3,6 +3,7 @@
 They note and send nothing, so that a probe can neither hang a rank nor mend what it looks for.
 """
 
+import gc
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -50,6 +51,8 @@ class Probes:
         self.modules = Modules(self._oddity)
         self._loading = Loading(note)
         self._scaling = ScalerProbe(self._scaled)
+        self._scaled_losses = 0  # of which no backward pass has begun yet
+        self._has_scaled = False  # the last backward pass: its gradients
         self._graphs = LiveGraphs()
         self._optimizers: dict[int, Optimizer] = {}  # kept, so that an id stays one's own
         self._updates: dict[int, int] = {}  # by number of the optimizer
@@ -91,6 +94,8 @@ class Probes:
     def _scaled(self, action: str, scale: float, optimizer: Any) -> None:
         if optimizer is not None:
             self._number(optimizer)  # its parameters are trained, also before its first step
+        if action in ("scale", "update"):  # several may have gone into one pass
+            self._scaled_losses = self._scaled_losses + 1 if action == "scale" else 0
         self._note(Scaling(action=action, scale=scale, at_update=sum(self._updates.values())))
 
     def _number(self, optimizer: Any) -> int:
@@ -122,6 +127,7 @@ class Probes:
         if not self._backwards:
             self._note_job()
         self._backwards += 1
+        self._has_scaled, self._scaled_losses = self._scaled_losses > 0, max(self._scaled_losses - 1, 0)
         losses = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
         for held in self._uncleared.values():
             for name in [n for n, p in held.items() if p.grad is None or not bool(local(p.grad).any())]:
@@ -134,7 +140,7 @@ class Probes:
             "nodes": graph_nodes(*(loss.grad_fn for loss in losses)),
             "synchronizes": self.modules.synchronizes(),
             "evaluating": self.modules.evaluating(),
-            "scaled": self._scaling.scaled,
+            "scaled": self._has_scaled,
         }
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -142,7 +148,7 @@ class Probes:
         if not self._updates:
             self._note_weights()
         self._updates.setdefault(number, 0)
-        if self._scaling.scaled and not self._scaling.stepping:
+        if self._has_scaled and not self._scaling.stepping:
             self._scaled("bare", 0.0, optimizer)
         self._names = self._all_names()
         with self._aside():
@@ -198,7 +204,8 @@ class Probes:
         self._note(replace(event, alive=alive, held_by=holder, seconds=took))
         if event.number == 2 and not self._said_untrained:
             self._said_untrained = True
-            every = {name: p for name, p in self.modules.named_parameters() if id(p) not in self.modules.trained}
+            held = {id(p) for optimizer in _optimizers() for group in optimizer.param_groups for p in group["params"]}
+            every = {name: p for name, p in self.modules.named_parameters() if id(p) not in held}
             self._note(Untrained(names=tuple(name for name, p in every.items() if p.grad is not None)))
             self._note_frozen_norms()
         self._clock, self._own_seconds = seconds(), 0.0
@@ -267,6 +274,11 @@ class Probes:
                 elements=sum(p.numel() for p in every.values()),
             )
         )
+
+
+def _optimizers() -> list[Any]:
+    """All that there are: some step less often than others, as a generator's after five steps of its critic's."""
+    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
 
 
 def _backend() -> str:
