@@ -104,6 +104,22 @@ def test_the_batch_a_parameter_and_a_gradient_are_named(tmp_path):
     assert "the gradient of body.0.weight" in text
 
 
+class Spectral(Network):
+    """A filter of complex weights on the frequencies."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.full((1, 1, 1), complex(1, torch.nan)))
+
+    def forward(self, image):
+        return super().forward(torch.fft.ifft2(torch.fft.fft2(image) * self.filter).real)
+
+
+def test_a_complex_parameter_is_named(tmp_path):
+    with pytest.raises(RunError, match="the first that is not finite is parameter filter on rank 0"):
+        ff.fit(recipe(model=Spectral), ff.Strategy(), tmp_path, max_skipped=1)
+
+
 def test_a_skipped_step_changes_nothing():
     torch.manual_seed(0)
     model = Network()

@@ -75,4 +75,4 @@ def _is_broken(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return False
     tensor = local_value(local_or_whole(value))
-    return tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+    return (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all())
