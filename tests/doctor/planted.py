@@ -140,6 +140,21 @@ def sound_critic() -> None:
             scaler.update()
 
 
+def sound_with_closure() -> None:
+    """Several passes a step, each from other weights."""
+    model = made()[1]
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    for image, label in endless(sound_loader()):
+
+        def loss(image: Tensor = image, label: Tensor = label) -> Tensor:
+            optimizer.zero_grad(set_to_none=False)
+            found = F.cross_entropy(model(image), label)
+            found.backward()
+            return found
+
+        optimizer.step(loss)
+
+
 def sound_with_evaluation() -> None:
     plain, model = made()
 
@@ -515,6 +530,6 @@ FAULTS: dict[Callable[[], None], str] = {
 }
 GROWING = (carried_graph, kept_losses, summed_loss, falling_scale)  # which show after some steps
 SOUND = (
-    sound, sound_with_microbatches, sound_with_scaler, sound_adversarial, sound_critic, sound_with_evaluation,
-    sound_frozen_norm, sound_momentum_encoder,
+    sound, sound_with_microbatches, sound_with_scaler, sound_adversarial, sound_critic, sound_with_closure,
+    sound_with_evaluation, sound_frozen_norm, sound_momentum_encoder,
 )  # fmt: skip

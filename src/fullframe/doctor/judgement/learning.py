@@ -174,7 +174,8 @@ def _sent_too_often(rank: Notes) -> Iterator[Finding]:
     passes: list[list[bool]] = [[]]  # of each step: whether they send
     for event in rank.events:
         if isinstance(event, Backward):
-            passes[-1].append(event.synchronizes)
+            before = passes[-1] if event.adds else []  # else it is no microbatch: a closure's next trial, say
+            passes[-1] = [*before, event.synchronizes]
         elif passes[-1] and (isinstance(event, Update) or (isinstance(event, Scaling) and event.action == "step")):
             passes.append([])  # once, where a scaler steps and then its optimizer, or several optimizers do
     several = [sum(each) for each in passes[:-1]]

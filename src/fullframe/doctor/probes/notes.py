@@ -61,6 +61,7 @@ class Backward(Event):
     loss: float
     attached: bool = True  # the loss has a graph
     nodes: int = 0  # of the loss's graph
+    adds: bool = True  # to gradients that are there
     synchronizes: bool = True  # gradients are averaged in this pass, where a wrapper does that at all
     evaluating: tuple[str, ...] = ()  # trained modules in eval mode that then do something else
     scaled: bool = False  # by a GradScaler

@@ -130,7 +130,7 @@ class Probes:
         self._has_scaled, self._scaled_losses = self._scaled_losses > 0, max(self._scaled_losses - 1, 0)
         losses = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
         for held in self._uncleared.values():
-            for name in [n for n, p in held.items() if p.grad is None or not bool(local(p.grad).any())]:
+            for name in [n for n, p in held.items() if not _has_gradient(p)]:
                 del held[name]
         value = next((float(local(loss)) for loss in losses if loss.numel() == 1), 0.0)
         return {
@@ -138,6 +138,7 @@ class Probes:
             "loss": value,
             "attached": any(loss.requires_grad for loss in losses),
             "nodes": graph_nodes(*(loss.grad_fn for loss in losses)),
+            "adds": any(_has_gradient(p) for _, p in self.modules.named_parameters()),
             "synchronizes": self.modules.synchronizes(),
             "evaluating": self.modules.evaluating(),
             "scaled": self._has_scaled,
@@ -274,6 +275,11 @@ class Probes:
                 elements=sum(p.numel() for p in every.values()),
             )
         )
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    """Whether there is one, and not of zeros alone, as `zero_grad(set_to_none=False)` leaves them."""
+    return parameter.grad is not None and bool(local(parameter.grad).any())
 
 
 def _optimizers() -> list[Any]:
