@@ -105,6 +105,7 @@ class LossScale:
         self.value = self._FIRST
         self._good_steps = 0
         self._mean = 0.0  # the scale at which the loss is the mean itself; 0 before the start
+        self._is_new = False  # started, and no step is done since
 
     @property
     def started(self) -> bool:
@@ -117,17 +118,18 @@ class LossScale:
         return 0 < self._mean < self.value
 
     def start(self, count: float) -> float:
-        """The scale for a loss summed over about `count` elements; as it was, once started, or where that is no number.
-
-        Of such a step nothing is updated.
-        """
-        if not self.started and math.isfinite(count):
-            self._mean = 1 / 2.0 ** math.ceil(math.log2(max(count, 1.0)))
-            self.value = self._FIRST * self._mean
+        """The scale for a loss summed over about `count` elements; as it was, once started."""
+        if not self.started:
+            self._mean = 1 / 2.0 ** math.ceil(math.log2(count if 1 < count < math.inf else 1.0))
+            self.value, self._is_new = self._FIRST * self._mean, True
         return self.value
 
-    def update(self, overflowed: bool) -> None:
-        """Learn how a step went, the same on all ranks."""
+    def update(self, overflowed: bool, counted: bool = True) -> None:
+        """Learn how a step went, the same on all ranks; where nothing was `counted`, or no number, that is no start."""
+        is_new, self._is_new = self._is_new, False
+        if is_new and not counted:
+            self.value, self._mean = self._FIRST, 0.0
+            return
         self._good_steps = 0 if overflowed else self._good_steps + 1
         if overflowed:
             self.value /= 2

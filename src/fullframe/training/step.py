@@ -188,7 +188,7 @@ class TrainStep:
         factor = self._ranks / count_of_all if count_of_all > 0 else math.nan
         if self.scale is not None:
             factor /= self.scale.value
-            self.scale.update(overflowed=broken_ranks > 0)
+            self.scale.update(overflowed=broken_ranks > 0, counted=0 < count_of_all < math.inf)
         grad_norm = scaled_norm * factor
         if not skipped:
             factor *= self._clipping(grad_norm)

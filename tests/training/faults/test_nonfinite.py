@@ -160,6 +160,18 @@ def test_a_falling_scale_is_not_a_failure(tmp_path):
     assert sum("skipped" in message for message in messages) > 1
 
 
+@pytest.mark.parametrize("count", [0, torch.inf, torch.nan])
+def test_a_step_in_which_nothing_counts_does_not_start_the_scale(count):
+    scale = LossScale()
+    assert scale.start(count) == scale.start(1024) == 2.0**16, "of all microbatches of the step alike"
+    scale.update(overflowed=True, counted=False)
+    assert scale.value == 2.0**16 and not scale.started
+    assert scale.start(1024) == 2.0**6
+    scale.update(overflowed=True, counted=True)
+    scale.update(overflowed=False, counted=False)
+    assert scale.value == 2.0**5 and scale.started
+
+
 def test_the_scale_falls_to_the_mean():
     scale = LossScale()
     assert not scale.falling
