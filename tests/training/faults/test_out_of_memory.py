@@ -97,10 +97,11 @@ def written_by(through):
         if rank and through:  # so that rank 0 is the first
             dist.distributed_c10d._get_default_store().wait([f"fullframe: {what}"])
         by_one_that_is_through(what, act)
+        is_there = dist.distributed_c10d._get_default_store().check([f"{what} of the test"])
     finally:
         device.is_through = before
     dist.barrier()
-    return acted, dist.distributed_c10d._get_default_store().check([f"{what} of the test"])
+    return acted, is_there
 
 
 def test_a_rank_whose_device_waits_for_ever_leaves_the_writing_to_another():
