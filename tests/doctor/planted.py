@@ -140,6 +140,19 @@ def sound_critic() -> None:
             scaler.update()
 
 
+def sound_with_two_models() -> None:
+    """One scaler, and both passes before both steps."""
+    models = made()[1], made(1)[1]
+    optimizers, scaler = [SGD(model.parameters(), lr=0.1) for model in models], torch.amp.GradScaler("cpu", 128.0)
+    for image, label in endless(sound_loader()):
+        for loss in [scaler.scale(F.cross_entropy(model(image), label)) for model in models]:
+            loss.backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+
+
 def sound_with_closure() -> None:
     """Several passes a step, each from other weights."""
     model = made()[1]
@@ -531,5 +544,5 @@ FAULTS: dict[Callable[[], None], str] = {
 GROWING = (carried_graph, kept_losses, summed_loss, falling_scale)  # which show after some steps
 SOUND = (
     sound, sound_with_microbatches, sound_with_scaler, sound_adversarial, sound_critic, sound_with_closure,
-    sound_with_evaluation, sound_frozen_norm, sound_momentum_encoder,
+    sound_with_two_models, sound_with_evaluation, sound_frozen_norm, sound_momentum_encoder,
 )  # fmt: skip

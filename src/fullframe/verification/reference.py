@@ -2,8 +2,8 @@
 
 `python -m fullframe.verification.reference RECIPE FOLDER NAME=VALUE ...` reads what the ranks wrote to the folder with
 `hand_over` and writes there what it computed. A process of its own, so that nothing in it can know of ranks. The batch
-goes through replica by replica, each from the same initial buffers, and the gradients are added up: batch norm sees a
-replica's samples at a time, as it does in data-parallel training.
+goes through replica by replica, each from the same buffers and attributes, and the gradients are added up: batch norm
+sees a replica's samples at a time, as it does in data-parallel training.
 """
 
 import io

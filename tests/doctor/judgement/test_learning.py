@@ -86,9 +86,12 @@ def test_messages_of_every_microbatch() -> None:
     once = [event for n in (1, 2) for event in (backward(synchronizes=False), backward(), update(n))]
     scaled = [*passes, Scaling(action="step"), update(1), *passes, Scaling(action="step"), update(2)]
     two_optimizers = [*passes, update(1), replace(update(1), optimizer=1), *passes, update(2)]
-    for sent_often in (twice, scaled, two_optimizers):
+    anew = backward(adds=False)
+    two_models = [event for n in (1, 2) for event in (*passes, anew, update(n))]
+    for sent_often in (twice, scaled, two_optimizers, two_models):
         assert codes(judged_learning(ranks([ddp, *sent_often]))) == ["FF333"]
-    for sent_once in (once, [*twice, backward(), update(3)]):
+    trials = [event for n in (1, 2) for event in (anew, anew, anew, update(n))]
+    for sent_once in (once, [*twice, backward(), update(3)], trials):
         assert codes(judged_learning(ranks([ddp, *sent_once]))) == []
     assert codes(judged_learning(ranks([replace(ddp, ranks=1), *twice]))) == []
 

@@ -171,14 +171,15 @@ def _sent_too_often(rank: Notes) -> Iterator[Finding]:
     job = rank.one(Job)
     if job is None or job.ranks == 1 or "DistributedDataParallel" not in job.frameworks:
         return
-    passes: list[list[bool]] = [[]]  # of each step: whether they send
+    passes: list[list[int]] = [[]]  # of each step: how many send, of those that add to the same gradients
     for event in rank.events:
-        if isinstance(event, Backward):
-            before = passes[-1] if event.adds else []  # else it is no microbatch: a closure's next trial, say
-            passes[-1] = [*before, event.synchronizes]
+        if isinstance(event, Backward) and event.adds and passes[-1]:
+            passes[-1][-1] += event.synchronizes
+        elif isinstance(event, Backward):  # else a closure's next trial, say, or another model's
+            passes[-1].append(int(event.synchronizes))
         elif passes[-1] and (isinstance(event, Update) or (isinstance(event, Scaling) and event.action == "step")):
             passes.append([])  # once, where a scaler steps and then its optimizer, or several optimizers do
-    several = [sum(each) for each in passes[:-1]]
+    several = [max(each) for each in passes[:-1]]
     if several and min(several) > 1:
         yield kinds.SENT_EVERY_MICROBATCH.found(
             f"gradients are averaged over the ranks {several[0]} times a step, in each backward"

@@ -70,6 +70,12 @@ def graph_nodes(*starts: Any) -> int:
     return sum(1 for _ in islice(graph_behind(starts), _MOST_NODES))
 
 
+def leaves_behind(*starts: Any) -> Iterator[Tensor]:
+    """The tensors that backward from some `grad_fn`s gives gradients, as far as `graph_nodes` looks."""
+    nodes = islice(graph_behind(starts), _MOST_NODES)
+    return (node.variable for node in nodes if type(node).__name__ == "AccumulateGrad")
+
+
 class LiveGraphs:
     """How much of the graph is still held by Python's tensors at the end of each step, and by whom."""
 

@@ -22,7 +22,15 @@ from fullframe.doctor.probes.loading import Loading
 from fullframe.doctor.probes.modules import Modules, wrapper_of
 from fullframe.doctor.probes.notes import Backward, Event, Job, Oddity, Scaling, Sketch, Untrained, Update, Weights
 from fullframe.doctor.probes.scaling import ScalerProbe
-from fullframe.doctor.probes.sketches import LiveGraphs, checksum, graph_nodes, local, part_of, sketch
+from fullframe.doctor.probes.sketches import (
+    LiveGraphs,
+    checksum,
+    graph_nodes,
+    leaves_behind,
+    local,
+    part_of,
+    sketch,
+)
 from fullframe.simulation.fake.replaced import replaced
 from fullframe.wording import plural, some
 
@@ -138,7 +146,7 @@ class Probes:
             "loss": value,
             "attached": any(loss.requires_grad for loss in losses),
             "nodes": graph_nodes(*(loss.grad_fn for loss in losses)),
-            "adds": any(_has_gradient(p) for _, p in self.modules.named_parameters()),
+            "adds": any(map(_has_gradient, leaves_behind(*(loss.grad_fn for loss in losses)))),
             "synchronizes": self.modules.synchronizes(),
             "evaluating": self.modules.evaluating(),
             "scaled": self._has_scaled,
