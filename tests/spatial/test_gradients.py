@@ -487,6 +487,9 @@ def _refused(what: str) -> None:
         torch.autograd.grad((x * scale)[:, :, 2, 3].sum(0), scale, torch.eye(3).double(), is_grads_batched=True)
     elif what == "vjp":
         torch.func.vjp(torch.sin, x)
+    elif what == "grad of a parallel model":
+        model, scale = _net(on)[0], torch.tensor(2.0, dtype=torch.float64)
+        torch.func.grad(lambda scale: model(x.detach()).mean() * scale)(scale)
 
 
 REFUSED = {
@@ -497,6 +500,7 @@ REFUSED = {
     "inputs": ("UnsupportedOp", "Use autograd.grad for it"),
     "batched": ("UnsupportedOp", "is_grads_batched"),
     "batched, of one rank's point": ("UnsupportedOp", "is_grads_batched"),
+    "grad of a parallel model": ("UnsupportedOp", "a transform of torch.func (grad, vjp, jvp, vmap)"),
     "vjp": ("UnsupportedOp", "In place of torch.func.grad and vmap use torch.autograd.grad and a loop"),
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from fullframe.errors import GradientError, UnsupportedOp
 
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
+_is_transformed = torch._C._are_functorch_transforms_active
 Map = Callable[[Tensor], Tensor]
 Computation = TypeVar("Computation", bound=Callable[..., Any])
 
@@ -20,20 +21,25 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     Raises UnsupportedOp under transforms of `torch.func`, which would have to see inside.
     """
     quickly = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    is_transformed = torch._C._are_functorch_transforms_active
 
     def apply(*args: Any) -> Any:
-        if is_transformed():
-            raise UnsupportedOp(
-                "a transform of torch.func (grad, vjp, jvp, vmap)",
-                (),
-                "",
-                "a message between ranks cannot be transformed",
-                "Use torch.autograd.grad, with create_graph=True for gradients of gradients; a loop in place of vmap.",
-            )
+        if _is_transformed():
+            refuse_transforms()
         return quickly(*args)
 
     return apply
+
+
+def refuse_transforms() -> None:
+    """Raises UnsupportedOp under transforms of `torch.func`."""
+    if _is_transformed():
+        raise UnsupportedOp(
+            "a transform of torch.func (grad, vjp, jvp, vmap)",
+            (),
+            "",
+            "a message between ranks cannot be transformed",
+            "Use torch.autograd.grad, with create_graph=True for gradients of gradients; a loop in place of vmap.",
+        )
 
 
 def unrecorded(computation: Computation) -> Computation:

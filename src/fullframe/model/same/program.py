@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fullframe.errors import DivergenceError
 from fullframe.model.same.optimizers import Stepped
 from fullframe.model.same.weights import Weights, WeightsInTurn
+from fullframe.ranks.adjoint import refuse_transforms
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.ranks.channel import compare_records
 from fullframe.ranks.collectives import all_gather_no_grad
@@ -45,9 +46,11 @@ class Agreement:
         """Remember the random states. A pass in which nothing `is_split` may well be one rank's own, and is let be.
 
         Where DDP `rebuilds` its buckets in it, for which it waits for all ranks without a word, they meet before.
+        Raises UnsupportedOp under transforms of `torch.func`, in which random states cannot be read either.
         """
         self._looks = is_split and self._spatial is not None
         if self._looks:
+            refuse_transforms()
             self._before = digests()
         if self._looks and rebuilds and self._spatial is not None:
             self._spatial.channel.agree("forward", torch.empty(()))
