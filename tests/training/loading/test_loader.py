@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import warnings
 import weakref
 
 import numpy as np
@@ -281,6 +282,34 @@ def test_set_epoch():
     loader.set_epoch(4)
     assert (loader.epoch, loader.state_dict()["position"]) == (4, 0)
     assert len(list(loader)) == len(loader) == 2 and loader.epoch == 5
+
+
+def left(before):
+    """What is said of a second loop after `before`, with the line it is said of."""
+    loader = loader_of()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        before(loader)
+        for _ in range(2):
+            next(iter(loader))
+    return [(warning.filename, str(warning.message)) for warning in said if "was left" in str(warning.message)]
+
+
+def test_a_loop_that_goes_on_where_one_was_left_says_so_once():
+    """A DataLoader's would begin anew; one after a resume, or of another epoch, is meant to begin where it does."""
+    message = "was left after batch 1 of 2, and the next one goes on from there"
+    assert [(name, message in text) for name, text in left(lambda loader: None)] == [(__file__, True)]
+    assert len(left(lambda loader: [next(iter(loader)) for _ in range(3)])) == 1
+
+    def begins_another(loader):
+        next(iter(loader))
+        loader.set_epoch(3)
+        assert [len(list(loader)) for _ in range(2)] == [2, 2]
+        loader.load_state_dict(loader.state_dict() | {"position": 1})
+        assert len(list(loader)) == 1
+        loader.load_state_dict(loader.state_dict() | {"position": 1})  # its last batch, and the next epoch's first
+
+    assert left(begins_another) == []
 
 
 def test_another_order_is_refused():

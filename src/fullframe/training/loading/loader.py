@@ -7,6 +7,7 @@ ranks of a replica compare what they read, and refuse to go on with different sa
 
 import random
 import signal
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -83,6 +84,7 @@ class ShardedLoader:
         self._order = Order(loader, seed, replica, replicas, weighted)
         self._deliver, self._prefetch = Delivery(mesh, split), prefetch
         self._all_taken = False  # of the current epoch's batches
+        self._left = self._said_left = False  # a loop over it, in the middle of an epoch
         self._mesh, self._passes = mesh, 0
         self._number = -1  # among the mesh's loaders, from its first pass on
         self._dataset: Dataset[Any] = loader.dataset
@@ -110,14 +112,27 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._all_taken:  # by a loop that counted them, and did not ask for the end
             self.set_epoch(self.epoch + 1)
+        if self._left:
+            self._say_left()
         self._order.begin()
         self._require_one_order()
         for batch in self._deliver(self._loader, self._prefetch):
             self._order.position += 1
-            self._all_taken = self._order.position == len(self)
+            self._all_taken, self._left = self._order.position == len(self), True
             yield batch
             del batch  # or it would be there until the next one but one is
         self.set_epoch(self.epoch + 1)
+
+    def _say_left(self) -> None:
+        """Warn, once, that the loop which begins goes on with an epoch, where a DataLoader's would begin anew."""
+        if not self._said_left and dist.get_rank() == 0:
+            warnings.warn(
+                f"a loop over this ShardedLoader was left after batch {self._order.position} of {len(self)}, and the "
+                "next one goes on from there with the same epoch, where a DataLoader would begin anew; to begin the "
+                "next epoch call loader.set_epoch(loader.epoch + 1) before it",
+                stacklevel=3,
+            )
+        self._said_left = True
 
     def _require_one_order(self) -> None:
         """Raises RecipeError where another rank, at as many loops over its loader before, reads in another order.
@@ -162,7 +177,7 @@ class ShardedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`; the current epoch is left where it stands."""
         if epoch != self._order.epoch:
-            self._order.epoch, self._order.position, self._all_taken = epoch, 0, False
+            self._order.epoch, self._order.position, self._all_taken, self._left = epoch, 0, False, False
 
     def state_dict(self) -> dict[str, int]:
         """The loader's position: epoch and batches handed out of it, and what must not change to go on."""
@@ -174,7 +189,7 @@ class ShardedLoader:
         Raises CheckpointError when the order would be another; where a sampler gives it, as the next iteration begins.
         """
         self._order.load_state_dict(state)
-        self._all_taken = False
+        self._all_taken = self._left = False
 
 
 def evaluation_batches(
