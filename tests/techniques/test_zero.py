@@ -78,6 +78,35 @@ def test_users_step_hooks_see_all_gradients_and_new_values() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
+class _Slow(torch.optim.SGD):
+    """Lookahead: goes on from its parent's step, around which torch calls the hooks too once there was an SGD."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+            parameter.data.copy_(slow.lerp_(parameter.detach(), 0.5))
+
+
+def _of_a_subclass(sharded: bool) -> list[Tensor]:
+    torch.optim.SGD(parameters())
+    held = parameters()
+    optimizer = _Slow(held, lr=0.1, momentum=0.9)
+    if sharded:
+        shard_state(optimizer)
+    for step in range(4):
+        for number, parameter in enumerate(held):
+            parameter.grad = torch.full_like(parameter, step - number) if parameter.requires_grad else None
+        optimizer.step()
+    return [p.detach() for p in held]
+
+
+def test_a_step_that_calls_its_parents() -> None:
+    expected = _of_a_subclass(False)
+    for found in rank_group(2).run(_of_a_subclass, True):
+        assert all(map(torch.equal, found, expected))
+
+
 def _loaded() -> str:
     """The whole state, then the first rank's."""
     held, whole = parameters(), torch.optim.AdamW(parameters(), lr=0.1)

@@ -5,7 +5,9 @@ the recipe's own, which updates what has a gradient, so that its options, schedu
 ZeroRedundancyOptimizer would make another, from a class and defaults.
 """
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from torch.optim import Optimizer
 
 from fullframe.errors import CheckpointError
 from fullframe.ranks.raw_bytes import BUCKET_BYTES
+
+_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # of what torch puts around each class's `step`
 
 
 def trainable(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -35,11 +39,15 @@ def shard_state(optimizer: Optimizer) -> None:
     set_aside: list[Tensor | None] = []
 
     def leave_out_others(*_: Any) -> None:
+        if _is_within_another(optimizer):
+            return
         set_aside[:] = [p.grad for p in others]
         for parameter in others:
             parameter.grad = None
 
     def share(*_: Any) -> None:
+        if _is_within_another(optimizer):
+            return
         for parameter, gradient in zip(others, set_aside, strict=True):
             parameter.grad = gradient
         set_aside.clear()
@@ -74,6 +82,19 @@ def _leave_others_hooks_between(optimizer: Any, before: Callable[..., None], aft
     optimizer.register_step_pre_hook = register_step_pre_hook
     handle = optimizer.register_step_post_hook(after)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+
+
+def _is_within_another(optimizer: Optimizer) -> bool:
+    """In a hook of its step: whether this is its parent class's step, called by its own.
+
+    torch calls the hooks around that too, once it has met an optimizer of the parent class.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    running = 0
+    while frame is not None and running < 2:
+        running += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return running > 1
 
 
 def _parts(parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
