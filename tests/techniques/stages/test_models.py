@@ -279,6 +279,8 @@ class Noting(nn.Module):
 
 
 def test_a_trial_leaves_no_trace() -> None:
-    layers = [nn.Conv2d(3, 3, 1), Noting()]
+    layers, given = [nn.Conv2d(3, 3, 1), Noting()], []
+    hook = layers[0].register_forward_hook(lambda _, __, result: given.append(result))
     assert kept_bytes(layers, torch.zeros(1, 3, 4, 4)) == [192.0, 0.0]
     assert layers[1].calls == 0 and layers[1].grid is None
+    assert given == [] and hook.id in layers[0]._forward_hooks

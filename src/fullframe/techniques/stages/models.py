@@ -188,13 +188,16 @@ def trials(layers: Sequence[nn.Module], input: Any) -> list[Trial]:
     """One for each layer, from a run without numbers on a whole input like this; the same on all ranks.
 
     Empty where a layer asks for numbers, or takes or gives something else than one tensor. Under autocast, which looks
-    at the device, fake tensors of that device take the place of meta tensors.
+    at the device, fake tensors of that device take the place of meta tensors. Forward hooks, which may keep what they
+    are given, are not called.
     """
     found: list[Trial] = []
     device = input.device.type if torch.is_autocast_enabled(input.device.type) else "meta"
     without_numbers = nullcontext() if device == "meta" else FakeTensorMode()
     with _disable_current_modes(), kept_random_state(), kept_attributes(*layers), without_numbers:
         state: Any = torch.empty(input.shape, dtype=input.dtype, device=device)
+        for module in (module for layer in layers for module in layer.modules()):
+            module._forward_hooks.clear()  # until the attributes are put back
         try:
             for layer in layers:
                 saved: dict[int, int] = {}
