@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import fullframe as ff
 from fullframe.errors import RecipeError
@@ -149,3 +150,31 @@ def test_a_model_that_comes_in_eval_mode_is_trained_and_that_is_said(tmp_path: P
         trained = ff.fit(recipe(model=lambda: Network().eval(), steps=1), ff.Strategy(), tmp_path / "run")
     assert int(trained.body[1].num_batches_tracked) == 1
     assert not recipe(model=half_frozen).training_model().body[1].training
+
+
+class _Distilled(nn.Module):
+    """Keeps its teacher in eval mode, as soon as a loop calls train()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)), nn.BatchNorm2d(3)
+        self.student[1].eval()
+
+    def train(self, mode: bool = True) -> "_Distilled":
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+
+class _Trainer(nn.Module):
+    """Trains: another thing than nn.Module's."""
+
+    def train(self, data: str = "") -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+def test_a_models_own_train_says_what_stays_in_eval_mode() -> None:
+    model = recipe(model=_Distilled).training_model()
+    modes = [module.training for module in (model, model.student[0], model.student[1], model.teacher)]
+    assert modes == [True, True, False, False]
+    assert recipe(model=_Trainer).training_model().training

@@ -66,7 +66,8 @@ class Recipe:
     """What to train. Every callable is called on every rank.
 
     model:           () -> nn.Module, unmodified; its initial values follow from `seed`. One that comes in eval mode, as
-                     `from_pretrained` gives it, is put into training mode; its modules alone may be in eval mode
+                     `from_pretrained` gives it, is put into training mode; its modules alone may be in eval mode, by
+                     themselves or by a `train(mode)` of theirs, which is called
     loss:            (model, batch) -> scalar mean, or (sum, count): then the update is divided by the true count of
                      the whole job's batch
     optimizer:       (parameters) -> torch Optimizer; `parameters.named()` gives names too, for groups by name
@@ -154,7 +155,24 @@ class Recipe:
                 stacklevel=2,
             )
             model.train()
+        _ask_what_stays_in_eval_mode(model)
         return model
+
+
+def _ask_what_stays_in_eval_mode(model: nn.Module) -> None:
+    """Let modules that override `train(mode)`, as to keep a frozen part in eval mode, do as in a loop that calls it.
+
+    What is in eval mode already stays so.
+    """
+    from torch import nn
+
+    in_eval = [module for module in model.modules() if not module.training]
+    for module in list(model.modules()):
+        override = type(module).train
+        if module.training and override is not nn.Module.train and "mode" in inspect.signature(override).parameters:
+            module.train()
+    for module in in_eval:
+        module.training = False
 
 
 def load_recipe(path: str | Path, values: Mapping[str, Any] | None = None) -> Recipe:
