@@ -1,5 +1,6 @@
 """Sharded parameters under split tensors: every gradient is one process's, in whatever way the blocks are written."""
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -764,3 +765,20 @@ def _elsewhere(call: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("runs", [_here, _elsewhere])
 def test_a_step_after_an_error_in_backward_is_one_process_s(runs: Callable[[Callable[[], Any]], Any]) -> None:
     assert max(rank_group(2).run(_after_an_error_in_backward, runs)) < 1e-9
+
+
+def _attacked() -> list[str]:
+    """A step after the gradient of its images, which is asked for alone."""
+    on = mesh(1, 2)
+    model = ff.parallelize(Net().double(), on, shard_parameters=True)
+    images = _mine(_images(), on).requires_grad_()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.autograd.grad(_loss(model(images)), images)
+        _loss(model(images)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return [str(warning.message) for warning in said if "got no gradient" in str(warning.message)]
+
+
+def test_a_gradient_of_the_images_alone_leaves_no_parameter_unused() -> None:
+    assert rank_group(2).run(_attacked) == [[], []]

@@ -253,8 +253,8 @@ class ShardedParameters:
         self._got.clear()
         used = self._on_any_rank_each(used) if self._several else used  # within a replica all ranks have the same
         self.stepped.compared()
-        unused = [name for name, is_used in zip(self._parameters, used, strict=True) if not is_used]
-        if unused and not self._sends_zeros:
+        unused = [name for name, is_used in zip(self._parameters, used, strict=True) if not is_used and any(used)]
+        if unused and not self._sends_zeros:  # none where it was `autograd.grad`, of an input say
             raise GradientError(
                 f"{len(unused)} parameters got no gradient ({first_of(unused)}), "
                 f"for which torch {torch.__version__} sends nothing; use torch 2.13 or later, freeze them with "
