@@ -8,10 +8,9 @@ their replica's full count.
 import inspect
 import math
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -20,14 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullframe.arguments import checked
-from fullframe.errors import DivergenceError, GradientError, RecipeError, StrategyError
+from fullframe.errors import GradientError, RecipeError, StrategyError
 from fullframe.model.attributes import kept_attributes
 from fullframe.model.buffers import KeptBuffers
 from fullframe.model.compiled.blocks import compiled_blocks
 from fullframe.model.forward_patch import restore
 from fullframe.model.parallelize import ParallelModel
 from fullframe.model.parallelize_for import require_parallelized_for
-from fullframe.model.same.optimizers import options_of
 from fullframe.model.sharding.taken import naming_shards
 from fullframe.model.sharding.values import whole_value
 from fullframe.model.sync_batchnorm import synchronize_batchnorm
@@ -47,7 +45,7 @@ from fullframe.training.changes import Changes
 from fullframe.training.host import RealHost, StepHost
 from fullframe.training.microbatches import Cut, fresh, microbatches
 from fullframe.training.phases import Phases
-from fullframe.training.same_start import differences
+from fullframe.training.same_step import SameStep
 from fullframe.wording import plural
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
@@ -77,7 +75,7 @@ class TrainStep:
     cannot be given some of the parameters at a time as it asks, RecipeError for an optimizer that needs a closure, and
     for sparse gradients; calling it raises ShapeError when the batch cannot be cut into the microbatches, RecipeError
     when the loss is no scalar or requires no gradient, DivergenceError on all ranks where their strategies or
-    optimizers differ.
+    optimizers differ, or the losses that a replica's ranks compute.
     """
 
     def __init__(
@@ -135,16 +133,17 @@ class TrainStep:
         self._differences = Differences()  # between blocks and the same recomputed
         self.staged = staged(plain, strategy)
         self.updating = False  # parameters may be neither those before the step nor those after it
-        self._may_differ = self._ranks > 1 and isinstance(self._host, RealHost)  # ranks, in what they were given
-        self._is_compared = not self._may_differ
+        are_real = self._ranks > 1 and isinstance(self._host, RealHost)  # others, which may differ
+        self._same = SameStep(strategy, optimizer) if are_real else None
+        self._is_compared = self._same is None
 
     @naming_lost_ranks()
     def __call__(self, batch: Any, hand: bool = False) -> StepRecord:
         """Take the step. With `hand` this rank asks for the others' attention: all learn how many did."""
         started = time.perf_counter()
-        if not self._is_compared:
+        if self._same is not None and not self._is_compared:
             self._is_compared = True
-            self._require_alike()
+            self._same.require_alike(self._strategy)
         self.begin()
         take = self._update_after_backward if self._in_backward is None else self._update_in_backward
         math_of_all = fp32_math(Fp32Math.of(self._strategy.precision))  # backward as forward
@@ -227,34 +226,24 @@ class TrainStep:
         """The sums over all ranks of some scalars, and one that is equal on all, on the host.
 
         Raises StrategyError on all ranks where a block was not the same when it was recomputed since the last time,
-        DivergenceError where their optimizers have other options.
+        DivergenceError where their optimizers have other options, or a replica's another loss each.
         """
         scalars = [*summed, self._differences.count(summed[0])]
-        if self._may_differ:
-            own = zlib.crc32(repr(options_of(self._optimizer)).encode()) & 0xFFFFF  # its square is exact in float64
-            scalars += [torch.full_like(scalars[0], number, dtype=torch.float64) for number in (own, own * own)]
         totals = torch.stack([scalar.double() for scalar in scalars])
+        if self._same is not None:
+            totals = torch.cat([totals, self._same.told(*summed[:2])])
         self._host.phase("all_reduce")
         if self._ranks > 1:
             dist.all_reduce(totals)
         read = self._host.read([*totals, *([] if alike is None else [alike])])
-        if self._may_differ:
-            total, squares = read.pop(len(summed) + 1), read.pop(len(summed) + 1)
-            if squares * self._ranks != total * total:
-                self._require_alike()
-        if read.pop(len(summed)) > 0:
+        different, *told = read[len(summed) : len(totals)]
+        del read[len(summed) : len(totals)]
+        if self._same is not None:
+            self._same.require(told, self._strategy)
+        if different > 0:
             self._differences.refuse()
         self._host.phase("backward" if self._in_backward is not None else "optimizer")
         return read
-
-    def _require_alike(self) -> None:
-        """Raises DivergenceError on all ranks where strategies or optimizers differ; all ranks call it."""
-        mine = {f"strategy.{name}": value for name, value in asdict(self._strategy).items()}
-        if different := differences(mine | options_of(self._optimizer)):
-            raise DivergenceError(
-                f"the ranks do not take the same steps: {different}. Make them alike on all ranks, and let a scheduler "
-                "go by what all ranks know"
-            )
 
     def rehearse(self, batch: Any) -> None:
         """Forward and backward as in a step, without an update; gradients, buffers and attributes are as before."""
