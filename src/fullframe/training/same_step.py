@@ -15,7 +15,8 @@ from fullframe.ranks.agreement import from_all_ranks
 from fullframe.strategy import Strategy
 from fullframe.training.same_start import differences
 
-_ROUNDING = 1e-3  # of a loss, as GPUs may compute what is whole by other kernels each
+_ROUNDING = 1e-3  # of a loss
+_ROUNDING_ON_GPUS = 1e-2  # which may compute what is whole by other kernels each, in 16 bits too
 _LEAST = 1e-6  # of a loss's mean, which may be what is left of large numbers
 
 
@@ -30,13 +31,14 @@ class SameStep:
         self._optimizer, self._replicas = optimizer, strategy.data
         self._ranks, self._each = strategy.ranks, strategy.ranks // strategy.data  # a replica's follow each other
         self._are_there = dist.get_backend() != "fake"  # the others, whose numbers are added up
-        self._mine = torch.zeros(2)
+        self._mine, self._rounding = torch.zeros(2), _ROUNDING
 
     def told(self, loss: Tensor, count: Tensor) -> Tensor:
         """What this rank adds to the message: of its options, and of its loss, a sum over `count` elements; float64."""
         own = zlib.crc32(repr(options_of(self._optimizer)).encode()) & 0xFFFFF  # its square is exact in float64
         options = [torch.full_like(loss, number, dtype=torch.float64) for number in (own, own * own)]
         self._mine = torch.stack([loss.double(), count.double()])
+        self._rounding = _ROUNDING if loss.is_cpu else _ROUNDING_ON_GPUS
         slots = self._mine.new_zeros(4, self._replicas)
         slots[:, dist.get_rank() // self._each] = torch.cat([self._mine, self._mine.square()])
         return torch.cat([torch.stack(options), slots.flatten()])
@@ -65,7 +67,7 @@ class SameStep:
         """Whether the numbers of a replica's ranks, of which these are the sums, are apart by more than rounding."""
         mean = total / self._each
         spread = squares / self._each - mean * mean  # no number where one of them is none: the step is skipped for it
-        return spread > (_ROUNDING * abs(mean) + least / self._each) ** 2
+        return spread > (self._rounding * abs(mean) + least / self._each) ** 2
 
     def _refuse(self) -> None:
         everyone = from_all_ranks(tuple(self._mine.tolist()))
