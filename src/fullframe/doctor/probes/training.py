@@ -214,6 +214,7 @@ class Probes:
         if event.number == 2 and not self._said_untrained:
             self._said_untrained = True
             held = {id(p) for optimizer in _optimizers() for group in optimizer.param_groups for p in group["params"]}
+            held |= self.modules.trained  # also by those that `gc.freeze` has hidden
             every = {name: p for name, p in self.modules.named_parameters() if id(p) not in held}
             self._note(Untrained(names=tuple(name for name, p in every.items() if p.grad is not None)))
             self._note_frozen_norms()
