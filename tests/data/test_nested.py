@@ -48,12 +48,22 @@ class Noted(Boxed):
     pass
 
 
+class Hidden(Boxed):
+    __slots__ = ("__hidden",)
+
+    def hide(self, value):
+        self.__hidden = value
+
+
 def test_attributes_are_found_wherever_they_are_kept():
     assert attributes(Node(1)) == [1, None, []]  # and one that is not set
     value = Noted([2])
     assert attributes(value) == [[2]]
     value.name, value.note = "a", "b"
     assert attributes(value) == ["b", [2], "a"]
+    private = Hidden([3])
+    private.hide(4)
+    assert attributes(private) == [4, [3]]
     assert attributes(5) == attributes("a") == []
 
 

@@ -70,10 +70,19 @@ def tensors_in(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Tensor]:
 def attributes(value: object) -> list[Any]:
     """What an object's attributes hold, also those in `__slots__`, as attrs and dataclasses may have them."""
     names = dict.fromkeys(getattr(value, "__dict__", ()))
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        names |= dict.fromkeys([slots] if isinstance(slots, str) else slots)
+    names |= dict.fromkeys(name for kind in type(value).__mro__ for name in slots(kind))
     return [getattr(value, name) for name in names if hasattr(value, name)]
+
+
+def slots(kind: type) -> tuple[str, ...]:
+    """The attributes that have a place in an object of the class itself, by the names that getattr takes."""
+    names = vars(kind).get("__slots__", ())
+    mangled = "_" + kind.__name__.lstrip("_")
+    return tuple(
+        mangled + name if name.startswith("__") else name
+        for name in ([names] if isinstance(names, str) else names)
+        if not name.endswith("__")
+    )
 
 
 def with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

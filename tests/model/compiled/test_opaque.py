@@ -20,7 +20,8 @@ import pytest
 import torch
 from torch import nn
 
-from fullframe.model.compiled.opaque import is_opaque, keeps_for_itself, slots
+from fullframe.data.nested import slots
+from fullframe.model.compiled.opaque import is_opaque, keeps_for_itself
 
 
 class Drawing(random.Random):

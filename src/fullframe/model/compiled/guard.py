@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fullframe.model.compiled.opaque import is_opaque, slots
+from fullframe.data.nested import slots
+from fullframe.model.compiled.opaque import is_opaque
 from fullframe.model.compiled.outside import CONTAINERS, Outside, Place, home_of, is_data
 
 SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)

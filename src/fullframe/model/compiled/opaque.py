@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from fullframe.data.nested import slots
 from fullframe.model.compiled.outside import home_of, is_data
 
 _KNOWN = (random.random.__self__, np.random.rand.__self__, os.environ)  # type: ignore[attr-defined]  # looked at apart
@@ -54,17 +55,6 @@ def is_opaque(value: Any) -> bool:
         return keeps_for_itself(kind)
     by_value: Any = kind.__hash__
     return hasattr(kind, "__next__") or by_value in (None, object.__hash__) or isinstance(value, _HASHED_BUT_CHANGING)
-
-
-def slots(kind: type) -> tuple[str, ...]:
-    """The attributes that have a place in an object of the class itself, by the names that getattr takes."""
-    names = vars(kind).get("__slots__", ())
-    mangled = "_" + kind.__name__.lstrip("_")
-    return tuple(
-        mangled + name if name.startswith("__") else name
-        for name in ([names] if isinstance(names, str) else names)
-        if not name.endswith("__")
-    )
 
 
 def keeps_for_itself(kind: type) -> bool:

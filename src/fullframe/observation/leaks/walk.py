@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fullframe.data.nested import slots
 from fullframe.observation.leaks.graph import oldest_node
 from fullframe.spatial.tensor import SpatialTensor
 
@@ -279,7 +280,7 @@ def _of_object(value: Any, kind: type, spot: Spot) -> Iterator[tuple[Any, Spot, 
     elif issubclass(kind, torch.optim.Optimizer) or is_open(str(kind.__module__)):
         attributes = getattr(value, "__dict__", None) or {}
         yield from ((one, spot.under(f".{name}"), value) for name, one in list(attributes.items()))
-        for name in _slots(kind):
+        for name in (name for base in kind.__mro__ for name in slots(base)):
             if hasattr(value, name):
                 yield getattr(value, name), spot.under(f".{name}"), value
 
@@ -288,11 +289,3 @@ def _of_object(value: Any, kind: type, spot: Spot) -> Iterator[tuple[Any, Spot, 
 def is_open(module: str) -> bool:
     """Whether objects of classes of this module are looked into: not those of torch, numpy and Python itself."""
     return module == "types" or module.partition(".")[0] not in _OWN
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    names: list[str] = []
-    for base in kind.__mro__:
-        own = base.__dict__.get("__slots__", ())
-        names += [own] if isinstance(own, str) else list(own)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
