@@ -65,15 +65,14 @@ def checksum_of_batch(batch: Any) -> int:
     return total
 
 
+def graph(*starts: Any) -> Iterator[Any]:
+    """The nodes of the graphs behind some `grad_fn`, at most 100,000."""
+    return islice(graph_behind(starts), _MOST_NODES)
+
+
 def graph_nodes(*starts: Any) -> int:
-    """How many nodes the graphs behind some `grad_fn` have together, at most 100,000."""
-    return sum(1 for _ in islice(graph_behind(starts), _MOST_NODES))
-
-
-def leaves_behind(*starts: Any) -> Iterator[Tensor]:
-    """The tensors that backward from some `grad_fn`s gives gradients, as far as `graph_nodes` looks."""
-    nodes = islice(graph_behind(starts), _MOST_NODES)
-    return (node.variable for node in nodes if type(node).__name__ == "AccumulateGrad")
+    """How many they are."""
+    return sum(1 for _ in graph(*starts))
 
 
 class LiveGraphs:

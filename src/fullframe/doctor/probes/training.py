@@ -22,15 +22,7 @@ from fullframe.doctor.probes.loading import Loading
 from fullframe.doctor.probes.modules import Modules, wrapper_of
 from fullframe.doctor.probes.notes import Backward, Event, Job, Oddity, Scaling, Sketch, Untrained, Update, Weights
 from fullframe.doctor.probes.scaling import ScalerProbe
-from fullframe.doctor.probes.sketches import (
-    LiveGraphs,
-    checksum,
-    graph_nodes,
-    leaves_behind,
-    local,
-    part_of,
-    sketch,
-)
+from fullframe.doctor.probes.sketches import LiveGraphs, checksum, graph, local, part_of, sketch
 from fullframe.simulation.fake.replaced import replaced
 from fullframe.wording import plural, some
 
@@ -141,12 +133,13 @@ class Probes:
             for name in [n for n, p in held.items() if not _has_gradient(p)]:
                 del held[name]
         value = next((float(local(loss)) for loss in losses if loss.numel() == 1), 0.0)
+        nodes = list(graph(*(loss.grad_fn for loss in losses)))
         return {
             "number": self._backwards,
             "loss": value,
             "attached": any(loss.requires_grad for loss in losses),
-            "nodes": graph_nodes(*(loss.grad_fn for loss in losses)),
-            "adds": any(map(_has_gradient, leaves_behind(*(loss.grad_fn for loss in losses)))),
+            "nodes": len(nodes),
+            "adds": any(_has_gradient(node.variable) for node in nodes if type(node).__name__ == "AccumulateGrad"),
             "synchronizes": self.modules.synchronizes(),
             "evaluating": self.modules.evaluating(),
             "scaled": self._has_scaled,
