@@ -71,7 +71,8 @@ class Stepped:
         if not self._stepped.issuperset(own):
             return Said(["no optimizer of all parameters has stepped since the backward pass before"], [])
         options = [f"{name} is {value}" for groups in self._groups for name, value in _options(groups).items()]
-        self._strangers = self._found_strangers() if self._strangers is None else self._strangers
+        if self._strangers is None:
+            self._strangers = self._found_strangers() if len(self._stepped) > len(own) else []
         return Said(options, self._strangers)
 
     def _found_strangers(self) -> list[str]:
@@ -79,8 +80,11 @@ class Stepped:
         self._comparisons += bool(found)
         if self._comparisons & (self._comparisons - 1):  # on a GPU the host waits for values: ever more seldom
             return []
-        sums = checksums([parameter for _, parameter in found])
-        return [f"{name}, of values {value & 0xFFFFFFFF:08x}," for (name, _), value in zip(found, sums, strict=True)]
+        sums = checksums([parameter for *_, parameter in found])
+        return [
+            f"parameter {place} of group {number}, shape {tuple(parameter.shape)}, of values {value & 0xFFFFFFFF:08x},"
+            for (number, place, parameter), value in zip(found, sums, strict=True)
+        ]
 
     def compared(self) -> None:
         """The ranks have compared it."""

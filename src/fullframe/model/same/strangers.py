@@ -6,7 +6,7 @@ and replicas would part unheard.
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,12 @@ from fullframe.wording import plural
 Groups = Sequence[dict[str, Any]]
 
 
-def strangers(groups: Groups) -> list[tuple[str, nn.Parameter]]:
-    """Those in an optimizer's groups, each with where it is; not sharded ones, nor what is no parameter."""
-    return [
-        (f"parameter {place} of group {number}, shape {tuple(parameter.shape)}", parameter)
-        for number, group in enumerate(groups)
-        for place, parameter in enumerate(group["params"])
-        if type(parameter) is nn.Parameter and parameter.requires_grad and not is_managed(parameter)
-    ]
+def strangers(groups: Groups) -> Iterator[tuple[int, int, nn.Parameter]]:
+    """Each with its group and its place there; no sharded ones, nor what is no parameter."""
+    for number, group in enumerate(groups):
+        for place, parameter in enumerate(group["params"]):
+            if type(parameter) is nn.Parameter and parameter.requires_grad and not is_managed(parameter):
+                yield number, place, parameter
 
 
 _looked_at: Any = WeakIdKeyDictionary()
@@ -43,8 +41,7 @@ def warn_of_strangers(groups: Groups) -> None:
     Ranks leave word of theirs and wait for nobody, as such an optimizer may be one rank's own. Whoever averages
     gradients by hand, or steps with copies of averaged ones, has the same on all.
     """
-    new = [parameter for _, parameter in strangers(groups) if parameter.grad is not None]
-    new = [parameter for parameter in new if parameter not in _looked_at]
+    new = [p for _, _, p in strangers(groups) if p.grad is not None and p not in _looked_at]
     _looked_at.update(dict.fromkeys(new))
     gradients = [p.grad for p in new if p.grad is not None and p.grad.layout == torch.strided]
     if not gradients or not dist.is_initialized() or dist.get_backend() == "fake":
