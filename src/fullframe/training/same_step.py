@@ -30,25 +30,27 @@ class SameStep:
     def __init__(self, strategy: Strategy, optimizer: Optimizer):
         self._optimizer, self._replicas = optimizer, strategy.data
         self._ranks, self._each = strategy.ranks, strategy.ranks // strategy.data  # a replica's follow each other
-        self._are_there = dist.get_backend() != "fake"  # the others, whose numbers are added up
+        self._compares = self._each > 1 and dist.get_backend() != "fake"  # whose ranks are not there
         self._mine, self._rounding = torch.zeros(2), _ROUNDING
 
     def told(self, loss: Tensor, count: Tensor) -> Tensor:
         """What this rank adds to the message: of its options, and of its loss, a sum over `count` elements; float64."""
         own = zlib.crc32(repr(options_of(self._optimizer)).encode()) & 0xFFFFF  # its square is exact in float64
-        options = [torch.full_like(loss, number, dtype=torch.float64) for number in (own, own * own)]
+        options = torch.stack([torch.full_like(loss, number, dtype=torch.float64) for number in (own, own * own)])
+        if not self._compares:
+            return options
         self._mine = torch.stack([loss.double(), count.double()])
         self._rounding = _ROUNDING if loss.is_cpu else _ROUNDING_ON_GPUS
         slots = self._mine.new_zeros(4, self._replicas)
         slots[:, dist.get_rank() // self._each] = torch.cat([self._mine, self._mine.square()])
-        return torch.cat([torch.stack(options), slots.flatten()])
+        return torch.cat([options, slots.flatten()])
 
     def require(self, sums: Sequence[float], strategy: Strategy) -> None:
         """Raises DivergenceError on all ranks where what they told, added up to `sums`, is not alike."""
         options, squares, *slots = sums
         if squares * self._ranks != options * options:
             self.require_alike(strategy)
-        for replica in range(self._replicas if self._are_there else 0):
+        for replica in range(self._replicas if self._compares else 0):
             loss, count, loss_squares, count_squares = slots[replica :: self._replicas]
             least = _LEAST * abs(count)
             if self._differ(loss, loss_squares, least) or self._differ(count, count_squares, 0.0):

@@ -135,7 +135,7 @@ class TrainStep:
         self.updating = False  # parameters may be neither those before the step nor those after it
         are_real = self._ranks > 1 and isinstance(self._host, RealHost)  # others, which may differ
         self._same = SameStep(strategy, optimizer) if are_real else None
-        self._is_compared = self._same is None
+        self._is_compared = False
 
     @naming_lost_ranks()
     def __call__(self, batch: Any, hand: bool = False) -> StepRecord:
