@@ -21,16 +21,24 @@ def parameters() -> list[nn.Parameter]:
     return found
 
 
+def give_gradients(held: list[nn.Parameter], step: int) -> None:
+    for number, parameter in enumerate(held):
+        parameter.grad = torch.full_like(parameter, step - number) if parameter.requires_grad else None
+
+
+def take_steps(count: int, optimizer: torch.optim.Optimizer, held: list[nn.Parameter]) -> None:
+    for step in range(count):
+        give_gradients(held, step)
+        optimizer.step()
+
+
 def trained(sharded: bool) -> tuple[list[Tensor], list[int], list[bool]]:
     """The parameters after three steps, the sizes of those whose state is here, and which gradients are left."""
     held = parameters()
     optimizer = torch.optim.AdamW(held, lr=0.1)
     if sharded:
         shard_state(optimizer)
-    for step in range(3):
-        for number, parameter in enumerate(held):
-            parameter.grad = torch.full_like(parameter, step - number) if parameter.requires_grad else None
-        optimizer.step()
+    take_steps(3, optimizer, held)
     states = sorted(parameter.numel() for parameter in optimizer.state)
     return [p.detach() for p in held], states, [p.grad is not None for p in held]
 
@@ -61,8 +69,7 @@ def _hooked(sharded: bool) -> list[Tensor]:
     if sharded:
         shard_state(optimizer)
     for step in range(4):
-        for number, parameter in enumerate(held):
-            parameter.grad = torch.full_like(parameter, step - number) if parameter.requires_grad else None
+        give_gradients(held, step)
         if step == 2:
             for handle in handles:
                 handle.remove()
@@ -94,10 +101,7 @@ def _of_a_subclass(sharded: bool) -> list[Tensor]:
     optimizer = _Slow(held, lr=0.1, momentum=0.9)
     if sharded:
         shard_state(optimizer)
-    for step in range(4):
-        for number, parameter in enumerate(held):
-            parameter.grad = torch.full_like(parameter, step - number) if parameter.requires_grad else None
-        optimizer.step()
+    take_steps(4, optimizer, held)
     return [p.detach() for p in held]
 
 
