@@ -7,7 +7,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from fullframe.data.nested import attributes, leaves, replaced, tensors_in, tensors_replaced
+from fullframe.data.nested import attributes, held, leaves, replaced, tensors_in, tensors_replaced
 from fullframe.errors import DataError
 
 Pair = namedtuple("Pair", "left right")
@@ -65,6 +65,15 @@ def test_attributes_are_found_wherever_they_are_kept():
     private.hide(4)
     assert attributes(private) == [4, [3]]
     assert attributes(5) == attributes("a") == []
+
+
+def test_what_objects_hold_is_found_three_deep_and_once() -> None:
+    tensors = [torch.ones(size) for size in (1, 2, 3, 4)]
+    root = Node(tensors[0], children=[Boxed([tensors[1]]), Node(tensors[2], children=[Boxed([Boxed([tensors[3]])])])])
+    for child in root.children[1:]:
+        child.parent = root
+    assert [leaf.numel() for leaf in held(root) if isinstance(leaf, torch.Tensor)] == [1, 2, 3]
+    assert all(leaf is not root for leaf in held(root))
 
 
 def test_containers_keep_their_kind_and_leaves_their_place():

@@ -144,10 +144,18 @@ def test_a_batch_whose_tensors_no_rank_would_cut_is_refused_as_in_training() -> 
         def __init__(self, samples: list[dict[str, Tensor]]) -> None:
             self.image = torch.stack([sample["image"] for sample in samples])
 
+    class Nested(Batch):
+        def __init__(self, samples: list[dict[str, Tensor]]) -> None:
+            self.parts = {"whole": Batch(samples)}
+
+        image = property(lambda self: self.parts["whole"].image)
+
     objects: dict[str, Any] = {"collate": Batch, "loss": lambda model, batch: model(batch.image).mean()}
     assert simulated(ff.Strategy(), **objects).peak_bytes
     with pytest.raises(RecipeError, match="holds a Batch with tensors in it, which is neither cut nor moved"):
         simulated(ff.Strategy(width=2), **objects)
+    with pytest.raises(RecipeError, match="holds a Nested with tensors in it, which is neither cut nor moved"):
+        simulated(ff.Strategy(width=2), **objects | {"collate": Nested})
 
 
 def test_what_has_no_memory_ends_in_a_line_and_a_remedy() -> None:

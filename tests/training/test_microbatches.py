@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
 @dataclass(slots=True)
 class Slotted:
-    boxes: torch.Tensor
+    boxes: torch.Tensor | dict[str, "Slotted"]
 
 
 def test_tensors_and_lists_of_samples_are_cut_and_the_rest_goes_to_every_slice() -> None:
@@ -84,6 +84,7 @@ def test_one_slice_is_the_batch_itself() -> None:
         ({"a": torch.zeros(2), "b": SimpleNamespace(boxes=torch.zeros(2))}, "b is a SimpleNamespace, of which it is"),
         ({"a": torch.zeros(2), "b": deque([torch.zeros(2)])}, "b is a deque, of which it is"),
         ({"a": torch.zeros(2), "b": Slotted(torch.zeros(2))}, "b is a Slotted, of which it is"),
+        ({"a": torch.zeros(2), "b": Slotted({"c": Slotted(torch.zeros(2))})}, "b is a Slotted, of which it is"),
         ({"a": torch.zeros(2), "b": [torch.zeros(3)]}, r"b\[0\] has 3 rows, the batch 2 samples"),
         ({"img": torch.zeros(2), "batch_idx": torch.zeros(2)}, "batch_idx counts the images of the whole batch"),
     ],

@@ -7,6 +7,7 @@ leaves.
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from fullframe.errors import DataError
 
 Path = tuple[Any, ...]  # the keys and places that lead to a leaf
 _DEEPEST = 200  # containers within each other
+_OBJECTS_WITHIN = 3  # objects within each other, as a sample of annotations of boxes; further in it is no longer data
 
 
 def replaced(value: Any, function: Callable[[Any, Path], Any], path: Path = ()) -> Any:
@@ -65,6 +67,17 @@ def tensors_in(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Tensor]:
                 yield inner
             elif inner is not leaf:
                 yield from tensors_in(inner, within)
+
+
+def held(value: object) -> Iterator[Any]:
+    """Whatever an object's attributes hold, in containers and in objects of their own, three within each other."""
+    seen = {id(value)}
+    objects = [value]
+    for _ in range(_OBJECTS_WITHIN):
+        found = [leaf for item in objects for leaf in tree_leaves(attributes(item)) if id(leaf) not in seen]
+        yield from found
+        seen.update(map(id, found))
+        objects = [leaf for leaf in found if not isinstance(leaf, (Tensor, type, ModuleType))]
 
 
 def attributes(value: object) -> list[Any]:

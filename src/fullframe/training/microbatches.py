@@ -1,13 +1,14 @@
 """A batch in slices: nested tensors and arrays cut along the first dim, and lists with an entry for each sample."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from fullframe.data.nested import attributes, like, with_items
+from fullframe.data.nested import held, like, with_items
 from fullframe.errors import RecipeError, ShapeError
 
 Cut = Callable[[Any, int], Iterable[Any]]
@@ -83,8 +84,8 @@ def _cut(value: Any, part: slice, samples: int, name: str) -> Any:
             return value[part]
         items = [_cut(item, part, samples, f"{name}[{number}]") for number, item in enumerate(value)]
         return like(value, items)
-    held = tree_iter([value, *([] if isinstance(value, type) else attributes(value))])
-    if any(isinstance(leaf, (Tensor, np.ndarray)) for leaf in held):
+    within = [] if isinstance(value, type) else held(value)
+    if any(isinstance(leaf, (Tensor, np.ndarray)) for leaf in chain(tree_iter(value), within)):
         raise ShapeError(f"{name} is a {type(value).__name__}, of which it is not known how to cut it; {_WHOLE}")
     return value
 

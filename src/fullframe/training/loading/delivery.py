@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_iter
 from torch.utils.data import default_collate
 
-from fullframe.data.nested import attributes, leaves, replaced
+from fullframe.data.nested import held, leaves, replaced
 from fullframe.errors import RecipeError, ShapeError
 from fullframe.geometry.extents import Extents
 from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
@@ -342,8 +341,7 @@ def _told(value: Any) -> bytes:
 
 
 def _require_seen(value: Any) -> None:
-    held = [] if isinstance(value, Tensor) else attributes(value)
-    if any(isinstance(leaf, Tensor) for leaf in tree_iter(held)):
+    if not isinstance(value, (Tensor, type)) and any(isinstance(leaf, Tensor) for leaf in held(value)):
         raise RecipeError(
             f"the batch holds a {type(value).__name__} with tensors in it, which is neither cut nor moved; let collate "
             "give dicts, lists or tuples of them"
