@@ -18,7 +18,7 @@ CUDA = torch.device("cuda")
 @pytest.fixture
 def planted(monkeypatch):
     """`planted(gpus, driver)`: a torch that was built for CUDA, on a machine with so many GPUs."""
-    for variable in (*device._LOCAL_RANKS, *device._HIDING, "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    for variable in (*device._LOCAL_RANKS, *device._HIDING, device._OF_SLURM, "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
 
     def plant(gpus, driver=True, **module):
@@ -104,6 +104,21 @@ def test_a_torch_for_cpus_on_a_machine_with_a_gpu_says_so(monkeypatch):
     assert device.name() == f"the CPU: torch {torch.__version__} was built without GPUs"
     monkeypatch.setattr(device, "_there", lambda: False)
     assert device.name() == "the CPU"
+
+
+@pytest.mark.parametrize(("built", "text"), [(False, "was built without GPUs"), (True, "finds none")])
+def test_gpus_that_slurm_gave_are_not_left_idle(planted, monkeypatch, built, text):
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    planted(4)
+    device.require_usable()
+    planted(0, driver=False)
+    if not built:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    monkeypatch.setattr(device, "_there", lambda: False)
+    with pytest.raises(DeviceError, match=rf"\(SLURM_GPUS_ON_NODE=4\), and torch .* {text}\. Install"):
+        device.require_usable()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    device.require_usable()
 
 
 @pytest.mark.parametrize("text", ["CUDA error: no kernel image is available for execution on the device", "other"])

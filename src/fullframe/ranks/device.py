@@ -21,6 +21,7 @@ from fullframe.wording import first_line
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
 _ON_THE_CPU = "CUDA_VISIBLE_DEVICES='' trains on the CPU"
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_OF_SLURM = "SLURM_GPUS_ON_NODE"
 _SHORT_SHARE = 0.1  # of a device's memory: so little that a library may have got none
 
 
@@ -122,20 +123,30 @@ def require_enough(ranks: int) -> None:
 
 
 def require_usable() -> None:
-    """Raises DeviceError where torch was built for GPUs and cannot use the one that is there, unless it is hidden."""
-    if torch.accelerator.current_accelerator() is None or accelerator() is not None or not _there():
+    """Raises DeviceError where there is a GPU that torch cannot use, or Slurm gave some, unless they are hidden."""
+    hidden = any(os.environ.get(variable) in ("", "-1") for variable in _HIDING)
+    if accelerator() is not None or hidden:
         return
-    if any(os.environ.get(variable) in ("", "-1") for variable in _HIDING):
-        return
+    is_built = torch.accelerator.current_accelerator() is not None
+    given = os.environ.get(_OF_SLURM, "0")
+    if is_built and _there():
+        raise DeviceError(
+            f"this machine has a GPU that torch {torch.__version__} cannot use: {_refusal()}. Install a newer driver, "
+            f"or a torch for the driver that is there; {_ON_THE_CPU}"
+        )
+    if given != "0":
+        raise DeviceError(
+            f"Slurm gave this job GPUs here ({_OF_SLURM}={given}), and torch {torch.__version__} "
+            f"{'finds none' if is_built else 'was built without GPUs'}. Install a torch for them; {_ON_THE_CPU}"
+        )
+
+
+def _refusal() -> str:
     try:
         torch.cuda.init()
-        reason = "torch finds none"
     except (RuntimeError, AssertionError) as error:
-        reason = first_line(error)
-    raise DeviceError(
-        f"this machine has a GPU that torch {torch.__version__} cannot use: {reason}. Install a newer driver, or a "
-        f"torch for the driver that is there; {_ON_THE_CPU}"
-    )
+        return first_line(error)
+    return "torch finds none"
 
 
 def _there() -> bool:
