@@ -19,7 +19,8 @@ def leave_shares(parameters: Iterable[nn.Parameter], spatial: Spatial) -> None:
 
 def _hook_of_shares(parameter: Any, spatial: Spatial) -> Hook:
     def hook(gradient: Tensor) -> Tensor | None:
-        is_looked_at = has_hooks(parameter()) or not is_accumulated(parameter())
+        own = parameter()
+        is_looked_at = has_hooks(own) or not is_accumulated(own)
         return mean_over_ranks(gradient, spatial.replica) if is_looked_at else None
 
     return hook

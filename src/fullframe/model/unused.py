@@ -122,8 +122,8 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether someone else would see the gradient before it is averaged."""
     if len(parameter._backward_hooks or ()) > 1:
         return True
-    after: Any = parameter._post_accumulate_grad_hooks or {}
-    return not all(map(_is_ours, after.values()))
+    after: Any = parameter._post_accumulate_grad_hooks
+    return bool(after) and not all(map(_is_ours, after.values()))
 
 
 def _is_ours(hook: Any) -> bool:

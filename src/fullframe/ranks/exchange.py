@@ -94,14 +94,16 @@ class InFlight:
                 to.append(peer)
         for peer, tensor, _ in receives:
             if tensor.numel():
-                targets.append(self._contiguous(tensor, place))
+                target = self._contiguous(tensor, place)
+                targets.append(target if target.dtype in KNOWN else in_bytes(target))
                 of.append(peer)
         if not blocks and not targets:
             return
         if blocks:
-            blocks = list(map(channel.placed, _packed(blocks)))
-        # Stages send what has several dtypes.
-        blocks, targets = ([t if t.dtype in KNOWN else in_bytes(t) for t in sent] for sent in (blocks, targets))
+            blocks = _packed(blocks)
+        if place is not None:
+            blocks = list(map(channel.placed, blocks))
+        blocks = [block if block.dtype in KNOWN else in_bytes(block) for block in blocks]  # stages send several dtypes
         group, device = self._axis.group, (blocks or targets)[0].device
         batched = channel.coalesces
         if batched is None:

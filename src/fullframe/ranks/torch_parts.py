@@ -11,9 +11,12 @@ TESTED = ("2.11", "2.15")  # the first and the last torch that the tests were ru
 PARTS = [
     "torch._C.DisableTorchFunction",
     "torch._C.DisableTorchFunctionSubclass",
+    "torch._C.DispatchKey.ADInplaceOrView",
+    "torch._C.DispatchKeySet",
     "torch._C._AutoDispatchBelowAutograd",
     "torch._C._DisableAutocast",
     "torch._C._DisableTorchDispatch",
+    "torch._C._ExcludeDispatchKeyGuard",
     "torch._C._TorchDispatchModeKey.FAKE",
     "torch._C._VariableFunctions",
     "torch._C._are_functorch_transforms_active",

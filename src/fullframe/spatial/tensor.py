@@ -54,8 +54,10 @@ class SpatialTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if len(types) > 1 and any(hasattr(kind, "goes_first") for kind in types):
-            return NotImplemented
+        if len(types) > 1:
+            for kind in types:
+                if hasattr(kind, "goes_first"):
+                    return NotImplemented
         if is_dynamo_compiling():  # a rule talks to other ranks: the graph is broken here, and the rule runs as it is
             return torch._dynamo.disable(_under_dynamo)(func, args, kwargs or {})
         if torch.is_inference_mode_enabled() and not _writes_into_whole(func, args, kwargs or {}):

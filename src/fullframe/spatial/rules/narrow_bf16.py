@@ -61,7 +61,8 @@ def called(
 ) -> Tensor:
     """`func(x, weight, bias, ...)`, a convolution of torch.nn.functional with autograd, under autocast."""
     options |= {"stride": stride, "dilation": dilation}
-    if not HAS_AVX512 or not x.is_cpu or not _is_narrow(x, weight, stride, dilation):
+    is_half = x.dtype is torch.bfloat16 or torch._C._is_any_autocast_enabled()
+    if not (HAS_AVX512 and is_half and x.is_cpu and _is_narrow(x, weight, stride, dilation)):
         return func(x, weight, bias, **options)  # type: ignore[no-any-return]
     x, weight, bias = autocast_inputs(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):

@@ -49,6 +49,7 @@ def _check_buffers(*buffers: Tensor | None) -> None:
 
 # Running mean and variance, each of which may be None, and momentum.
 _Running = tuple[Tensor | None, Tensor | None, float]
+_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # where writes are counted
 
 
 def _update(running: _Running, mean: Tensor, var: Tensor, correction: float | Tensor) -> None:
@@ -62,8 +63,7 @@ def _update(running: _Running, mean: Tensor, var: Tensor, correction: float | Te
         dtype = running_mean.dtype
         if running_mean.is_cpu and dtype is running_var.dtype and dtype in (torch.float32, torch.float64):
             kept = constant((kept,), dtype, running_mean.device)  # torch multiplies by a number in twice the time
-    counted = tuple(t for t in (running_mean, running_var) if t is not None and not t.is_inference())
-    with torch.autograd._unsafe_preserve_version_counter(counted):
+    with torch._C._ExcludeDispatchKeyGuard(_VERSIONS):
         if running_mean is not None:
             running_mean.mul_(kept).add_(mean, alpha=momentum)
         if running_var is not None:
