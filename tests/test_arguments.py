@@ -124,6 +124,9 @@ def wrong_calls() -> dict[str, Callable[[], object]]:
             f.ShardedLoader(DataLoader(COLUMNS, 1), mesh), mesh
         ),
         "ShardedLoader: one name": lambda: f.ShardedLoader(DataLoader(COLUMNS, 1), mesh, split="image"),
+        "ShardedStream: a mesh alone": lambda: f.ShardedStream(mesh),
+        "ShardedStream: a number": lambda: f.ShardedStream(4, mesh),
+        "ShardedStream: a loader of numbered samples": lambda: f.ShardedStream(DataLoader(COLUMNS, 1), mesh),
         "shard: numpy": lambda: f.shard(COLUMNS.numpy(), mesh),
         "shard: exchanged": lambda: f.shard(mesh, COLUMNS),
         "scatter: exchanged": lambda: f.scatter(mesh, COLUMNS),

@@ -13,6 +13,7 @@ PUBLIC = {
     "FullframeError",
     "Recipe",
     "ShardedLoader",
+    "ShardedStream",
     "SpatialTensor",
     "Strategy",
     "TrainStep",

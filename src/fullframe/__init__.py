@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 __all__ = [
-    "FullframeError", "Recipe", "ShardedLoader", "SpatialTensor", "Strategy", "TrainStep", "UnsupportedOp", "fit",
-    "fixed_point", "from_local", "init_mesh", "parallelize", "plan", "report", "rule", "scatter", "shard", "simulate",
-    "unroll", "watch_leaks",
+    "FullframeError", "Recipe", "ShardedLoader", "ShardedStream", "SpatialTensor", "Strategy", "TrainStep",
+    "UnsupportedOp", "fit", "fixed_point", "from_local", "init_mesh", "parallelize", "plan", "report", "rule",
+    "scatter", "shard", "simulate", "unroll", "watch_leaks",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fullframe.techniques.unrolling.fixed_point import fixed_point
     from fullframe.techniques.unrolling.unroll import unroll
     from fullframe.training.loading.loader import ShardedLoader
+    from fullframe.training.loading.stream import ShardedStream
     from fullframe.training.loop import fit
     from fullframe.training.step import TrainStep
 else:
@@ -39,6 +40,7 @@ else:
         "FullframeError": "fullframe.errors",
         "Recipe": "fullframe.recipe",
         "ShardedLoader": "fullframe.training.loading.loader",
+        "ShardedStream": "fullframe.training.loading.stream",
         "SpatialTensor": "fullframe.spatial.tensor",
         "Strategy": "fullframe.strategy",
         "TrainStep": "fullframe.training.step",

@@ -56,6 +56,8 @@ def own_loop() -> None:
         watch.step()
     for leak in watch.leaks:
         print(leak.text, leak.bytes_per_step)
+    stream = ff.ShardedStream([torch.zeros(4, 3, 32, 64)], mesh, weighted=True)
+    print([batch.shape for batch in stream], stream.weight)
     x = ff.shard(torch.zeros(1, 3, 32, 64), mesh)
     print(x.local.shape, x.full().shape, [str(placement) for placement in x.placements], x.device_mesh)
     whole: Tensor = ff.scatter(None, mesh, src=0)

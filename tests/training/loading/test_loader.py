@@ -365,7 +365,7 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("read", "message"),
     [
-        (lambda: DataLoader(Stream(), 2), r"Stream is an IterableDataset, .* split its tensors by ff\.shard\("),
+        (lambda: DataLoader(Stream(), 2), r"Stream is an IterableDataset, .* loop over ff\.ShardedStream\("),
         (lambda: DataLoader(Frames(4), None), "make the DataLoader with batch_size="),
         (lambda: DataLoader(Frames(4), 2, sampler=DistributedSampler(Frames(4), 2, 0)), "leave it out .shuffle=True"),
         (

@@ -122,11 +122,11 @@ class Collation:
         batch = replaced(self._collated([sample.value for sample in samples], samples[0].place), _lockable)
         facts = zlib.crc32(repr([(*sample.place, *sample.facts) for sample in samples]).encode())
         if self.grid.ranks == 1:  # without stages there is nobody to compare with
-            return batch, facts if self.grid.stages == 1 else _checksum(batch, facts)
+            return batch, facts if self.grid.stages == 1 else checksum(batch, facts)
         if not sizes:
-            return self.cut(batch), _checksum(batch, facts)
+            return self.cut(batch), checksum(batch, facts)
         batch = self._marked(batch, sizes[0])
-        return batch, _checksum(batch, facts)
+        return batch, checksum(batch, facts)
 
     def _collated(self, values: list[Any], first: Place) -> Any:
         if self.collate is not default_collate:
@@ -308,24 +308,25 @@ def _is_reduced(tensor: Tensor, frame: tuple[int, ...] | None) -> bool:
     return min(size) >= 8 and frame[0] % size[0] == 0 and tuple(frame[0] // size[0] * s for s in size) == frame
 
 
-def _checksum(batch: Any, checksum: int) -> int:
+def checksum(batch: Any, start: int = 0) -> int:
     """A checksum of what every rank of the replica has, and of the global shapes of the tensors that are cut.
 
     Raises RecipeError for an object of another class that holds tensors: it is neither compared nor moved.
     """
+    found = start
     for value in leaves(batch):
         if not isinstance(value, (Tensor, Cut)):
-            checksum = zlib.crc32(_told(value), checksum)
+            found = zlib.crc32(_told(value), found)
             continue
         tensor = value.local if isinstance(value, Cut) else value
-        checksum = zlib.crc32(str((tuple(value.shape), tensor.dtype)).encode(), checksum)
+        found = zlib.crc32(str((tuple(value.shape), tensor.dtype)).encode(), found)
         if isinstance(value, Cut):
             continue
         elements = without_class(tensor).detach().reshape(-1)
         # An odd step walks through the columns of an image of any even width.
-        elements = plain(elements[:: elements.numel() // _FINGERPRINT_ELEMENTS | 1])
-        checksum = zlib.crc32(in_bytes(elements).numpy().tobytes(), checksum)
-    return checksum
+        elements = plain(elements[:: elements.numel() // _FINGERPRINT_ELEMENTS | 1]).cpu()
+        found = zlib.crc32(in_bytes(elements).numpy().tobytes(), found)
+    return found
 
 
 def _told(value: Any) -> bytes:

@@ -276,7 +276,7 @@ def require_indexed(dataset: Any) -> None:
         raise RecipeError(
             f"{type(dataset).__name__} is an IterableDataset, which ranks cannot share out; give a dataset with "
             "__len__ and __getitem__, or in a loop of your own read the same stream on all ranks of a replica, another "
-            "one on each replica, and split its tensors by ff.shard(tensor, mesh)"
+            "one on each replica, and loop over ff.ShardedStream(batches, mesh)"
         )
     has_both = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, (type, str, Mapping)) or not has_both:
