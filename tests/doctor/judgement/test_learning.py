@@ -49,6 +49,13 @@ def test_a_sound_run() -> None:
         ([backward(modules=("norm",))], "FF330"),
         ([backward(1), *(backward(n, evaluating=("Net",)) for n in (2, 3))], "FF331"),
         ([Oddity(kind="evaluation keeps a graph", text="Net")], "FF332"),
+        (
+            [
+                *(backward(n, evaluating=("Net",)) for n in (1, 2)),
+                Oddity(kind="evaluation keeps a graph", text="Net"),
+            ],
+            "FF331",
+        ),
     ],
 )
 def test_each_fault_is_named(events: list[Any], code: str) -> None:
