@@ -25,8 +25,8 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         for number in self.numbers:
-            generator = torch.Generator().manual_seed(number)
-            image = torch.randn(2, 6, COLUMNS, generator=generator, dtype=torch.float64)
+            generator = torch.Generator("cpu").manual_seed(number)
+            image = torch.randn(2, 6, COLUMNS, generator=generator, dtype=torch.float64, device="cpu")
             yield {"image": image, "mask": image[0] > 0, "number": number}
 
 
