@@ -9,7 +9,7 @@ ONE, OTHER = Sketch(1, 1.0, (1.0, 0.5)), Sketch(2, 2.0, (2.0, 0.5))
 
 def job(rank: int = 0, **fields: Any) -> Job:
     whole = {"ranks": 2, "started": 2, "replica": rank, "host": "a", "torch": "2", "backend": "gloo", "device": "cpu"}
-    return Job(rank=rank, **{**whole, **fields})
+    return Job(**{**whole, **fields})
 
 
 def update(number: int = 1, gradient: Sketch = ONE, weight: Sketch = ONE, **fields: Any) -> Update:
@@ -20,8 +20,8 @@ def weights(sketch: Sketch = ONE, **fields: Any) -> Weights:
     return Weights(parameters={"w": sketch}, **fields)
 
 
-def backward(number: int = 1, **fields: Any) -> Backward:
-    return Backward(number=number, loss=0.5, **fields)
+def backward(**fields: Any) -> Backward:
+    return Backward(loss=0.5, **fields)
 
 
 def loader(number: int = 0, epoch: int = 1, planned: Any = None, **fields: Any) -> Loader:

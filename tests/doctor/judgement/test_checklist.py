@@ -38,7 +38,7 @@ def test_what_was_not_seen_is_no_answer() -> None:
 
 
 def test_waiting_for_a_loader_is_no_fault_of_a_small_run_and_that_is_said() -> None:
-    steps = [[backward(n), update(n, seconds=1.0), batch(n, waited=0.9)] for n in range(1, 5)]
+    steps = [[backward(), update(n, seconds=1.0), batch(n, waited=0.9)] for n in range(1, 5)]
     notes = ranks([loader(), *(event for step in steps for event in step)])
     text = "a rank waits 900 ms of a step of 1 s"
     (whole,) = (each for each in checklist(notes, judge(notes)) if each.question == "loader")

@@ -18,7 +18,7 @@ def test_what_follows_from_a_cause_is_left_out() -> None:
 
 def test_several_faults_are_all_found() -> None:
     events = [
-        [job(rank), weights(), backward(), update(gradient=gradient, missing=("spare",)), backward(2)]
+        [job(rank), weights(), backward(), update(gradient=gradient, missing=("spare",)), backward()]
         for rank, gradient in enumerate((ONE, OTHER))
     ]
     assert codes(judge(ranks(*events))) == ["FF301", "FF311"]

@@ -17,7 +17,7 @@ def judged(*events: Any) -> list[str]:
 
 
 def steps(count: int = 4, **fields: Any) -> list[Any]:
-    return [event for n in range(1, count + 1) for event in (backward(n, nodes=9), update(n, alive=9, **fields))]
+    return [event for n in range(1, count + 1) for event in (backward(nodes=9), update(n, alive=9, **fields))]
 
 
 def test_a_sound_run() -> None:
@@ -35,7 +35,7 @@ def test_a_sound_run() -> None:
         (steps(gradient=ZERO), "FF314"),
         (steps(unchanged=("w",)), "FF315"),
         (steps(stale=("w",)), "FF316"),
-        ([backward(n, nodes=3 * n) for n in range(1, 5)], "FF317"),
+        ([backward(nodes=3 * n) for n in range(1, 5)], "FF317"),
         ([update(n, alive=3 * n) for n in range(1, 6)], "FF318"),
         (steps(gradient=BROKEN), "FF323"),
         ([replace(backward(), loss=float("nan"))], "FF323"),
@@ -47,7 +47,7 @@ def test_a_sound_run() -> None:
         ([Oddity(kind="statistics of a frozen part", text="2 batch norms", where="a, b")], "FF341"),
         ([Oddity(kind="statistics of evaluation", text="Net", where="norm")], "FF329"),
         ([backward(modules=("norm",))], "FF330"),
-        ([backward(1), *(backward(n, evaluating=("Net",)) for n in (2, 3))], "FF331"),
+        ([backward(), *(backward(evaluating=("Net",)) for n in (2, 3))], "FF331"),
         ([Oddity(kind="evaluation keeps a graph", text="Net")], "FF332"),
         (
             [
@@ -71,7 +71,7 @@ def test_each_fault_is_named(events: list[Any], code: str) -> None:
         [update(1, gradient=ZERO), replace(update(2, missing=("w",)), gradients={"v": ONE})],
         [replace(backward(scaled=True), loss=float("inf"))],  # the scaler finds its scale
         [*steps(1, unchanged=("w",)), *steps(3)],  # the first step of a warm-up
-        [backward(n, nodes=9 + n % 2) for n in range(1, 6)],
+        [backward(nodes=9 + n % 2) for n in range(1, 6)],
         [update(n, alive=9 + n % 2) for n in range(1, 6)],
         [Repeated(first={"loss": float("nan")}, second={"loss": float("nan")}, contents=(1, 1))],
     ],

@@ -90,7 +90,7 @@ def test_waiting(waited: float, batches: int, expected: list[str]) -> None:
     events: list[Event] = [loader()]
     for number in range(1, 6):
         events += [batch(batches * number + n, waited=waited) for n in range(batches)]
-        events += [backward(number), update(number, seconds=0.9 * seconds)]
+        events += [backward(), update(number, seconds=0.9 * seconds)]
         events += [replace(update(number, seconds=0.1 * seconds), optimizer=1)]
     assert codes(judged_waiting(ranks(events))) == expected
     slow = [batch(2, waited=0.9), backward(), update(seconds=1.0)]  # a first step's tells nothing

@@ -16,7 +16,7 @@ from fullframe.doctor.probes.notes import (
     read_notes,
 )
 
-JOB = Job(rank=1, ranks=2, started=2, replica=5, host="a", torch="2", backend="gloo", device="cpu", frameworks=("x",))
+JOB = Job(ranks=2, started=2, replica=5, host="a", torch="2", backend="gloo", device="cpu", frameworks=("x",))
 UPDATE = Update(
     number=1, optimizer=0, gradients={"w": Sketch(3, math.inf, (1.0, 2.0))}, parameters={}, rates=(0.1,), missing=("b",)
 )

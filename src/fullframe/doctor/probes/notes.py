@@ -28,7 +28,6 @@ class Event:
 class Job(Event):
     """What kind of job this rank finds itself in, when its first step ends."""
 
-    rank: int
     ranks: int  # of the process group; 1 where there is none
     started: int  # ranks that the launcher started
     replica: int  # ranks of one replica hold parts of the same samples
@@ -57,7 +56,6 @@ class Weights(Event):
 class Backward(Event):
     """One call of backward."""
 
-    number: int
     loss: float
     attached: bool = True  # the loss has a graph
     nodes: int = 0  # of the loss's graph

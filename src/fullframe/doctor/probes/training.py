@@ -135,7 +135,6 @@ class Probes:
         value = next((float(local(loss)) for loss in losses if loss.numel() == 1), 0.0)
         nodes = list(graph(*(loss.grad_fn for loss in losses)))
         return {
-            "number": self._backwards,
             "loss": value,
             "attached": any(loss.requires_grad for loss in losses),
             "nodes": len(nodes),
@@ -247,7 +246,6 @@ class Probes:
         device = next((local(p).device for p in every.values()), torch.device("cpu"))
         self._note(
             Job(
-                rank=dist.get_rank() if met else self._rank,
                 ranks=dist.get_world_size() if met else 1,
                 started=self._started,
                 replica=self.replica(),
