@@ -57,7 +57,7 @@ def _functions(body: list[ast.stmt]) -> Iterator[Function]:
         if isinstance(node, Function):
             yield node
         for field in ("body", "orelse", "finalbody", "handlers"):
-            stack += getattr(node, field, ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ()
+            stack += getattr(node, field, ())
 
 
 def _lines(pattern: re.Pattern[str], source: str, ends: list[int]) -> list[int]:
