@@ -132,8 +132,7 @@ def test_where_nothing_fits_it_is_said_what_would_help(monkeypatch: pytest.Monke
     saved = [each.saved_bytes for each in missing.advice]
     assert saved == sorted(saved, reverse=True) and all(size > 0 for size in saved)
     for each in missing.advice:
-        assert each.device_bytes == closest.prediction.device_bytes - each.saved_bytes
-        assert each.fits is (each.device_bytes <= closest.memory_bytes)
+        assert each.fits is (closest.prediction.device_bytes - each.saved_bytes <= closest.memory_bytes)
     changes = " | ".join(each.change for each in missing.advice)
     assert "optimizer sgd" in changes  # AdamW keeps two numbers a weight, SGD none
     assert "depthwise-separable in place of head" in changes  # the convolution with most weights

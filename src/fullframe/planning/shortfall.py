@@ -32,10 +32,9 @@ _LEAST_BYTES = 2**20  # that advice must save
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """One change, and what a device would need with it; `saved_bytes` against the closest strategy, by simulation."""
+    """One change; `saved_bytes` against the closest strategy, by simulation."""
 
     change: str
-    device_bytes: int
     saved_bytes: int
     fits: bool
 
@@ -75,7 +74,6 @@ def shortfall(
     found = [
         Advice(
             change=change,
-            device_bytes=changed.device_bytes,
             saved_bytes=prediction.device_bytes - changed.device_bytes,
             fits=changed.device_bytes <= search.limit_bytes,
         )
