@@ -96,7 +96,7 @@ class Odd(nn.Module):
 
 def captured(module: nn.Module, *leaves: Any) -> Any:
     tree = torch.utils._pytree.tree_flatten((leaves, {}))[1]
-    return Capture(module, module.forward, Guard(module), leaves, tree).program("aot_eager", {})
+    return Capture(module.forward, Guard(module), leaves, tree).program("aot_eager", {})
 
 
 class Scaled(nn.Module):

@@ -74,7 +74,7 @@ class Programs:
         try:
             from fullframe.model.compiled.capture import Capture  # which takes a second to import
 
-            program = Capture(block.module, block.original, guard, leaves, tree).program(self.backend, self.options)
+            program = Capture(block.original, guard, leaves, tree).program(self.backend, self.options)
         except Exception as error:  # whatever it is, the block as it is will raise it too, if it is the block's
             why_not = reason_in(error)
             again = isinstance(error, NotYet)

@@ -83,14 +83,13 @@ class Capture:
 
     def __init__(
         self,
-        block: nn.Module,
         forward: Callable[..., Any],
         guard: Guard,
         leaves: Sequence[Any],
         spec: Any,
         simulated: bool = False,
     ):
-        self._block, self._forward, self._guard, self._leaves, self._spec = block, forward, guard, leaves, spec
+        self._forward, self._guard, self._leaves, self._spec = forward, guard, leaves, spec
         self._real = [*guard.tensors, *(local_or_whole(leaf) for leaf in leaves if isinstance(leaf, Tensor))]
         self._recorder = GraphRecorder()
         self._fates: Fates | None = None

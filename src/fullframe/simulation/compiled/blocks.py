@@ -75,7 +75,7 @@ class SimulatedPrograms:
             return "it is called with what is no tensor or number"
         try:
             with _disable_current_modes(), _silent():
-                capture = Capture(block.module, block.original, guard, leaves, tree, simulated=True)
+                capture = Capture(block.original, guard, leaves, tree, simulated=True)
                 return capture.program(Lowering(self._clock), SETTINGS)
         except Exception as error:  # torch raises many kinds of what it cannot capture or lower
             why = reason_in(error)
