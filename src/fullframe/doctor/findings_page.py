@@ -29,10 +29,10 @@ What `fullframe doctor` can find: code, why it matters, what to do. This page is
 """
 
 
-def page(sections: Iterable[tuple[str, str, tuple[Kind, ...]]] = SECTIONS) -> str:
+def page() -> str:
     """The whole page."""
     parts = [_HEAD]
-    for heading, about, kinds in sections:
+    for heading, about, kinds in SECTIONS:
         parts.append(f"## {heading}\n\n{about}\n\n{_table(kinds)}")
         parts += [_described(kind) for kind in kinds]
     return "\n".join(parts)
