@@ -30,7 +30,7 @@ class ModuleTensors:
         entering: Callable[[str | None, Counter[str]], None] = lambda caller, calls: None,
     ):
         """`entering(caller, calls)` is called before each call of a module; `calls` has those of each path so far."""
-        self._model, self._seen, self._entering = model, seen, entering
+        self._seen, self._entering = seen, entering
         self._paths = {module: path for path, module in model.named_modules()}
         self.calls = Counter[str]()  # begun so far, by the module's path
         self._running: list[tuple[nn.Module, int]] = []
