@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, get_type_hints
 
@@ -147,7 +148,7 @@ def separated(arguments: Sequence[str]) -> list[str]:
             return [*found, "--", *([] if word == "--" else [word]), *words]
         found += [name, value] if equals else [name]
         if not equals and name not in flags | {"--help", "-h"}:
-            found += [following for following in [next(words, None)] if following is not None]
+            found += islice(words, 1)
     return found
 
 

@@ -6,7 +6,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -71,7 +71,7 @@ class Launch:
     """How long before the time limit a run is asked to write its checkpoint."""
     requeues: Annotated[int, arg(metavar="N")] = 100
     """How often a run may be queued again."""
-    sbatch: Annotated[tuple[str, ...], arg(metavar="OPTION")] = field(default=())
+    sbatch: Annotated[tuple[str, ...], arg(metavar="OPTION")] = ()
     """More options for sbatch, as in mem=64G exclusive."""
 
     image: str = "fullframe"
