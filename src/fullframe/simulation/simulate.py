@@ -1,6 +1,5 @@
 """One strategy on one device: the step that trains, on fake tensors, and the account of what two of it hold."""
 
-import logging
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,7 +40,7 @@ from fullframe.simulation.fake.data_parallel import FakeDataParallel, WithoutBuc
 from fullframe.simulation.fake.full_masks import count_as_full
 from fullframe.simulation.fake.numbers import take
 from fullframe.simulation.fake.outcomes import Outcomes
-from fullframe.simulation.fake.replaced import replaced
+from fullframe.simulation.fake.replaced import replaced, silenced
 from fullframe.simulation.fake.sharded import known_when_gathered
 from fullframe.simulation.fake.world import fake_job
 from fullframe.simulation.host import Kept, SimulatedHost
@@ -372,11 +371,9 @@ def _kernels_of(device: Device) -> Iterator[None]:
 
 @contextmanager
 def _readable_errors(tracer: Tracer) -> Iterator[None]:
-    torch_says = logging.getLogger("torch._subclasses.fake_tensor")
-    level = torch_says.level
-    torch_says.setLevel(logging.CRITICAL)  # it prints each exception that passes through it
+    fake_tensor = "torch._subclasses.fake_tensor"  # which prints each exception that passes through it
     try:
-        with blamed("the step cannot be simulated", passing=OutOfTime):
+        with silenced(fake_tensor), blamed("the step cannot be simulated", passing=OutOfTime):
             yield
     except RecipeError as said:
         error, where = said.__cause__, f" in module '{tracer.module}'" if tracer.module else ""
@@ -394,5 +391,3 @@ def _readable_errors(tracer: Tracer) -> Iterator[None]:
             "torch.library.custom_op with a fake read them, read them in a function with 'loss' in its name, where "
             "they are taken to be 1, or plan with a recipe without it"
         ) from error
-    finally:
-        torch_says.setLevel(level)

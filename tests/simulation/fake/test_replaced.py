@@ -1,12 +1,13 @@
 """What is replaced in torch is torch's own again afterwards, also when something was raised meanwhile."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from fullframe.simulation.fake.replaced import replaced, replaced_kernels
+from fullframe.simulation.fake.replaced import replaced, replaced_kernels, silenced
 
 
 def test_an_attribute_is_put_back() -> None:
@@ -32,3 +33,12 @@ def test_a_kernel_is_put_back() -> None:
         assert torch.selu(x).tolist() == [-2.0, 6.0]
         raise RuntimeError
     assert torch.selu(x)[0] > -2.0
+
+
+def test_a_logger_speaks_again(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("of a test")
+    with pytest.raises(RuntimeError), silenced("of a test"):
+        logger.error("inside")
+        raise RuntimeError
+    logger.error("outside")
+    assert caplog.messages == ["outside"]

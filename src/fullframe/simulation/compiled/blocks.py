@@ -4,10 +4,7 @@ So what is saved for backward is what the partitioner chose. Equal blocks share 
 captured is simulated as it is, and a note names it.
 """
 
-import logging
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +15,7 @@ from fullframe.model.compiled.blocks import GIVES_OUTPUTS, CompiledBlock, ambien
 from fullframe.model.compiled.guard import SIMPLE, Guard, facts
 from fullframe.ranks.recording import NotYet
 from fullframe.simulation.clock.roofline import StepClock
+from fullframe.simulation.fake.replaced import silenced
 from fullframe.spatial.tensor import local_or_whole, spec_in
 from fullframe.wording import some
 
@@ -74,7 +72,8 @@ class SimulatedPrograms:
         if not all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves):
             return "it is called with what is no tensor or number"
         try:
-            with _disable_current_modes(), _silent():
+            # Inductor is not to warn of this machine: it is another that is simulated.
+            with _disable_current_modes(), silenced("torch._inductor"):
                 capture = Capture(block.original, guard, leaves, tree, simulated=True)
                 return capture.program(Lowering(self._clock), SETTINGS)
         except Exception as error:  # torch raises many kinds of what it cannot capture or lower
@@ -90,15 +89,3 @@ def _told(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return type(leaf), leaf if isinstance(leaf, SIMPLE) else id(leaf)
     return spec_in(leaf), facts(local_or_whole(leaf)), leaf.is_leaf
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Inside, inductor does not warn of this machine: it is another that is simulated."""
-    said = logging.getLogger("torch._inductor")
-    level = said.level
-    said.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        said.setLevel(level)

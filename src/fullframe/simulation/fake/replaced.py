@@ -1,5 +1,6 @@
-"""Parts of torch that are replaced for a while: attributes, and the kernels of its operators."""
+"""Parts of torch that are replaced for a while: attributes, the kernels of its operators, what it says."""
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,3 +37,15 @@ def replaced_kernels(key: str, kernels: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         library._destroy()
+
+
+@contextmanager
+def silenced(logger: str) -> Iterator[None]:
+    """Inside, nothing below a critical message is said by `logger`."""
+    said = logging.getLogger(logger)
+    level = said.level
+    said.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        said.setLevel(level)
