@@ -159,7 +159,6 @@ def submit(job: Job) -> str:
     Where no answer comes, the job may be there all the same: it is looked for by its name before anything is said.
     Raises LaunchError when it was not submitted.
     """
-    problem = ""
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", SCRIPT], cwd=job.folder, capture_output=True, text=True, timeout=_SECONDS
