@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil  # type: ignore[import-untyped, unused-ignore]
+
 from fullframe.errors import MeshError, RunError
 from fullframe.processes import stores
 from fullframe.processes.background import AskedToStop, in_background
@@ -392,8 +394,6 @@ def _is_own(host: str) -> bool:
 
 def _interface(address: str) -> str:
     """The name of the network interface that has this address; "" for the loopback, which is for no other machine."""
-    import psutil  # type: ignore[import-untyped, unused-ignore]
-
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address.partition("%")[0] == address for found in addresses):
             return "" if address.startswith("127.") or address == "::1" else name
