@@ -162,4 +162,4 @@ def _limit_bytes() -> int | None:
 
 def _is_compiled(model: torch.nn.Module) -> bool:
     """A compiled model is not followed: its ops are no more those of the program."""
-    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+    return any(module._compiled_call_impl is not None for module in model.modules())

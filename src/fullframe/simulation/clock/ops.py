@@ -40,7 +40,7 @@ class Op:
     @classmethod
     @functools.cache
     def of(cls, func: Any) -> "Op":
-        name = func._opname if hasattr(func, "_opname") else func.__name__
+        name = func._opname
         schema = func._schema
         changed = tuple(written_by(func))
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
