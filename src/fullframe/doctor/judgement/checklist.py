@@ -43,12 +43,11 @@ def _first(notes: Sequence[Notes]) -> Notes | None:
 
 
 def _framework(notes: Sequence[Notes]) -> str:
-    rank = _first(notes)
-    job = None if rank is None else rank.one(Job)
-    if job is None:
+    jobs = [job for rank in notes for job in rank.of(Job)]
+    if not jobs:
         return ""
+    job, devices = jobs[0], sorted({each.device for each in jobs})
     using = some(job.frameworks, 5) or "no data parallel wrapper"
-    devices = sorted({one.device for notes_ in notes for one in notes_.of(Job)})
     group = f"{plural(job.ranks, 'rank')} in the process group ({job.backend or 'there is none'})"
     return f"torch {job.torch}, {plural(job.started, 'process')} started, {group}, on {some(devices)}; {using}"
 
