@@ -26,7 +26,7 @@ CASES = [
         },
     ),
     (  # from within a container: which of the processes is this one is not known
-        "HIP out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacty of 4.00 GiB of which 0 bytes is "
+        "HIP out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 4.00 GiB of which 0 bytes is "
         "free. Process 99 has 3.90 GiB memory in use.",
         {"asked_bytes": 20 * MIB, "limit_bytes": 4 * GIB, "free_bytes": 0},
     ),

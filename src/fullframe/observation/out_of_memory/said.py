@@ -1,4 +1,4 @@
-"""What an allocator says when it has no more, in numbers: torch's for CUDA and its kin since 2.1, and the CPU's.
+"""What an allocator says when it has no more, in numbers: torch's for CUDA and its kin, and the CPU's.
 
 Read in messages that people have posted; on a GPU none was met here yet.
 """
@@ -9,7 +9,7 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|[KMGT]iB)"
 _SAYINGS = {
     "asked_bytes": f"tried to allocate {_SIZE}",
-    "limit_bytes": f"total capaci?ty of {_SIZE}",  # torch 2.1 spelled it so
+    "limit_bytes": f"total capacity of {_SIZE}",
     "free_bytes": f"of which {_SIZE} is free",
     "process_bytes": f"this process has {_SIZE} memory in use",
     "allocated_bytes": f"{_SIZE} is allocated by PyTorch",
