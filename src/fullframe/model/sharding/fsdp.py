@@ -48,7 +48,7 @@ from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.gradients import is_managed
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.spatial.views import share_memory
-from fullframe.wording import first_of
+from fullframe.wording import first_of, inside
 
 _MOST_RUN = 10_000  # units that are remembered, of forward passes that no backward pass follows
 
@@ -334,7 +334,7 @@ def _require_sharded_ones(name: str, unit: Any) -> None:
         if each.sharded_state.name == "SHARDED" and module._parameters.get(own) is not each.sharded_param:
             where = next(path for path, part in unit.named_modules(prefix=name) if part is module)
             raise StrategyError(
-                f"{'.'.join(filter(None, (where, own)))} is another tensor than the one that was sharded, as "
+                f"{inside(where, own)} is another tensor than the one that was sharded, as "
                 f"torch.func.functional_call or `module.{own} = ...` puts there, and would not be gathered; write to "
                 "it by parameter.data = whole, replace it before parallelize, or do without shard_parameters"
             )
