@@ -51,7 +51,7 @@ def test_a_sound_run() -> None:
         ([Oddity(kind="evaluation keeps a graph", text="Net")], "FF332"),
         (
             [
-                *(backward(n, evaluating=("Net",)) for n in (1, 2)),
+                *(backward(evaluating=("Net",)) for n in (1, 2)),
                 Oddity(kind="evaluation keeps a graph", text="Net"),
             ],
             "FF331",
