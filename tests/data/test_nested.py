@@ -1,6 +1,7 @@
 """Nested containers, with those that torch's pytree takes for leaves."""
 
 from collections import OrderedDict, UserDict, deque, namedtuple
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -19,6 +20,34 @@ class Features(UserDict):
 
 class Boxes(list):
     pass
+
+
+class Stored(MutableMapping):
+    __slots__ = ("__items",)
+
+    def __init__(self, items):
+        self.__items = items
+
+    def __getitem__(self, key):
+        return self.__items[key]
+
+    def __setitem__(self, key, value):
+        self.__items[key] = value
+
+    def __delitem__(self, key):
+        del self.__items[key]
+
+    def __iter__(self):
+        return iter(self.__items)
+
+    def __len__(self):
+        return len(self.__items)
+
+
+class Attributes(dict):
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__ = self
 
 
 @dataclass
@@ -85,6 +114,30 @@ def test_containers_keep_their_kind_and_leaves_their_place():
     assert type(found["b"]) is OrderedDict and type(found["b"]["x"]) is Boxes and found["b"]["x"] == [(5, "b", "x", 0)]
     assert found["c"] == {"y": (6, "c", "y")}
     assert list(leaves(value)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_mapping_that_keeps_its_items_in_another_stays_as_it_was():
+    value = Stored({"a": 1})
+    found = replaced(value, lambda leaf, path: leaf + 1)
+    assert type(found) is Stored and (found["a"], value["a"]) == (2, 1)
+
+
+def test_what_is_an_item_and_an_attribute_is_replaced_as_both():
+    from transformers.modeling_outputs import BaseModelOutput
+
+    for value in (Attributes(logits=1), BaseModelOutput(last_hidden_state=torch.ones(1))):
+        (name, was), found = *value.items(), tensors_replaced(replaced(value, lambda leaf, path: leaf * 2), torch.clone)
+        assert type(found) is type(value) and found[name] == getattr(found, name) == 2
+        assert was is value[name] is getattr(value, name)
+    found.new = found["new"] = 3
+    assert not hasattr(value, "new")
+
+
+def test_a_list_keeps_its_attributes():
+    value = Boxes([1])
+    value.size = (2, 3)
+    found = replaced(value, lambda leaf, path: leaf + 1)
+    assert (found, found.size, value) == ([2], (2, 3), [1])
 
 
 def test_tensors_are_replaced_also_in_what_torch_knows():

@@ -82,9 +82,12 @@ def held(value: object) -> Iterator[Any]:
 
 def attributes(value: object) -> list[Any]:
     """What an object's attributes hold, also those in `__slots__`, as attrs and dataclasses may have them."""
-    names = dict.fromkeys(getattr(value, "__dict__", ()))
-    names |= dict.fromkeys(name for kind in type(value).__mro__ for name in slots(kind))
-    return [getattr(value, name) for name in names if hasattr(value, name)]
+    return list(_named(value).values())
+
+
+def _named(value: object) -> dict[str, Any]:
+    names = [*getattr(value, "__dict__", ()), *(name for kind in type(value).__mro__ for name in slots(kind))]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def slots(kind: type) -> tuple[str, ...]:
@@ -102,11 +105,27 @@ def with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A mapping of the kind of `value`, and with the same keys."""
     if type(value) is dict or not isinstance(value, MutableMapping):
         return items
-    made = copy.copy(value)
-    made.update(items)
+    made: Any = copy.copy(value)
+    if getattr(value, "__dict__", None) is value:  # a dict whose items are its attributes
+        made.__dict__ = made
+    else:
+        _hold_its_own(made)
+    for key, item in items.items():  # some refuse to be updated
+        made[key] = item
     return made
 
 
+def _hold_its_own(made: Any) -> None:
+    """Of a mapping that was copied: it may keep its items in another, which is still that of the first."""
+    for name, held in _named(made).items():
+        if isinstance(held, MutableMapping):
+            object.__setattr__(made, name, copy.copy(held))
+
+
 def like(value: Sequence[Any], items: Sequence[Any]) -> Any:
-    """A list or tuple of the kind of `value`."""
+    """A list or tuple of the kind of `value`; a list has its attributes too."""
+    if isinstance(value, list):
+        made = copy.copy(value)
+        made[:] = items
+        return made
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]
