@@ -165,6 +165,16 @@ def sound_with_two_models() -> None:
         scaler.update()
 
 
+def sound_with_losses_together() -> None:
+    """One pass for both losses, which an iterator gives."""
+    models = made()[1], made(1)[1]
+    optimizer = SGD([p for model in models for p in model.parameters()], lr=0.1)
+    for image, label in endless(sound_loader()):
+        torch.autograd.backward(F.cross_entropy(model(image), label) for model in models)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def sound_with_closure() -> None:
     """Several passes a step, each from other weights."""
     model = made()[1]
@@ -556,5 +566,6 @@ FAULTS: dict[Callable[[], None], str] = {
 GROWING = (carried_graph, kept_losses, summed_loss, falling_scale)  # which show after some steps
 SOUND = (
     sound, sound_without_collection, sound_with_microbatches, sound_with_scaler, sound_adversarial, sound_critic,
-    sound_with_closure, sound_with_two_models, sound_with_evaluation, sound_frozen_norm, sound_momentum_encoder,
+    sound_with_closure, sound_with_two_models, sound_with_losses_together, sound_with_evaluation, sound_frozen_norm,
+    sound_momentum_encoder,
 )  # fmt: skip

@@ -109,6 +109,7 @@ class Probes:
                 return original(tensors, *args, **kwargs)
             if self._steps is not None and (self.updates >= self._steps or self._backwards >= _PASSES * self._steps):
                 raise Enough
+            tensors = tensors if isinstance(tensors, (Tensor, tuple)) else tuple(tensors)  # an iterator gives them once
             with self._aside():
                 event = self._begun(tensors)
             self.modules.in_backward = True
