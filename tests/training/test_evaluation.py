@@ -147,6 +147,31 @@ def test_a_metric_that_one_replica_alone_has_updated(updated):
     assert _computed("all", [[metric] for metric in metrics]) == {"all.0": 0.25, "all.1": 0.5}
 
 
+class Growing(torchmetrics.Metric):
+    """Its state is one tensor that each update makes longer; its value depends on the order."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("seen", torch.empty(0), dist_reduce_fx="cat")
+
+    def update(self, values):
+        self.seen = torch.cat([self.seen, values])
+
+    def compute(self):
+        return (self.seen * torch.arange(self.seen.shape[-1])).sum() / len(self.seen)
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_a_tensor_that_grows_is_what_one_process_would_have(updates):
+    alone, metrics = Growing(), [Growing(), Growing()]
+    for number, values in enumerate(torch.arange(2.0 * updates).view(updates, 2)):
+        alone.update(values)
+        metrics[number % 2].update(values)
+    assert _computed("all", [[metric] for metric in metrics]) == _computed("all", [[alone]])
+
+
 def test_an_evaluation_that_is_given_up_leaves_nothing_behind():
     mesh = ff.init_mesh()
     torch.manual_seed(0)

@@ -287,23 +287,22 @@ def _reduced(values: list[Any], reduction: Any, counts: list[int]) -> Any:
     if len(values) == 1:
         return copy.copy(values[0])  # to reset the metric that a list is of empties it
     if any(isinstance(value, list) for value in values):
-        items = _items([value if isinstance(value, list) else [value] for value in values], counts)
+        parts = _by_update([value if isinstance(value, list) else [value] for value in values], counts)
+        items = [item for part in parts for item in part]
         return items if reduction in (None, dim_zero_cat) else reduction(items)
     if reduction is dim_zero_mean:  # of unequally many updates
         return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
+    if reduction is dim_zero_cat:  # of tensors that grow with each update
+        return torch.cat(_by_update([torch.atleast_1d(value) for value in values], counts))
     return torch.stack(values) if reduction is None else reduction(torch.stack(values))
 
 
-def _items(lists: list[list[Any]], counts: list[int]) -> list[Any]:
-    """What one process would have listed, where each update has added as many items; else in the order of the ranks."""
-    if any(len(items) % count for items, count in zip(lists, counts, strict=True)):
-        return [item for items in lists for item in items]
-    sizes = [len(items) // count for items, count in zip(lists, counts, strict=True)]
-    updates = (
-        [items[n * size : (n + 1) * size] for n in range(count)]
-        for items, size, count in zip(lists, sizes, counts, strict=True)
-    )
-    return [item for update in _in_turn(updates) for item in update]
+def _by_update(lists: list[Any], counts: list[int]) -> list[Any]:
+    """Lists, or tensors' rows, in parts as one process would have added them, where each update has added as many."""
+    updates = [(items, count, len(items) // count) for items, count in zip(lists, counts, strict=True)]
+    if any(count * size != len(items) for items, count, size in updates):
+        return lists  # in the order of the ranks
+    return _in_turn([items[n * size : (n + 1) * size] for n in range(count)] for items, count, size in updates)
 
 
 def _in_turn(lists: Iterable[list[Any]]) -> list[Any]:
