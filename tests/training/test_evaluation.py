@@ -9,6 +9,7 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics.utilities import dim_zero_cat
 
 import fullframe as ff
 from fullframe.errors import RecipeError
@@ -148,28 +149,40 @@ def test_a_metric_that_one_replica_alone_has_updated(updated):
 
 
 class Growing(torchmetrics.Metric):
-    """Its state is one tensor that each update makes longer; its value depends on the order."""
+    """Each update makes a tensor longer, and a list, and takes its part in a mean; the value depends on the order."""
 
     full_state_update = False
 
     def __init__(self):
         super().__init__()
         self.add_state("seen", torch.empty(0), dist_reduce_fx="cat")
+        self.add_state("each", [], dist_reduce_fx="cat")
+        self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
 
     def update(self, values):
         self.seen = torch.cat([self.seen, values])
+        self.each += values.unbind()
+        self.mean += (values.mean() - self.mean) / self._update_count  # counted already
 
     def compute(self):
-        return (self.seen * torch.arange(self.seen.shape[-1])).sum() / len(self.seen)
+        return [*self.seen, *dim_zero_cat(self.each), self.mean]
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3])
-def test_a_tensor_that_grows_is_what_one_process_would_have(updates):
+def test_what_grows_or_is_a_mean_is_what_one_process_would_have(updates):
     alone, metrics = Growing(), [Growing(), Growing()]
     for number, values in enumerate(torch.arange(2.0 * updates).view(updates, 2)):
         alone.update(values)
         metrics[number % 2].update(values)
-    assert _computed("all", [[metric] for metric in metrics]) == _computed("all", [[alone]])
+    assert _computed("all", [[metric] for metric in metrics]) == pytest.approx(_computed("all", [[alone]]))
+
+
+def test_of_updates_that_added_unequally_many_those_of_a_rank_stay_together():
+    metrics = [Growing(), Growing()]
+    for number, (metric, sizes) in enumerate(zip(metrics, ((1, 2), (2, 2)), strict=True)):
+        for size in sizes:
+            metric.update(torch.full((size,), float(number)))
+    assert [*_computed("all", [[metric] for metric in metrics]).values()] == [0, 0, 0, 1, 1, 1, 1] * 2 + [0.5]
 
 
 def test_an_evaluation_that_is_given_up_leaves_nothing_behind():
