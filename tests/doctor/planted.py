@@ -136,6 +136,21 @@ def sound_adversarial() -> None:
         second.step()
 
 
+def sound_frozen_generator() -> None:
+    """In train mode without gradients for the critic, whose step sends none back to it."""
+    generator, critic = made()[1], made(1)[1]
+    first, second = SGD(generator.parameters(), lr=0.1), SGD(critic.parameters(), lr=0.1)
+    for image, label in endless(sound_loader()):
+        with torch.no_grad():
+            factor = generator(image).mean()
+        second.zero_grad()
+        F.cross_entropy(critic(factor * image), label).backward()
+        second.step()
+        first.zero_grad()
+        F.cross_entropy(generator(image), label).backward()
+        first.step()
+
+
 def sound_critic() -> None:
     """The generator's optimizer steps once in five, and its loss alone is scaled; the critic's gives it gradients."""
     generator, critic = made()[1], made(1)[1]
@@ -567,5 +582,5 @@ GROWING = (carried_graph, kept_losses, summed_loss, falling_scale)  # which show
 SOUND = (
     sound, sound_without_collection, sound_with_microbatches, sound_with_scaler, sound_adversarial, sound_critic,
     sound_with_closure, sound_with_two_models, sound_with_losses_together, sound_with_evaluation, sound_frozen_norm,
-    sound_momentum_encoder,
+    sound_momentum_encoder, sound_frozen_generator,
 )  # fmt: skip

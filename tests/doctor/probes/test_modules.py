@@ -26,6 +26,7 @@ def run(modules: Modules, *calls: Any) -> None:
     finally:
         for handle in handles:
             handle.remove()
+        modules.ended()
 
 
 def test_roots_are_what_is_called_from_outside() -> None:
@@ -67,6 +68,20 @@ def test_evaluation_in_training_mode_changes_statistics_only_of_what_is_trained(
     modules, said = called(model, trained=False)  # a teacher, say
     run(modules, evaluate)
     assert said == []
+
+
+def test_what_is_given_to_another_model_s_step_is_no_evaluation() -> None:
+    generator, critic, decoder = (nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)) for _ in range(3))
+    modules, said = called(nn.ModuleList([generator, critic, decoder]))
+    image = torch.ones(1, 1, 8, 8)
+    quiet = torch.no_grad()(generator)
+    run(modules, lambda: (critic(quiet(image)), modules.used()), lambda: generator(image))
+    assert said == []
+    run(modules, lambda: (quiet(image), generator(image), critic(image), modules.used()))  # not given to the critic
+    assert said == [("statistics of evaluation", "Sequential", "1")]
+    said.clear()
+    run(modules, lambda: (torch.no_grad()(decoder)(quiet(image)), decoder(generator(image)), modules.used()))
+    assert len(said) == 2
 
 
 def test_a_graph_of_evaluation_that_is_used_is_none_of_its_faults() -> None:

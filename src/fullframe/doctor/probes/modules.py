@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,16 @@ from fullframe.doctor.probes.sketches import part_of
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "ParallelModel", "DeepSpeedEngine", "DataParallel")
 
 
+@dataclass
+class _Quiet:
+    """A pass in training mode without gradients."""
+
+    parameters: set[int]  # ids of the trained ones
+    text: str
+    where: str
+    is_followed: bool = False  # by a pass with gradients of another model that is trained
+
+
 class Modules:
     """Watches calls; `oddity(kind, text, where)` is told what a call alone shows."""
 
@@ -29,6 +40,7 @@ class Modules:
         self._known: set[int] = set()
         self._depth = 0
         self._not_used_yet = ""  # a module that was called in eval mode, whose graph nobody has used so far
+        self._quiet: list[_Quiet] = []  # of which it is not known yet whether they were evaluations
         self.in_backward = False
         # Batch norms that a batch came to in backward: the tensor that counted it, and what it had counted before.
         self._recomputed: dict[_BatchNorm, tuple[Tensor, Tensor]] = {}
@@ -102,6 +114,11 @@ class Modules:
     def used(self) -> None:
         """A backward pass has used what was computed."""
         self._not_used_yet = ""
+        self._quiet = [each for each in self._quiet if not each.is_followed]  # a generator's, for its critic's step
+
+    def ended(self) -> None:
+        """No more calls will be seen."""
+        self._say_evaluations(self._quiet)
 
     def name_of(self, wanted: nn.Module) -> str:
         """The path of a module."""
@@ -127,10 +144,25 @@ class Modules:
         if self._not_used_yet:
             self._oddity("evaluation keeps a graph", self._not_used_yet, "")
             self._not_used_yet = ""
-        if not torch.is_grad_enabled() and module.training and self._is_trained(module):
+        if self._quiet or not torch.is_grad_enabled():
+            self._look_at_evaluation(module)
+
+    def _look_at_evaluation(self, module: nn.Module) -> None:
+        """One in training mode is told of, unless what it gave went into another model's step."""
+        trained = {id(p) for p in module.parameters()} & self.trained
+        self._say_evaluations([each for each in self._quiet if each.parameters & trained])
+        if torch.is_grad_enabled():
+            for each in self._quiet:
+                each.is_followed |= bool(trained)
+        elif module.training and self._is_trained(module):
             norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
             if norms:
-                self._oddity("statistics of evaluation", type(unwrapped(module)).__name__, self.name_of(norms[0]))
+                self._quiet.append(_Quiet(trained, type(unwrapped(module)).__name__, self.name_of(norms[0])))
+
+    def _say_evaluations(self, found: list[_Quiet]) -> None:
+        self._quiet = [each for each in self._quiet if each not in found]
+        for each in found:
+            self._oddity("statistics of evaluation", each.text, each.where)
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._depth -= 1

@@ -74,6 +74,7 @@ class Probes:
     def attached(self) -> Iterator[None]:
         """Inside, everything is watched."""
         with ExitStack() as stack:
+            stack.callback(self.modules.ended)
             stack.enter_context(self._loading.attached())
             stack.enter_context(self._scaling.attached())
             for handle in (
