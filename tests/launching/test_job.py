@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fullframe.errors import LaunchError
-from fullframe.launching.job import read_launch, runs_of, slug
+from fullframe.launching.job import Job, RunOfJob, read_launch, runs_of, slug, write_launch
 
 
 def test_a_sweep_is_every_combination() -> None:
@@ -44,6 +44,19 @@ def test_a_slug_is_a_file_name_on_any_system() -> None:
 
 def test_a_launch_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     assert read_launch(tmp_path) == {}
-    for text in ("[]", "{", ""):
+    others = '{"runs": 3}', '{"runs": ["x"]}', '{"runs": [{"place": "x"}]}'
+    for text in ("[]", "{", "", *others):
         (tmp_path / "launch.json").write_text(text)
         assert read_launch(tmp_path) == {}
+
+
+def test_a_launch_is_remembered(tmp_path: Path) -> None:
+    runs = RunOfJob(place="0-a", values=("lr=1",)), RunOfJob(place="1-b", values=())
+    machines = {"nodes": 2, "gpus_per_node": None, "cpus_per_node": None, "python": "python"}
+    job = Job(name="a", folder=tmp_path, directory=Path("/there"), options=("r.py",), runs=runs, **machines)
+    write_launch(job, {"on": "slurm", "job_id": "7"})
+    known = {"name": "a", "options": ["r.py"], "directory": "/there", "nodes": 2, "on": "slurm", "job_id": "7"}
+    assert read_launch(tmp_path) == {
+        **known,
+        "runs": [{"place": "0-a", "values": ["lr=1"]}, {"place": "1-b", "values": []}],
+    }

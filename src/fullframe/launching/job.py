@@ -109,8 +109,15 @@ def write_launch(job: Job, facts: Mapping[str, Any]) -> None:
 
 
 def read_launch(folder: Path) -> dict[str, Any]:
-    """What launch.json in `folder` says; {} where there is none that can be read."""
-    return read_object(folder / NAME) or {}
+    """What launch.json in `folder` says; {} where there is none that can be read, or another program's."""
+    found = read_object(folder / NAME) or {}
+    runs = found.get("runs", [])
+    return found if isinstance(runs, list) and all(map(_is_run, runs)) else {}
+
+
+def _is_run(known: Any) -> bool:
+    fields = known if isinstance(known, dict) else {}
+    return isinstance(fields.get("place"), str) and isinstance(fields.get("values"), list)
 
 
 def make_folders(job: Job) -> None:
