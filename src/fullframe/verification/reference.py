@@ -89,12 +89,11 @@ _SHARE_AT = {  # where a function is told which share it drops, and by which nam
         (1, "p"),
     ),
     F.scaled_dot_product_attention: (4, "dropout_p"),
+    F.multi_head_attention_forward: (10, "dropout_p"),
 }
 
 
-class NothingDropped(TorchFunctionMode):
-    """Inside, no function drops anything either, as a forward calls them beside nn.Dropout."""
-
+class _DropsNothing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -106,6 +105,28 @@ class NothingDropped(TorchFunctionMode):
             else:
                 kwargs = kwargs | {name: 0.0}
         return func(*args, **kwargs)
+
+
+class NothingDropped(_DropsNothing):
+    """Inside, no function drops anything either, as a forward calls them beside nn.Dropout.
+
+    Nor where backward runs a part of it again: backward too is a function, and such a mode is off within any.
+    """
+
+    def __enter__(self) -> Any:
+        engine: Any = torch.autograd
+        self._run_backward = engine._engine_run_backward
+        engine._engine_run_backward = self._backward
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        engine: Any = torch.autograd
+        engine._engine_run_backward = self._run_backward
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _backward(self, *args: Any, **kwargs: Any) -> Any:
+        with _DropsNothing():
+            return self._run_backward(*args, **kwargs)
 
 
 def hand_over(folder: Path, parts: Sequence[Any], seeds: Sequence[int], model: nn.Module, device: str) -> None:
