@@ -192,6 +192,19 @@ class Dropping(nn.Module):
         return x + torch.dropout(tokens[:, 0].transpose(1, 2).unflatten(2, x.shape[2:]), 0.1, self.training)
 """
 
+# A part that backward runs again, by torch's older way: its first pass has no gradients.
+AGAIN = """
+from torch.utils.checkpoint import checkpoint
+
+class Again(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.out = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 1)
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.out(F.dropout(self.mix(x).sigmoid(), 0.3)), x, use_reentrant=True)
+"""
+
 # Dropout that is no module: every rank draws for its own pixels.
 DRAWN = """
 class Drawn(nn.Module):

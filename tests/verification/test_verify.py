@@ -18,6 +18,7 @@ from fullframe.verification.verify import verify
 from tests.rank_group import RankFailure, rank_group
 from tests.verification.forked import verified_by_a_fork
 from tests.verification.job import (
+    AGAIN,
     COUNTING,
     DRAWN,
     DROPPING,
@@ -302,6 +303,14 @@ def test_functions_drop_nothing_either(tmp_path: Path) -> None:
     verdict = verified(written(tmp_path, "Dropping()", DROPPING))
     assert verdict.exact and largest(verdict) < 1e-12, verdict
     assert not any("depends on the seed" in note for note in verdict.notes), verdict.notes
+
+
+def test_what_a_reentrant_checkpoint_runs_again(tmp_path: Path) -> None:
+    verdict = verified(written(tmp_path, "Again()", AGAIN))
+    assert verdict.exact and largest(verdict) < 1e-12, verdict
+    wrong = verified(written(tmp_path, "nn.Sequential(Again(), Scaled())", AGAIN + SCALED))
+    assert not wrong.exact and wrong.first_difference is not None
+    assert wrong.first_difference.module == "middle.1", wrong
 
 
 def test_a_module_that_counts_its_calls_does_not_draw(tmp_path: Path) -> None:

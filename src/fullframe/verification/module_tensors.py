@@ -33,6 +33,7 @@ class ModuleTensors:
         self._seen, self._entering = seen, entering
         self._paths = {module: path for path, module in model.named_modules()}
         self.calls = Counter[str]()  # begun so far, by the module's path
+        self.again: set[str] = set()  # paths of what backward has called again
         self._running: list[tuple[nn.Module, int]] = []
         self._handles: list[Any] = []
 
@@ -47,7 +48,9 @@ class ModuleTensors:
             handle.remove()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not _in_backward() and _have_numbers((args, kwargs)):
+        if _in_backward():
+            self.again.add(self._paths[module])
+        elif _have_numbers((args, kwargs)):
             path = self._paths[module]
             self._entering(self.caller[0], self.calls)
             call = self.calls[path]

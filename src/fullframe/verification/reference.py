@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class Part:
     folder: Path
     places: list[tuple[Place, int]]  # in order of execution, with the number of the value
     values: list[Value]
+    again: set[str] = field(default_factory=set)  # paths of modules that backward has called once more
 
     def tensor(self, value: int) -> Tensor:
         """The value, mapped from its file: only what is looked at is read."""
@@ -248,9 +249,10 @@ def _recorded(recipe: Recipe, model: nn.Module, batch: Any, folder: Path) -> tup
     """Forward and backward of one replica's samples, every module's tensors written; the loss sum and its count."""
     folder.mkdir()
     record = _Record(folder)
-    with ModuleTensors(model, record.seen), _narrow_explained():
+    with ModuleTensors(model, record.seen) as tensors, _narrow_explained():
         value, count = sum_and_count(recipe.loss(model, batch))
         value.backward()
+    record.part.again = tensors.again
     torch.save(record.part, folder / "index.pt")
     return value.item(), count.item()
 
@@ -283,8 +285,8 @@ class _Record:
         if version != writes_to(tensor):
             number = len(self.part.values)
             self._numbers[tensor] = writes_to(tensor), number
-            is_view = tensor._is_view()
-            self.part.values.append(Value(shape=tuple(tensor.shape), dtype=str(tensor.dtype), is_view=is_view))
+            kind = {"is_view": tensor._is_view(), "requires_grad": tensor.requires_grad}
+            self.part.values.append(Value(shape=tuple(tensor.shape), dtype=str(tensor.dtype), **kind))
             _write(tensor, self.part.folder / f"{number}.pt")
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self._arrived(number, gradient))

@@ -41,6 +41,7 @@ class Value:
     dtype: str
     gradient_order: int | None = None  # when its gradient was complete, counted in backward; None: it has none
     is_view: bool = False  # no hook of it is called where it is written to afterwards (an in-place ReLU)
+    requires_grad: bool = True
 
 
 class Found(NamedTuple):

@@ -207,6 +207,8 @@ class _Comparison:
             return  # a copy of what a stage has made, which gets a part of the gradient
         if isinstance(local, nn.Parameter):
             return  # its gradient is compared by its name, as the mean over replicas that it is
+        if place.path in self.part.again and not self.part.values[number].requires_grad:
+            return  # torch's reentrant checkpoint has gradients in its second pass alone, ours in the first
         if local.requires_grad and not found.problem and number not in self._hooked:
             self._hooked[number] = _Hooked(spec, local.detach().new_empty(0), tuple(local.shape))
             local.register_hook(lambda gradient: self._arrived(number, gradient))
