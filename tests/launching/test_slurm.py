@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fullframe.errors import LaunchError
 from fullframe.launching.job import Job, RunOfJob, runs_of
-from fullframe.launching.slurm import SlurmOptions, ids_of, script_of, submit
+from fullframe.launching.slurm import SlurmOptions, _seconds, ids_of, script_of, submit
 
 JOB = Job(
     name="depth",
@@ -80,13 +80,22 @@ def test_nothing_that_a_user_names_is_code(
     assert not list(top.rglob("pwned"))
 
 
-@pytest.mark.parametrize("name", ["name", "time", "partition", "account", "qos", "after", "extra"])
+@pytest.mark.parametrize("name", ["name", "time", "partition", "account", "qos", "after", "extra", "extra mem="])
 @pytest.mark.parametrize("value", ["a b", "a\n#SBATCH --uid=0", "x;y", "`id`", "$(id)", "'a'"])
 def test_what_slurm_would_read_wrongly_is_refused(name: str, value: str) -> None:
     job = replace(JOB, name=value) if name == "name" else JOB
-    given = {} if name == "name" else {name: (value,) if name in ("after", "extra") else value}
+    name, _, option = name.partition(" ")
+    given = {} if name == "name" else {name: (option + value,) if name in ("after", "extra") else value}
     with pytest.raises(LaunchError, match=r"characters|no option of sbatch"):
         script_of(job, SlurmOptions(**given))
+
+
+def test_a_limit_is_read_as_slurm_reads_it() -> None:
+    day = 24 * 3600
+    for limit, wanted in {"30": 1800, "30:15": 1815, "1:00:05": 3605, "2-3": 2 * day + 3 * 3600}.items():
+        assert _seconds(limit) == wanted, limit
+    assert (_seconds("2-03:04"), _seconds("2-03:04:05")) == (2 * day + 11040, 2 * day + 11045)
+    assert _seconds("UNLIMITED") is _seconds("1:2:3:4") is _seconds("") is None
 
 
 @pytest.mark.parametrize(("code", "state", "restarts", "again"), [
