@@ -70,6 +70,15 @@ def test_the_same_order_in_two_epochs() -> None:
     assert codes(judged_samples(epochs((0, 1, 2), (0, 1, 2)))) == []  # not shuffled, as it was asked
 
 
+def test_an_iteration_that_is_not_trained_on_is_no_epoch() -> None:
+    order = {"planned": (2, 0, 1)}
+    looked_at = [loader(**order), batch(), loader(epoch=2, **order), replace(batch(), epoch=2), backward(), job()]
+    assert codes(judged_samples(ranks(looked_at))) == []
+    assert codes(judged_samples(ranks([*looked_at, loader(epoch=3, **order)]))) == ["FF307"]
+    measured = replace(loader(epoch=2, **order), trains=False)
+    assert codes(judged_samples(ranks([loader(**order), batch(), backward(), measured, job()]))) == []
+
+
 def test_replicas_with_batches_of_different_sizes() -> None:
     small = [loader(planned=(1, 3, 5, 7)), batch(indices=(1,), samples=1), backward(), job(1)]
     (found,) = judged_samples(ranks(reads(0, (0, 2, 4, 6)), small))

@@ -59,13 +59,20 @@ def waited_of(rank: Notes) -> tuple[int, float, float]:
 
 def trained_on(rank: Notes) -> set[int]:
     """Numbers of the loaders whose batches a backward pass follows."""
-    found, last = set[int](), -1
+    return set(_first_epochs(rank))
+
+
+def _first_epochs(rank: Notes) -> dict[int, int]:
+    """By the loaders' numbers, in which of their iterations a backward pass first followed a batch."""
+    found: dict[int, int] = {}
+    last: BatchRead | None = None
     for event in rank.events:
         if isinstance(event, BatchRead):
-            last = event.loader
-        elif isinstance(event, Backward):
-            found.add(last)
-    return found & {event.loader for event in rank.of(Loader) if event.trains}
+            last = event
+        elif isinstance(event, Backward) and last is not None:
+            found.setdefault(last.loader, last.epoch)
+    train = {event.loader for event in rank.of(Loader) if event.trains}
+    return {number: epoch for number, epoch in found.items() if number in train}
 
 
 def _first_of_replicas(notes: Sequence[Notes]) -> list[Notes]:
@@ -76,8 +83,8 @@ def _first_of_replicas(notes: Sequence[Notes]) -> list[Notes]:
     return list(found.values())
 
 
-def _loader(rank: Notes, number: int, epoch: int = 1) -> Loader | None:
-    return next((event for event in rank.of(Loader) if (event.loader, event.epoch) == (number, epoch)), None)
+def _loader(rank: Notes, number: int) -> Loader | None:
+    return next((event for event in rank.of(Loader) if (event.loader, event.epoch) == (number, 1)), None)
 
 
 def _batches(rank: Notes, number: int) -> list[BatchRead]:
@@ -143,9 +150,11 @@ def _read_alike(replicas: Sequence[Notes], number: int, sampler: str) -> Iterato
 
 def _order(notes: Sequence[Notes], number: int) -> Iterator[Finding]:
     for rank in notes:
-        first, second = _loader(rank, number, 1), _loader(rank, number, 2)
-        if first is None or second is None or first.sampler != "DistributedSampler":
+        begun = _first_epochs(rank).get(number, 1)  # before, a batch was looked at
+        epochs = [each for each in rank.of(Loader) if each.loader == number and each.epoch >= begun and each.trains]
+        if len(epochs) < 2 or epochs[0].sampler != "DistributedSampler":
             continue
+        first, second, *_ = epochs
         planned = first.planned
         if planned is not None and planned == second.planned and list(planned) != sorted(planned):
             yield kinds.SAME_ORDER.found(
