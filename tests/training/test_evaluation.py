@@ -177,6 +177,21 @@ def test_what_grows_or_is_a_mean_is_what_one_process_would_have(updates):
     assert _computed("all", [[metric] for metric in metrics]) == pytest.approx(_computed("all", [[alone]]))
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_normalized_errors_of_more_than_two_are_refused(replicas):
+    """Of these torchmetrics takes the first and the last alone, and says nothing."""
+    alone, *metrics = [torchmetrics.NormalizedRootMeanSquaredError(num_outputs=3) for _ in range(1 + replicas)]
+    for number, values in enumerate(torch.rand(3, 2, 4, 3, generator=torch.Generator().manual_seed(0))):
+        alone.update(*values)
+        metrics[number % replicas].update(*values)
+    if replicas < 3:
+        found = _computed("error", [[metric] for metric in metrics])
+        assert found == pytest.approx(_computed("error", [[alone]]), rel=1e-5)
+        return
+    with pytest.raises(RecipeError, match="puts at most two of them together; give"):
+        _computed("error", [[metric] for metric in metrics])
+
+
 def test_of_updates_that_added_unequally_many_those_of_a_rank_stay_together():
     metrics = [Growing(), Growing()]
     for number, (metric, sizes) in enumerate(zip(metrics, ((1, 2), (2, 2)), strict=True)):

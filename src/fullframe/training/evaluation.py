@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -271,6 +271,8 @@ def _merged(metrics: list[Any]) -> Any:
         target = same[0]
         target.distributed_available_fn = lambda: False  # or computing would wait for the other ranks
         used = [metric for metric in same if metric._update_count] or [target]
+        if len(used) > 2 and type(target).__name__ == "NormalizedRootMeanSquaredError":  # adds up two alone
+            raise RecipeError("torchmetrics puts at most two of them together; give (sum, count), or use two replicas")
         for name, reduction in target._reductions.items():
             if name not in vars(target):  # a wrapper shows the states of the metric in it as its own
                 continue
@@ -288,7 +290,7 @@ def _reduced(values: list[Any], reduction: Any, counts: list[int]) -> Any:
         return copy.copy(values[0])  # to reset the metric that a list is of empties it
     if any(isinstance(value, list) for value in values):
         parts = _by_update([value if isinstance(value, list) else [value] for value in values], counts)
-        items = [item for part in parts for item in part]
+        items = [*chain.from_iterable(parts)]
         return items if reduction in (None, dim_zero_cat) else reduction(items)
     if reduction is dim_zero_mean:  # of unequally many updates
         return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
