@@ -167,6 +167,20 @@ def sound_critic() -> None:
             scaler.update()
 
 
+def sound_with_attack() -> None:
+    """Trained on images that are made in eval mode, by gradients that the loop asks for itself."""
+    model = made()[1]
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for image, label in endless(sound_loader()):
+        model.eval()
+        image = image.requires_grad_()
+        (gradient,) = torch.autograd.grad(F.cross_entropy(model.module(image), label), image)
+        model.train()
+        F.cross_entropy(model((image + 0.1 * gradient.sign()).detach()), label).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def sound_with_two_models() -> None:
     """One scaler, and both passes before both steps."""
     models = made()[1], made(1)[1]
@@ -582,5 +596,5 @@ GROWING = (carried_graph, kept_losses, summed_loss, falling_scale)  # which show
 SOUND = (
     sound, sound_without_collection, sound_with_microbatches, sound_with_scaler, sound_adversarial, sound_critic,
     sound_with_closure, sound_with_two_models, sound_with_losses_together, sound_with_evaluation, sound_frozen_norm,
-    sound_momentum_encoder, sound_frozen_generator,
+    sound_momentum_encoder, sound_frozen_generator, sound_with_attack,
 )  # fmt: skip

@@ -93,6 +93,16 @@ def test_a_graph_of_evaluation_that_is_used_is_none_of_its_faults() -> None:
     assert [kind for kind, *_ in said] == ["evaluation keeps a graph"]
 
 
+def test_one_backward_uses_all_passes_before_it() -> None:
+    encoder, decoder, x = nn.Linear(2, 2).eval(), nn.Linear(2, 2), torch.ones(1, 2)
+    modules, said = called(nn.ModuleList([encoder, decoder]))
+    run(modules, lambda: (encoder(x), decoder(x), encoder(x), modules.used(), encoder.train()(x)))
+    assert said == []
+    encoder.eval()
+    run(modules, lambda: (encoder(x), decoder(x), encoder.train()(x), modules.used()))
+    assert [kind for kind, *_ in said] == ["evaluation keeps a graph"]
+
+
 def test_wrappers_are_known_and_taken_off() -> None:
     class DataParallel(nn.Module):
         def __init__(self, module: nn.Module):

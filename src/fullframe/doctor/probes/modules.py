@@ -23,7 +23,7 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "ParallelMod
 
 @dataclass
 class _Quiet:
-    """A pass in training mode without gradients."""
+    """A pass in training mode without gradients, or in eval mode with some."""
 
     parameters: set[int]  # ids of the trained ones
     text: str
@@ -39,7 +39,7 @@ class Modules:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._known: set[int] = set()
         self._depth = 0
-        self._not_used_yet = ""  # a module that was called in eval mode, whose graph nobody has used so far
+        self._unused: _Quiet | None = None  # the last pass in eval mode with a graph that nobody has used so far
         self._quiet: list[_Quiet] = []  # of which it is not known yet whether they were evaluations
         self.in_backward = False
         # Batch norms that a batch came to in backward: the tensor that counted it, and what it had counted before.
@@ -113,12 +113,13 @@ class Modules:
 
     def used(self) -> None:
         """A backward pass has used what was computed."""
-        self._not_used_yet = ""
+        self._unused = None
         self._quiet = [each for each in self._quiet if not each.is_followed]  # a generator's, for its critic's step
 
     def ended(self) -> None:
         """No more calls will be seen."""
         self._say_evaluations(self._quiet)
+        self._say_unused()
 
     def name_of(self, wanted: nn.Module) -> str:
         """The path of a module."""
@@ -141,15 +142,14 @@ class Modules:
         if id(module) not in self._known and next(module.parameters(), None) is not None:
             self._known.add(id(module))
             self._roots.append(weakref.ref(module))
-        if self._not_used_yet:
-            self._oddity("evaluation keeps a graph", self._not_used_yet, "")
-            self._not_used_yet = ""
+        if self._unused is not None and module.training and self._unused.parameters & self._trained_of(module):
+            self._say_unused()  # it was no part of a step, as both passes of a pair are
         if self._quiet or not torch.is_grad_enabled():
             self._look_at_evaluation(module)
 
     def _look_at_evaluation(self, module: nn.Module) -> None:
         """One in training mode is told of, unless what it gave went into another model's step."""
-        trained = {id(p) for p in module.parameters()} & self.trained
+        trained = self._trained_of(module)
         self._say_evaluations([each for each in self._quiet if each.parameters & trained])
         if torch.is_grad_enabled():
             for each in self._quiet:
@@ -158,6 +158,14 @@ class Modules:
             norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
             if norms:
                 self._quiet.append(_Quiet(trained, type(unwrapped(module)).__name__, self.name_of(norms[0])))
+
+    def _trained_of(self, module: nn.Module) -> set[int]:
+        return {id(p) for p in module.parameters()} & self.trained
+
+    def _say_unused(self) -> None:
+        if self._unused is not None:
+            self._oddity("evaluation keeps a graph", self._unused.text, self._unused.where)
+            self._unused = None
 
     def _say_evaluations(self, found: list[_Quiet]) -> None:
         self._quiet = [each for each in self._quiet if each not in found]
@@ -169,7 +177,7 @@ class Modules:
         if self._depth or self.in_backward or unwrapped(module).training or not self._is_trained(module):
             return
         if any(tensor.requires_grad for tensor in tensors_in(output)):
-            self._not_used_yet = type(unwrapped(module)).__name__
+            self._unused = _Quiet(self._trained_of(module), type(unwrapped(module)).__name__, "")
 
     def _is_trained(self, module: nn.Module) -> bool:
         return any(id(p) in self.trained and p.requires_grad for p in module.parameters())

@@ -85,6 +85,7 @@ class Probes:
                 stack.callback(handle.remove)
             original: Callable[..., Any] = torch.autograd.backward
             stack.enter_context(replaced(torch.autograd, "backward", self._watched(original)))
+            stack.enter_context(replaced(torch.autograd, "grad", self._using(torch.autograd.grad)))
             yield
 
     def _oddity(self, kind: str, text: str, where: str) -> None:
@@ -109,6 +110,7 @@ class Probes:
             if self.modules.in_backward:  # a checkpoint's own
                 return original(tensors, *args, **kwargs)
             if self._steps is not None and (self.updates >= self._steps or self._backwards >= _PASSES * self._steps):
+                self.modules.used()
                 raise Enough
             tensors = tensors if isinstance(tensors, (Tensor, tuple)) else tuple(tensors)  # an iterator gives them once
             with self._aside():
@@ -123,6 +125,15 @@ class Probes:
                 self._finish_pending()
 
         return backward
+
+    def _using(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.modules.used()
+
+        return grad
 
     def _begun(self, tensors: Any) -> dict[str, Any]:
         """What can be said of a backward pass before it runs."""
