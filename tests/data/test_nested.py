@@ -85,15 +85,15 @@ class Hidden(Boxed):
 
 
 def test_attributes_are_found_wherever_they_are_kept():
-    assert attributes(Node(1)) == [1, None, []]  # and one that is not set
+    assert attributes(Node(1)) == {"value": 1, "parent": None, "children": []}  # without one that is not set
     value = Noted([2])
-    assert attributes(value) == [[2]]
+    assert attributes(value) == {"boxes": [2]}
     value.name, value.note = "a", "b"
-    assert attributes(value) == ["b", [2], "a"]
+    assert attributes(value) == {"note": "b", "boxes": [2], "name": "a"}
     private = Hidden([3])
     private.hide(4)
-    assert attributes(private) == [4, [3]]
-    assert attributes(5) == attributes("a") == []
+    assert attributes(private) == {"_Hidden__hidden": 4, "boxes": [3]}
+    assert attributes(5) == attributes("a") == {}
 
 
 def test_what_objects_hold_is_found_three_deep_and_once() -> None:

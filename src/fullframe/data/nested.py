@@ -74,18 +74,14 @@ def held(value: object) -> Iterator[Any]:
     seen = {id(value)}
     objects = [value]
     for _ in range(_OBJECTS_WITHIN):
-        found = [leaf for item in objects for leaf in tree_leaves(attributes(item)) if id(leaf) not in seen]
+        found = [leaf for item in objects for leaf in tree_leaves([*attributes(item).values()]) if id(leaf) not in seen]
         yield from found
         seen.update(map(id, found))
         objects = [leaf for leaf in found if not isinstance(leaf, (Tensor, type, ModuleType))]
 
 
-def attributes(value: object) -> list[Any]:
-    """What an object's attributes hold, also those in `__slots__`, as attrs and dataclasses may have them."""
-    return list(_named(value).values())
-
-
-def _named(value: object) -> dict[str, Any]:
+def attributes(value: object) -> dict[str, Any]:
+    """What an object holds by its attributes' names, also in `__slots__`, as attrs and dataclasses may have them."""
     names = [*getattr(value, "__dict__", ()), *(name for kind in type(value).__mro__ for name in slots(kind))]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
@@ -117,7 +113,7 @@ def with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 def _hold_its_own(made: Any) -> None:
     """Of a mapping that was copied: it may keep its items in another, which is still that of the first."""
-    for name, held in _named(made).items():
+    for name, held in attributes(made).items():
         if isinstance(held, MutableMapping):
             object.__setattr__(made, name, copy.copy(held))
 

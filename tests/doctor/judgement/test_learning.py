@@ -49,13 +49,6 @@ def test_a_sound_run() -> None:
         ([backward(modules=("norm",))], "FF330"),
         ([backward(), *(backward(evaluating=("Net",)) for n in (2, 3))], "FF331"),
         ([Oddity(kind="evaluation keeps a graph", text="Net")], "FF332"),
-        (
-            [
-                *(backward(evaluating=("Net",)) for n in (1, 2)),
-                Oddity(kind="evaluation keeps a graph", text="Net"),
-            ],
-            "FF331",
-        ),
     ],
 )
 def test_each_fault_is_named(events: list[Any], code: str) -> None:

@@ -152,8 +152,7 @@ def _graphs(rank: Notes) -> Iterator[Finding]:
 def _modes(rank: Notes) -> Iterator[Finding]:
     passes = rank.of(Backward)
     evaluating = [event for event in passes if event.evaluating]
-    trains_so = bool(evaluating) and len(evaluating) >= len(passes) - 1
-    if trains_so:
+    if evaluating and len(evaluating) >= len(passes) - 1:
         yield kinds.TRAINS_IN_EVAL_MODE.found(
             f"{some(evaluating[0].evaluating)} is in eval mode in {len(evaluating)} of {len(passes)} backward passes"
         )
@@ -164,8 +163,6 @@ def _modes(rank: Notes) -> Iterator[Finding]:
         )
     for oddity in rank.of(Oddity):
         kind, text = _ODDITIES[oddity.kind]
-        if kind is kinds.EVALUATION_KEEPS_GRAPH and trains_so:  # a training's second call, in that mode too
-            continue
         yield kind.found(text.format(text=oddity.text, where=oddity.where), evidence=oddity.where)
     yield from _sent_too_often(rank)
 
