@@ -35,6 +35,8 @@ def test_samples_of_each_replica_s_own_part_are_not_the_same() -> None:
 
 def test_what_was_not_seen_is_no_answer() -> None:
     assert checklist(ranks([], []), []) == []
+    steps = [event for n in range(1, 5) for event in (backward(), update(n, seconds=1.0))]
+    assert not any(each.question == "loader" for each in checklist(ranks(steps), []))  # batches came from elsewhere
 
 
 def test_waiting_for_a_loader_is_no_fault_of_a_small_run_and_that_is_said() -> None:

@@ -42,7 +42,7 @@ def judged_waiting(notes: Sequence[Notes]) -> Iterator[Finding]:
 
 
 def waited_of(rank: Notes) -> tuple[int, float, float]:
-    """In how many steps it was seen, how long the rank waits for a step's batches, and a step takes: medians."""
+    """In how many steps a DataLoader was seen, how long the rank waits for its batches, and a step takes: medians."""
     trains, waited, seconds = trained_on(rank), [0.0], [0.0]
     first = next((update.optimizer for update in rank.of(Update)), 0)
     for event in rank.events:
@@ -54,7 +54,8 @@ def waited_of(rank: Notes) -> tuple[int, float, float]:
                 waited.append(0.0)
                 seconds.append(0.0)
     steps = len(waited) - 2  # without the first, and what came after the last
-    return (steps, median(waited[1:-1]), median(seconds[1:-1])) if steps > 0 else (0, 0.0, 0.0)
+    is_seen = trains and steps > 0  # what a loop reads otherwise, nobody has timed
+    return (steps, median(waited[1:-1]), median(seconds[1:-1])) if is_seen else (0, 0.0, 0.0)
 
 
 def trained_on(rank: Notes) -> set[int]:
