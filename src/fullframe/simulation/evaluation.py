@@ -18,7 +18,8 @@ from fullframe.simulation.fake.blame import blamed
 from fullframe.simulation.memory.trace import Tracer
 from fullframe.strategy import Strategy
 from fullframe.techniques.ema import ParameterAverage
-from fullframe.training.evaluation import evaluation_data, is_metric, measuring
+from fullframe.training.evaluation import evaluation_data, measuring
+from fullframe.training.metrics import is_metric
 
 _REPEATED = 2  # evaluations that tell what each leaves
 
