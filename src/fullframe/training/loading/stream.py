@@ -89,7 +89,7 @@ class ShardedStream:
             sizes = [everyone[ranks[0]][0] for ranks in self._replicas]
             if _ENDED in sizes:
                 return
-            self._require_apart([everyone[ranks[0]][1] for ranks in self._replicas])
+            self._tell_of_repeats([everyone[ranks[0]][1] for ranks in self._replicas])
             if len(set(sizes)) > 1 and not self._weighted:
                 raise RecipeError(
                     f"replicas have batches of {sizes} samples: the mean of their means would not be that of the "
@@ -123,7 +123,7 @@ class ShardedStream:
             )
         return found
 
-    def _require_apart(self, checksums: list[int]) -> None:
+    def _tell_of_repeats(self, checksums: list[int]) -> None:
         """Warn where two replicas have read the same batch."""
         first = [checksums.index(each) for each in checksums]
         for replica, same in enumerate(first):
