@@ -42,13 +42,15 @@ REFUSED: list[Write] = [
     lambda weight: torch._foreach_zero_(list(torch.split(weight, 2))[:1]),
     lambda weight: weight.__setitem__((3, 1, 1, 1), 1.0),
     lambda weight: weight.data.__setitem__(slice(2, 4), 1.0),
-    lambda weight: weight.__setitem__(weight < 0, 0.0),
+    lambda weight: weight.__setitem__(weight[:, 0, 0, 0] < 0, 0.0),
+    lambda weight: weight.__setitem__(weight < 0, torch.zeros(1)),
 ]
 TAKEN: list[Write] = [
     lambda weight: weight[:, 0].zero_(),
     lambda weight: weight.view(-1).mul_(2),
     lambda weight: weight.transpose(0, 1).mul_(2),
     lambda weight: weight.masked_fill_(weight < 0, 0.0),
+    lambda weight: weight.__setitem__(weight < 0, 0.5),
     lambda weight: weight.copy_(torch.cat([weight[4:], weight[:4]])),
     lambda weight: weight.mul_(weight[3:5].square().sum() + weight[0, 1, 2, 0]),
     lambda weight: weight[2:4].clone().mul_(2),  # a copy in one process, too

@@ -80,6 +80,10 @@ def _is_view(func: Any) -> bool:
 
 
 def _set_rows(whole: Any, where: Any, value: Any) -> None:
+    of_each = isinstance(where, DTensor) and where.dtype is torch.bool and where.shape == whole.shape
+    if of_each and isinstance(value, (int, float)):
+        whole.masked_fill_(where, value)  # each number by itself, as Rprop's step does
+        return
     if any(placement.is_shard() for placement in whole.placements):
         _refuse()
     Tensor.__setitem__(whole, where, value)
