@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fullframe.verification.reference import NothingDropped, _answers, without_dropout
+from fullframe.verification.reference import _answers, nothing_dropped, without_dropout
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from fullframe.verification.reference import NothingDropped, _answers, without_d
 def test_a_function_drops_nothing(function: Callable[..., Tensor]) -> None:
     x = torch.rand(2, 64, 3, 4, 5)[..., 0] if function is F.dropout2d else torch.rand(2, 64, 3, 4, 5)
     x = x[..., 0, 0] if function is F.dropout1d else x
-    with NothingDropped():
+    with nothing_dropped():
         assert torch.equal(function(x, 0.7, True), x)
     assert not torch.equal(function(x, 0.7, True), x)
 
@@ -35,7 +35,7 @@ def test_a_function_drops_nothing(function: Callable[..., Tensor]) -> None:
 def test_attention_drops_nothing(is_causal: bool) -> None:
     x = torch.rand(2, 3, 5, 4)
     expected = F.scaled_dot_product_attention(x, x, x, is_causal=is_causal)
-    with NothingDropped():
+    with nothing_dropped():
         assert torch.equal(F.scaled_dot_product_attention(x, x, x, None, 0.5, is_causal), expected)
         named = F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, is_causal=is_causal)
     assert torch.equal(named, expected)
@@ -45,14 +45,14 @@ def test_attention_with_its_projections_drops_nothing() -> None:
     x, weight, bias = torch.rand(5, 2, 4), torch.rand(12, 4), torch.rand(12)
     words = x, x, x, 4, 2, weight, bias, None, None, False
     expected, _ = F.multi_head_attention_forward(*words, 0.0, weight[:4], bias[:4])
-    with NothingDropped():
+    with nothing_dropped():
         assert torch.equal(F.multi_head_attention_forward(*words, 0.5, weight[:4], bias[:4])[0], expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_what_backward_runs_again_drops_nothing(use_reentrant: bool) -> None:
     x, engine = torch.rand(64, requires_grad=True), torch.autograd._engine_run_backward
-    with NothingDropped():
+    with nothing_dropped():
         checkpoint(lambda x: F.dropout(x.exp(), 0.5).sin(), x, use_reentrant=use_reentrant).sum().backward()
     assert x.grad is not None and torch.allclose(x.grad, x.exp().cos() * x.exp())
     assert torch.autograd._engine_run_backward is engine

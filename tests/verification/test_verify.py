@@ -1,7 +1,6 @@
 """A step is proved exact, or the very module is named where split ranks leave the way of one process."""
 
 import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,9 +8,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.strategy import Strategy
-from fullframe.training.loading.delivery import Delivery
+from fullframe.training.loading.delivery import Delivery, Split
 from fullframe.verification import reference
 from fullframe.verification.verdict import Verdict
 from fullframe.verification.verify import verify
@@ -49,13 +49,13 @@ def _verified(path: str, data: int, height: int, width: int, unsupported: str, d
 
 def _verified_as_on_a_gpu(path: str) -> str:
     """Where batches are copied ahead, unless somebody asks for none."""
-    plainly = Delivery.__call__
+    plainly = Delivery.__init__
 
-    def one_ahead(self: Delivery, host: Iterable[Any], ahead: int | None = None) -> Iterator[Any]:
-        return plainly(self, host, 1 if ahead is None else ahead)
+    def one_ahead(self: Delivery, mesh: DeviceMesh, split: Split = "auto", ahead: int | None = None) -> None:
+        plainly(self, mesh, split, 1 if ahead is None else ahead)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Delivery, "__call__", one_ahead)
+        patch.setattr(Delivery, "__init__", one_ahead)
         return _verified(path, 1, 1, 2, "error", 1)
 
 

@@ -113,9 +113,9 @@ def with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 def _hold_its_own(made: Any) -> None:
     """Of a mapping that was copied: it may keep its items in another, which is still that of the first."""
-    for name, held in attributes(made).items():
-        if isinstance(held, MutableMapping):
-            object.__setattr__(made, name, copy.copy(held))
+    for name, items in attributes(made).items():
+        if isinstance(items, MutableMapping):
+            object.__setattr__(made, name, copy.copy(items))
 
 
 def like(value: Sequence[Any], items: Sequence[Any]) -> Any:

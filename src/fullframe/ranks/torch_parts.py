@@ -53,6 +53,7 @@ PARTS = [
     "torch._shape_as_tensor",
     "torch.autograd.Variable._execution_engine",
     "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.autograd._engine_run_backward",
     "torch.autograd._unsafe_preserve_version_counter",
     "torch.library._register_effectful_op",
     "torch.ops.aten._assert_tensor_metadata",

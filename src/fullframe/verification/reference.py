@@ -94,7 +94,7 @@ _SHARE_AT = {  # where a function is told which share it drops, and by which nam
 }
 
 
-class _DropsNothing(TorchFunctionMode):
+class _NothingDropped(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -108,26 +108,24 @@ class _DropsNothing(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class NothingDropped(_DropsNothing):
+@contextmanager
+def nothing_dropped() -> Iterator[None]:
     """Inside, no function drops anything either, as a forward calls them beside nn.Dropout.
 
     Nor where backward runs a part of it again: backward too is a function, and such a mode is off within any.
     """
+    run_backward = torch.autograd._engine_run_backward
 
-    def __enter__(self) -> Any:
-        engine: Any = torch.autograd
-        self._run_backward = engine._engine_run_backward
-        engine._engine_run_backward = self._backward
-        return super().__enter__()  # type: ignore[no-untyped-call]
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        with _NothingDropped():
+            return run_backward(*args, **kwargs)
 
-    def __exit__(self, *error: Any) -> None:
-        engine: Any = torch.autograd
-        engine._engine_run_backward = self._run_backward
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def _backward(self, *args: Any, **kwargs: Any) -> Any:
-        with _DropsNothing():
-            return self._run_backward(*args, **kwargs)
+    torch.autograd._engine_run_backward = backward
+    try:
+        with _NothingDropped():
+            yield
+    finally:
+        torch.autograd._engine_run_backward = run_backward
 
 
 def hand_over(folder: Path, parts: Sequence[Any], seeds: Sequence[int], model: nn.Module, device: str) -> None:
@@ -176,7 +174,7 @@ def main(recipe_path: Path, folder: Path, values: Sequence[str] = ()) -> None:
     given = torch.load(folder / "given.pt", weights_only=False)
     device = torch.device(given["device"])
     model, _ = double_model(recipe, device)
-    with NothingDropped():
+    with nothing_dropped():
         answers = _answers(recipe, model, device, given, folder)
     torch.save(answers, folder / "answers.pt")
 

@@ -92,7 +92,7 @@ def verify(
         answers, part = reference.read(folder, mesh.get_local_rank("data"))
         comparison = _Comparison(part, mesh, plain, step)
         try:
-            with _gather_warnings(notes), comparison.tensors, reference.NothingDropped():
+            with _gather_warnings(notes), comparison.tensors, reference.nothing_dropped():
                 seed_everything(_seed(recipe, comparison.replica))
                 loss = step(batch).loss
         except UnsupportedOp as error:  # on every rank of the replica alike; from here on nobody sends anything

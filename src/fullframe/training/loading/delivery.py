@@ -200,20 +200,23 @@ class Collation:
 
 
 class Delivery:
-    """Moves batches, as `Collation` made them, to this rank's device."""
+    """Moves batches, as `Collation` made them, to this rank's device, each while up to `ahead` before it are used.
 
-    def __init__(self, mesh: DeviceMesh, split: Split = "auto"):
+    By default one ahead where there is a GPU, which copies beside computing, and none where there is not. Raises
+    RecipeError for a number below 0.
+    """
+
+    def __init__(self, mesh: DeviceMesh, split: Split = "auto", ahead: int | None = None):
+        if ahead is not None and ahead < 0:
+            raise RecipeError(f"prefetch must be a number of batches >= 0, got {ahead}")
         self._mesh, self._split, self._spatial = mesh, split, spatial_of(mesh)
         self._stages = stage_axis(mesh) if has_stages(mesh) else None
         self._device = mesh_device(mesh)
         self._stream = _copying(self._device) if self._device.type != "cpu" else None
+        self._ahead = int(self._stream is not None) if ahead is None else ahead
 
-    def __call__(self, host: Iterable[tuple[Any, int]], ahead: int | None = None) -> Iterator[Any]:
-        """The batches in order, each copied while up to `ahead` before it are computed on.
-
-        By default one ahead where there is a GPU, which copies beside computing, and none where there is not.
-        """
-        ahead = int(self._stream is not None) if ahead is None else ahead
+    def __call__(self, host: Iterable[tuple[Any, int | None]]) -> Iterator[Any]:
+        """The batches in order; with None in the place of a checksum they have been compared already."""
         sent: deque[tuple[Any, torch.Event | None]] = deque()
         # A DataLoader draws its seed where tensors are made, with a generator of the host.
         with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
@@ -221,16 +224,16 @@ class Delivery:
         for batch, fingerprint in made:
             sent.append(self._sent(batch, fingerprint))
             del batch
-            if len(sent) > ahead:
+            if len(sent) > self._ahead:
                 yield self._received(*sent.popleft())
         while sent:
             yield self._received(*sent.popleft())
 
-    def _sent(self, batch: Any, fingerprint: int) -> tuple[Any, torch.Event | None]:
+    def _sent(self, batch: Any, fingerprint: int | None) -> tuple[Any, torch.Event | None]:
         """The batch on the device, its copies under way, and an event for their end."""
         if self._spatial.size > 1:
             self._require_keys(batch)
-        if self._spatial.size > 1 or self._stages is not None:
+        if fingerprint is not None and (self._spatial.size > 1 or self._stages is not None):
             self._require_same(fingerprint)
         if self._stream is None:
             return self.place(batch), None
@@ -271,19 +274,24 @@ class Delivery:
             mine = torch.stack([found, torch.tensor(ranks).to(found)])
             of_stages = all_gather_no_grad(mine, self._stages.group, "samples of stages", _LINE)
             found, ranks = of_stages[:, 0].flatten(), of_stages[:, 1].flatten().tolist()
-        if len(set(found.tolist())) > 1:
-            raise RecipeError(
-                f"ranks {ranks} of one replica read different samples (checksums {found.tolist()}); "
-                "draw augmentation from torch, numpy.random, random or generators that the dataset holds, whose states "
-                "are set for each sample, not from a module's or a file's, as many numbers whatever rows and columns "
-                "are read, and give every rank the same files"
-            )
+        require_alike(ranks, found.tolist())
 
 
 @cache
 def _copying(device: torch.device) -> torch.Stream:
     """The one stream on which batches come to a GPU: torch keeps the memory of each stream's tensors apart."""
     return torch.Stream(device)
+
+
+def require_alike(ranks: list[int], checksums: list[int]) -> None:
+    """Raises RecipeError where the `ranks` of a replica have batches of different `checksums`."""
+    if len(set(checksums)) > 1:
+        raise RecipeError(
+            f"ranks {ranks} of one replica read different samples (checksums {checksums}); "
+            "draw augmentation from torch, numpy.random, random or generators that the dataset holds, whose states "
+            "are set for each sample, not from a module's or a file's, as many numbers whatever rows and columns "
+            "are read, and give every rank the same files"
+        )
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:

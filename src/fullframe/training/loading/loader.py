@@ -79,10 +79,8 @@ class ShardedLoader:
                 "the StatefulDataLoader was given a state, which holds for one process only; "
                 "give ShardedLoader.load_state_dict the state of a ShardedLoader, which holds for any mesh"
             )
-        if prefetch is not None and prefetch < 0:
-            raise RecipeError(f"prefetch must be a number of batches >= 0, got {prefetch}")
         self._order = Order(loader, seed, replica, replicas, weighted)
-        self._deliver, self._prefetch = Delivery(mesh, split), prefetch
+        self._deliver = Delivery(mesh, split, prefetch)
         self._all_taken = False  # of the current epoch's batches
         self._left = self._said_left = False  # a loop over it, in the middle of an epoch
         self._mesh, self._passes = mesh, 0
@@ -116,7 +114,7 @@ class ShardedLoader:
             self._say_left()
         self._order.begin()
         self._require_one_order()
-        for batch in self._deliver(self._loader, self._prefetch):
+        for batch in self._deliver(self._loader):
             self._order.position += 1
             self._all_taken, self._left = self._order.position == len(self), True
             yield batch

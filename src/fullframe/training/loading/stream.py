@@ -17,7 +17,7 @@ from fullframe.arguments import checked
 from fullframe.errors import RecipeError
 from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
 from fullframe.ranks.mesh import spatial_of
-from fullframe.training.loading.delivery import Collation, Delivery, Grid, Split, checksum, mesh_device
+from fullframe.training.loading.delivery import Collation, Delivery, Grid, Split, checksum, mesh_device, require_alike
 
 _ENDED = -1  # in the place of a batch's number of samples
 _LINE = "the next batch of the stream"
@@ -54,11 +54,9 @@ class ShardedStream:
                 f"{type(batches.dataset).__name__} has numbers by which its samples are shared out; use "
                 "ff.ShardedLoader(loader, mesh), whose batch_size is that of the whole job"
             )
-        if prefetch is not None and prefetch < 0:
-            raise RecipeError(f"prefetch must be a number of batches >= 0, got {prefetch}")
         self._batches, self._grid = batches, Grid.of(mesh)
         self._collation = Collation(default_collate, self._grid, split)
-        self._deliver, self._prefetch, self._weighted = Delivery(mesh, split), prefetch, weighted
+        self._deliver, self._weighted = Delivery(mesh, split, prefetch), weighted
         self._replicas: list[list[int]] = mesh.mesh.flatten(1).tolist()  # their ranks
         self._mine, self._device = mesh.get_local_rank("data"), mesh_device(mesh)
         self._said: set[str] = set()
@@ -70,13 +68,13 @@ class ShardedStream:
 
     def __iter__(self) -> Iterator[Any]:
         weights: deque[float] = deque()  # of batches that were made and not yet handed out
-        for batch in self._deliver(self._agreed(weights), self._prefetch):
+        for batch in self._deliver(self._agreed(weights)):
             self.weight = weights.popleft()
             yield batch
             del batch  # or it would be there until the next one but one is
 
-    def _agreed(self, weights: "deque[float]") -> Iterator[tuple[Any, int]]:
-        """Batches and their checksums, as long as all ranks have one."""
+    def _agreed(self, weights: "deque[float]") -> Iterator[tuple[Any, None]]:
+        """Batches that were compared, as long as all ranks have one."""
         batches = iter(self._batches)
         while True:
             try:
@@ -84,11 +82,12 @@ class ShardedStream:
             except StopIteration:
                 self._gathered(_ENDED, 0)
                 return
-            number = checksum(batch)
-            everyone = self._gathered(_samples(batch), number)
+            everyone = self._gathered(_samples(batch), checksum(batch))
             sizes = [everyone[ranks[0]][0] for ranks in self._replicas]
             if _ENDED in sizes:
                 return
+            for ranks in self._replicas:
+                require_alike(ranks, [everyone[rank][1] for rank in ranks])
             self._tell_of_repeats([everyone[ranks[0]][1] for ranks in self._replicas])
             if len(set(sizes)) > 1 and not self._weighted:
                 raise RecipeError(
@@ -97,7 +96,7 @@ class ShardedStream:
                     "ShardedStream weighted=True and multiply each batch's mean loss by stream.weight"
                 )
             weights.append(sizes[self._mine] * len(sizes) / sum(sizes) if any(sizes) else 1.0)
-            yield (batch if self._grid.ranks == 1 else self._collation.cut(batch)), number
+            yield (batch if self._grid.ranks == 1 else self._collation.cut(batch)), None
 
     def _gathered(self, samples: int, number: int) -> list[list[int]]:
         """Of each rank the samples of its batch, `_ENDED` where it has none, and the batch's checksum.
