@@ -71,7 +71,8 @@ class Recipe:
     loss:            (model, batch) -> scalar mean, or (sum, count): then the update is divided by the true count of
                      the whole job's batch
     optimizer:       (parameters) -> torch Optimizer; `parameters.named()` gives names too, for groups by name
-    data:            () -> Dataset of dicts, lists or tuples of tensors, nested or not, beside numbers and words
+    data:            () -> Dataset of dicts, lists or tuples of tensors, nested or not, beside numbers and words; of an
+                     IterableDataset every rank reads all
     batch_size:      samples of one optimizer step, of the whole job
     sampler:         (data) -> torch Sampler, or a list, of numbers of samples: which an epoch has and in which order,
                      the same on every rank, in place of all, shuffled by `seed`

@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -381,15 +382,34 @@ def test_what_two_ranks_have_measured_is_the_same_or_not():
 
 
 class Stream(IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
     def __iter__(self):
-        return iter(tiny.Frames(2))
+        return map(tiny.Frames(self.samples, augment=False).__getitem__, range(self.samples))
+
+
+def measured_of(data):
+    mesh = ff.init_mesh()
+    torch.manual_seed(0)
+    model = ff.parallelize(tiny.Network(), mesh)
+    recipe = tiny.recipe(evaluation_data=data, evaluate=tiny.evaluate, workers=2)
+    return evaluate(recipe, model, mesh)
+
+
+def test_a_stream_is_measured_like_a_data_set_with_numbers():
+    for samples in (1, 3, 4):
+        wanted = measured_of(partial(tiny.Frames, samples, augment=False))
+        for found in rank_group(2).run(measured_of, partial(Stream, samples)):
+            assert found == pytest.approx(wanted, rel=1e-12)
+    with pytest.raises(RecipeError, match="the Stream gives no batch of 1 sample in epoch 0; does its folder"):
+        measured_of(partial(Stream, 0))
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (lambda: tiny.Frames(0), r"recipe.evaluation_data\(\) has no samples"),
-        (Stream, "Stream is an IterableDataset"),
         (lambda: DataLoader(tiny.Frames(2)), "a DataLoader was given where its dataset is asked for"),
     ],
 )

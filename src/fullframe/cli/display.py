@@ -44,14 +44,16 @@ class Display:
             self._spoke = now
             self.message(_line(record, self._steps))
 
-    def samples(self, done: int, samples: int) -> None:
+    def samples(self, done: int, samples: int | None) -> None:
         """Show how far an evaluation has come."""
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, total=samples, description="evaluating")
-        elif now - self._spoke >= _QUIET_SECONDS or done == samples > 1:
+        elif now - self._spoke >= _QUIET_SECONDS or done == samples != 1:
             self._spoke = now
-            self.message(f"{done} of {plural(samples, 'sample')}")
+            self.message(
+                f"{plural(done, 'sample')} so far" if samples is None else f"{done} of {plural(samples, 'sample')}"
+            )
 
     def message(self, text: str) -> None:
         """Show one line."""

@@ -19,6 +19,7 @@ from fullframe.simulation.memory.trace import Tracer
 from fullframe.strategy import Strategy
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.training.evaluation import evaluation_data, measuring
+from fullframe.training.loading.listing import first_sample, length_of
 from fullframe.training.metrics import is_metric
 
 _REPEATED = 2  # evaluations that tell what each leaves
@@ -29,10 +30,10 @@ class EvaluationSample(Dataset[Any]):
     """The first sample of the evaluation data, and how many there are; a data set in which all are like it."""
 
     first: Any
-    samples: int
+    samples: int | None  # None: of a stream
 
     def __len__(self) -> int:
-        return self.samples
+        return self.samples  # type: ignore[return-value]  # no number: a TypeError, as of a stream
 
     def __getitem__(self, number: int) -> Any:
         return self.first
@@ -45,7 +46,7 @@ def read_evaluation(recipe: Recipe) -> EvaluationSample | FullframeError | None:
     try:
         with sample_randomness(recipe.seed, 0, 0), blamed("recipe.evaluation_data() gives no sample"):
             data: Any = evaluation_data(recipe)
-            return EvaluationSample(data[0], len(data))
+            return EvaluationSample(first_sample(data), length_of(data))
     except FullframeError as error:
         return error
 
@@ -57,18 +58,21 @@ def evaluate_fakes(
     average: ParameterAverage | None,
     tracer: Tracer,
     batch: Callable[[], Any],
-    samples: int,
+    samples: int | None,
+    note: Callable[[str], object],
 ) -> None:
-    """Evaluate as many of the job's `samples` as it takes, each a `batch()`."""
+    """Evaluate as many of the job's `samples` as it takes, each a `batch()`; `note` gets what is not known."""
     assert recipe.evaluate is not None
     metrics, held, taken = [], list[int](), None
-    turns = -(-samples // strategy.data)
+    turns = _REPEATED + 1 if samples is None else -(-samples // strategy.data)
     with measuring(model, "cpu", strategy.precision, average):
         while turns > len(held) <= _REPEATED:
             if len(held) == _REPEATED:
                 of_each = held[1] - held[0]
                 if of_each <= 0:
                     break
+                if samples is None:
+                    note("the evaluation's metrics keep something of each sample, and how many a stream has is unknown")
                 tracer.hold("kept by metrics", of_each * (turns - _REPEATED - 1))
             taken = batch()  # while the one before still lives, as in a loop over batches
             metrics += [value for value in recipe.evaluate(model, taken).values() if is_metric(value)]

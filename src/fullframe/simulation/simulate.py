@@ -213,7 +213,8 @@ class _Simulation:
             ahead = [*ahead, *(one() for _ in range(self._terms.has("prefetched_batch")))]
             self._outcomes.evaluating, tracer.outside = True, "evaluation"
             with self._fake, blamed("evaluate()", passing=OutOfTime):
-                evaluate_fakes(self._recipe, self._strategy, model, step.average, tracer, one, read.samples)
+                note = self._outcomes.notes.add
+                evaluate_fakes(self._recipe, self._strategy, model, step.average, tracer, one, read.samples, note)
         except FullframeError as error:
             self._outcomes.notes.add(f"the evaluation could not be simulated, and may need more than this: {error}")
             return None

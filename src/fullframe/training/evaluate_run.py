@@ -17,6 +17,7 @@ from fullframe.training.checkpoints.state import has_averages
 from fullframe.training.checkpoints.writer import checkpoint_of, load_weights
 from fullframe.training.evaluation import NEEDS_LESS, evaluate, evaluation_data
 from fullframe.training.loading.delivery import mesh_device
+from fullframe.training.loading.listing import length_of
 from fullframe.training.session import prepare
 from fullframe.wording import first_line
 
@@ -39,13 +40,13 @@ def evaluate_run(
     step: int | None = None,
     best: bool = False,
     raw: bool = False,
-    progress: Callable[[int, int], None] = lambda done, samples: None,
+    progress: Callable[[int, int | None], None] = lambda done, samples: None,
 ) -> Evaluated:
     """What `recipe.evaluate` measures of the run's newest readable checkpoint, the one after `step` or the `best`.
 
     All ranks call it; of `strategy` what `forward_only` keeps is taken. The parameters are their moving averages where
     the run keeps them, as in training, unless their `raw` last values are asked for. `progress` is told of how many
-    samples are done, and of how many, on all ranks equally often.
+    samples are done, and of how many where the data tells, on all ranks equally often.
 
     Raises RecipeError when the recipe evaluates nothing, RunError when there is no such checkpoint or memory runs out,
     CheckpointError when it is unreadable or of another model, on all ranks but where one alone runs out of memory.
@@ -53,7 +54,7 @@ def evaluate_run(
     recipe = _evaluating_only(recipe)
     mesh = init_mesh(strategy.height, strategy.width, depth=strategy.depth, stages=strategy.stages)
     data = evaluation_data(recipe)
-    samples, done = len(data), 0  # type: ignore[arg-type]
+    samples, done = length_of(data), 0
     checkpoint, problems = checkpoint_of(run_dir, step=step, best=best)
     averaged = not raw and has_averages(checkpoint.manifest)
     seed_everything(recipe.seed)
@@ -63,7 +64,8 @@ def evaluate_run(
 
     def advance() -> None:
         nonlocal done
-        done = min(done + strategy.data, samples)
+        done += strategy.data
+        done = done if samples is None else min(done, samples)
         progress(done, samples)
 
     recipe = replace(recipe, evaluation_data=lambda: data)

@@ -27,7 +27,8 @@ from fullframe.technique import Precision
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.precision import computing
 from fullframe.training.loading.delivery import mesh_device
-from fullframe.training.loading.loader import evaluation_batches, require_indexed
+from fullframe.training.loading.listing import length_of
+from fullframe.training.loading.loader import evaluation_batches, require_readable
 from fullframe.training.metrics import computed, digest, is_metric, on_host, states
 from fullframe.wording import described
 
@@ -87,11 +88,11 @@ def evaluate(
 
 
 def evaluation_data(recipe: Recipe) -> Dataset[Any]:
-    """The data set; raises RecipeError where it has no samples, or gives none by its number."""
+    """The data set; raises RecipeError where it has no samples, or gives none."""
     assert recipe.evaluation_data is not None
     data = recipe.evaluation_data()
-    require_indexed(data)
-    if not len(data):  # type: ignore[arg-type]
+    require_readable(data)
+    if length_of(data) == 0:
         raise RecipeError("recipe.evaluation_data() has no samples; does its folder or file list exist?")
     return data
 

@@ -25,7 +25,7 @@ from fullframe.strategy import Strategy
 from fullframe.techniques.evaluation_point import to_evaluation_point
 from fullframe.training.checkpoints.writer import load, newest_checkpoint
 from fullframe.training.evaluation import evaluating, evaluation_data
-from fullframe.training.loading.listing import listing_of
+from fullframe.training.loading.listing import length_of, listing_of
 from fullframe.training.observers import Observed, Observer, Observers
 from fullframe.training.run_directory import OF_STEP, Resume, last_step, opened, strategy_of_restart
 from fullframe.training.run_file import facts
@@ -117,7 +117,7 @@ def _met(recipe: Recipe, strategy: Strategy, options: Mapping[str, Any], about: 
         data: Any = evaluation_data(recipe)
         known = {
             **known,
-            "len(recipe.evaluation_data())": len(data),
+            "len(recipe.evaluation_data())": length_of(data),
             "the checksum of what recipe.evaluation_data() lists": listing_of(data),
         }
     require_same_options(recipe, strategy, known, about)

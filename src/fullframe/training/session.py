@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fullframe.errors import RecipeError
 from fullframe.model.parallelize import ParallelModel
@@ -21,7 +21,8 @@ from fullframe.techniques.optimizers import build_optimizer
 from fullframe.training.checkpoints.state import RunState
 from fullframe.training.host import StepHost
 from fullframe.training.loading.delivery import mesh_device
-from fullframe.training.loading.loader import ShardedLoader, require_indexed
+from fullframe.training.loading.listing import length_of
+from fullframe.training.loading.loader import ShardedLoader, require_readable
 from fullframe.training.step import TrainStep
 from fullframe.wording import described
 
@@ -82,14 +83,20 @@ def prepare(
 
 def _loader(recipe: Recipe, mesh: DeviceMesh) -> ShardedLoader:
     data = recipe.data()
-    require_indexed(data)
-    if not len(data):  # type: ignore[arg-type]  # a DataLoader that shuffles says so in other words
+    require_readable(data)
+    if length_of(data) == 0:  # a DataLoader that shuffles says so in other words
         raise RecipeError("recipe.data() has no samples; does its folder or file list exist?")
     return ShardedLoader(host_loader(recipe, data), mesh, seed=recipe.seed)
 
 
 def host_loader(recipe: Recipe, data: Dataset[Any], read: Dataset[Any] | None = None) -> "DataLoader[Any]":
     """What one process would read the recipe's data by, or `read`, which has the same samples under their numbers."""
+    is_stream = isinstance(data, IterableDataset)
+    if is_stream and recipe.sampler is not None:
+        raise RecipeError(
+            f"recipe.sampler gives numbers of samples, and recipe.data() a {type(data).__name__}, whose samples have "
+            "none and come in an order of their own; leave the sampler out"
+        )
     sampler = None if recipe.sampler is None else recipe.sampler(data)
     if recipe.sampler is not None and not isinstance(sampler, Iterable):
         raise RecipeError(
@@ -98,7 +105,7 @@ def host_loader(recipe: Recipe, data: Dataset[Any], read: Dataset[Any] | None = 
     return DataLoader(
         data if read is None else read,
         recipe.batch_size,
-        shuffle=sampler is None,
+        shuffle=sampler is None and not is_stream,
         sampler=sampler,
         drop_last=True,  # every step is one of `batch_size` samples
         num_workers=recipe.workers,

@@ -118,6 +118,7 @@ class Steps:
         self._recipe, self._strategy, self._mesh = recipe, strategy, mesh
         self._session, self._run, self._steps, self._max_skipped = session, run, steps, max_skipped
         self._patience, self._looking = patience, looking
+        session.state.loader.progress = self._read_again
         self._batches = endless(session.state.loader)
         self._skipped_in_a_row = 0
         self.stuck = ""  # why the run ends after the step that was taken, which is recorded first
@@ -154,6 +155,12 @@ class Steps:
         state.step = number
         self._count(number, record, batch)
         return record
+
+    def _read_again(self, number: int, behind: int) -> None:
+        """Of a stream that goes on in the middle of an epoch."""
+        if not number:
+            self._run.say(f"reading {plural(behind, 'batch')} of the stream again, to go on after them")
+        self._run.watchdog.beat(f"reading batch {number + 1} of {behind} again")
 
     def evaluate(self, number: int, last: bool) -> dict[str, float]:
         """What the recipe measures after a step; {} when the run is asked to stop meanwhile and goes on later.

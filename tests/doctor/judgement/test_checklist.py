@@ -48,3 +48,11 @@ def test_waiting_for_a_loader_is_no_fault_of_a_small_run_and_that_is_said() -> N
     findings = judge(notes, at_full_size=False)
     (small,) = (each for each in checklist(notes, findings, at_full_size=False) if each.question == "loader")
     assert (small.text, small.fine) == (f"{text}, which is judged at full size alone", True)
+
+
+def test_samples_of_a_stream_are_counted_by_their_batches() -> None:
+    parts = [
+        [loader(samples=None, sampler="Frames"), batch(indices=None, samples=3), backward(), job(r)] for r in range(2)
+    ]
+    found = {answer.question: answer for answer in checklist(ranks(*parts), [])}
+    assert found["data parallelism"].text == "2 replicas; 6 samples of a stream read (Frames)"

@@ -65,6 +65,8 @@ def test_with_workers_that_read_ahead_and_live_on() -> None:
 
 def test_a_dataset_without_numbers_says_none_and_what_it_gave() -> None:
     events = read(DataLoader(Stream(), 2))
+    (begun,) = (event for event in events if isinstance(event, Loader))
+    assert (begun.samples, begun.sampler) == (None, "Stream")
     assert indices(events) == [None, None]
     assert len({event.contents for event in events if isinstance(event, BatchRead)}) == 2
 

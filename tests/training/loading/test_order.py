@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import fullframe as ff
 from fullframe.errors import CheckpointError, RecipeError
-from fullframe.training.loading.order import Order
+from fullframe.training.loading.order import Order, Share
 from tests.rank_group import RankFailure, rank_group
 
 SAMPLES = 11
@@ -213,7 +213,7 @@ class Endless(Sampler):
 def test_what_no_run_could_go_on_with_is_refused(options, message):
     read = DataLoader(Numbers(), **({"batch_size": 2} if "sampler" in options else {}), **options)
     with pytest.raises(RecipeError, match=message):
-        Order(read, 0, 0, 1, False).begin()
+        Order(read, 0, Share(0, 1, False)).begin()
 
 
 def uneven(sizes, weights):

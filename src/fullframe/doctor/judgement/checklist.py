@@ -88,14 +88,19 @@ def _loaders(notes: Sequence[Notes]) -> Iterator[str]:
     for number in sorted(trained_on(rank)):
         read: list[tuple[int, int]] = []
         samples: dict[int, int | None] = {}  # by listing: each replica's dataset may have its own part
+        of_stream = 0
         for one in {one.replica: one for one in reversed(notes)}.values():
             loader = next((event for event in one.of(Loader) if event.loader == number), None)
             if loader is not None:
                 samples[loader.listing], sampler = loader.samples, loader.sampler
-                batches = (batch for batch in one.of(BatchRead) if (batch.loader, batch.epoch) == (number, 1))
+                batches = [batch for batch in one.of(BatchRead) if (batch.loader, batch.epoch) == (number, 1)]
                 read += [(loader.listing, index) for batch in batches for index in batch.indices or ()]
+                of_stream += sum(batch.samples or 0 for batch in batches if batch.indices is None)
         of = "" if None in samples.values() else f" of {sum(filter(None, samples.values())):,}"
-        yield f"{plural(len(set(read)), 'sample')}{of} read, {len(read) - len(set(read))} twice ({sampler})"
+        if of_stream:
+            yield f"{plural(of_stream, 'sample')} of a stream read ({sampler})"
+        else:
+            yield f"{plural(len(set(read)), 'sample')}{of} read, {len(read) - len(set(read))} twice ({sampler})"
 
 
 def _waiting(notes: Sequence[Notes], at_full_size: bool) -> str:

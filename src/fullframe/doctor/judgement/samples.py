@@ -145,7 +145,7 @@ def _read_alike(replicas: Sequence[Notes], number: int, sampler: str) -> Iterato
     if len(set(contents.values())) == 1 and len(set(next(iter(contents.values())))) > 1:
         yield kinds.SAME_SAMPLES.found(
             f"the first {plural(count, 'batch')} are equal to the bit on all {len(replicas)} replicas",
-            evidence=f"the dataset gives no numbers to share out (sampler {sampler})",
+            evidence=f"a {sampler} gives no numbers of samples that could be shared out",
         )
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data import dataloader as torch_dataloader
 
 from fullframe.data.nested import tensors_in
@@ -15,7 +15,7 @@ from fullframe.doctor.probes.clock import seconds
 from fullframe.doctor.probes.notes import BatchRead, Event, Loader
 from fullframe.doctor.probes.sketches import checksum_of_batch
 from fullframe.simulation.fake.replaced import replaced
-from fullframe.training.loading.listing import listing_of
+from fullframe.training.loading.listing import length_of, listing_of
 
 _MOST_PLANNED = 100_000
 _ITERATION = torch_dataloader._BaseDataLoaderIter
@@ -77,14 +77,13 @@ class Loading:
             self._alive.append(weakref.ref(loader))
         number = self._numbers[id(loader)]
         epoch = self._epochs[number] = self._epochs.get(number, 0) + 1
-        sampler = loader.batch_sampler if loader.batch_size is None and loader.batch_sampler else loader.sampler
         self._note(
             Loader(
                 loader=number,
                 epoch=epoch,
-                samples=_length(loader.dataset),
+                samples=length_of(loader.dataset),
                 workers=loader.num_workers,
-                sampler=_name(sampler),
+                sampler=_name(loader),
                 planned=_planned(loader),
                 trains=torch.is_grad_enabled(),
                 listing=_listing(loader.dataset),
@@ -121,16 +120,13 @@ def _indices(found: Any) -> tuple[int, ...] | None:
     return tuple(int(n) for n in numbers) if all(isinstance(n, int) for n in numbers) else None
 
 
-def _name(sampler: Any) -> str:
-    own = type(sampler).__module__.startswith("fullframe.training.loading")
-    return "ShardedLoader" if own else type(sampler).__name__
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
+def _name(loader: "DataLoader[Any]") -> str:
+    """Of the class that says which samples come when."""
+    source: Any = loader.batch_sampler if loader.batch_size is None and loader.batch_sampler else loader.sampler
+    if isinstance(loader.dataset, IterableDataset):
+        source = loader.dataset
+    own = type(source).__module__.startswith("fullframe.training.loading")
+    return "ShardedLoader" if own else type(source).__name__
 
 
 def _listing(dataset: Any) -> int:
@@ -143,7 +139,7 @@ def _listing(dataset: Any) -> int:
 def _planned(loader: "DataLoader[Any]") -> tuple[int, ...] | None:
     """All samples of an epoch, where the sampler is one of torch's that can be asked without changing anything."""
     sampler: Any = loader.sampler
-    samples = _length(loader.dataset)
+    samples = length_of(loader.dataset)
     if samples is None or samples > _MOST_PLANNED or loader.batch_size is None:
         return None
     if type(sampler) is SequentialSampler:

@@ -98,7 +98,7 @@ class Loader(Event):
     epoch: int  # of this loader, from 1
     samples: int | None  # of the dataset; None where it does not say
     workers: int
-    sampler: str  # its class
+    sampler: str  # its class; of a stream the dataset's
     planned: tuple[int, ...] | None = None  # the samples of the whole epoch, where the sampler can be asked
     trains: bool = True  # grad mode is on
     listing: int = 0  # checksum of the files or numbers of samples that its dataset holds; 0 where it holds none

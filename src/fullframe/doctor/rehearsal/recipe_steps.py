@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 
 from fullframe.doctor.judgement.judge import judge
 from fullframe.doctor.probes.notes import (
@@ -146,4 +147,6 @@ def _evaluate(recipe: Recipe, strategy: Strategy, mesh: DeviceMesh, session: Ses
 
 
 def _first(dataset: Any, samples: int) -> Any:
+    if isinstance(dataset, IterableDataset):
+        return list(islice(dataset, samples))
     return Subset(dataset, range(min(samples, len(dataset))))

@@ -4,16 +4,17 @@ The model's code, the loss, the optimizer and the ranks are the real ones.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from fullframe.data.nested import tensors_in, tensors_replaced
 from fullframe.data.slices import SliceReader
 from fullframe.recipe import Recipe
+from fullframe.training.loading.listing import first_sample
 
 FRAME = 128  # rows and columns of a small frame, at most
 _SCALES = (1, 2, 4, 8, 16, 32)  # what a label may be smaller than its frame
@@ -29,9 +30,17 @@ class SmallFrames(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        sample = self._dataset[index]
-        frame = _frame(sample)
-        return sample if frame is None else tensors_replaced(sample, partial(_crop, frame))
+        return _small(self._dataset[index])
+
+
+class SmallStream(IterableDataset[Any]):
+    """The same of a stream."""
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(_small, self._dataset)
 
 
 def made_small(recipe: Recipe, fewer_layers: bool = True) -> Recipe:
@@ -41,8 +50,8 @@ def made_small(recipe: Recipe, fewer_layers: bool = True) -> Recipe:
     return dataclasses.replace(
         recipe,
         model=(lambda: with_fewer_layers(model())) if fewer_layers else model,
-        data=lambda: SmallFrames(data()),
-        evaluation_data=None if evaluation is None else lambda: SmallFrames(evaluation()),
+        data=lambda: _with_small_frames(data()),
+        evaluation_data=None if evaluation is None else lambda: _with_small_frames(evaluation()),
         workers=0,
     )
 
@@ -62,8 +71,17 @@ def with_fewer_layers(model: nn.Module) -> nn.Module:
 
 def is_small(dataset: Any) -> bool:
     """Whether the frames of a dataset are small as they are."""
-    size = tuple(dataset.size(0)) if isinstance(dataset, SliceReader) else _frame(dataset[0])
+    size = tuple(dataset.size(0)) if isinstance(dataset, SliceReader) else _frame(first_sample(dataset))
     return size is None or max(size) <= FRAME
+
+
+def _with_small_frames(dataset: Any) -> "SmallFrames | SmallStream":
+    return (SmallStream if isinstance(dataset, IterableDataset) else SmallFrames)(dataset)
+
+
+def _small(sample: Any) -> Any:
+    frame = _frame(sample)
+    return sample if frame is None else tensors_replaced(sample, partial(_crop, frame))
 
 
 def _frame(sample: Any) -> tuple[int, int] | None:

@@ -6,6 +6,7 @@ from typing import Any
 from fullframe.observation.leaks.report import Leak
 from fullframe.observation.leaks.watch import LeakWatch
 from fullframe.observation.leaks.workers import WorkerMemory
+from fullframe.training.loading.listing import length_of
 from fullframe.training.observers import Observed, Observer
 from fullframe.training.run_directory import OF_STEP
 
@@ -28,9 +29,8 @@ class LeakObserver(Observer):
         functions = {"loss": recipe.loss, "evaluate": recipe.evaluate, "schedule": recipe.schedule}
         model = {"parallelized model": run.session.model, "model": state.model}
         roots = {**functions, "data": data, "optimizer": state.optimizer, **model}
-        samples = len(data)  # type: ignore[arg-type]
         self._run = run
-        self._watch = LeakWatch(roots, self._say, samples, recipe.batch_size)
+        self._watch = LeakWatch(roots, self._say, length_of(data), recipe.batch_size)
         self._workers = WorkerMemory(data) if recipe.workers else None
 
     def _say(self, found: Leak) -> None:

@@ -23,6 +23,7 @@ from fullframe.recipe import Recipe
 from fullframe.simulation.fake.blame import blamed
 from fullframe.simulation.fake.numbers import FEW, know
 from fullframe.simulation.fake.replaced import replaced
+from fullframe.training.loading.listing import first_sample
 
 LIKE_THE_FIRST = (
     "collate hands on tensors of single samples: each is taken to be as large as the first sample's; let recipe.sample "
@@ -160,7 +161,7 @@ def read_sample(recipe: Recipe) -> Any:
             with blamed("recipe.sample() gives no sample"):
                 return recipe.sample()
         with blamed("recipe.data() gives no sample", remedy):
-            return recipe.data()[0]
+            return first_sample(recipe.data())
 
 
 def abstract_batch(

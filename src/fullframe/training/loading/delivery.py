@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from fullframe.spatial.tensor import without_class, wrap
 from fullframe.training.loading.order import Place
 
 Split = Literal["auto"] | Collection[str]
+_Batch = TypeVar("_Batch")
 _FINGERPRINT_ELEMENTS = 65536  # of each tensor; reading all of an 8 megapixel frame would cost as much as decoding it
 _LINE = "the next batch of the loader"  # which a progress bar may ask for, on one rank only
 
@@ -218,10 +219,7 @@ class Delivery:
     def __call__(self, host: Iterable[tuple[Any, int | None]]) -> Iterator[Any]:
         """The batches in order; with None in the place of a checksum they have been compared already."""
         sent: deque[tuple[Any, torch.Event | None]] = deque()
-        # A DataLoader draws its seed where tensors are made, with a generator of the host.
-        with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
-            made = iter(host)
-        for batch, fingerprint in made:
+        for batch, fingerprint in begun(host):
             sent.append(self._sent(batch, fingerprint))
             del batch
             if len(sent) > self._ahead:
@@ -275,6 +273,12 @@ class Delivery:
             of_stages = all_gather_no_grad(mine, self._stages.group, "samples of stages", _LINE)
             found, ranks = of_stages[:, 0].flatten(), of_stages[:, 1].flatten().tolist()
         require_alike(ranks, found.tolist())
+
+
+def begun(batches: Iterable[_Batch]) -> Iterator[_Batch]:
+    """Their iterator. A DataLoader's draws a seed where tensors are made, with a generator of the host."""
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        return iter(batches)
 
 
 @cache

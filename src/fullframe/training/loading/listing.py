@@ -10,8 +10,28 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from fullframe.errors import RecipeError
 
 _DEPTH = 4  # of data sets in data sets
+
+
+def length_of(dataset: Any) -> int | None:
+    """How many samples it has; None where it does not say, as a stream does not."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def first_sample(dataset: Any) -> Any:
+    """What is read first of it; raises RecipeError of a stream that gives none."""
+    if not isinstance(dataset, IterableDataset):
+        return dataset[0]
+    for sample in dataset:
+        return sample
+    raise RecipeError(f"the {type(dataset).__name__} gives no sample; does its folder or file list exist?")
 
 
 def listing_of(dataset: Any, ordered: bool = True) -> int:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-from torch.utils.data.dataloader import default_collate
 
 from fullframe.arguments import checked
 from fullframe.data.slices import SliceReader
@@ -30,10 +29,11 @@ from fullframe.ranks.agreement import first_to_say
 from fullframe.ranks.channel import generation
 from fullframe.ranks.mesh import spatial_of
 from fullframe.ranks.randomness import sample_randomness
-from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split
+from fullframe.training.loading.delivery import Collation, Delivery, Grid, Sample, Split, mesh_device
 from fullframe.training.loading.generators import generators_of, seed_generators
 from fullframe.training.loading.listing import listing_of
-from fullframe.training.loading.order import Order, Place
+from fullframe.training.loading.order import Order, Place, Share
+from fullframe.training.loading.stream_order import StreamCollation, StreamOrder
 from fullframe.wording import described
 
 _numbers: "defaultdict[str, count[int]]" = defaultdict(count)  # the next loader's that is looped over, by its mesh
@@ -43,9 +43,11 @@ _numbers: "defaultdict[str, count[int]]" = defaultdict(count)  # the next loader
 class ShardedLoader:
     """Iterates over one epoch of `loader`, from where it stands; the next iteration is the next epoch.
 
-    `loader` is an ordinary DataLoader (or torchdata's StatefulDataLoader) over a map-style dataset; its batch_size is
-    that of the whole job, its shuffle, drop_last, workers, collate_fn and pinning are kept, and so is a sampler, or
-    batch sampler, that gives every rank the same numbers; it is seeded and asked at the start of each epoch. A batch
+    `loader` is an ordinary DataLoader (or torchdata's StatefulDataLoader); its batch_size is that of the whole job, its
+    shuffle, drop_last, workers, collate_fn and pinning are kept, and so is a sampler, or batch sampler, that gives
+    every rank the same numbers; it is seeded and asked at the start of each epoch. Of an `IterableDataset`, whose
+    samples have no numbers, every rank reads the whole, and a replica keeps its share: what shares its parts out by
+    itself, or is too much to be read by each replica, goes through `ShardedStream`. A batch
     that the replicas cannot share evenly is refused, unless `weighted` says that the loop multiplies the mean over each
     batch by `weight`. `split` says which tensors are split over height and width: "auto" takes those of 3 or more dims
     with the last two dims of the largest one, or with these over one whole number and at least 8 (a split is exact for
@@ -72,27 +74,36 @@ class ShardedLoader:
         weighted: bool = False,
     ):
         spatial_of(mesh)  # raises MeshError for another mesh
-        replica, replicas = mesh.get_local_rank("data"), mesh.size(0)
-        require_indexed(loader.dataset)
+        require_readable(loader.dataset)
         if getattr(loader, "next_iter_state", None) is not None:
             raise RecipeError(
                 "the StatefulDataLoader was given a state, which holds for one process only; "
                 "give ShardedLoader.load_state_dict the state of a ShardedLoader, which holds for any mesh"
             )
-        self._order = Order(loader, seed, replica, replicas, weighted)
+        grid, share = Grid.of(mesh), Share(mesh.get_local_rank("data"), mesh.size(0), weighted)
+        collate = Collation(loader.collate_fn, grid, split, seed)
+        self._order: Order | StreamOrder
+        source: dict[str, Any]
+        if isinstance(loader.dataset, IterableDataset):
+            self._order = StreamOrder(loader, seed, share, mesh_device(mesh))
+            reading = self._order.reading
+            source = {"dataset": reading, "batch_size": None, "collate_fn": StreamCollation(collate)}
+        else:
+            self._order = Order(loader, seed, share)
+            samples = _Samples(loader.dataset, seed, grid)
+            source = {"dataset": samples, "batch_sampler": self._order, "collate_fn": collate}
         self._deliver = Delivery(mesh, split, prefetch)
+        self.progress: Callable[[int, int], object] = lambda number, behind: None
+        """Called as the batches of a stream that are behind are read again: with a batch's number, and how many are."""
         self._all_taken = False  # of the current epoch's batches
         self._left = self._said_left = False  # a loop over it, in the middle of an epoch
         self._mesh, self._passes = mesh, 0
         self._number = -1  # among the mesh's loaders, from its first pass on
         self._dataset: Dataset[Any] = loader.dataset
         self._listing = f"listed as {listing:08x}, " if (listing := listing_of(loader.dataset)) else ""
-        grid = Grid.of(mesh)
-        self._loader = DataLoader(
-            _Samples(loader.dataset, seed, grid),
-            batch_sampler=self._order,
+        self._loader: DataLoader[Any] = DataLoader(
+            **source,
             num_workers=loader.num_workers,
-            collate_fn=Collation(loader.collate_fn, grid, split, seed),
             pin_memory=loader.pin_memory or mesh.device_type != "cpu",
             timeout=loader.timeout,
             worker_init_fn=partial(_start_worker, loader.worker_init_fn),
@@ -104,7 +115,7 @@ class ShardedLoader:
         )
 
     def __len__(self) -> int:
-        """Batches in an epoch, the same on all ranks."""
+        """Batches in an epoch, the same on all ranks; raises TypeError for an IterableDataset."""
         return len(self._order)
 
     def __iter__(self) -> Iterator[Any]:
@@ -112,22 +123,27 @@ class ShardedLoader:
             self.set_epoch(self.epoch + 1)
         if self._left:
             self._say_left()
+        left = self._left and self._order.position
         self._order.begin()
         self._require_one_order()
-        for batch in self._deliver(self._loader):
-            self._order.position += 1
-            self._all_taken, self._left = self._order.position == len(self), True
+        for batch in self._deliver(self._order.agreed(self._loader, self.progress)):
+            self._order.advance()
+            self._all_taken, self._left = self._order.position == self._order.batches, True
             yield batch
             del batch  # or it would be there until the next one but one is
+        over = left and self._order.position == left  # by a loop over a stream that did not ask for the end
         self.set_epoch(self.epoch + 1)
+        if over:
+            yield from self
 
     def _say_left(self) -> None:
         """Warn, once, that the loop which begins goes on with an epoch, where a DataLoader's would begin anew."""
         if not self._said_left and dist.get_rank() == 0:
+            of_all = f" of {batches}" if (batches := self._order.batches) is not None else ""
             warnings.warn(
-                f"a loop over this ShardedLoader was left after batch {self._order.position} of {len(self)}, and the "
-                "next one goes on from there with the same epoch, where a DataLoader would begin anew; to begin the "
-                "next epoch call loader.set_epoch(loader.epoch + 1) before it",
+                f"a loop over this ShardedLoader was left after batch {self._order.position}{of_all}, and the next one "
+                "goes on from there with the same epoch, where a DataLoader would begin anew; to begin the next epoch "
+                "call loader.set_epoch(loader.epoch + 1) before it",
                 stacklevel=3,
             )
         self._said_left = True
@@ -203,20 +219,12 @@ def evaluation_batches(
     All replicas get equally many, as a forward pass may wait for the other replicas (sharded parameters do): one that
     has no sample left gets another's again, which does not count.
     """
-    samples, grid = len(dataset), Grid.of(mesh)  # type: ignore[arg-type]
-    mine = range(mesh.get_local_rank("data"), -(-samples // mesh.size(0)) * mesh.size(0), mesh.size(0))
-    host: DataLoader[Any] = DataLoader(
-        _Samples(dataset, seed, grid),
-        batch_sampler=[[(0, min(index, samples - 1))] for index in mine],
-        num_workers=workers,
-        multiprocessing_context=worker_context(None) if workers else None,
-        collate_fn=Collation(collate or default_collate, grid, "auto", seed),
-        worker_init_fn=partial(_start_worker, None),
-        pin_memory=mesh.device_type != "cpu",
-        generator=torch.Generator().manual_seed(seed),
-    )
-    for index, batch in zip(mine, Delivery(mesh)(host), strict=True):
-        yield batch, index < samples
+    if isinstance(dataset, IterableDataset) and mesh.size(0) > 1:
+        workers = min(workers, 1)  # or each worker would end with samples that are too few for all replicas
+    host: DataLoader[Any] = DataLoader(dataset, mesh.size(0), num_workers=workers, collate_fn=collate)
+    loader = ShardedLoader(host, mesh, seed=seed, weighted=True)
+    for batch in loader:
+        yield batch, loader.weight > 0
 
 
 def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
@@ -266,16 +274,14 @@ class _Samples(Dataset[Sample]):
         return Sample(value, (*size, drawn), size, place)
 
 
-def require_indexed(dataset: Any) -> None:
-    """Raises RecipeError where `dataset` gives no sample by its number."""
+def require_readable(dataset: Any) -> None:
+    """Raises RecipeError where `dataset` gives no samples by their numbers, nor one after the other."""
     if isinstance(dataset, DataLoader):
         raise RecipeError("a DataLoader was given where its dataset is asked for, whose samples ranks share out")
-    if isinstance(dataset, IterableDataset):
-        raise RecipeError(
-            f"{type(dataset).__name__} is an IterableDataset, which ranks cannot share out; give a dataset with "
-            "__len__ and __getitem__, or in a loop of your own read the same stream on all ranks of a replica, another "
-            "one on each replica, and loop over ff.ShardedStream(batches, mesh)"
-        )
     has_both = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if isinstance(dataset, (type, str, Mapping)) or not has_both:
-        raise RecipeError(f"a dataset with __len__ and __getitem__(number) is needed, got {described(dataset)}")
+    is_dataset = has_both or isinstance(dataset, IterableDataset)
+    if isinstance(dataset, (type, str, Mapping)) or not is_dataset:
+        raise RecipeError(
+            "a dataset with __len__ and __getitem__(number), or a torch IterableDataset, is needed, got "
+            f"{described(dataset)}"
+        )

@@ -4,7 +4,8 @@ import sys
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from operator import index
 from typing import Any, NamedTuple
@@ -20,20 +21,118 @@ from fullframe.wording import described, plural
 Place = tuple[int, ...]
 """(epoch, number) of a sample; (epoch, times before, number) where the epoch has it again, with other random draws."""
 
+NEEDS_WEIGHTS = (
+    "give the DataLoader drop_last=True, or ShardedLoader weighted=True and multiply each batch's mean loss by "
+    "loader.weight"
+)
 
-class Order(Sampler[list[Place]]):
+
+@dataclass(frozen=True)
+class Share:
+    """What a replica has of each batch of the whole job: as many samples as the others, or one more.
+
+    One more only where the loop is known to weight its means.
+    """
+
+    replica: int
+    replicas: int
+    weighted: bool
+
+    def samples(self, size: int) -> int:
+        """How many of a batch of `size` samples it has."""
+        each, more = divmod(size, self.replicas)
+        return each + (self.replica < more)
+
+    def weight(self, size: int) -> float:
+        """What the mean over these is to be multiplied by, so that the replicas' mean is that over the batch."""
+        return self.samples(size) * self.replicas / size
+
+    def require_divides(self, batch_size: int) -> None:
+        """Raises RecipeError where the replicas cannot share a whole batch evenly."""
+        if batch_size % self.replicas:
+            raise RecipeError(
+                f"batch_size {batch_size} (of the whole job) is no multiple of the {self.replicas} data replicas; "
+                f"use {max(batch_size // self.replicas, 1) * self.replicas}"
+            )
+
+    def require_even(self, size: int, what: str) -> None:
+        """Raises RecipeError, which begins with `what`, where a batch of `size` needs weights."""
+        if size % self.replicas and not self.weighted:
+            raise RecipeError(
+                f"{what}, which {self.replicas} replicas cannot share evenly: the mean of their means would not be "
+                f"that of the batch; {NEEDS_WEIGHTS}"
+            )
+
+
+class Standing:
+    """A place in the order of all samples: the epoch, and how many of its batches were handed out."""
+
+    def __init__(self, share: Share):
+        self.epoch = self.position = 0
+        self._share = share
+
+    def advance(self) -> None:
+        """One batch more was handed out."""
+        self.position += 1
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, and what must not change to go on."""
+        state = {"epoch": self.epoch, "position": self.position, **self._identity()}
+        if self.position and (order := self._checksum()) is not None:
+            state["order"] = order
+        return state
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from `state`; raises CheckpointError when the order would be another."""
+        identity, state = self._identity(), {"sampler": 0, **state}  # which older ones lack
+        if lacking := [name for name in ("epoch", "position", *identity) if name not in state]:
+            raise CheckpointError(f"this is no state of a ShardedLoader: it lacks {', '.join(lacking)}")
+        for name, value in identity.items():
+            if state[name] != value:
+                raise CheckpointError(
+                    f"the checkpoint's loader had {name} {state[name]}, this one has {value}: the order of the samples "
+                    f"would change; resume with the same data, {', '.join(identity)}"
+                )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._go_on(state.get("order"))
+
+    def agreed(self, made: Iterable[Any], progress: Callable[[int, int], object]) -> Iterable[Any]:
+        """The batches that the DataLoader makes, once it is known that all ranks read the same; here by their order.
+
+        `progress` is called as those that are behind have to be read again, with their numbers and how many they are.
+        """
+        return made
+
+    @property
+    def batches(self) -> int | None:
+        """How many the epoch has, where that is known."""
+        return None
+
+    def _identity(self) -> dict[str, int]:
+        """What must not change."""
+        raise NotImplementedError
+
+    def _checksum(self) -> int | None:
+        """Of the order so far, where it does not follow from these numbers alone."""
+        raise NotImplementedError
+
+    def _go_on(self, checksum: int | None) -> None:
+        """From a place where the order so far had this `checksum`."""
+        raise NotImplementedError
+
+
+class Order(Standing, Sampler[list[Place]]):
     """This replica's share of every batch, from where it stands: the batch sampler of a DataLoader.
 
     Raises RecipeError where the loader's order cannot be kept, or its batches cannot be shared out.
     """
 
-    def __init__(self, loader: "DataLoader[Any]", seed: int, replica: int, replicas: int, weighted: bool):
+    def __init__(self, loader: "DataLoader[Any]", seed: int, share: Share):
+        super().__init__(share)
         self._shuffle, self._sampler = _order_of(loader)
         self._samples = len(loader.dataset)  # type: ignore[arg-type]
         self._batch_size = loader.batch_size or 0  # 0: the sampler's batches have sizes of their own
         self._drop_last, self._seed = loader.drop_last, seed
-        self._replica, self._replicas, self._weighted = replica, replicas, weighted
-        self.epoch = self.position = 0
         self._drawn: tuple[int, _Epoch] | None = None  # and of which epoch
         self._begun: int | None = None  # the checksum of the order in which a run that goes on has begun its epoch
         if self._batch_size:
@@ -53,8 +152,7 @@ class Order(Sampler[list[Place]]):
             self._drawn = None  # also where it was asked for before the sampler was as it is now
         drawn = self._of_epoch()
         for size in map(drawn.size, range(len(drawn.ends))):
-            if size % self._replicas:
-                self._require_weights(f"epoch {self.epoch} has a batch of {size}")
+            self._share.require_even(size, f"epoch {self.epoch} has a batch of {size}")
         begun, self._begun = self._begun, None
         if begun is not None and begun != drawn.checksum():
             raise CheckpointError(
@@ -73,31 +171,23 @@ class Order(Sampler[list[Place]]):
         rest = "" if self._drop_last or not self._samples % self._batch_size else " and the rest"
         return f"{self._samples} samples {order}, {self._batch_size} a batch{rest}"
 
-    def state_dict(self) -> dict[str, int]:
-        """The position, and what must not change to go on."""
-        state = {"epoch": self.epoch, "position": self.position, **self._identity()}
-        if self._sampler is not None and self.position:
-            state["order"] = self._of_epoch().checksum() if self._begun is None else self._begun
-        return state
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from `state`; raises CheckpointError when the order would be another."""
-        identity, state = self._identity(), {"sampler": 0, **state}  # which older ones lack
-        if lacking := [name for name in ("epoch", "position", *identity) if name not in state]:
-            raise CheckpointError(f"this is no state of a ShardedLoader: it lacks {', '.join(lacking)}")
-        for name, value in identity.items():
-            if state[name] != value:
-                raise CheckpointError(
-                    f"the checkpoint's loader had {name} {state[name]}, this one has {value}: the order of the samples "
-                    "would change; resume with the same data, batch_size, shuffle, sampler and seed"
-                )
-        self.epoch, self.position, self._begun = state["epoch"], state["position"], state.get("order")
-        self._drawn = None
-
     def _identity(self) -> dict[str, int]:
         sizes = {"samples": self._samples, "batch_size": self._batch_size}
         sampler = int(self._sampler is not None)
         return {**sizes, "shuffle": int(self._shuffle), "seed": self._seed, "sampler": sampler}
+
+    def _checksum(self) -> int | None:
+        if self._sampler is None:
+            return None
+        return self._of_epoch().checksum() if self._begun is None else self._begun
+
+    def _go_on(self, checksum: int | None) -> None:
+        self._begun, self._drawn = checksum, None
+
+    @property
+    def batches(self) -> int:
+        """How many the epoch has."""
+        return len(self)
 
     def __len__(self) -> int:
         if self._drawn is not None and self._drawn[0] == self.epoch:
@@ -108,10 +198,7 @@ class Order(Sampler[list[Place]]):
     @property
     def weight(self) -> float:
         """The weight of the batch before `position`, see `ShardedLoader.weight`."""
-        if not self.position:
-            return 1.0
-        size = self._of_epoch().size(self.position - 1)
-        return len(self._mine(size)) * self._replicas / size
+        return self._share.weight(self._of_epoch().size(self.position - 1)) if self.position else 1.0
 
     def __iter__(self) -> Iterator[list[Place]]:
         drawn = self._of_epoch()
@@ -121,10 +208,10 @@ class Order(Sampler[list[Place]]):
             yield [batch[each] for each in mine]
 
     def _mine(self, size: int) -> range:
-        """Which of a batch of `size` samples this replica reads: as many as the others, or one more."""
-        each, more = divmod(size, self._replicas)
-        first = self._replica * each + min(self._replica, more)
-        return range(first, first + each + (self._replica < more))
+        """Which of a batch of `size` samples this replica reads."""
+        each, more = divmod(size, self._share.replicas)
+        first = self._share.replica * each + min(self._share.replica, more)
+        return range(first, first + self._share.samples(size))
 
     def _of_epoch(self) -> "_Epoch":
         if self._drawn is None or self._drawn[0] != self.epoch:
@@ -142,26 +229,15 @@ class Order(Sampler[list[Place]]):
 
     def _require_spreadable(self, samples: int) -> None:
         """Raises RecipeError where an epoch of so many samples gives no batch, or one that cannot be shared out."""
-        size, replicas = self._batch_size, self._replicas
-        if size % replicas:
-            raise RecipeError(
-                f"batch_size {size} (of the whole job) is no multiple of the {replicas} data replicas; "
-                f"use {max(size // replicas, 1) * replicas}"
-            )
+        size = self._batch_size
+        self._share.require_divides(size)
         if samples < size and (self._drop_last or not samples):
             remedy = f"use a batch_size of at most {samples}" if samples else "does its folder or file list exist?"
             source = "dataset" if self._sampler is None else "sampler"
             raise RecipeError(f"the {source} has {plural(samples, 'sample')}, fewer than one batch of {size}; {remedy}")
-        if not self._drop_last and samples % size % replicas:
-            self._require_weights(f"{samples} samples in batches of {size} leave a last batch of {samples % size}")
-
-    def _require_weights(self, what: str) -> None:
-        if not self._weighted:
-            raise RecipeError(
-                f"{what}, which {self._replicas} replicas cannot share evenly: the mean of their means would not be "
-                "that of the batch; give the DataLoader drop_last=True, or ShardedLoader weighted=True and multiply "
-                "each batch's mean loss by loader.weight"
-            )
+        if not self._drop_last:
+            rest = samples % size
+            self._share.require_even(rest, f"{samples} samples in batches of {size} leave a last batch of {rest}")
 
 
 class _Epoch(NamedTuple):

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,12 +14,18 @@ from torch.utils.data.dataloader import default_collate
 
 from fullframe.arguments import checked
 from fullframe.errors import RecipeError
-from fullframe.ranks.collectives import all_gather_no_grad, device_of_facts
 from fullframe.ranks.mesh import spatial_of
-from fullframe.training.loading.delivery import Collation, Delivery, Grid, Split, checksum, mesh_device, require_alike
-
-_ENDED = -1  # in the place of a batch's number of samples
-_LINE = "the next batch of the stream"
+from fullframe.training.loading.delivery import (
+    Collation,
+    Delivery,
+    Grid,
+    Split,
+    begun,
+    checksum,
+    mesh_device,
+    require_alike,
+)
+from fullframe.training.loading.stream_order import ENDED, of_all_ranks
 
 
 @checked
@@ -75,16 +80,16 @@ class ShardedStream:
 
     def _agreed(self, weights: "deque[float]") -> Iterator[tuple[Any, None]]:
         """Batches that were compared, as long as all ranks have one."""
-        batches = iter(self._batches)
+        batches = begun(self._batches)
         while True:
             try:
                 batch = next(batches)
             except StopIteration:
-                self._gathered(_ENDED, 0)
+                self._gathered(ENDED, 0)
                 return
             everyone = self._gathered(_samples(batch), checksum(batch))
             sizes = [everyone[ranks[0]][0] for ranks in self._replicas]
-            if _ENDED in sizes:
+            if ENDED in sizes:
                 return
             for ranks in self._replicas:
                 require_alike(ranks, [everyone[rank][1] for rank in ranks])
@@ -99,15 +104,12 @@ class ShardedStream:
             yield (batch if self._grid.ranks == 1 else self._collation.cut(batch)), None
 
     def _gathered(self, samples: int, number: int) -> list[list[int]]:
-        """Of each rank the samples of its batch, `_ENDED` where it has none, and the batch's checksum.
+        """Of each rank the samples of its batch, `ENDED` where it has none, and the batch's checksum.
 
         Raises RecipeError on all ranks where those of a replica do not end together.
         """
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        mine = torch.tensor([samples, number], device=device_of_facts(everyone, self._device))
-        found: list[list[int]] = all_gather_no_grad(mine, everyone, "batches of a stream", _LINE).tolist()
-        ended = {rank for rank, (size, _) in enumerate(found) if size == _ENDED}
+        found = of_all_ranks(samples, number, self._device)
+        ended = {rank for rank, (size, _) in enumerate(found) if size == ENDED}
         for ranks in self._replicas:
             if ended and not ended.issuperset(ranks) and not ended.isdisjoint(ranks):
                 raise RecipeError(
