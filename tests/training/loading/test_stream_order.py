@@ -92,6 +92,8 @@ def test_replicas_share_what_one_process_reads(width, options):
             assert its == epoch and mine == samples[replica::replicas]
             assert weight == pytest.approx(len(mine) * replicas / len(samples))
             assert columns < COLUMNS or width == 1
+    drawn = [tuple(noise) for _, samples, *_ in whole for _, noise, _ in samples]
+    assert len(set(drawn)) == len(drawn)  # at each place another
     for epoch in (0, 1):
         numbers = sorted(number for its, samples, *_ in whole if its == epoch for number, *_ in samples)
         assert options.get("drop_last") or numbers == [*range(14)]
@@ -194,7 +196,7 @@ def differing(options, first, step):
     ],
 )
 def test_a_part_of_the_stream_is_refused(width, first, step, message):
-    with pytest.raises(RankFailure, match=f"(?s){message}.* goes through ff.ShardedStream"):
+    with pytest.raises(RankFailure, match=f"(?s){message}.* a seed .* goes through ff.ShardedStream"):
         rank_group(2).run(differing, {"width": width, "drop_last": True}, first, step)
 
 

@@ -139,7 +139,8 @@ class StreamOrder(Standing):
             raise RecipeError(
                 f"ranks 0 and {other} do not read the same samples of the {self._name}: what they read {what}. Give "
                 "all ranks the same files and the whole stream, not a part by rank, as ShardedLoader keeps each "
-                "replica's share itself; a stream whose parts are shared out already goes through ff.ShardedStream"
+                "replica's share itself, what shuffles by the clock a seed (WebDataset: detshuffle=True, seed=...); "
+                "a stream whose parts are shared out already goes through ff.ShardedStream"
             )
 
 
