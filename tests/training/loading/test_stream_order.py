@@ -150,6 +150,24 @@ def test_what_changed_meanwhile_is_refused():
         ff.ShardedLoader(DataLoader(Frames(4), 4), ff.init_mesh()).load_state_dict(state)
 
 
+class Numbers(IterableDataset):
+    def __init__(self, *numbers):
+        self.numbers = numbers
+
+    def __iter__(self):
+        return iter(self.numbers)
+
+
+def test_any_sample_that_changed_is_seen():
+    first = loader_of(data=Numbers(*range(8)), size=2)
+    for _, _ in zip(range(3), first, strict=False):
+        pass
+    again = loader_of(data=Numbers(9, *range(1, 8)), size=2)
+    again.load_state_dict(first.state_dict())
+    with pytest.raises(CheckpointError, match="3 batches of epoch 0 had been read, and the Numbers now gives others"):
+        next(iter(again))
+
+
 class Spent(Files):
     """Gives every sample once, not once an epoch."""
 
