@@ -1,12 +1,16 @@
 """`fullframe report`: where the page goes, and what is said."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fullframe.cli.application import run
 from fullframe.cli.report import write_at_end, written
+from fullframe.processes.lock import is_held
+from fullframe.training.run_file import LOCK
 from tests.observation.run_writer import good_run, records, troubled_run, write_lines, write_run
 
 
@@ -52,3 +56,18 @@ def test_a_run_that_took_a_step_is_told_from_one_that_did_not(tmp_path: Path) ->
     assert written(path) == before
     write_lines(path / "metrics.jsonl", records(1))
     assert written(path) != before
+
+
+def test_a_run_that_was_refused_beside_another_writes_no_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = good_run(tmp_path / "run")
+    script = f"from fullframe.processes.lock import ProcessLock; lock = ProcessLock({str(path / LOCK)!r}); input()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as other:
+        while not is_held(path / LOCK):
+            assert other.poll() is None
+        write_at_end(path, json_only=False)
+        assert capsys.readouterr().out == "" and not (path / "report.html").exists()
+        other.communicate(b"\n")
+    write_at_end(path, json_only=False)
+    assert (path / "report.html").exists()

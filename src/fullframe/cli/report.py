@@ -62,7 +62,11 @@ def write_at_end(run_dir: Path, json_only: bool) -> None:
     """Write the page of a run that has ended and say where; what goes wrong here does not undo the run."""
     from fullframe.observation.report.page import write_report
     from fullframe.observation.run_files import read_run
+    from fullframe.processes.lock import is_held
+    from fullframe.training.run_file import LOCK
 
+    if is_held(run_dir / LOCK):  # by another run, beside which this one was refused
+        return
     stream = sys.stderr if json_only else sys.stdout
     try:
         print(f"report: {write_report([read_run(run_dir)], run_dir / 'report.html')}", file=stream, flush=True)

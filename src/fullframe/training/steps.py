@@ -331,7 +331,8 @@ class Steps:
         if all_of_run or self._skipped_in_a_row >= self._max_skipped:
             self._seed(number)
             origin = origin_of_nonfinite(self._session.state.model, batch, lambda: step.forward(batch))
-            met = f"{self._skipped_in_a_row} steps in a row were skipped up to step {number}"
+            several = f"{self._skipped_in_a_row} steps in a row were skipped up to step {number}"
+            met = several if self._skipped_in_a_row > 1 else f"step {number} was skipped"
             self.stuck = (
                 f"{'every step of the run was skipped' if all_of_run else met}; {origin}. Lower the learning rate, "
                 "clip gradients (clip_norm) or mend the data"

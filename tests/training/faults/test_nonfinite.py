@@ -33,7 +33,13 @@ class Fragile(Network):
 def failed(strategy, run_dir, model=Fragile, **options):
     messages = []
     with pytest.raises(RunError) as error:
-        ff.fit(recipe(model=model), strategy, run_dir, steps=9, max_skipped=2, on_message=messages.append, **options)
+        ff.fit(
+            recipe(model=model),
+            strategy,
+            run_dir,
+            on_message=messages.append,
+            **{"steps": 9, "max_skipped": 2, **options},
+        )
     return str(error.value), messages
 
 
@@ -43,6 +49,8 @@ def test_the_first_module_is_named(tmp_path):
         "2 steps in a row were skipped up to step 5; the first that is not finite is the output of module "
         "layer (Identity) on rank 0. Lower the learning rate"
     )
+    told, _ = failed(ff.Strategy(), tmp_path / "one", max_skipped=1)
+    assert told.startswith("step 4 was skipped; the first that")
     assert [message[:14] for message in messages] == ["step 4 skipped", "step 5 skipped"]
     lines = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["skipped"]) for line in lines[2:]] == [(3, False), (4, True), (5, True)]
