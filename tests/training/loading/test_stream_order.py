@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import fullframe as ff
@@ -166,6 +167,18 @@ def test_any_sample_that_changed_is_seen():
     again.load_state_dict(first.state_dict())
     with pytest.raises(CheckpointError, match="3 batches of epoch 0 had been read, and the Numbers now gives others"):
         next(iter(again))
+
+
+def test_samples_are_told_apart_whatever_they_are():
+    image = np.zeros((4, 5, 3), np.uint8)
+    other = image.copy()
+    other[3, 4, 2] = 1
+    found = []
+    for value in (image, other):
+        for sample in (value, torch.from_numpy(value), Image.fromarray(value), {"a": [Image.fromarray(value), "name"]}):
+            order = StreamOrder(DataLoader(Numbers(sample), 1), 0, Share(0, 1, False), torch.device("cpu"))
+            found += [kept.checksum for kept in order.reading]
+    assert [one != two for one, two in zip(found[:4], found[4:], strict=True)] == [True] * 4
 
 
 class Spent(Files):
