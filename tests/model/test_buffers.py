@@ -7,8 +7,16 @@ import torch
 from torch import Tensor, nn
 
 import fullframe as ff
+from fullframe.errors import MeshError
 from fullframe.model.attributes import kept_attributes
-from fullframe.model.buffers import KeptBuffers, borrow_buffers, buffers_of, return_buffers
+from fullframe.model.buffers import (
+    KeptBuffers,
+    borrow_buffers,
+    buffers_of,
+    copies,
+    require_whole_buffers,
+    return_buffers,
+)
 
 
 def shared() -> nn.Module:
@@ -114,3 +122,21 @@ def test_a_skipped_step_of_several_microbatches_leaves_no_statistics(recompute: 
     before = {name: value.clone() for name, value in model.named_buffers()}
     assert take(torch.full((3, 1, 4, 4), float("inf"))).skipped
     torch.testing.assert_close(dict(model.named_buffers()), before)
+
+
+def test_copies_share_memory_as_what_was_copied_does() -> None:
+    whole = torch.arange(6.0)
+    alone, tail, every_other = torch.zeros(2), whole[4:], whole[::2]
+    first, again, end, apart, odd = copies([whole, whole, tail, alone, every_other])
+    assert first is again and not {id(first), id(end)} & {id(whole), id(tail)}
+    end += 10
+    assert first.tolist() == [0, 1, 2, 3, 14, 15] and odd.tolist() == [0, 2, 14]
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5] and apart.data_ptr() not in (alone.data_ptr(), first.data_ptr())
+
+
+def test_a_sparse_buffer_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
+    require_whole_buffers(model)
+    model[0].register_buffer("matrix", torch.eye(3).to_sparse())
+    with pytest.raises(MeshError, match=r"the buffer matrix of Linear is sparse \(torch\.sparse_coo\)"):
+        require_whole_buffers(model)

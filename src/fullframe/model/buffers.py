@@ -133,7 +133,7 @@ def share_buffers(model: nn.Module) -> None:
 
 
 def require_whole_buffers(model: nn.Module) -> None:
-    """Raises MeshError where one is split: replicas and copies take over what the first rank has, whole."""
+    """Raises MeshError where one is split, or sparse: ranks and copies take over what the first rank has, whole."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, SpatialTensor):
@@ -141,4 +141,14 @@ def require_whole_buffers(model: nn.Module) -> None:
                     f"the buffer {name} of {type(module).__name__} is a split tensor, which replicas and copies of the "
                     "model cannot take over from the first rank; keep it whole (.full()), or in an attribute that is "
                     "no buffer"
+                )
+            if buffer is not None and buffer.layout != torch.strided:
+                raise MeshError(
+                    f"the buffer {name} of {type(module).__name__} is sparse ({buffer.layout}), which cannot be sent "
+                    "to other ranks; keep its indices and values as buffers, of which forward makes it"
+                )
+            if buffer is not None and buffer.layout != torch.strided:
+                raise MeshError(
+                    f"the buffer {name} of {type(module).__name__} is sparse ({buffer.layout}), which cannot be sent "
+                    "to other ranks; keep its indices and values as buffers, of which forward makes it"
                 )

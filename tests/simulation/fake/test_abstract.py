@@ -54,6 +54,25 @@ def test_what_is_large_is_never_allocated() -> None:
     assert nn.Linear(1, 1).weight.device.type == "cpu"  # torch is as before
 
 
+class Sparse(nn.Module):
+    """As a tomograph's projection matrix, of which most elements are zero."""
+
+    def __init__(self, size: int, persistent: bool) -> None:
+        super().__init__()
+        place = torch.arange(size).expand(2, size)
+        matrix = torch.sparse_coo_tensor(place, torch.ones(size), (size, size), check_invariants=True)
+        if persistent:
+            self.register_buffer("matrix", matrix)
+        else:
+            self.matrix = matrix
+
+
+@pytest.mark.parametrize(("size", "persistent"), [(3, True), (2000, True), (2000, False)])
+def test_a_sparse_tensor_is_not_taken_for_a_dense_one(size: int, persistent: bool) -> None:
+    with pytest.raises(RecipeError, match=rf"holds a sparse tensor \({size}, {size}\) \(torch\.sparse_coo\)"):
+        abstract_model(recipe(model=lambda: Sparse(size, persistent)), FakeTensorMode())
+
+
 class Asking(nn.Module):
     """As networks do that ask their backbone for the size of its map, or fill a buffer beside a parameter."""
 

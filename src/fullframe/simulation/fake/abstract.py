@@ -39,7 +39,7 @@ def abstract_model(recipe: Recipe, fake: FakeTensorMode) -> nn.Module:
 
     Of tensors that are neither the large ones are fake; small ones are constants that a program may read.
 
-    Raises RecipeError where there is no such model, ShapeError where its parameters are lazy.
+    Raises RecipeError where there is no such model or it holds sparse tensors, ShapeError where parameters are lazy.
     """
     with blamed("recipe.model() gives no model"):
         model = _built(recipe)
@@ -102,6 +102,11 @@ def _built(recipe: Recipe) -> nn.Module:
 
 
 def _abstract(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
+    if tensor.layout != torch.strided:
+        raise RecipeError(
+            f"the model holds a sparse tensor {tuple(tensor.shape)} ({tensor.layout}), which cannot be simulated; "
+            "plan with a model that makes do without"
+        )
     with fake:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     if isinstance(tensor, nn.Parameter):
