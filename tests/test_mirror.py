@@ -34,7 +34,7 @@ EXCEPTIONS: dict[str, str] = {
     **{f"cli/{name}.py": COMMANDS for name in ("comparison", "display", "export")},
     **{f"cli/{name}.py": COMMANDS for name in ("simulate", "strategy_file")},
     **{f"cli/doctor/{name}.py": COMMANDS for name in ("report", "rank", "links")},
-    **{f"planning/{name}.py": PLANS for name in ("estimate", "ranking", "shortfall")},
+    **{f"planning/{name}.py": PLANS for name in ("estimate", "ranking")},
     "training/checkpoints/optimizer_state.py": CHECKPOINTS,
     "training/checkpoints/state.py": CHECKPOINTS,
     "processes/orphans.py": "tests/processes/test_launch.py kills launchers",

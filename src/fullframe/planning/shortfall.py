@@ -114,7 +114,7 @@ def _more_gpus(recipe: Recipe, search: Search) -> Iterator[Change]:
     """Twice, four and eight times as many: of each the strategy that is estimated to need least."""
     for times in (2, 4, 8):
         cluster = _larger(search.job.cluster, times)
-        estimates = search.estimates(candidates(replace(search.job, cluster=cluster)))
+        estimates = search.estimates(candidates(replace(search.job, cluster=cluster, ranks=cluster.ranks)))
         least = min(estimates, key=lambda strategy: estimates[strategy].bytes, default=None)
         if least is not None and least.ranks > search.job.cluster.ranks:
             yield f"{cluster.name}: {describe(least)}", recipe, least, cluster
@@ -161,11 +161,12 @@ def separable(model: nn.Module, names: Iterable[str]) -> nn.Module:
         plain = model.get_submodule(name)
         assert isinstance(plain, _CONVOLUTIONS)
         kind: Any = type(plain)
+        dtype = plain.weight.dtype
         depthwise = kind(
             plain.in_channels, plain.in_channels, plain.kernel_size, plain.stride, plain.padding, plain.dilation,
-            groups=plain.in_channels, bias=False,
+            groups=plain.in_channels, bias=False, dtype=dtype,
         )  # fmt: skip
-        pointwise = kind(plain.in_channels, plain.out_channels, 1, bias=plain.bias is not None)
+        pointwise = kind(plain.in_channels, plain.out_channels, 1, bias=plain.bias is not None, dtype=dtype)
         setattr(model.get_submodule(parent), last, nn.Sequential(depthwise, pointwise))
     return model
 
