@@ -1,5 +1,6 @@
 """Buffers replaced by copies for a while."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from fullframe.model.buffers import (
     copies,
     require_whole_buffers,
     return_buffers,
+    writable_buffers,
 )
+from tests.rank_group import rank_group
 
 
 def shared() -> nn.Module:
@@ -122,6 +125,53 @@ def test_a_skipped_step_of_several_microbatches_leaves_no_statistics(recompute: 
     before = {name: value.clone() for name, value in model.named_buffers()}
     assert take(torch.full((3, 1, 4, 4), float("inf"))).skipped
     torch.testing.assert_close(dict(model.named_buffers()), before)
+
+
+class Grid(nn.Module):
+    """Weighs an image by its place on a grid, as `meshgrid` gives it: tensors that are expanded along one dim each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 1, 3, padding=1)
+        rows, columns = torch.meshgrid(torch.arange(4), torch.arange(6), indexing="ij")
+        self.register_buffer("rows", rows)
+        self.register_buffer("columns", columns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x * self.rows + self.columns)  # type: ignore[no-any-return]
+
+
+def test_a_skipped_step_leaves_expanded_buffers() -> None:
+    model = Grid()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    take = ff.TrainStep(model, lambda m, x: m(x).square().mean(), sgd, ff.Strategy(microbatches=2))
+    assert take(torch.full((2, 1, 4, 6), float("nan"))).skipped
+    assert model.rows.stride() == (1, 0) and model.rows[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_a_state_is_loaded_into_expanded_buffers() -> None:
+    model, other = Grid(), Grid()
+    rows, other.rows = model.rows, other.rows + 1
+    with writable_buffers(model):
+        model.load_state_dict(other.state_dict())
+    assert model.rows is rows and torch.equal(rows, other.rows) and rows.stride() == (1, 0)
+
+
+def _replicas() -> float:
+    torch.manual_seed(0)
+    model = Grid().double()
+    plain = copy.deepcopy(model)
+    spread = ff.parallelize(model, ff.init_mesh(height=1, width=1))
+    images = torch.randn(4, 1, 4, 6, dtype=torch.float64)
+    for _ in range(2):
+        plain(images).square().mean().backward()
+        spread(images.chunk(2)[torch.distributed.get_rank()]).square().mean().backward()
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    return max(float((a.grad - b.grad).abs().max() / a.grad.abs().max()) for a, b in pairs)  # type: ignore[operator, union-attr]
+
+
+def test_replicas_have_expanded_buffers() -> None:
+    assert max(rank_group(2).run(_replicas)) < 1e-12
 
 
 def test_copies_share_memory_as_what_was_copied_does() -> None:

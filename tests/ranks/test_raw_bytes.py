@@ -12,7 +12,7 @@ from fullframe.ranks import raw_bytes
 from fullframe.ranks.channel import Channel, Record
 from fullframe.ranks.exchange import InFlight, Message
 from fullframe.ranks.mesh import spatial_of
-from fullframe.ranks.raw_bytes import checksums, share_values
+from fullframe.ranks.raw_bytes import checksums, overwrite, share_values
 from tests.rank_group import rank_group
 
 NCCL = {torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16}
@@ -55,6 +55,22 @@ def shared(bucket_bytes):
 def test_all_ranks_get_the_first_ranks_values(bucket_bytes, messages):
     for equal, sent in rank_group(3).run(shared, bucket_bytes):
         assert all(equal) and sent == messages
+
+
+def test_what_is_expanded_is_written_where_it_repeats_nothing():
+    grid = torch.meshgrid(torch.arange(2.0), torch.arange(3.0), indexing="ij")[0]
+    tensors = [
+        grid,
+        torch.zeros(2, 3),
+        torch.zeros(2, 1).expand(2, 3),
+        torch.zeros(()).expand(2, 3),
+        torch.zeros(3, 2).t(),
+    ]
+    for tensor in tensors:
+        values = torch.tensor([[4.0], [5.0]]).expand(2, 3) if tensor is not tensors[3] else torch.full((2, 3), 4.0)
+        strides = tensor.stride()
+        overwrite(tensor, values.contiguous())
+        assert torch.equal(tensor, values) and tensor.stride() == strides
 
 
 def test_a_checksum_of_what_is_kept_as_its_conjugate():

@@ -74,6 +74,7 @@ class Noting(nn.Module):
         self.generator = torch.Generator().manual_seed(1)
         self.register_buffer("empty", torch.zeros(0))
         self.register_buffer("single", torch.zeros(1))
+        self.register_buffer("index", torch.arange(3).expand(2, 3))
 
     def forward(self, image: Tensor) -> Tensor:
         self.calls += 1
@@ -88,9 +89,10 @@ class Noting(nn.Module):
 def test_each_replica_begins_with_the_model_as_it_was_made(tmp_path: Path) -> None:
     model, image = Noting().double(), torch.ones(2, 3).double()
     recipe = mock.Mock(loss=lambda model, batch: model(batch).square().mean())
-    given = {"state": dict(model.state_dict()), "parts": [image, image], "seeds": [5, 5]}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    given = {"state": state, "parts": [image, image], "seeds": [5, 5]}
     answers = _answers(recipe, model, torch.device("cpu"), given, tmp_path)
     first, second = (torch.load(tmp_path / f"part-{number}" / "1.pt") for number in range(2))  # what comes out
     assert torch.equal(first, second) and not answers.draws
-    assert answers.buffers[0].keys() == answers.buffers[1].keys() == {"empty", "single", "grid"}
+    assert answers.buffers[0].keys() == answers.buffers[1].keys() == {"empty", "single", "grid", "index"}
     assert all(torch.equal(one, answers.buffers[1][name]) for name, one in answers.buffers[0].items())

@@ -1,7 +1,8 @@
 """A module's buffers: kept, replaced by copies for a while, and shared with all ranks."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from fullframe.errors import MeshError
 from fullframe.model.sharding.values import is_sharded
 from fullframe.model.unread import copy_of
-from fullframe.ranks.raw_bytes import share_values
+from fullframe.ranks.raw_bytes import overwrite, repeated_dims, share_values
 from fullframe.spatial.tensor import SpatialTensor
 
 Buffer = tuple[nn.Module, str, Tensor]
@@ -67,6 +68,20 @@ def return_buffers(there: Sequence[Buffer]) -> None:
         owner._buffers[name] = buffer
 
 
+@contextmanager
+def writable_buffers(model: nn.Module) -> Iterator[None]:
+    """Inside, expanded buffers, to which `load_state_dict` cannot write, are whole; they take what was written."""
+    expanded = [buffer for buffer in buffers_of(model) if repeated_dims(buffer[2])]
+    for owner, name, buffer in expanded:
+        owner._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in expanded:
+            overwrite(buffer, owner._buffers[name])  # type: ignore[arg-type]
+        return_buffers(expanded)
+
+
 class KeptBuffers:
     """A copy of a model's buffers, to put back what a step that came to nothing has done to them.
 
@@ -111,7 +126,7 @@ class KeptBuffers:
             if buffer.shape != value.shape:
                 buffer.data = value.clone()
             elif not buffer.is_inference():
-                buffer.copy_(value)
+                overwrite(buffer, value)
 
     def _take_new_ones(self) -> None:
         known = {(owner, name) for owner, name, _ in self._there}

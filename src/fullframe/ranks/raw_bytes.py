@@ -90,10 +90,22 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """`tensor.copy_(values)`, also where torch refuses it: where the tensor is expanded, as those of `meshgrid` are."""
+    for dim in repeated_dims(tensor):
+        tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
+
+
+def repeated_dims(tensor: Tensor) -> list[int]:
+    """The dims along which a tensor was expanded."""
+    strides = tensor.stride() if tensor.layout == torch.strided else ()
+    return [dim for dim, stride in enumerate(strides) if stride == 0 and tensor.size(dim) > 1]
+
+
 def _without_repeats(tensor: Tensor) -> Tensor:
     """Without its graph; of an expanded tensor what was expanded, which can be written to."""
     tensor = tensor.detach()
-    for dim, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
-        if stride == 0 and tensor.size(dim) > 1:
-            tensor = tensor.narrow(dim, 0, 1)
+    for dim in repeated_dims(tensor):
+        tensor = tensor.narrow(dim, 0, 1)
     return tensor

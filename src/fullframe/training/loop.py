@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullframe.arguments import checked
 from fullframe.errors import ArgumentError, RecipeError, RunError, require_count
-from fullframe.model.buffers import share_buffers
+from fullframe.model.buffers import share_buffers, writable_buffers
 from fullframe.model.sharding.values import is_sharded, whole_value
 from fullframe.processes.cores import too_few
 from fullframe.processes.exit_reasons import restart_reason
@@ -260,7 +260,8 @@ def _whole(recipe: Recipe, model: nn.Module, strategy: Strategy) -> nn.Module:
         return model
     state = {name: whole_value(value) for name, value in model.state_dict().items()}
     plain = recipe.model().to(next(model.parameters()).device)
-    plain.load_state_dict(state)
+    with writable_buffers(plain):
+        plain.load_state_dict(state)
     return plain
 
 

@@ -32,6 +32,7 @@ from fullframe.data.nested import tensors_replaced
 from fullframe.errors import FullframeError, RecipeError
 from fullframe.model.attributes import Attributes
 from fullframe.ranks.randomness import seed_everything
+from fullframe.ranks.raw_bytes import overwrite
 from fullframe.recipe import Recipe, load_recipe, values_of
 from fullframe.training.faults.whereabouts import where
 from fullframe.training.step import sum_and_count
@@ -354,7 +355,7 @@ def _restore(model: nn.Module, initial: Mapping[str, Tensor]) -> None:
             f"model() makes other parameters on the ranks than in one process: {sorted(state.keys() ^ initial.keys())}"
         )
     for name, tensor in state.items():
-        tensor.copy_(initial[name])
+        overwrite(tensor, initial[name])
 
 
 def packed(value: Any) -> bytes:

@@ -169,6 +169,18 @@ def test_frozen_parameters_and_parameters_without_a_gradient(tmp_path):
     assert_equal(values_of(train(fresh, 2)), values_of(train(state, 2)))
 
 
+def test_expanded_buffers(tmp_path):
+    def make(first):
+        model = nn.Linear(2, 2)
+        model.register_buffer("grid", torch.meshgrid(first + torch.arange(3.0), torch.arange(2.0), indexing="ij")[0])
+        return state_at(model=model)
+
+    state, fresh = make(0.0), make(7.0)
+    write(state, tmp_path)
+    restored(tmp_path, fresh)
+    assert torch.equal(fresh.model.grid, state.model.grid) and fresh.model.grid.stride() == (1, 0)
+
+
 EXTRA = (  # and of a new module
     ({"images": [1, 2.5, None], "name": "x"}, {}),
     (torch.arange(5), torch.arange(0)),

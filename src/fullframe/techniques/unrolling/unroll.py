@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullframe.arguments import checked
 from fullframe.errors import ShapeError, StrategyError, require_count
 from fullframe.model.lent import lent
+from fullframe.ranks.raw_bytes import overwrite
 from fullframe.spatial.tensor import SpatialTensor
 from fullframe.techniques.offload import saving_to_host
 from fullframe.techniques.recompute import Looks, Recomputed
@@ -307,7 +308,7 @@ class _Run:
         """What the iterations on other devices made of a shared block's buffers is the block's."""
         for name, buffer in self._of.block.named_buffers() if self.buffers else ():
             if self.buffers[name] is not buffer:
-                buffer.copy_(self.buffers[name])
+                overwrite(buffer, self.buffers[name])
 
 
 @contextmanager

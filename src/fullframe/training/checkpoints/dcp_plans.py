@@ -18,6 +18,7 @@ from torch import Tensor
 from fullframe.errors import CheckpointError
 from fullframe.ranks import device
 from fullframe.ranks.agreement import from_all_ranks, on_all_ranks, on_first_rank
+from fullframe.ranks.raw_bytes import overwrite
 from fullframe.training.checkpoints.manifest import Chunk, Manifest, StoredTensor, key_in_file
 
 
@@ -105,7 +106,7 @@ def _read(tensors: dict[str, Tensor], folder: Path, manifest: Manifest) -> None:
                 box = tuple(slice(o, o + length) for o, length in zip(item.storage_offsets, item.lengths, strict=True))
                 stored = item.storage_index.fqn
                 key = key_in_file(stored, manifest.tensors[stored], chunk)
-                planner.resolve_tensor(item).detach().copy_(file.get_slice(key)[box])
+                overwrite(planner.resolve_tensor(item).detach(), file.get_slice(key)[box])
 
 
 def _metadata(manifest: Manifest) -> dcp.metadata.Metadata:

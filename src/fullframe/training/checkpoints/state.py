@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fullframe.errors import CheckpointError
+from fullframe.model.buffers import writable_buffers
 from fullframe.model.sharding.values import is_sharded
 from fullframe.ranks.mesh import axes_of
 from fullframe.strategy import multiplied
@@ -181,7 +182,8 @@ def _extra(value: Any, stored: StoredTensor) -> Tensor:
 def take_weights(model: nn.Module, manifest: Manifest, filled: Mapping[str, Tensor], averaged: bool = False) -> None:
     """Give the model the checkpoint's tensors, `filled` by their stored names, and its extra state."""
     values = {name: filled[source] for name, source in weights_in(manifest, averaged).items()}
-    model.load_state_dict(values | dict(manifest.facts["extra"]))
+    with writable_buffers(model):
+        model.load_state_dict(values | dict(manifest.facts["extra"]))
 
 
 def _check_shape(name: str, target: Tensor, stored: StoredTensor | None) -> None:
