@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fullframe.errors import ShapeError
-from fullframe.model.trained import frozen, late, require_shapes, sparse_tables, trained
+from fullframe.model.trained import frozen, late, overlapping, require_shapes, sparse_tables, trained
 
 
 def test_each_parameter_that_requires_a_gradient_is_found_once() -> None:
@@ -49,3 +49,21 @@ def test_who_came_late_is_named() -> None:
     error = late(model, model["head"].parameters(), "what came of it")
     assert str(error).startswith("head.weight, head.bias: trained only since")
     assert "what came of it. Call the model as a whole once" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "others", "share"),
+    [  # rows of one memory
+        ([slice(0, 2), slice(2, 4)], [], False),
+        ([slice(2, 4), slice(0, 3)], [], True),
+        ([slice(0, 4), slice(1, 2)], [], True),
+        ([slice(0, 0), slice(0, 4)], [], False),
+        ([slice(0, 2)], [slice(2, 4), slice(3, 4)], False),
+        ([slice(0, 2)], [slice(1, 4)], True),
+        ([slice(2, 3)], [slice(0, 4), slice(0, 1)], True),
+    ],
+)
+def test_what_shares_memory_with_a_parameter(parameters: list[slice], others: list[slice], share: bool) -> None:
+    whole = torch.zeros(4, 3)
+    tensors = [*(nn.Parameter(whole[rows]) for rows in parameters), *(whole[rows] for rows in others), torch.zeros(4)]
+    assert bool(overlapping((str(number), tensor) for number, tensor in enumerate(tensors))) is share

@@ -92,6 +92,15 @@ def test_training_refuses_it_on_all_ranks(option: str) -> None:
     assert all(option in said for said in rank_group(2).run(refused, option, "norm"))
 
 
+def test_one_memory_of_two_parameters_is_refused() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": [*one.parameters()]}, {"params": [*other.parameters()]}], lr=0.1)
+    require_separable(optimizer, "shard_optimizer")
+    other.bias.data = one.bias.data
+    with pytest.raises(StrategyError, match=r"parameter 1 of group 0 and parameter 1 of group 1 share their memory"):
+        require_separable(optimizer, "shard_optimizer")
+
+
 class Holding(torch.optim.Optimizer):
     """Its steps are those of the optimizer that it holds, whose parameters are the user's."""
 

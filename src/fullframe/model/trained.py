@@ -1,10 +1,12 @@
 """Which parameters of a model are trained now, as users freeze, add and replace some; none may be lazy."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fullframe.errors import GradientError, ShapeError
@@ -37,6 +39,29 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]
     """The modules by name whose weight is trained by sparse gradients."""
     every = ((name, each) for name, each in model.named_modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
     return {name: each for name, each in every if each.sparse and each.weight.requires_grad}
+
+
+def overlapping(named: Iterable[tuple[str, Tensor]]) -> str:
+    """What shares memory with a parameter, in words, as after `one.data = other.data`; "" where each has its own.
+
+    Parts of one memory that do not overlap are their own, and other tensors may share theirs with each other.
+    """
+    spans = defaultdict(list)
+    for name, tensor in named:
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            first, each = int(tensor.storage_offset()), tensor.element_size()
+            storage: Any = tensor.untyped_storage()
+            is_parameter = isinstance(tensor, nn.Parameter) or tensor.requires_grad
+            spans[storage._cdata].append((first * each, (first + last + 1) * each, name, is_parameter))
+    for shared in map(sorted, spans.values()):
+        ends = {True: (0, ""), False: (0, "")}  # of parameters and others that begin before
+        for begin, end, name, is_parameter in shared:
+            for kind, (before, other) in ends.items():
+                if begin < before and (kind or is_parameter):
+                    return f"{other} and {name} share their memory"
+            ends[is_parameter] = max(ends[is_parameter], (end, name))
+    return ""
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullframe.errors import StrategyError
+from fullframe.model.trained import overlapping
 from fullframe.ranks.randomness import kept_random_state, seed_everything
 
 _KNOWN = ("torch", "torchao", "bitsandbytes")  # packages of which every optimizer does
@@ -18,11 +19,17 @@ _OWN = ("state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_p
 
 
 def require_separable(optimizer: Optimizer, technique: str) -> None:
-    """Raises StrategyError where the update of a parameter depends on another one's gradient.
+    """Raises StrategyError where the update of a parameter depends on another one's gradient, or is that one's too.
 
     So it is with Prodigy, D-Adaptation, and norms over all parameters. An optimizer that is not torch's is tried on two
     small parameters of its own, in a copy; nothing of it changes, nor does a random state.
     """
+    groups = enumerate(group["params"] for group in optimizer.param_groups)
+    if shared := overlapping((f"parameter {n} of group {g}", p) for g, group in groups for n, p in enumerate(group)):
+        raise StrategyError(
+            f"{shared} (one was given the other's .data, perhaps), so that a step updates it twice; make them one "
+            f"parameter (one.weight = other.weight), or leave out {technique}"
+        )
     if type(optimizer).__module__.partition(".")[0] in _KNOWN:
         return
     name = type(optimizer).__name__

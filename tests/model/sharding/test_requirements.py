@@ -11,6 +11,7 @@ from fullframe.model.sharding.requirements import (
     require_no_hooks,
     require_no_script,
     require_one_message,
+    require_own_memory,
     require_whole,
 )
 
@@ -75,3 +76,18 @@ def test_what_torchscript_compiled() -> None:
     for model, name in ((nn.Sequential(plain(), scripted), "1"), (nn.Sequential(traced), "0"), (scripted, "the model")):
         with pytest.raises(MeshError, match=f"module '{name}' was compiled by TorchScript"):
             require_no_script(model)
+
+
+def test_what_shares_memory_with_a_parameter() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].weight = model[0].weight  # one parameter of two names
+    require_own_memory(model)
+    model[1].weight = nn.Parameter(model[0].weight.detach().clone())
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(MeshError, match=r"0\.weight and 1\.weight share their memory .*one\.weight = other\.weight"):
+        require_own_memory(model)
+    model[1].weight.data = model[0].weight.data.clone()
+    require_own_memory(model)
+    model.register_buffer("teacher", model[0].weight.detach())
+    with pytest.raises(MeshError, match=r"0\.weight and teacher share their memory|teacher and 0\.weight share"):
+        require_own_memory(model)

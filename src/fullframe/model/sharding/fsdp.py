@@ -29,6 +29,7 @@ from fullframe.model.sharding.requirements import (
     require_no_hooks,
     require_no_script,
     require_one_message,
+    require_own_memory,
 )
 from fullframe.model.sharding.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
 from fullframe.model.sharding.taken import Lending, Replaced, stand_in
@@ -58,8 +59,8 @@ class ShardedParameters:
 
     Modules that the user has passed to `fully_shard` stay as they are.
 
-    Raises MeshError when those are sharded over other ranks, TorchScript compiled a module, or a block mixes dtypes or
-    is not contiguous.
+    Raises MeshError when those are sharded over other ranks, TorchScript compiled a module, a parameter shares its
+    memory, or a block mixes dtypes or is not contiguous.
     """
 
     def __init__(self, model: nn.Module, spatial: Spatial, find_unused_parameters: bool):
@@ -69,6 +70,7 @@ class ShardedParameters:
         require_all_ranks(model)
         require_no_hooks(model)
         require_no_script(model)
+        require_own_memory(model)
         begin_anew()
         mesh = DeviceMesh(spatial.mesh.device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
         held = {p: (each, own) for each in model.modules() for own, p in each._parameters.items()}

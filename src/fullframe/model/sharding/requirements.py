@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fullframe.errors import GradientError, MeshError
 from fullframe.model.sharding.values import is_sharded
-from fullframe.model.trained import sparse_tables
+from fullframe.model.trained import overlapping, sparse_tables
 from fullframe.spatial.gradients import is_managed
 from fullframe.wording import inside
 
@@ -42,6 +42,15 @@ def require_no_hooks(model: nn.Module) -> None:
                 f"parameter {name} has a gradient hook, which sharded parameters do not call; use "
                 "register_post_accumulate_grad_hook after parallelize, or do without shard_parameters"
             )
+
+
+def require_own_memory(model: nn.Module) -> None:
+    """Of what shares memory with a parameter, sharding would make another value that stays as it is."""
+    if shared := overlapping((*model.named_buffers(), *model.named_parameters())):
+        raise MeshError(
+            f"{shared} (one was given the other's .data, perhaps), and sharded parameters have their own; make them "
+            "one parameter (one.weight = other.weight), or do without shard_parameters"
+        )
 
 
 def require_no_script(model: nn.Module) -> None:
