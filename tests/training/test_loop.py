@@ -161,6 +161,28 @@ def test_the_schedule_multiplies_the_learning_rate_and_is_resumed(tmp_path):
         assert [line["learning_rate"] for line in lines(tmp_path / str(number))] == rates
 
 
+class Making(Plain):
+    """Makes buffers when it is first called."""
+
+    def forward(self, image):
+        if not hasattr(self, "grid"):
+            self.register_buffer("grid", 2 * torch.ones(1, dtype=image.dtype))
+            self.register_buffer("offset", torch.zeros(1, dtype=image.dtype), persistent=False)
+        return super().forward(image) * self.grid + self.offset
+
+
+def buffers_of_whole(folder):
+    model = ff.fit(recipe(model=Making), ff.Strategy(data=2, shard_parameters=True), folder, steps=1)
+    return {name: value.item() for name, value in model.named_buffers() if name in ("grid", "offset")}, [
+        *model.state_dict()
+    ]
+
+
+def test_the_whole_model_has_the_buffers_that_its_forward_made(tmp_path):
+    for buffers, stored in rank_group(2).run(buffers_of_whole, tmp_path):
+        assert buffers == {"grid": 2.0, "offset": 0.0} and "grid" in stored and "offset" not in stored
+
+
 def test_a_finished_run_resumed_does_nothing(tmp_path):
     first, _ = train(ff.Strategy(), tmp_path, steps=3)
     before = (tmp_path / "metrics.jsonl").read_text()

@@ -260,6 +260,11 @@ def _whole(recipe: Recipe, model: nn.Module, strategy: Strategy) -> nn.Module:
         return model
     state = {name: whole_value(value) for name, value in model.state_dict().items()}
     plain = recipe.model().to(next(model.parameters()).device)
+    trained = dict(model.named_modules())
+    for path, module in plain.named_modules():
+        owner = trained.get(path, module)
+        for name in owner._buffers.keys() - module._buffers.keys():  # which a forward has made
+            module.register_buffer(name, owner._buffers[name], name not in owner._non_persistent_buffers_set)
     with writable_buffers(plain):
         plain.load_state_dict(state)
     return plain
