@@ -198,6 +198,14 @@ def test_that_nothing_fits_is_said_of_what_was_simulated(monkeypatch: pytest.Mon
     assert sentences(found)[0].startswith("nothing that was simulated fits: ")
 
 
+def test_where_nothing_is_expected_to_fit_what_needs_least_is_tried_all_the_same() -> None:
+    asked = job("1xT4", 2)
+    search, _ = searched(asked, GIB)
+    need = {strategy: cost(strategy, asked).device_bytes for strategy in candidates(asked)}
+    tried = [need[strategy] for strategy in search.known if strategy in need]
+    assert not search.fitting and min(tried) == min(need.values()) and len(tried) < len(need) / 2
+
+
 def test_a_budget_hands_out_what_recompute_leaves_free() -> None:
     # One frame on one rank: 57 GiB as it is, 25 with every block recomputed, 37 with a budget.
     _, plans = searched(job("1xA100-80GB", 1), 40 * GIB)

@@ -27,13 +27,14 @@ class Scaled(nn.Conv2d):
 def test_settings_are_plain_values_in_words() -> None:
     layer = Scaled(2)
     layer.nested, layer.unknown = [1, {"a": partial(F.gelu, approximate="tanh")}], object()
-    layer.drawn, layer.device = torch.ones(2), "cuda:3"
+    layer.drawn, layer.device, layer.order, layer.kinds = torch.ones(2), "cuda:3", [2, 1], {2, 1}
     found = settings_of(layer)
     assert {name: found[name] for name in ("scale", "padding", "padding_mode", "act", "device")} == {
         "scale": "2", "padding": "tuple(1, 1)", "padding_mode": "'zeros'", "act": "torch.nn.functional.relu",
         "device": "'cuda'",
     }  # fmt: skip
     assert "'a'" in found["nested"] and "gelu" in found["nested"] and "'tanh'" in found["nested"]
+    assert (found["order"], found["kinds"]) == ("list(2, 1)", "set(1, 2)")
     assert found["drawn"].startswith("(2,) torch.float32 ")
     assert not {"unknown", "training", "weight", "_forward_hooks"} & found.keys()
 
@@ -56,6 +57,8 @@ def test_the_state_is_who_trains_what_is_frozen_and_how_one_module_in_turn_is_se
     model[1].train()
     model[0].bias.requires_grad_(False)
     assert all(state_of(model, turn) != states[turn] for turn in range(3))
+    model[1].eval()
+    assert state_in_words(model, 2)[:5] == [*said[:2], "1 is in eval()", said[3], "0.bias is frozen"]
 
 
 def _model(rank: int, kind: str) -> nn.Module:
@@ -68,6 +71,7 @@ def _model(rank: int, kind: str) -> nn.Module:
         "inherited": lambda: Scaled(1, padding_mode=["zeros", "reflect"][rank]),
         "iterations": lambda: ff.unroll(nn.Conv2d(3, 3, 1), 2 + rank),
         "function": lambda: nn.TransformerEncoderLayer(4, 2, 4, activation=[F.relu, F.gelu][rank]),
+        "frozen": lambda: nn.Conv2d(3, 3, 1).requires_grad_(rank == 1),
         "attribute": lambda: Scaled(1 + rank),
         "same": lambda: Scaled(1),
     }
@@ -96,6 +100,7 @@ def made(kind: str) -> tuple[str, list[str]]:
         ),
         ("inherited", "rank 0 has 0.padding_mode = 'zeros', rank 1 has 0.padding_mode = 'reflect'"),
         ("iterations", "rank 0 has 0.iterations = 2, rank 1 has 0.iterations = 3"),
+        ("frozen", "rank 0 has 0.weight (3, 3, 1, 1) float32, rank 1 has 0.weight (3, 3, 1, 1) float32, trained"),
         ("function", "rank 0 has 0.activation = torch.nn.functional.relu, rank 1 has 0.activation = torch._C._nn.gelu"),
     ],
 )
