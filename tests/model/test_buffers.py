@@ -157,9 +157,28 @@ def test_a_state_is_loaded_into_expanded_buffers() -> None:
     assert model.rows is rows and torch.equal(rows, other.rows) and rows.stride() == (1, 0)
 
 
-def _replicas() -> float:
+class LateGrid(Grid):
+    """Makes the grid when it is first called, and expands what it has counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later = self.rows, self.columns
+        del self.rows, self.columns
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("first", torch.zeros(()).expand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "rows"):
+            for name, grid in zip(("rows", "columns"), self.later, strict=True):
+                self.register_buffer(name, grid)
+        result = super().forward(x + self.first)
+        self.first = (self.first[:1] + x.detach()[0].mean()).expand(6)  # all take the first replica's, at the next pass
+        return result
+
+
+def _replicas(kind: type[Grid]) -> float:
     torch.manual_seed(0)
-    model = Grid().double()
+    model = kind().double()
     plain = copy.deepcopy(model)
     spread = ff.parallelize(model, ff.init_mesh(height=1, width=1))
     images = torch.randn(4, 1, 4, 6, dtype=torch.float64)
@@ -170,8 +189,9 @@ def _replicas() -> float:
     return max(float((a.grad - b.grad).abs().max() / a.grad.abs().max()) for a, b in pairs)  # type: ignore[operator, union-attr]
 
 
-def test_replicas_have_expanded_buffers() -> None:
-    assert max(rank_group(2).run(_replicas)) < 1e-12
+@pytest.mark.parametrize("kind", [Grid, LateGrid])
+def test_replicas_have_expanded_buffers(kind: type[Grid]) -> None:
+    assert max(rank_group(2).run(_replicas, kind)) < 1e-12
 
 
 def test_copies_share_memory_as_what_was_copied_does() -> None:

@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullframe.ranks.agreement import largest_on_any_rank
 from fullframe.ranks.groups import group_of_model, open_once
-from fullframe.ranks.raw_bytes import repeated_dims
 
 _SYNC_BUFFERS = "forward_sync_buffers"  # in each forward; torch before 2.13 calls it broadcast_buffers
 if _SYNC_BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
@@ -36,9 +35,6 @@ class DataParallel:
         options: dict[str, Any] = {_SYNC_BUFFERS: sync_buffers}
         if self._number:
             options["process_group"] = group_of_model(self._number)
-        # Torch cannot write to what is expanded, as `meshgrid`'s tensors are; nor can a forward, so they stay equal.
-        expanded: Any = [name for name, buffer in door.named_buffers() if repeated_dims(buffer)]
-        door._ddp_params_and_buffers_to_ignore = expanded
         return self._make(
             door,
             gradient_as_bucket_view=True,  # a gradient lies in its bucket, not beside it

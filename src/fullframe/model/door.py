@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from fullframe.errors import GradientError
 from fullframe.model.containers import Contents
+from fullframe.ranks.raw_bytes import repeated_dims, without_repeats
 from fullframe.spatial.spec import Spec, spec_of
 from fullframe.spatial.tensor import local_or_whole, spec_in, wrapped_as
 
@@ -49,6 +50,11 @@ class Undressed(nn.Module):
         """Without `nn.SyncBatchNorm`, which DDP refuses on a CPU: `synchronize_batchnorm` has given it a way to run."""
         every = self.named_modules(remove_duplicate=remove_duplicate)
         return (module for _, module in every if not isinstance(module, nn.SyncBatchNorm))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Of expanded ones, as `meshgrid`'s are, what was expanded, to which DDP can write, without dims of one."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield name, without_repeats(buffer).squeeze() if repeated_dims(buffer) else buffer
 
 
 def require_no_ddp_around(model: nn.Module) -> None:

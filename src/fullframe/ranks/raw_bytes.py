@@ -51,7 +51,7 @@ def _words(tensor: Tensor) -> Tensor:
 def share_values(tensors: Iterable[Tensor]) -> None:
     """Every rank of the job takes the first rank's values, in few messages; all ranks call it with equal shapes."""
     together = []
-    for tensor in map(_without_repeats, tensors):
+    for tensor in map(without_repeats, tensors):
         is_plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor) and tensor.layout == torch.strided
         is_large = tensor.dtype in KNOWN and tensor.nbytes >= _LARGE_BYTES
         if not is_plain or tensor.is_inference():
@@ -103,7 +103,7 @@ def repeated_dims(tensor: Tensor) -> list[int]:
     return [dim for dim, stride in enumerate(strides) if stride == 0 and tensor.size(dim) > 1]
 
 
-def _without_repeats(tensor: Tensor) -> Tensor:
+def without_repeats(tensor: Tensor) -> Tensor:
     """Without its graph; of an expanded tensor what was expanded, which can be written to."""
     tensor = tensor.detach()
     for dim in repeated_dims(tensor):
