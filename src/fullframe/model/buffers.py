@@ -162,8 +162,3 @@ def require_whole_buffers(model: nn.Module) -> None:
                     f"the buffer {name} of {type(module).__name__} is sparse ({buffer.layout}), which cannot be sent "
                     "to other ranks; keep its indices and values as buffers, of which forward makes it"
                 )
-            if buffer is not None and buffer.layout != torch.strided:
-                raise MeshError(
-                    f"the buffer {name} of {type(module).__name__} is sparse ({buffer.layout}), which cannot be sent "
-                    "to other ranks; keep its indices and values as buffers, of which forward makes it"
-                )
