@@ -123,6 +123,7 @@ class Steps:
         self._skipped_in_a_row = 0
         self.stuck = ""  # why the run ends after the step that was taken, which is recorded first
         self._moves_frozen: bool | None = None  # whether a step does; known after the first
+        self._is_storable = False  # what the optimizer keeps; known after the first that it takes
         self._best: Best | None = None  # of this process's evaluations; before them, what the folder says
         self._in_vain = 0 if patience is None else self._in_vain_so_far()
 
@@ -153,6 +154,9 @@ class Steps:
         record = self._attempt(number, batch, unread)
         self._looking.step_taken(number)
         state.step = number
+        if not (self._is_storable or record.skipped):  # now rather than at the first checkpoint
+            self._run.checkpoints.require_storable(state)
+            self._is_storable = True
         self._count(number, record, batch)
         return record
 

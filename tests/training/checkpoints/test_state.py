@@ -281,6 +281,23 @@ def test_a_state_that_cannot_be_stored_is_refused_by_name(tmp_path):
         Checkpoints(tmp_path, keep=0)
 
 
+class Projecting(torch.optim.SGD):
+    """Keeps an object for each parameter from its first step on, as GaLore keeps its projector."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["projector"] = object()
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_state_cannot_be_stored_is_refused_after_its_first_step(tmp_path):
+    """Not at the first checkpoint, with which all that was trained until then would be lost."""
+    job, steps = recipe(optimizer=lambda parameters: Projecting(parameters, 0.1)), []
+    with pytest.raises(CheckpointError, match=r"optimizer/projector/.* is of type object, which a checkpoint cannot"):
+        ff.fit(job, ff.Strategy(), tmp_path, steps=3, checkpoint_every=0, on_record=steps.append)
+    assert steps == []
+
+
 class Holding(torch.optim.Optimizer):
     """Passes everything on to another one, as timm's Lookahead does."""
 
