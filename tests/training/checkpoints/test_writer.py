@@ -167,6 +167,20 @@ def test_a_process_killed_at_any_moment_of_writing_loses_nothing(tmp_path):
     assert found == sorted(found) and set(found) == {1, 2}
 
 
+def test_a_step_that_is_written_again_has_a_checkpoint_at_any_moment(tmp_path, monkeypatch):
+    """As after an evaluation that is made up for, and gives the best value."""
+    write(state_at(1), tmp_path)
+    counts, rename = [], os.rename
+
+    def move(old, new):
+        rename(old, new)
+        counts.append(len(checkpoints_in(tmp_path)))
+
+    monkeypatch.setattr(os, "rename", move)
+    write(state_at(1), tmp_path, keep=1)
+    assert counts == [1, 2, 1] and names_in(tmp_path) == ["step-00000001"]
+
+
 def test_the_order_of_writing(tmp_path, monkeypatch):
     """Nothing gets its name before what it names is on the disk."""
     happened = []

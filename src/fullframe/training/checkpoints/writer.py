@@ -146,6 +146,7 @@ class _Writing:
         self._copies, self._group = copies, group
         self._path = folder / f"step-{step:08d}"
         self._partial = self._path.with_suffix(_PARTIAL)
+        self._replaced = folder / f"step-0{step:08d}"  # a checkpoint's name, too: it counts until the new one does
         self._error: BaseException | None = None
         self._busy = False  # with this rank's own file
         # A daemon: a process that has to end does not wait for ranks that are gone.
@@ -226,21 +227,19 @@ class _Writing:
             os.fsync(file.fileno())
         sync_folder(self._partial)
         if self._path.exists():
-            _replace(self._path, self._path.with_suffix(_DAMAGED))
+            _replace(self._path, self._replaced)
         os.rename(self._partial, self._path)
         sync_folder(self._folder)
 
     def _prune(self) -> None:
-        """Remove all but the newest and the best.
-
-        A folder is renamed first, so that half of one does not look like a checkpoint.
-        """
+        """Remove all but the newest and the best."""
+        if self._replaced.exists():
+            _remove(self._replaced)
         best = best_checkpoint(self._folder)
         for old in checkpoints_in(self._folder)[: -self._keep]:
             if best is not None and _step_of(old) == best.step:
                 continue
-            _replace(old, old.with_suffix(_PARTIAL))
-            shutil.rmtree(old.with_suffix(_PARTIAL), ignore_errors=True)
+            _remove(old)
         for damaged in self._folder.glob(f"step-*{_DAMAGED}"):
             if _step_of(damaged) <= self._step:
                 shutil.rmtree(damaged, ignore_errors=True)
@@ -376,3 +375,9 @@ def _step_of(path: Path) -> int:
 def _replace(path: Path, by: Path) -> None:
     shutil.rmtree(by, ignore_errors=True)
     os.rename(path, by)
+
+
+def _remove(path: Path) -> None:
+    """A folder is renamed first, so that half of one does not look like a checkpoint."""
+    _replace(path, path.with_suffix(_PARTIAL))
+    shutil.rmtree(path.with_suffix(_PARTIAL), ignore_errors=True)
