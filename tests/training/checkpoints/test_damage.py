@@ -6,11 +6,13 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from torch import nn
 
 from fullframe.errors import CheckpointError
 from fullframe.training.checkpoints.manifest import MANIFEST, Manifest, read_manifest
 from fullframe.training.checkpoints.safetensors_files import record_of
 from fullframe.training.checkpoints.writer import Checkpoints, newest_checkpoint
+from tests.rank_group import rank_group
 from tests.training.checkpoints.states import (
     assert_equal,
     damage,
@@ -46,6 +48,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, kind):
     assert newest.manifest.step == 1
     assert len(problems) == 1 and f"{tmp_path}/step-00000002 is unreadable (" in problems[0]
     assert KINDS[kind] in problems[0]
+
+
+def written_by_ranks(folder):
+    return write(state_at(1, model=nn.Linear(50, 50)), folder)
+
+
+def test_one_process_checks_the_files_of_all_ranks(tmp_path):
+    path, _ = rank_group(2).run(written_by_ranks, tmp_path)
+    file = path / "rank-1.safetensors"
+    contents = bytearray(file.read_bytes())
+    contents[-1] ^= 1
+    file.write_bytes(contents)
+    with pytest.raises(CheckpointError, match=r"wrong checksum of rank-1\.safetensors"):
+        newest_checkpoint(tmp_path)
 
 
 def test_a_damaged_checkpoint_does_not_count_as_one_of_the_newest(tmp_path):

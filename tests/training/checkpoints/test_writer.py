@@ -240,14 +240,14 @@ def test_ranks_agree(tmp_path):
         assert problem.endswith("no older checkpoint is left: start anew in another run directory")
 
 
-def failing(folder, where):
+def failing(folder, where, error=None):
     """Every rank's account of a checkpoint that one rank cannot write."""
     state = state_at(2, model=nn.Linear(50, 50))
     original = tensor_files.os.fsync
 
     def fsync(descriptor):
         if torch.distributed.get_rank() == 1:
-            raise OSError(errno.EIO, "Input/output error")
+            raise error or OSError(errno.EIO, "Input/output error")
         original(descriptor)
 
     tensor_files.os.fsync = fsync
@@ -275,6 +275,33 @@ def test_what_one_rank_cannot_write_stops_all(tmp_path, where):
             "step-00000001 is whole, go on from it with --resume"
         )
     assert names_in(tmp_path) == ["step-00000001"]
+
+
+def test_an_error_of_another_kind_while_one_rank_writes_stops_all(tmp_path):
+    first, second = rank_group(2).run(failing, tmp_path, "end", RuntimeError("no pinned memory"))
+    assert first == second and first.endswith("step-00000002 (rank 1): RuntimeError: no pinned memory")
+
+
+def beats_while_one_writes_slowly(folder):
+    """How often each rank said that it gets on, while rank 1 alone still wrote its file."""
+    beats, seconds, fsync = [], checkpoint._BEAT_SECONDS, os.fsync
+
+    def slow(descriptor):
+        time.sleep(0.5 * torch.distributed.get_rank())
+        fsync(descriptor)
+
+    os.fsync, checkpoint._BEAT_SECONDS = slow, 0.02
+    try:
+        with Checkpoints(folder, 3, beat=beats.append) as checkpoints:
+            checkpoints.save(state_at(1, model=nn.Linear(50, 50)))
+    finally:
+        os.fsync, checkpoint._BEAT_SECONDS = fsync, seconds
+    return len(beats)
+
+
+def test_a_rank_that_waits_for_anothers_file_does_not_say_that_it_gets_on(tmp_path):
+    first, second = rank_group(2).run(beats_while_one_writes_slowly, tmp_path)
+    assert first < second / 2, "a hang of the other would go unnoticed"
 
 
 def written_apart(folder):
