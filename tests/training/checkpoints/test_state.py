@@ -330,6 +330,12 @@ class Vector(torch.optim.SGD):
         self.param_groups[0]["scales"] = torch.ones(3)
 
 
+class Vectors(Vector):
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.param_groups[0]["scales"] = [torch.ones(3)]
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -337,6 +343,7 @@ class Vector(torch.optim.SGD):
         (Noting, "the state_dict of Noting has beside state and groups .calls."),
         (Shared, "state of Shared that is no parameter's"),
         (Vector, "the option scales of Vector, which is an array"),
+        (Vectors, "the option scales of Vectors, which is an array or holds some"),
     ],
 )
 def test_what_a_checkpoint_lacks_is_said_and_it_is_not_resumed(make, said, tmp_path):
@@ -344,6 +351,28 @@ def test_what_a_checkpoint_lacks_is_said_and_it_is_not_resumed(make, said, tmp_p
         write(train(state_at(optimizer=make), 2), tmp_path)
     with pytest.raises(CheckpointError, match=f"the checkpoint lacks .*{said}"):
         restored(tmp_path, state_at(optimizer=make))
+
+
+class Late(torch.optim.SGD):
+    """Begins with slow weights in its second step, where no step with gradients of zero would make them again."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["steps"] = state.get("steps", 0) + 1
+            if state["steps"] > 1:
+                state.setdefault("slow", parameter.detach().clone())
+        return super().step(closure)
+
+
+def test_state_that_is_begun_after_the_first_step_is_said_to_be_lost(tmp_path):
+    job = recipe(optimizer=lambda parameters: Late(parameters, 0.1))
+    ff.fit(job, ff.Strategy(), tmp_path, steps=1)
+    ff.fit(job, ff.Strategy(), tmp_path, steps=1, resume=True)
+    with pytest.warns(UserWarning, match=r"cannot be resumed, for it lacks what makes optimizer/slow/body.0.weight"):
+        ff.fit(job, ff.Strategy(), tmp_path, steps=3, resume=True)
+    with pytest.raises(CheckpointError, match=r"lacks what makes optimizer/slow/body.0.weight, which Late has begun"):
+        ff.fit(job, ff.Strategy(), tmp_path, steps=4, resume=True)
 
 
 def test_what_the_recipe_changed_since_is_said(tmp_path):

@@ -43,6 +43,7 @@ class OptimizerState:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self._model, self._optimizer = model, optimizer
         self._said = False
+        self._begun: dict[Any, set[str]] = {}  # what was held for a parameter when there first was something
         self._made = [_options(group) for group in optimizer.param_groups]  # as the recipe has it
         names = self._names()
         mine = [[names.get(p, "") for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
@@ -147,9 +148,13 @@ class OptimizerState:
         if any(not isinstance(key, int) for key in states) or sum(map(len, states.values())) > sum(map(len, held)):
             return f"state of {kind} that is no parameter's in its `state`: of another optimizer that it holds, perhaps"
         for group in self._optimizer.param_groups:
-            for name, value in group.items():
-                if name not in _options(group) and isinstance(value, (Tensor, np.ndarray)):
-                    return f"the option {name} of {kind}, which is an array"
+            for name in group.keys() - _options(group).keys() - {"params"}:
+                if any(isinstance(leaf, (Tensor, np.ndarray)) for leaf in tree_leaves(group[name])):
+                    return f"the option {name} of {kind}, which is an array or holds some"
+        for parameter, name in self._names().items():
+            now = {entry.name for entry in _entries(name, self._optimizer.state.get(parameter, {}))}
+            if late := now and now - self._begun.setdefault(parameter, now):
+                return f"what makes {min(late)}, which {kind} has begun after its first step"
         return ""
 
     def _make_state(self) -> None:
