@@ -64,6 +64,11 @@ def test_later_steps_and_a_broken_line_are_forgotten(tmp_path: Path) -> None:
     assert last_step(tmp_path) == 3
     run.forget_after(2)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    run.append({"after_step": 2, "leak": "tensors"})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2}')  # cut off right before its end, so that the next line would follow in the same
+    run.forget_after(2)
+    assert list(run.records()) == [{"step": 1}, {"step": 2}, {"after_step": 2, "leak": "tensors"}]
     assert last_step(tmp_path / "nowhere") == 0
 
 
@@ -122,6 +127,8 @@ def test_a_restart_takes_the_microbatches_that_the_run_had_come_to(tmp_path: Pat
     assert strategy_of_restart(tmp_path, strategy, 16) == strategy
     write_strategy(tmp_path, Strategy(microbatches=8))
     assert strategy_of_restart(tmp_path, strategy, 16) == Strategy(width=2, microbatches=8)
+    (tmp_path / "strategy.json").write_text('{"width": 0}')
+    assert strategy_of_restart(tmp_path, strategy, 16) == strategy
     assert not list(tmp_path.glob("*.partial"))
 
 

@@ -94,6 +94,18 @@ def test_a_resume_that_is_refused_leaves_what_is_said_of_the_run(tmp_path):
     assert read_run_file(tmp_path)["steps"] == 4 and '"microbatches": 2' in (tmp_path / "strategy.json").read_text()
 
 
+def out_of_room():
+    raise RunError("cannot write; make room")
+
+
+def test_a_run_that_went_on_and_then_failed_is_no_longer_finished(tmp_path):
+    ff.fit(recipe(), ff.Strategy(), tmp_path, steps=2)
+    with pytest.raises(RunError, match="make room"):
+        ff.fit(recipe(), ff.Strategy(), tmp_path, steps=4, resume=True, observers=[Looking(out_of_room)])
+    found = read_run_file(tmp_path)
+    assert (found["state"], found["reason"]) == ("failed", "RunError: cannot write; make room")
+
+
 def end_by(tmp_path: Path, error: BaseException) -> dict:
     file = RunFile(tmp_path, writes=True)
     with pytest.raises(type(error)), file.standing({"world_size": 2}):
