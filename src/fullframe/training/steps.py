@@ -1,5 +1,6 @@
 """The steps of a run: read, seeded, taken, taken again where memory ran out, counted where they were skipped."""
 
+import itertools
 import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +46,8 @@ from fullframe.training.run_directory import RunDirectory, write_strategy
 from fullframe.training.session import Session
 from fullframe.training.step import StepRecord
 from fullframe.wording import first_line, plural
+
+_runs = itertools.count(1)  # of this process, as of every other rank's: what is done once is done once a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +121,7 @@ class Steps:
         self._recipe, self._strategy, self._mesh = recipe, strategy, mesh
         self._session, self._run, self._steps, self._max_skipped = session, run, steps, max_skipped
         self._patience, self._looking = patience, looking
+        self._run_number = next(_runs)
         session.state.loader.progress = self._read_again
         self._batches = endless(session.state.loader)
         self._skipped_in_a_row = 0
@@ -291,7 +295,7 @@ class Steps:
             text += f"; from the last checkpoint, for {why}"
 
         # First, so that a new start from an older checkpoint is no repetition, whatever becomes of the state.
-        by_one_rank("finer microbatches", lambda: write_strategy(folder, self._strategy))
+        by_one_rank(f"finer microbatches of run {self._run_number}", lambda: write_strategy(folder, self._strategy))
 
         def save() -> None:
             let_go(self._session.step)
@@ -299,7 +303,7 @@ class Steps:
             self._run.checkpoints.save_alone(state)
 
         if is_whole:
-            by_one_that_is_through("state before the step", save)
+            by_one_that_is_through(f"state before a step of run {self._run_number}", save)
         raise StartAgain(text, remedy=f"--resume --microbatches {count}")
 
     def _end_with_evaluation(self, number: int, problem: str) -> NoReturn:
@@ -316,7 +320,7 @@ class Steps:
             free_memory()
             self._run.checkpoints.save_alone(self._session.state)
 
-        by_one_that_is_through(f"state of {self._run.directory.path} before its evaluation after step {number}", save)
+        by_one_that_is_through(f"state before the evaluation after step {number} of run {self._run_number}", save)
         return True
 
     def _count(self, number: int, record: StepRecord, batch: Any) -> None:

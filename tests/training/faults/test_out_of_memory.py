@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 import time
 import weakref
 
@@ -287,6 +288,16 @@ def test_a_wrong_evaluation_costs_no_steps(tmp_path, ranks, wrong_rank):
         rank_group(ranks).run(evaluated_wrongly, tmp_path, wrong_rank)
     assert "the evaluation after step 2 failed; the state is kept, for --resume" in (tmp_path / "log.txt").read_text()
     assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").exists()
+
+
+def test_a_run_that_begins_anew_in_the_same_process_keeps_its_state_again(tmp_path):
+    """In a notebook, say: the folder was removed, and the evaluation is as wrong as before."""
+    ff.init_mesh()
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            evaluated_wrongly(tmp_path / "run", None)
+        assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_recomputed_blocks_go_on_as_well(tmp_path):
