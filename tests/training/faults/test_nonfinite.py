@@ -70,6 +70,26 @@ class Sick(Frames):
         return sample | {"image": torch.full_like(sample["image"], torch.inf)}
 
 
+class LastOfFour(Frames):
+    """One sample is not finite: in the first batch, on the last replica."""
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        return {**sample, "image": sample["image"] / 0.0} if index == 3 else sample
+
+
+def failed_on_one_replica(run_dir):
+    with pytest.raises(RunError) as error:
+        job = recipe(data=LastOfFour, model=Network, sampler=lambda data: range(len(data)))
+        ff.fit(job, ff.Strategy(data=2), run_dir, max_skipped=1)
+    return str(error.value)
+
+
+def test_what_one_rank_alone_has_met_is_named_on_all(tmp_path):
+    for text in rank_group(2).run(failed_on_one_replica, tmp_path):
+        assert "is the output of module body.0 (Conv2d) on rank 1; the batch's ['image'] is not finite either." in text
+
+
 def penalized(model, batch):
     image = batch["image"].detach().requires_grad_()
     (slope,) = torch.autograd.grad(model(image).square().sum(), image, create_graph=True)
