@@ -68,6 +68,7 @@ OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
     "adam": lambda p: torch.optim.Adam(p, amsgrad=True),
     "adamw, a tensor as rate": lambda p: torch.optim.AdamW(p, torch.tensor(0.01)),
+    "adamw, a tensor with a dim as rate": lambda p: torch.optim.AdamW(p, torch.tensor([0.01])),
     "adamw, fused": lambda p: torch.optim.AdamW(p, fused=True),
     "adagrad": torch.optim.Adagrad,
     "adadelta": torch.optim.Adadelta,
@@ -85,12 +86,13 @@ class Counting(torch.optim.Optimizer):
     """Keeps a whole number, a float, a flag, nothing, lists and dicts of tensors, and an option that it changes."""
 
     def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1, "seen": 0, "betas": (0.9, 0.99)})
+        super().__init__(parameters, {"lr": 0.1, "seen": 0, "seen_of": (0, 9), "betas": (0.9, 0.99)})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             group["seen"] += 1
+            group["seen_of"] = (group["seen_of"][0] + 1, 9)
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["count"] = state.get("count", 0) + 1
@@ -98,7 +100,7 @@ class Counting(torch.optim.Optimizer):
                 state["odd"] = not state.get("odd", False)
                 state["nothing"] = None
                 factors = state.setdefault("factors", [torch.zeros_like(parameter), torch.zeros(3).double()])
-                by_dim = state.setdefault("by_dim", {"none": [], "rows": [torch.zeros(2).double()]})
+                by_dim = state.setdefault("by_dim", {"none": [None], "rows": [torch.zeros(2).double()]})
                 for factor in (*factors, *by_dim["rows"]):
                     factor.add_(parameter.grad.mean())
                 scale = state["decay"] / (state["count"] + state["odd"] + group["seen"])
@@ -236,6 +238,10 @@ def two_groups(parameters):
     return torch.optim.AdamW([{"params": [first], "lr": 0.5}, {"params": rest}])
 
 
+def with_an_empty_group(parameters):
+    return torch.optim.AdamW([{"params": list(parameters)}, {"params": []}])
+
+
 def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path):
     write(train(state_at(), 2), tmp_path)
     cases = [
@@ -243,6 +249,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path):
         ({"model": Network().head}, "another model: .*body.0.bias, body.0.weight, body.1.bias, ... .9. are not in the"),
         ({"model": Network(dtype=torch.float32)}, "model/body.0.weight is float64 .6, 3, 3, 3., this run's is float32"),
         ({"optimizer": torch.optim.SGD}, "the checkpoint's optimizer is AdamW, this run's is SGD; resume with the"),
+        ({"optimizer": with_an_empty_group}, "the optimizer has 2 groups of parameters, the checkpoint's 1; resume"),
         ({"optimizer": two_groups}, "the optimizer has 2 groups of parameters, the checkpoint's 1, and body.0.bias"),
         (
             {"optimizer": lambda p: torch.optim.AdamW(p, amsgrad=True)},

@@ -285,4 +285,4 @@ def _set_option(group: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
+    return isinstance(value, Tensor) and value.numel() == 1
