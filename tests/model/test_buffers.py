@@ -99,6 +99,23 @@ def test_what_a_step_in_vain_made_of_buffers_is_undone() -> None:
     torch.testing.assert_close(after, before)
 
 
+def test_a_buffer_that_has_grown_or_is_finer_since_is_kept_as_it_is_by_now() -> None:
+    model = nn.Module()
+    model.register_buffer("queue", torch.zeros(2))
+    kept = KeptBuffers(model)
+    kept.keep()
+    for value in (torch.full((5,), 1.0), torch.full((5,), 1 / 3, dtype=torch.float64)):  # by steps that count
+        model.queue = value.clone()
+        kept.keep()
+        for _ in range(2):  # steps in vain, of which the first makes it longer in place
+            model.queue.data = torch.cat((model.queue, model.queue))
+            kept.restore()
+            kept.keep()
+            model.queue.zero_()
+            kept.restore()
+            assert torch.equal(model.queue, value)
+
+
 def test_a_rehearsal_that_puts_hooks_back_leaves_none_for_good() -> None:
     model = nn.BatchNorm1d(3)
     kept = KeptBuffers(model)
