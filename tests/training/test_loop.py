@@ -1,7 +1,9 @@
 """The loop: resumed runs go on bit for bit, files stay consistent, refusals reach all ranks."""
 
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import fullframe as ff
 from fullframe.errors import CheckpointError, FullframeError, RecipeError, RunError
 from fullframe.training import loop
+from fullframe.training.observers import Observer
 from tests.rank_group import rank_group
 from tests.training.tiny import Frames, Network, Plain, evaluate, recipe
 
@@ -358,3 +361,20 @@ def test_the_process_group_waits_longer_than_the_watch(tmp_path, monkeypatch):
     for hang_timeout in (300.0, 3600.0, 0.0):
         ff.fit(recipe(), ff.Strategy(), tmp_path / str(hang_timeout), steps=1, hang_timeout=hang_timeout)
     assert asked == [1800.0, 7200.0, 86400.0]
+
+
+def test_what_reads_the_batches_ends_with_the_run(tmp_path):
+    """Without the garbage collector: its workers would live on, and end seconds after they are asked to."""
+    found = []
+
+    class Looking(Observer):
+        def begin(self, run):
+            found.append(weakref.ref(run.session.state.loader))
+
+    gc.collect()
+    gc.disable()
+    try:
+        ff.fit(recipe(workers=2), ff.Strategy(), tmp_path, steps=2, observers=[Looking()])
+        assert found[0]() is None
+    finally:
+        gc.enable()

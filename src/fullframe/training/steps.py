@@ -122,7 +122,7 @@ class Steps:
         self._session, self._run, self._steps, self._max_skipped = session, run, steps, max_skipped
         self._patience, self._looking = patience, looking
         self._run_number = next(_runs)
-        session.state.loader.progress = self._read_again
+        session.state.loader.progress = partial(_read_again, run)  # no method: what a cycle holds outlives the run
         self._batches = endless(session.state.loader)
         self._skipped_in_a_row = 0
         self.stuck = ""  # why the run ends after the step that was taken, which is recorded first
@@ -163,12 +163,6 @@ class Steps:
             self._is_storable = True
         self._count(number, record, batch)
         return record
-
-    def _read_again(self, number: int, behind: int) -> None:
-        """Of a stream that goes on in the middle of an epoch."""
-        if not number:
-            self._run.say(f"reading {plural(behind, 'batch')} of the stream again, to go on after them")
-        self._run.watchdog.beat(f"reading batch {number + 1} of {behind} again")
 
     def evaluate(self, number: int, last: bool) -> dict[str, float]:
         """What the recipe measures after a step; {} when the run is asked to stop meanwhile and goes on later.
@@ -362,6 +356,13 @@ class _LeftOut(Exception):
 def due(number: int, every: int) -> bool:
     """Whether something is done after this step that is done `every` so many steps; 0: never."""
     return every > 0 and number % every == 0
+
+
+def _read_again(run: Run, number: int, behind: int) -> None:
+    """Of a stream that goes on in the middle of an epoch."""
+    if not number:
+        run.say(f"reading {plural(behind, 'batch')} of the stream again, to go on after them")
+    run.watchdog.beat(f"reading batch {number + 1} of {behind} again")
 
 
 def endless(loader: ShardedLoader) -> Iterator[Any]:
