@@ -371,10 +371,14 @@ def test_what_reads_the_batches_ends_with_the_run(tmp_path):
         def begin(self, run):
             found.append(weakref.ref(run.session.state.loader))
 
+    def run(name, workers):
+        ff.fit(recipe(workers=workers), ff.Strategy(), tmp_path / name, steps=2, observers=[Looking()])
+
+    run("first", 0)  # in which a process sets up what it keeps
     gc.collect()
     gc.disable()
     try:
-        ff.fit(recipe(workers=2), ff.Strategy(), tmp_path, steps=2, observers=[Looking()])
-        assert found[0]() is None
+        run("second", 2)
+        assert found[1]() is None
     finally:
         gc.enable()
