@@ -88,7 +88,7 @@ def evaluate(
 
 
 def evaluation_data(recipe: Recipe) -> Dataset[Any]:
-    """The data set; raises RecipeError where it has no samples, or gives none."""
+    """The data set; raises RecipeError where it has no samples, or is none that could be read."""
     assert recipe.evaluation_data is not None
     data = recipe.evaluation_data()
     require_readable(data)

@@ -47,9 +47,10 @@ class ShardedLoader:
     shuffle, drop_last, workers, collate_fn and pinning are kept, and so is a sampler, or batch sampler, that gives
     every rank the same numbers; it is seeded and asked at the start of each epoch. Of an `IterableDataset`, whose
     samples have no numbers, every rank reads the whole, and a replica keeps its share: what shares its parts out by
-    itself, or is too much to be read by each replica, goes through `ShardedStream`. A batch
-    that the replicas cannot share evenly is refused, unless `weighted` says that the loop multiplies the mean over each
-    batch by `weight`. `split` says which tensors are split over height and width: "auto" takes those of 3 or more dims
+    itself, or is too much to be read by each replica, goes through `ShardedStream`. A batch that the replicas cannot
+    share evenly is refused, unless `weighted` says that the loop multiplies the mean over each batch by `weight`.
+
+    `split` says which tensors are split over height and width: "auto" takes those of 3 or more dims
     with the last two dims of the largest one, or with these over one whole number and at least 8 (a split is exact for
     any tensor, so this is a matter of speed only), or the keys of the batch. On a mesh with depth they are those of 4
     or more dims with its last three. On a mesh without a split (height 1, width 1) all tensors stay plain. A dataset

@@ -151,7 +151,7 @@ class Order(Standing, Sampler[list[Place]]):
         if not self.position or self._begun is not None:
             self._drawn = None  # also where it was asked for before the sampler was as it is now
         drawn = self._of_epoch()
-        for size in map(drawn.size, range(len(drawn.ends))):
+        for size in dict.fromkeys(map(drawn.size, range(len(drawn.ends)))):
             self._share.require_even(size, f"epoch {self.epoch} has a batch of {size}")
         begun, self._begun = self._begun, None
         if begun is not None and begun != drawn.checksum():

@@ -174,7 +174,7 @@ class _Reading(IterableDataset[_Kept]):
             for sample in islice(samples, self._batch_size):
                 if size % share.replicas == share.replica:
                     mine.append(sample)
-                last, size, mark = sample, size + 1, _checksum(sample.value, mark)
+                last, size, mark = sample, size + 1, _checksum_of(sample.value, mark)
             if last is None or (self._drop_last and size < self._batch_size):
                 return
             # Workers take turns, and those that have ended leave theirs to the others.
@@ -210,7 +210,7 @@ class StreamCollation:
         return batch, own, kept.samples, kept.checksum
 
 
-def _checksum(value: Any, start: int) -> int:
+def _checksum_of(value: Any, start: int) -> int:
     """Of the numbers, words, tensors, arrays and images that a sample consists of."""
     plain = (np.asarray(one) if hasattr(one, "__array_interface__") else one for one in leaves(value))
     return checksum([one for one in plain if isinstance(one, (Tensor, np.ndarray, str, bytes, int, float))], start)
