@@ -29,6 +29,7 @@ from fullframe.spatial.redistribute import gather_axes
 from fullframe.spatial.rules.registry import QUICK, general, getter, writes
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.views import View, counting, share_memory, version_of
+from fullframe.spatial.whole_operands import watching
 
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _shell_grad_fn = getter("grad_fn")
@@ -60,6 +61,8 @@ class SpatialTensor(Tensor):
                     return NotImplemented
         if is_dynamo_compiling():  # a rule talks to other ranks: the graph is broken here, and the rule runs as it is
             return torch._dynamo.disable(_under_dynamo)(func, args, kwargs or {})
+        for noted in watching:
+            noted.note(func, args, kwargs or {})
         if torch.is_inference_mode_enabled() and not _writes_into_whole(func, args, kwargs or {}):
             with counting():  # a copied view must know what was written to its base
                 return cls.__torch_function__(func, types, args, kwargs)

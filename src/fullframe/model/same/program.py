@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullframe.errors import DivergenceError
+from fullframe.model.same.operands import OperandsInPasses
 from fullframe.model.same.optimizers import Stepped
 from fullframe.model.same.weights import Weights, WeightsInTurn
 from fullframe.ranks.adjoint import refuse_transforms
@@ -31,6 +32,7 @@ class Agreement:
     def __init__(self, spatial: Spatial | None):
         self._spatial = spatial if spatial is not None and spatial.size > 1 and spatial.channel.tagged else None
         self._weights = WeightsInTurn(self._spatial)
+        self._operands = OperandsInPasses(self._spatial)
         self._before: tuple[int, ...] = ()
         self._last = () if self._spatial is None else digests()  # after the forward pass before
         self._is_said = False
@@ -52,6 +54,7 @@ class Agreement:
         if self._looks:
             refuse_transforms()
             self._before = digests()
+            self._operands.forward_begins()
         if self._looks and rebuilds and self._spatial is not None:
             self._spatial.channel.agree("forward", torch.empty(()))
 
@@ -74,6 +77,7 @@ class Agreement:
         if self._spatial is None or not self._looks:
             return
         self._compare(self._spatial, self._weights.look(trained, model, stepped), model)
+        self._operands.forward_has_ended()
         for result in results:
             if isinstance(result, Tensor) and result.requires_grad:
                 when_gradient_arrives(result, self._gradient_arrived)
@@ -131,6 +135,7 @@ class Agreement:
             return
         self._backward = backward
         self._spatial.channel.agree("backward", torch.empty(()))
+        self._operands.backward_begins()
         if self._spatial.channel.record is not None:
             torch.autograd.Variable._execution_engine.queue_callback(self._compare_record)
 

@@ -1,0 +1,83 @@
+"""Whether the ranks of a replica have the same numbers, arrays and whole tensors where these meet split ones.
+
+One that is drawn from a generator of the model's own (`np.random.default_rng()`), or follows from the rank, makes each
+part of a map another map's, and no rank can tell from its own numbers. They are looked at in the first pass, the
+second, fourth, eighth, ..., as that takes time: on a GPU the host waits for it.
+"""
+
+import torch
+
+from fullframe.errors import DivergenceError
+from fullframe.ranks.collectives import all_gather_no_grad
+from fullframe.ranks.mesh import Spatial
+from fullframe.spatial.whole_operands import Noted, watching
+
+_ROUNDING = {"cpu": 1e-3}  # of sums, over those of sizes; GPUs do not repeat themselves to the bit
+_ROUNDING_ELSEWHERE = 1e-2
+
+
+class OperandsInPasses:
+    """Notes what meets split tensors in some of a model's passes, before and after them too, and compares it.
+
+    All ranks of a replica call it alike; nothing is noted without a `spatial`. Raises DivergenceError on all of them
+    where they had other operands. Where one made calls that others did not, to show or to log, nothing is compared.
+    """
+
+    def __init__(self, spatial: Spatial | None):
+        self._spatial, self._passes = spatial, 0
+        self._noted: Noted | None = None
+        self._note(spatial is not None)
+
+    def __del__(self) -> None:
+        self._end()
+
+    def forward_begins(self) -> None:
+        """Compare what images have met on their way here."""
+        self._compare()
+        self._passes += 1
+        self._note(_is_looked_at(self._passes))
+
+    def forward_has_ended(self) -> None:
+        """Compare what was met in it."""
+        self._compare()
+        self._note(_is_looked_at(self._passes) or _is_looked_at(self._passes + 1))
+
+    def backward_begins(self) -> None:
+        """Compare what was met in the loss."""
+        self._compare()
+        self._note(_is_looked_at(self._passes + 1))
+
+    def _note(self, is_due: bool) -> None:
+        self._end()
+        if is_due:
+            self._noted = Noted(self._passes)
+            watching.append(self._noted)
+
+    def _end(self) -> None:
+        if self._noted is not None:
+            watching.remove(self._noted)
+            self._noted = None
+
+    def _compare(self) -> None:
+        noted, spatial = self._noted, self._spatial
+        if noted is None or spatial is None:
+            return
+        self._end()
+        facts = noted.facts(torch.device(spatial.mesh.device_type))
+        everyone = all_gather_no_grad(facts, spatial.replica, "whole operands", "a forward pass").cpu()
+        calls, sums, sizes = everyone[:, 0, 0], everyone[:, 1:, 0], everyone[:, 1:, 1]
+        most = _ROUNDING.get(spatial.mesh.device_type, _ROUNDING_ELSEWHERE) * sizes.amax(0)
+        apart = ((sums - sums[0]).abs() > most) | ((sizes - sizes[0]).abs() > most)
+        if (calls == calls[0]).all() and apart.any():
+            place, number = apart.T.nonzero()[0].tolist()
+            first, other = (spatial.replica_ranks[rank] for rank in (0, number))
+            raise DivergenceError(
+                f"a number, array or whole tensor that meets a split one is another on rank {other} than on rank "
+                f"{first}, at {noted.line(place)}: each computes its part of another map. Draw from torch, "
+                "numpy.random or random, whose states the ranks share, or seed a generator of your own alike on all "
+                "ranks of a replica, and let nothing that meets a split tensor follow from the rank or the clock"
+            )
+
+
+def _is_looked_at(number: int) -> bool:
+    return not number & (number - 1)

@@ -1,0 +1,100 @@
+"""The numbers, arrays and whole tensors that meet split ones, noted while somebody looks.
+
+Every rule takes them to be the same on all ranks of a replica.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from fullframe.ranks.recording import recorder
+from fullframe.ranks.tags import is_a_rules_own, line
+from fullframe.spatial.rules.registry import writes
+
+PLACES = 256  # calls that are told apart; further ones are added to these
+_ELEMENTS = 1024  # of a tensor that are looked at
+_GOLDEN = 0.6180339887  # its multiples weigh elements, so that sums are others where the order is
+_WITH_STATISTICS = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}  # that a module keeps
+
+watching: "list[Noted]" = []  # whose turn it is: in few passes one, in others none
+
+
+class Noted:
+    """What a rank's whole operands come to, call by call; `turn` says which rows of large ones are looked at."""
+
+    def __init__(self, turn: int):
+        self._turn, self._calls = turn, 0
+        self._lines: list[str] = []
+        # A weighted sum, and that of the sizes, by places; of what lies on the host and on a GPU apart.
+        self._sums: dict[tuple[int, torch.device], Tensor] = {}
+
+    def note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a call on split tensors. What it writes into is no operand, and may hold anything."""
+        if recorder() is not None or is_a_rules_own():  # of a block to be compiled, whose tensors have no values
+            return
+        read = args[1:] if args and writes(func, kwargs) else args
+        operands = [*read, *(value for name, value in kwargs.items() if name != "out")]
+        if func in _WITH_STATISTICS:  # buffers, which are compared elsewhere
+            operands = [value for value in operands if not isinstance(value, Tensor)]
+        found = list(_numbers(operands, self._turn))
+        if not found:
+            return
+        place, self._calls = self._calls % PLACES, self._calls + 1
+        if place == len(self._lines):
+            self._lines.append(line())
+        for values in found:
+            sums, key = _sums(values), (place, values.device)
+            self._sums[key] = sums + self._sums[key] if key in self._sums else sums
+
+    def line(self, place: int) -> str:
+        """Where the first call was that is noted at `place`."""
+        return self._lines[place]
+
+    def facts(self, device: torch.device) -> Tensor:
+        """How often there was a call, then the sums by places, of shape (1 + PLACES, 2), in float64 on `device`."""
+        facts = torch.zeros(1 + PLACES, 2, dtype=torch.float64, device="cpu")
+        facts[0] = self._calls
+        for (place, where), sums in self._sums.items():
+            if where.type == "cpu":
+                facts[1 + place] = sums
+        facts = facts.to(device)
+        for (place, where), sums in self._sums.items():
+            if where.type != "cpu":
+                facts[1 + place] += sums
+        return facts
+
+
+def _numbers(values: list[Any], turn: int) -> Iterator[Tensor]:
+    """Some of what each whole operand holds; nothing of parameters and flags, which are compared elsewhere."""
+    plain: list[float] = []
+    for value in tree_iter(values):
+        if isinstance(value, slice):
+            plain += [float(end) for end in (value.start, value.stop, value.step) if isinstance(end, int)]
+        elif isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
+            plain.append(float(value))
+        elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            yield torch.as_tensor(value.reshape(-1)[:_ELEMENTS].astype(np.float64), device="cpu")
+        elif type(value) is Tensor and value.layout == torch.strided and not value.is_quantized:
+            yield _some(value, turn)
+    if plain:
+        yield torch.tensor(plain, dtype=torch.float64, device="cpu")
+
+
+@torch.no_grad()
+def _some(whole: Tensor, turn: int) -> Tensor:
+    values = whole.detach()
+    while values.dim() > 1 and values.numel() > _ELEMENTS:
+        values = values[turn % len(values)]
+    values = values.reshape(-1)[:_ELEMENTS]
+    return (torch.view_as_real(values.resolve_conj()).reshape(-1) if values.is_complex() else values).double()
+
+
+def _sums(values: Tensor) -> Tensor:
+    finite = values.nan_to_num(0.0, 0.0, 0.0)
+    weights = torch.arange(1, len(finite) + 1, dtype=torch.float64, device=finite.device) * _GOLDEN % 1
+    return torch.stack([(finite * weights).sum(), finite.abs().sum()])
