@@ -6,6 +6,7 @@ of a reduction; not what an algorithm makes of it on the wire.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fullframe.ranks import exchange
+from fullframe.ranks import collectives, exchange
 
 MESSAGES, GATHERS, REDUCTIONS, BROADCASTS = "messages", "gathers", "reductions", "broadcasts"
 
@@ -111,8 +112,19 @@ def nbytes(tensors: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
+@contextmanager
+def by_process_groups() -> Iterator[Traffic]:
+    """What this rank sends meanwhile, all of it by the process groups and nothing through mailboxes."""
+    with (
+        mock.patch.object(exchange, "fits", lambda tensor: False),
+        mock.patch.object(collectives, "fits", lambda tensor: False),
+        Traffic() as traffic,
+    ):
+        yield traffic
+
+
 def counted(step: Callable[[], object]) -> Traffic:
-    """What one call of `step` sends from this rank, all of it by the process groups and nothing through mailboxes."""
-    with mock.patch.object(exchange, "fits", lambda tensor: False), Traffic() as traffic:
+    """What one call of `step` sends from this rank."""
+    with by_process_groups() as traffic:
         step()
     return traffic

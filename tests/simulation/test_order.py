@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import Dataset
 
 import fullframe as ff
-from benchmarks.communication.traffic import MESSAGES, Traffic
-from fullframe.ranks import collectives, exchange
+from benchmarks.communication.traffic import MESSAGES, by_process_groups
 from fullframe.ranks.channel import channel_of
 from fullframe.ranks.mesh import spatial_of
 from fullframe.ranks.tags import HEAD_BYTES
@@ -94,11 +93,7 @@ def test_what_takes_its_shape_from_values_is_refused_by_name(name: str) -> None:
 def _messages(name: str, image: Tensor) -> list[int]:
     """Bytes of each message of a rank of 2 x 2, forward and backward; without heads, and none by shared memory."""
     x = ff.shard(image, mesh(2, 2), check=False).requires_grad_()
-    with (
-        mock.patch.object(exchange, "fits", lambda tensor: False),
-        mock.patch.object(collectives, "fits", lambda tensor: False),
-        Traffic() as traffic,
-    ):
+    with by_process_groups() as traffic:
         OPS[name](x).sum().backward()
     return sorted(call.bytes for call in traffic.calls if (call.kind, call.bytes) != (MESSAGES, HEAD_BYTES))
 

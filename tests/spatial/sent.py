@@ -2,13 +2,11 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 from torch import Tensor
 
 import fullframe as ff
-from benchmarks.communication.traffic import Traffic
-from fullframe.ranks import collectives, exchange
+from benchmarks.communication.traffic import by_process_groups
 from fullframe.ranks.exchange import InFlight
 from tests.exactness import mesh
 from tests.spatial.cases import Op
@@ -21,17 +19,12 @@ def bytes_sent(op: Op, whole: Tensor) -> tuple[int, int]:
     """
     x = ff.shard(whole, mesh(1, 2))
     x = x.requires_grad_() if whole.is_floating_point() else x
-    with mock.patch.object(exchange, "fits", _nothing_does), mock.patch.object(collectives, "fits", _nothing_does):
-        with Traffic() as forward:
-            y = op(x)
-        with Traffic() as backward:
-            if y.requires_grad:
-                y.sum().backward()
+    with by_process_groups() as forward:
+        y = op(x)
+    with by_process_groups() as backward:
+        if y.requires_grad:
+            y.sum().backward()
     return forward.total(), backward.total()
-
-
-def _nothing_does(tensor: Tensor) -> bool:
-    return False
 
 
 def elements_sent(op: Callable[[], Any]) -> int:

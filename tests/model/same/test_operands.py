@@ -132,6 +132,10 @@ def _rounded(image: Tensor, rank: int) -> Tensor:
     return image * (1 + 1e-9 * rank)
 
 
+def _noise(image: Tensor, rank: int) -> Tensor:
+    return image + 1e-7 * (1 + rank)
+
+
 def _not_a_number(image: Tensor, rank: int) -> Tensor:
     return image + torch.tensor([torch.nan, torch.inf, 1.0] + 8 * [-torch.inf], dtype=torch.float64)
 
@@ -146,7 +150,7 @@ def _late(image: Tensor, rank: int) -> Tensor:
 
 
 def test_what_is_written_over_and_what_rounds_otherwise_is_let_be() -> None:
-    for call in (_written, _rounded, _not_a_number, _many):
+    for call in (_written, _rounded, _noise, _not_a_number, _many):
         assert rank_group(2).run(_compared, call) == [""] * 2, call
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 import fullframe as ff
 from benchmarks.communication.traffic import counted
-from fullframe.ranks import collectives
 from fullframe.spatial.selection import Selection
 from fullframe.strategy import Strategy
 from tests.collector import tensors_for_the_collector
@@ -418,12 +416,11 @@ def _traffic(height: int, width: int) -> tuple[int, int]:
         best, like = rows.gather(1, rows.argmax(1, keepdim=True)), F.cosine_similarity(rows, rows.cos())
         (torch.linalg.norm(rows, dim=-1) * best[:, 0] * like * rows.sort(1)[0].cumsum(1)[:, 1]).mean().backward()
 
-    with mock.patch.object(collectives, "fits", lambda tensor: False):
-        vectors = counted(of_vectors)
-        one = counted(lambda: F.smooth_l1_loss(x[y > 0.5], y[y > 0.5]).backward())
-        other = counted(lambda: scale_invariant(x, y, y > 0.5).backward())
-        robust = counted(trimmed)
-        gathered = counted(lambda: x[y > 0.5].full())
+    vectors = counted(of_vectors)
+    one = counted(lambda: F.smooth_l1_loss(x[y > 0.5], y[y > 0.5]).backward())
+    other = counted(lambda: scale_invariant(x, y, y > 0.5).backward())
+    robust = counted(trimmed)
+    gathered = counted(lambda: x[y > 0.5].full())
     return one.total() + other.total() + robust.total() + vectors.total(), gathered.total()
 
 
