@@ -4,7 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import fullframe as ff
+from tests.exactness import mesh
+from tests.rank_group import rank_group
 from tests.spatial.cases import Case, as_in_one_process, one
+from tests.spatial.traffic import bytes_of_messages
 
 
 def written(x: Tensor, column: Tensor, row: Tensor) -> Tensor:
@@ -42,6 +46,18 @@ def written_at_sequences(x: Tensor) -> Tensor:
     return x
 
 
+def written_tokens(x: Tensor, row: Tensor) -> list[Tensor]:
+    """Slices of maps whose pixels are one dim, of which each rank holds several runs."""
+    by_channel, by_pixel = x.flatten(2) * 1, x.flatten(2).mT.contiguous()
+    by_channel[:, 1] = 3
+    by_channel[:, 2:] = row
+    by_channel[0, 0] = row
+    by_pixel[..., -1] = row
+    by_pixel[1:] = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype) * row[0]
+    by_channel[:, 0, 5:29] = -1
+    return [by_channel, by_pixel]
+
+
 CASES: dict[str, Case] = {
     "slice every third": one(lambda x: x[:, 1:, 2:-1:3, 1::2]),
     "slice a few columns": one(lambda x: x[..., :2] * 3),
@@ -60,6 +76,7 @@ CASES: dict[str, Case] = {
     "split and chunk": one(lambda x: [t.sin() for t in (*x.chunk(2, 1), *x.split(7, 3))]),
     "flip": one(lambda x: x.flip(2, 3) - x),
     "write into slices": Case(written, whole=((3, 1), (5,))),
+    "write into slices of tokens": Case(written_tokens, whole=((77,),), sizes=((7, 11),)),
     "keywords": one(
         lambda x: [torch.sum(input=x, dim=1), torch.gather(x, dim=1, index=x.argmax(dim=1, keepdim=True)),
                    torch.flip(x, dims=[3]), torch.matmul(x, other=x.transpose(2, 3)), x.new_zeros((2, 2))]
@@ -69,3 +86,13 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 test_as_in_one_process = as_in_one_process(__name__, CASES)
+
+
+def _sent_for_tokens() -> list[int]:
+    x = ff.shard(torch.ones(2, 3, 24, 36), mesh(1, 2)).flatten(2)
+    y = x.mT * 1
+    return [bytes_of_messages(lambda t=t, at=at: t.__setitem__(at, 0)) for t, at in ((x, (slice(None), 1)), (y, 0))]  # type: ignore[misc]
+
+
+def test_a_write_to_all_pixels_of_a_channel_sends_nothing() -> None:
+    assert rank_group(2).run(_sent_for_tokens) == [[0, 0], [0, 0]]

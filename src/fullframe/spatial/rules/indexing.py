@@ -166,6 +166,7 @@ def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> None:
     if any(isinstance(i, Tensor) for i in items):
         return _put(func, x, items, value)
     strange = any(i is None or (isinstance(i, slice) and i.step not in (None, 1)) for i in items)
+    strange = strange or not all(p.is_plain for p in x.spec.placements)  # of which a rank holds several runs of rows
     if isinstance(value, SpatialTensor) or strange:
         _written(x[index], value)
         return
