@@ -56,6 +56,16 @@ def recurrent(x: Tensor, weight: Tensor) -> Tensor:
     return state
 
 
+def over_frames(x: Tensor, weight: Tensor) -> Tensor:
+    """A video network's state, which is asked of all frames (N, T, C, H, W)."""
+    n, t, _, h, w = x.shape
+    state, seen = x.new_zeros(n, 3, h, w), x.new_ones(1, 1, h, w)
+    for frame in range(t):
+        state = torch.tanh(F.conv2d(torch.cat([x[:, frame], state], 1), weight, padding=1)) * seen
+        seen = seen.roll(1, -1) * 0.5
+    return state
+
+
 def of_tokens(x: Tensor) -> Tensor:
     tokens = x.flatten(2).mT  # (N, H * W, C)
     ones = tokens.new_ones(3, *tokens.shape)
@@ -120,6 +130,7 @@ CASES: dict[str, Case] = {
     "correlated cost volume": Case(correlated, ((2, 4), (2, 4))),
     "windows": Case(by_windows),
     "recurrent": Case(recurrent, whole=((3, 7, 3, 3),)),
+    "over frames": Case(lambda x, weight: over_frames(x.unflatten(0, (2, 2)), weight), ((4, 4),), ((3, 7, 3, 3),)),
     "tokens": Case(of_tokens),
     "a spectral layer": Case(spectral, whole=((4, 3, 3, 4),)),
     "wavelets": small(by_wavelets),
@@ -157,6 +168,8 @@ def _how_they_lie() -> list[Any]:
         x.new_zeros(2, 3, 6, 8, device="meta"),
         x.new_zeros(x.shape[1:]),
         x[0, 0].new_ones(6, 8),
+        x.unsqueeze(1).new_zeros(2, 5, 6, 8),  # a state of frames (N, T, C, H, W)
+        x.unsqueeze(1).new_zeros(3, 6, 8),
         x.new_tensor([1.0]),
         x[x == 0].new_zeros(288),
     ]
@@ -176,6 +189,8 @@ def test_what_is_as_wide_is_split() -> None:
         ((2, 3, 6, 8), None),
         ((3, 6, 8), None),
         ((6, 8), None),
+        ((2, 5, 6, 8), (2, 5, 6, 4)),
+        ((3, 6, 8), None),
         ((1,), None),
         ((288,), None),
     ]

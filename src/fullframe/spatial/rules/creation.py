@@ -52,9 +52,12 @@ def _lies_with(local: Tensor, options: dict[str, Any]) -> bool:
 
 
 def _last_dims_alike(spec: Spec, size: tuple[Any, ...]) -> int:
-    """How many of the last dims are those of a tensor of `spec`, with all split ones; 0 where it is no such map."""
+    """How many of the last dims are those of a tensor of `spec`, with all split ones; 0 where it is no such map.
+
+    A map of as many dims, or (N, C, H, W) asked of frames (N, T, C, H, W); with fewer it may well be a table.
+    """
     dims = len(spec.shape)
     alike = dims - min(dims - 2, *(p.dim for p in spec.placements))
-    if dims < 3 or len(size) < dims or spec.fleeting or not all(type(n) is int for n in size):
+    if dims < 3 or len(size) < min(dims, 4) or spec.fleeting or not all(type(n) is int for n in size):
         return 0
     return alike if size[-alike:] == spec.shape[-alike:] else 0
