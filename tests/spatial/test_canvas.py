@@ -69,6 +69,37 @@ def test_what_positions_pick_together_lies_along_the_longest_of_their_dims(image
     assert rank_group(2).run(_voxels, images) == [(images, 2, 6, 5), (images, 2, 6, 4)]
 
 
+def _splatted(x: Tensor, rows: Tensor, columns: Tensor) -> list[Tensor]:
+    """Pixels (N, H, W, C) are moved to positions (N, H, W): written, added up, and written into pixels in one row."""
+    n, channels = len(x), x.shape[-1]
+    image = torch.arange(n).view(n, 1, 1)
+    moved, added, flat = torch.zeros(n, channels, 18, 6), torch.zeros(n, 6, 9, channels), torch.zeros(18 * 6, channels)
+    moved[image, :, torch.arange(54).view(6, 9) // 3, torch.arange(54).view(6, 9) % 3 * 2] = x
+    added.index_put_((image, rows, columns), x, accumulate=True)
+    flat[torch.arange(54).view(6, 9) * 2] = x[0]
+    return [moved, added, flat]
+
+
+def _splats(height: int, width: int) -> list[tuple[int, ...]]:
+    generator, on = torch.Generator().manual_seed(0), mesh(height, width)
+    x = torch.rand(2, 6, 9, 3, generator=generator)
+    rows, columns = (torch.randint(0, size, (2, 6, 9), generator=generator) for size in (6, 9))
+    pixels, *positions = ff.shard(x.movedim(-1, 1), on).movedim(1, -1), ff.shard(rows, on), ff.shard(columns, on)
+    found = _splatted(pixels, *positions)
+    for expected, got in zip(_splatted(x, rows, columns), found, strict=True):
+        assert isinstance(got, ff.SpatialTensor) and torch.equal(got.full(), expected)
+    return [tuple(t.local.shape) for t in found]  # type: ignore[attr-defined]
+
+
+def test_positions_of_as_many_dims_as_they_index_lie_along_each() -> None:
+    for on, first in (
+        ((1, 2), [(2, 3, 18, 3), (2, 6, 5, 3), (54, 3)]),
+        ((2, 1), [(2, 3, 9, 6), (2, 3, 9, 3), (54, 3)]),
+        ((2, 2), [(2, 3, 9, 3), (2, 3, 5, 3), (27, 3)]),
+    ):
+        assert rank_group(on[0] * on[1]).run(_splats, *on)[0] == first
+
+
 def _window(image: Tensor) -> Tensor:
     summed = torch.zeros(1, 4, 11, 13)
     for top in (0, 2, 5):

@@ -173,12 +173,14 @@ def _holders(tensor: Tensor) -> tuple[Any, ...]:
 def _cuts(shell: SpatialTensor, behind: Sequence[int | None], shape: Sequence[int]) -> Iterator[Placement]:
     """Where the cuts of an operand lie in a tensor of `shape`, whose dim each of its dims lies along."""
     spec = shell.spec
-    for dim, along in enumerate(behind):
-        here = spec.cuts(dim)
-        if along is None or not here:
-            continue
+    lying: dict[int, list[Placement]] = {}
+    for p in spec.placements:
+        along = behind[p.dim]
+        if along is not None:
+            lying.setdefault(along, []).append(p)
+    for along, here in lying.items():
         axis = spec.spatial.axis(spec.spatial.joint([p.axis for p in here]))
-        if shape[along] == spec.shape[dim]:
+        if len({p.dim for p in here}) == 1 and shape[along] == spec.shape[here[0].dim]:
             yield from (p.at(along) for p in here)
         elif shape[along] >= axis.size:
             yield Placement(axis.name, along, Extents.even(shape[along], axis.size))
@@ -189,7 +191,7 @@ def _lies_along(shell: SpatialTensor, canvas: Tensor, func: Any, args: tuple[Any
 
     What is written ends where the canvas ends, or what an index picks of it. A mask in the index lies along the dims
     that it covers, what it picks along the longest of them; positions lie along the dim that they index, what they pick
-    together along the longest of these.
+    together along the longest of these. Positions (N, H, W) of three dims lie along them one by one.
     """
     index: Any = args[1] if getattr(func, "__name__", "") in ("__setitem__", "index_put_") else ()
     items = list(index) if isinstance(index, tuple) or func is Tensor.index_put_ else [index]
@@ -199,28 +201,30 @@ def _lies_along(shell: SpatialTensor, canvas: Tensor, func: Any, args: tuple[Any
     at = next((n for n, item in enumerate(items) if item is Ellipsis), len(items))
     items[at : at + 1] = [slice(None)] * rest
     picked: list[int | None] = []
-    indexed = _indexed(items)
+    indexed, each = _indexed(items)
     dim, in_tensors = 0, False
     for item in items:
         if item is shell:
-            return [dim + n if is_mask(item) else dim for n in range(shell.dim())]
+            own = range(dim, dim + shell.dim()) if is_mask(item) else each[-shell.dim() :]
+            return [*own] or [dim] * shell.dim()
         if item is None or isinstance(item, (slice, bool)):
             picked.append(dim if isinstance(item, slice) else None)
         elif not in_tensors:
             dims = 1 if is_mask(item) else (item if isinstance(item, Tensor) else torch.as_tensor(item)).dim()
             covered = range(dim, dim + dims_used(item)) if is_mask(item) else indexed or [dim]
-            picked += [max(covered, key=lambda d: (canvas.shape[d], d))] * dims
+            picked += each or [max(covered, key=lambda d: (canvas.shape[d], d))] * dims
             in_tensors = dims > 0
         dim += dims_used(item)
     outside = shell.dim() - len(picked)
     return [*[None] * outside, *picked[max(0, -outside) :]]
 
 
-def _indexed(items: Sequence[Any]) -> list[int]:
-    """The dims for which there is a tensor of positions."""
-    found, dim = [], 0
+def _indexed(items: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """The dims for which there is a tensor of positions, and these again where it has a dim for each of them."""
+    found, dim, dims = [], 0, 0
     for item in items:
         if isinstance(item, Tensor) and item.dim() and not is_mask(item):
             found.append(dim)
+            dims = max(dims, item.dim())
         dim += dims_used(item)
-    return found
+    return found, found if len(found) == dims and not any(map(is_mask, items)) else []
