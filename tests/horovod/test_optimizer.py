@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullframe as ff
 import fullframe.horovod as hvd
 from fullframe.errors import GradientError
+from fullframe.horovod.membership import _Mine
+from fullframe.horovod.rendezvous import Place
 from tests.rank_group import RankFailure, rank_group
 
 STEPS, BATCH = 3, 8
@@ -441,6 +444,41 @@ def trained_later_on_ranks(way: str) -> list[Tensor]:
 def test_what_is_trained_later_is_reduced_too(way: str) -> None:
     expected = trained_later(way, wraps=False)
     for found in rank_group(2).run(trained_later_on_ranks, way):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+class Growing:
+    """In place of an elastic launcher's: this rank is alone at first, then one of two."""
+
+    epoch = 0
+
+    def meet(self) -> Place:
+        self.epoch += 1
+        self.store = dist.HashStore() if self.epoch == 1 else dist.distributed_c10d._get_default_store()
+        return Place(0, 1, 0, 1) if self.epoch == 1 else Place(dist.get_rank(), 2, dist.get_rank(), 2)
+
+    def check(self) -> None:
+        pass
+
+
+def grown() -> list[Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Mine, "membership", Growing())
+        model = Model()
+        with initialized():
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        with initialized():
+            for step in range(STEPS):
+                x, target = (part.tensor_split(2)[hvd.rank()] for part in batch(step))
+                optimizer.zero_grad()
+                (model(x, False) - target).square().mean().backward()
+                optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_an_optimizer_of_a_worker_that_began_alone_reduces_with_those_that_come() -> None:
+    expected = weights_of_one_process("SGD", False, {"lr": 0.1})
+    for found in rank_group(2).run(grown):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 

@@ -14,6 +14,7 @@ from fullframe.horovod.context import world
 from fullframe.horovod.gradient_groups import grouped, named_parameters_of, terms_of
 from fullframe.horovod.gradient_reducer import GradientReducer
 from fullframe.horovod.handles import complete
+from fullframe.horovod.membership import membership
 from fullframe.horovod.process_sets import ProcessSet, global_process_set
 from fullframe.horovod.queries import rocm_built
 from fullframe.horovod.request import ReduceOp
@@ -55,7 +56,8 @@ def DistributedOptimizer(
     trained = [parameter for parameter in names if parameter.requires_grad]
     parts = grouped(trained, groups, world().settings.gradient_bytes)
     check_allreduce((), op, process_set)
-    reduces = bool(process_set.included()) and (process_set.size() or 1) > 1
+    # Alone too where others may come: what is made now is used with them.
+    reduces = bool(process_set.included()) and ((process_set.size() or 1) > 1 or membership() is not None)
     kind = _ByUpdate if op == ReduceOp.Adasum else _ByGradient
     made = _same(optimizer, kind)
     made.backward_passes_per_step = backward_passes_per_step
