@@ -12,7 +12,7 @@ class RequestError(HorovodInternalError, ValueError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Hosts were added or removed; `skip_sync`: only removed, so that all ranks that go on hold the same state."""
+    """Hosts were added or removed. `skip_sync` is there for Horovod's sake: `elastic.run` always sends the state."""
 
     def __init__(self, skip_sync: bool = False):
         super().__init__("hosts were added or removed")

@@ -49,13 +49,9 @@ class Membership:
             time.sleep(_POLL_SECONDS)
         raise HorovodInternalError(f"the other workers did not come within {self._patience:g} s")
 
-    def has_news(self) -> tuple[bool, bool]:
-        """Whether hosts were added or removed since this epoch began, and whether they were only removed."""
-        newest = self._newest()
-        if newest <= self.epoch:
-            return False, False
-        before, after = (set(json.loads(self.store.get(f"plan/{epoch}"))) for epoch in (self.epoch, newest))
-        return True, after < before
+    def has_news(self) -> bool:
+        """Whether hosts were added or removed since this epoch began."""
+        return self._newest() > self.epoch
 
     def report_failure(self) -> None:
         """Ask the launcher for a new epoch."""

@@ -5,6 +5,7 @@ import torch
 
 import fullframe.horovod as hvd
 from fullframe.horovod.elastic import ElasticSampler, ObjectState, TorchState, run
+from fullframe.horovod.membership import _Mine
 from tests.rank_group import rank_group
 
 
@@ -50,6 +51,57 @@ def on_rank() -> None:
 
 def test_rank_0s_state_becomes_everybodys() -> None:
     rank_group(2).run(on_rank)
+
+
+class Member:
+    """In place of an elastic launcher's: hosts have just been added or removed."""
+
+    def has_news(self) -> bool:
+        return True
+
+
+def hosts_change() -> None:
+    hvd.init()
+    sampler = ElasticSampler(range(8), shuffle=False)  # type: ignore[arg-type]
+    state, order = TorchState(sampler=sampler), list(sampler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Mine, "membership", Member())
+        sampler.record_batch(0, 2)
+        with pytest.raises(hvd.HostsUpdatedInterrupt):
+            state.commit()
+        assert sampler.processed_indices == {0, 1, 2, 3} and list(sampler) == order
+        sampler.record_batch(2, 1)
+        with pytest.raises(hvd.HostsUpdatedInterrupt):
+            state.check_host_updates()
+        assert sampler.processed_indices == {0, 1, 2, 3, 4, 5}
+        state.restore()
+        assert sampler.processed_indices == {0, 1, 2, 3}, "what all had processed at the commit"
+    sampler.set_epoch(1)
+    assert not sampler.processed_indices and sorted(order) == sorted(sampler)
+    hvd.shutdown()
+
+
+def test_what_a_rank_that_leaves_has_processed_is_known_to_the_others() -> None:
+    rank_group(2).run(hosts_change)
+
+
+def test_the_state_is_sent_also_where_hosts_were_only_removed() -> None:
+    class Counting(ObjectState):
+        syncs = 0
+
+        def sync(self) -> None:
+            self.syncs += 1
+
+    def changes_once(state: Counting) -> int:
+        if state.syncs == 1:
+            raise hvd.HostsUpdatedInterrupt(skip_sync=True)
+        return state.syncs
+
+    hvd.init()
+    try:
+        assert run(changes_once)(Counting()) == 2
+    finally:
+        hvd.shutdown()
 
 
 def test_without_an_elastic_launcher_a_failure_is_raised() -> None:

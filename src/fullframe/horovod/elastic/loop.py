@@ -18,15 +18,14 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def again_and_again(state: Any, *args: Any, **kwargs: Any) -> Any:
-        anew, skip_sync = False, False
+        anew = False
         while True:
             try:
                 if anew:
                     shutdown()
                     init()
                     state.on_reset()
-                if not skip_sync:
-                    state.sync()
+                state.sync()
                 return func(state, *args, **kwargs)
             except RequestError:
                 raise
@@ -36,9 +35,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                     raise
                 member.report_failure()
                 state.restore()
-                skip_sync = False
-            except HostsUpdatedInterrupt as interrupt:
-                skip_sync = interrupt.skip_sync
+            except HostsUpdatedInterrupt:  # sent all the same: a worker may have come since it was raised
+                pass
             anew = True
 
     return again_and_again

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fullframe.horovod.functions import allgather_object
 from fullframe.horovod.queries import rank, size
 
 
@@ -21,6 +22,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.epoch = 0
         self.processed_indices: set[int] = set()
+        self._untold: set[int] = set()  # of these, what only this rank knows of
         self.num_replicas, self.rank = 0, 0
         self.remaining_indices: list[int] = []
         self.num_samples = self.total_size = 0
@@ -29,7 +31,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: nothing is processed, and the order is another."""
         self.epoch = epoch
-        self.processed_indices = set()
+        self.processed_indices, self._untold = set(), set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -39,6 +41,14 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def record_indices(self, indices: Sequence[int]) -> None:
         """These samples are processed."""
         self.processed_indices.update(indices)
+        self._untold.update(indices)
+
+    def share(self) -> None:
+        """Tell the other ranks what this one has processed, and hear of theirs; all ranks do."""
+        for epoch, indices in allgather_object((self.epoch, self._untold), "elastic.samples"):
+            if epoch == self.epoch:
+                self.processed_indices |= indices
+        self._untold = set()
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """The samples of this rank's batch `batch_idx`, as the last iteration gave them."""
@@ -48,7 +58,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from `state_dict`."""
         self.epoch = state_dict["epoch"]
-        self.processed_indices = set(state_dict["processed_indices"])
+        self.processed_indices, self._untold = set(state_dict["processed_indices"]), set()
         self.reset()
 
     def state_dict(self) -> dict[str, Any]:

@@ -50,11 +50,10 @@ class State:
         member = membership()
         if member is None:
             return
-        said = member.has_news() if global_process_set.rank() == 0 else (False, False)
-        flags = torch.tensor(said, dtype=torch.float64, device="cpu")
-        news, only_removed = allreduce(flags, name="elastic.hosts", op=ReduceOp.Sum).tolist()
-        if news:
-            raise HostsUpdatedInterrupt(bool(only_removed))
+        said = global_process_set.rank() == 0 and member.has_news()
+        flag = torch.tensor(said, dtype=torch.float64, device="cpu")
+        if allreduce(flag, name="elastic.hosts", op=ReduceOp.Sum):
+            raise HostsUpdatedInterrupt
 
     def save(self) -> None:
         """Keep the state."""
@@ -112,6 +111,19 @@ class TorchState(ObjectState):
         self._kept: dict[str, Any] = {}
         self.save()
 
+    def commit(self) -> None:
+        """Keep everything, also what other ranks have processed of the samplers; then `check_host_updates`."""
+        self._share()
+        super().commit()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt, on all ranks alike, where hosts were added or removed."""
+        try:
+            super().check_host_updates()
+        except HostsUpdatedInterrupt:
+            self._share()  # while those that leave are there
+            raise
+
     def save(self) -> None:
         """Keep copies of everything."""
         super().save()
@@ -143,6 +155,13 @@ class TorchState(ObjectState):
         for part in self._parts.values():
             if isinstance(part, ElasticSampler):
                 part.reset()
+
+    def _share(self) -> None:
+        """What a rank has processed is known to the others from here on, if it leaves or is lost."""
+        if membership() is not None:
+            for part in self._parts.values():
+                if isinstance(part, ElasticSampler):
+                    part.share()
 
 
 _WITH_STATE = (nn.Module, torch.optim.Optimizer, ElasticSampler)
