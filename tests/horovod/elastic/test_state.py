@@ -53,6 +53,30 @@ def test_rank_0s_state_becomes_everybodys() -> None:
     rank_group(2).run(on_rank)
 
 
+def scheduled() -> None:
+    hvd.init()
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    state = TorchState(model, optimizer, scheduler=scheduler)
+    if hvd.rank() == 0:
+        scheduler.step()
+    state.sync()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25 and state.scheduler is scheduler
+    state.restore()
+    assert optimizer.param_groups[0]["lr"] == 0.5 and scheduler.last_epoch == 1 and state.scheduler is scheduler
+    state.optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
+    state.optimizer.param_groups[0]["lr"] = 4.0
+    state.restore()
+    assert state.optimizer.param_groups[0]["lr"] == 3.0
+    hvd.shutdown()
+
+
+def test_a_scheduler_and_another_optimizer_are_kept_and_sent() -> None:
+    rank_group(2).run(scheduled)
+
+
 class Member:
     """In place of an elastic launcher's: hosts have just been added or removed."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from fullframe.horovod.elastic.sampler import ElasticSampler
 from fullframe.horovod.exceptions import HostsUpdatedInterrupt
@@ -99,7 +100,10 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """A model, an optimizer, and anything else by name: models, optimizers, `ElasticSampler`s, and plain objects."""
+    """A model, an optimizer, and anything else by name: models, optimizers, schedulers, samplers, and plain objects.
+
+    Another optimizer, say, may take the place of one by assigning to it, on all ranks alike.
+    """
 
     def __init__(self, model: nn.Module | None = None, optimizer: Any = None, **kwargs: Any):
         given = {"model": model, "optimizer": optimizer, **kwargs}
@@ -110,6 +114,11 @@ class TorchState(ObjectState):
             object.__setattr__(self, name, given[name])
         self._kept: dict[str, Any] = {}
         self.save()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("_parts", ()):
+            self._parts[name], self._kept[name] = value, copy.deepcopy(value.state_dict())
 
     def commit(self) -> None:
         """Keep everything, also what other ranks have processed of the samplers; then `check_host_updates`."""
@@ -137,7 +146,7 @@ class TorchState(ObjectState):
 
     def sync(self) -> None:
         """Rank 0's for everybody; of samplers, what any rank has processed is."""
-        for part in self._parts.values():
+        for name, part in self._parts.items():
             if isinstance(part, nn.Module):
                 broadcast_parameters(part.state_dict(), root_rank=0)
             elif isinstance(part, ElasticSampler):
@@ -145,6 +154,8 @@ class TorchState(ObjectState):
                 epoch = states[0]["epoch"]
                 known = (state["processed_indices"] for state in states if state["epoch"] == epoch)
                 part.load_state_dict({"epoch": epoch, "processed_indices": set().union(*known)})
+            elif isinstance(part, LRScheduler):
+                part.load_state_dict(broadcast_object(part.state_dict(), 0, f"elastic.{name}"))
             else:
                 broadcast_optimizer_state(part, root_rank=0)
         super().sync()
@@ -164,4 +175,4 @@ class TorchState(ObjectState):
                     part.share()
 
 
-_WITH_STATE = (nn.Module, torch.optim.Optimizer, ElasticSampler)
+_WITH_STATE = (nn.Module, torch.optim.Optimizer, LRScheduler, ElasticSampler)
