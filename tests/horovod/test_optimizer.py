@@ -415,6 +415,24 @@ def test_ranks_that_reduce_sparse_gradients_differently_are_told() -> None:
     rank_group(2).run(sparse_apart)
 
 
+def sparse_now_and_then() -> Tensor:
+    """After a first step rank 1 looks nothing up."""
+    with initialized():
+        table = nn.Embedding.from_pretrained(torch.ones(3, 2), freeze=False, sparse=True)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+        for step in range(2):
+            optimizer.zero_grad()
+            if hvd.rank() == 0 or step == 0:
+                table(torch.tensor([step])).sum().backward()
+            optimizer.step()
+        return table.weight.detach()
+
+
+def test_a_rank_without_a_sparse_gradient_adds_nothing_to_it() -> None:
+    for found in rank_group(2).run(sparse_now_and_then):
+        assert found.tolist() == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
+
+
 def trained_later(way: str, wraps: bool) -> list[Tensor]:
     """The table is frozen in the first step; then it is one of the optimizer's parameters, or becomes one."""
     model = Model()

@@ -74,7 +74,7 @@ class GradientReducer:
         self._groups: list[_Group] = []
         self._of: dict[Tensor, _Group] = {}
         self._counts: dict[Tensor, int] = {}
-        self._sparse: set[Tensor] = set()  # those that were ever given a sparse gradient
+        self._sparse: dict[Tensor, int] = {}  # the sparse dims of a gradient, of those that ever had such a one
         self._names, self._optimizer = names, optimizer
         self._steps = 0  # since the last reduction
         self._checksum: int | None = None  # while one is under way
@@ -166,12 +166,13 @@ class GradientReducer:
         dense, waiting = [], []
         for parameter in group.parameters:
             if parameter.grad is None:  # another rank may have one
-                empty = parameter in self._sparse and not self._sparse_as_dense
-                parameter.grad = torch.zeros_like(parameter).to_sparse() if empty else torch.zeros_like(parameter)
+                dims = None if self._sparse_as_dense else self._sparse.get(parameter)
+                zeros = torch.zeros_like(parameter)
+                parameter.grad = zeros if dims is None else zeros.to_sparse(dims)
             if parameter.grad.is_sparse and self._sparse_as_dense:
                 parameter.grad = parameter.grad.to_dense()
             if parameter.grad.is_sparse:
-                self._sparse.add(parameter)
+                self._sparse[parameter] = parameter.grad.sparse_dim()
                 wait = sparse_allreduce_async(parameter.grad, self._names[parameter], self._op, self._process_set)
                 waiting.append((parameter, wait))
             else:
