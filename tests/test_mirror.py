@@ -27,7 +27,6 @@ HOROVOD_JOBS = "tests/horovod/launcher/test_jobs.py runs whole jobs"
 EXCEPTIONS: dict[str, str] = {
     **{f"horovod/{name}.py": HOROVOD for name in _HOROVOD},
     **{f"horovod/{name}.py": HOROVOD_JOBS for name in ("elastic/loop", "launcher/workers")},
-    "horovod/membership.py": HOROVOD_JOBS,
     "horovod/gradient_reducer.py": "tests/horovod/test_optimizer.py",
     **dict.fromkeys(("cli/train.py", "cli/verify.py"), END_TO_END),
     **dict.fromkeys(("spatial/views.py", "training/faults/nonfinite.py"), END_TO_END),

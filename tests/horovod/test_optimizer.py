@@ -472,8 +472,10 @@ class Growing:
 
     def meet(self) -> Place:
         self.epoch += 1
-        self.store = dist.HashStore() if self.epoch == 1 else dist.distributed_c10d._get_default_store()
         return Place(0, 1, 0, 1) if self.epoch == 1 else Place(dist.get_rank(), 2, dist.get_rank(), 2)
+
+    def connected(self) -> dist.Store:
+        return dist.HashStore() if self.epoch == 1 else dist.distributed_c10d._get_default_store()
 
     def check(self) -> None:
         pass

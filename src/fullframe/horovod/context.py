@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from fullframe.horovod.engine import Engine
-from fullframe.horovod.exceptions import RequestError
+from fullframe.horovod.exceptions import HorovodInternalError, RequestError
 from fullframe.horovod.membership import membership
 from fullframe.horovod.objects import pickled, unpickled
 from fullframe.horovod.process_sets import ProcessSet, global_process_set
@@ -45,7 +45,12 @@ class World:
         global_process_set.ranks = list(range(self.size))
         self._start(global_process_set, 0)
         host = (socket.gethostname(), self.local_rank, self.local_size)
-        self._hosts: list[tuple[str, int, int]] = self.all_gather_object("hosts", host)
+        self._hosts: list[tuple[str, int, int]]
+        try:
+            self._hosts = self.all_gather_object("hosts", host)
+        except BaseException:
+            self.close()
+            raise
         if self.rank == 0 and os.environ.get(_TIMELINE):
             marks = os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") == "1"
             self.timeline.start(Path(os.environ[_TIMELINE]), marks)
@@ -186,28 +191,40 @@ def init(
         return
     if "HOROVOD_RANK" in os.environ:
         die_with_launcher()
-    member = membership()
-    if member is None:
-        place, check = find_place(), _no_check
-        _Current.times += 1
-        if _Current.store is None or not place.address:  # a port is served once, a process group may be another one
-            _Current.store = connect(place)
-        store, prefix = _Current.store, f"horovod{_Current.times}"
-    else:
-        place = member.meet()
-        store, prefix, check = member.store, f"horovod.epoch{member.epoch}", member.check
-    if comm is not None and not (hasattr(comm, "__iter__") and sorted(comm) in ([], list(range(place.size)))):
-        raise ValueError(
-            "comm can only be a list of all ranks; there is no MPI. Use process sets for some of the ranks"
-        )
     dynamic = process_sets == "dynamic" or os.environ.get(_DYNAMIC, "0") not in ("0", "")
-    made = _Current.world = World(place, store, prefix, dynamic, check)
+    made = _Current.world = _met(comm, dynamic)
     try:
         for process_set in process_sets if process_sets is not None and not isinstance(process_sets, str) else ():
             made.add(process_set)
     except BaseException:
         shutdown()
         raise
+
+
+def _met(comm: Sequence[int] | None, dynamic: bool) -> World:
+    member = membership()
+    if member is None:
+        place = find_place()
+        _Current.times += 1
+        if _Current.store is None or not place.address:  # a port is served once, a process group may be another one
+            _Current.store = connect(place)
+        _require_all(comm, place.size)
+        return World(place, _Current.store, f"horovod{_Current.times}", dynamic, _no_check)
+    while True:
+        place = member.meet()
+        _require_all(comm, place.size)
+        try:
+            return World(place, member.connected(), f"horovod.epoch{member.epoch}", dynamic, member.check)
+        except HorovodInternalError:
+            if not member.is_over():  # else one died meanwhile, and those that are left meet again
+                raise
+
+
+def _require_all(comm: Sequence[int] | None, size: int) -> None:
+    if comm is not None and not (hasattr(comm, "__iter__") and sorted(comm) in ([], list(range(size)))):
+        raise ValueError(
+            "comm can only be a list of all ranks; there is no MPI. Use process sets for some of the ranks"
+        )
 
 
 def _no_check() -> None:

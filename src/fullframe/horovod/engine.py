@@ -5,6 +5,7 @@ alike. A rank begins a round when it has news, and as long as any rank waits for
 caller that would only wait takes one itself, which saves two changes of thread.
 """
 
+import math
 import threading
 import time
 import warnings
@@ -22,6 +23,8 @@ from fullframe.horovod.settings import Settings
 from fullframe.horovod.submission import Submission
 from fullframe.horovod.table import Due, Key, Table
 from fullframe.horovod.timeline import Timeline
+from fullframe.processes.background import in_background
+from fullframe.wording import first_line
 
 _LONGEST_CYCLE_SECONDS = 0.005  # while ranks wait for one that is late
 _WATCH_SECONDS = 0.5
@@ -32,7 +35,8 @@ _TURN_SECONDS = 0.0005  # the thread that has just done the last collective may 
 class Engine:
     """The collectives of `size` ranks that meet in `store`, of which this process is `rank`.
 
-    `check` is called now and then while a caller waits, and raises HorovodInternalError where that is in vain.
+    `check` is called now and then while a caller waits, and raises HorovodInternalError where that is in vain. So does
+    this, where the ranks do not meet.
     """
 
     def __init__(
@@ -47,7 +51,8 @@ class Engine:
         self.rank, self.size = rank, size
         self._check = check
         self._settings, self._timeline = settings, timeline
-        self._collectives = Collectives(store, rank, size, settings.connect_seconds, settings.timeout_seconds)
+        seconds = settings.connect_seconds, settings.timeout_seconds
+        self._collectives = _connected(lambda: Collectives(store, rank, size, *seconds), check)
         self._table = Table(size)
         self._forecast = Forecast(self._collectives)
         self._turn = threading.Lock()  # who holds it takes rounds
@@ -286,6 +291,19 @@ class Engine:
         missing = self._table.missing(submission.key)
         who = f"ranks {missing} have not asked for it" if missing else "the other ranks are busy or wait elsewhere"
         return f"{submission.request.kind} '{submission.label}' waits for more than {seconds:g} s: {who}"
+
+
+def _connected(connect: Callable[[], Collectives], check: Callable[[], None]) -> Collectives:
+    def asked() -> int:
+        check()
+        return 0
+
+    try:
+        return in_background(connect, math.inf, asked)
+    except HorovodInternalError:
+        raise
+    except RuntimeError as error:
+        raise HorovodInternalError(f"the ranks did not meet, one may be gone: {first_line(error)}") from error
 
 
 def _current_gpu() -> int | None:

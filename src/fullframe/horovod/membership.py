@@ -1,7 +1,8 @@
 """A worker of an elastic job: which rank it is in each epoch, as the launcher says in the store that it serves.
 
 An epoch is a time in which the same workers are there. The launcher writes `plan/EPOCH`, who is which rank, then
-`epoch`; workers count themselves in `arrived/EPOCH` and begin once all have. `failed/EPOCH` is there once one died.
+`epoch`; workers count themselves in `arrived/EPOCH` and begin once all have. `failed/EPOCH` is there once one died, or
+left for the next one.
 """
 
 import datetime
@@ -9,7 +10,6 @@ import json
 import os
 import sys
 import time
-from typing import Any
 
 import torch.distributed as dist
 
@@ -24,10 +24,14 @@ class Membership:
     """This worker in its job."""
 
     def __init__(self, worker: str, address: str, port: int, patience_seconds: float):
-        timeout = datetime.timedelta(seconds=patience_seconds)
-        self.store: Any = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        self._worker, self._address, self._port, self._patience = worker, address, port, patience_seconds
+        self._plans = self.connected()
         self.epoch = 0
-        self._worker, self._patience = worker, patience_seconds
+
+    def connected(self) -> dist.TCPStore:
+        """The store by a connection of its own: what waits for other ranks keeps all others from asking by the same."""
+        timeout = datetime.timedelta(seconds=self._patience)
+        return dist.TCPStore(self._address, self._port, is_master=False, timeout=timeout, wait_for_workers=False)
 
     def meet(self) -> Place:
         """Wait for the next epoch and all its workers; this one's place. Ends the process where it has none.
@@ -38,13 +42,12 @@ class Membership:
         while time.monotonic() < deadline:
             newest = self._newest()
             if newest > self.epoch:
-                plan = json.loads(self.store.get(f"plan/{newest}"))
+                plan = json.loads(self._plans.get(f"plan/{newest}"))
                 if self._worker not in plan:
                     sys.exit(0)  # the host is to be left
-                place = Place(*plan[self._worker])
-                self.store.add(f"arrived/{newest}", 1)
-                if self._all_come(newest, place.size, deadline):
-                    self.epoch = newest
+                self.epoch, place = newest, Place(*plan[self._worker])
+                self._plans.add(f"arrived/{newest}", 1)
+                if self._all_come(place.size, deadline):
                     return place
             time.sleep(_POLL_SECONDS)
         raise HorovodInternalError(f"the other workers did not come within {self._patience:g} s")
@@ -53,21 +56,26 @@ class Membership:
         """Whether hosts were added or removed since this epoch began."""
         return self._newest() > self.epoch
 
+    def is_over(self) -> bool:
+        """Whether not all workers of this epoch are in it any more."""
+        return self.has_news() or bool(self._plans.check([f"failed/{self.epoch}"]))
+
     def report_failure(self) -> None:
         """Ask the launcher for a new epoch."""
-        self.store.add(f"lost/{self.epoch}", 1)
+        self._plans.add(f"lost/{self.epoch}", 1)
 
     def check(self) -> None:
         """Raise HorovodInternalError where a worker of this epoch is gone."""
-        if self.store.check([f"failed/{self.epoch}"]):
+        if self._plans.check([f"failed/{self.epoch}"]):
             raise HorovodInternalError("a worker is gone")
 
     def _newest(self) -> int:
-        return int(self.store.get("epoch"))
+        return int(self._plans.get("epoch"))
 
-    def _all_come(self, epoch: int, size: int, deadline: float) -> bool:
-        while self.store.add(f"arrived/{epoch}", 0) < size:
-            if self._newest() > epoch or time.monotonic() > deadline:
+    def _all_come(self, size: int, deadline: float) -> bool:
+        while self._plans.add(f"arrived/{self.epoch}", 0) < size:
+            if self.has_news() or time.monotonic() > deadline:
+                self._plans.set(f"failed/{self.epoch}", "1")  # another may have seen all come by now
                 return False
             time.sleep(_POLL_SECONDS)
         return True
