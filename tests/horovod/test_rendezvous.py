@@ -68,7 +68,15 @@ def test_slurm() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("gpu[07-09]", "gpu07"), ("a[3,5]", "a3"), ("node1", "node1"), ("x1,y2", "x1"), ("n[1-2],m3", "n1")],
+    [
+        ("gpu[07-09]", "gpu07"),
+        ("a[3,5]", "a3"),
+        ("node1", "node1"),
+        ("x1,y2", "x1"),
+        ("n[1-2],m3", "n1"),
+        ("n[1,3-4]-ib,m3", "n1-ib"),
+        ("rack[0-1]n[3-4]", "rack0n3"),
+    ],
 )
 def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
     assert first_host(nodes) == first

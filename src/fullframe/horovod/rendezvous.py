@@ -65,9 +65,9 @@ def place_from(environment: Mapping[str, str]) -> Place:
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's list of nodes: "gpu[07-09,12],login" -> "gpu07"."""
-    found = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
-    return "".join(part for part in found.groups() if part) if found else nodes
+    """The first of Slurm's list of nodes: "gpu[07-09,12]-ib,login" -> "gpu07-ib"."""
+    found = re.match(r"(?:\[[^\]]*\]|[^\[,])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found.group()) if found else nodes
 
 
 def _tasks_here(tasks: str, node: int) -> int:
