@@ -185,6 +185,20 @@ def test_8_bit_state_without_torchao_names_the_extra(monkeypatch):
         build_optimizer(grouped(Adam), network(), ff.Strategy(optimizer="adamw8bit"))
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor", "adamw8bit"])
+def test_complex_parameters_are_updated_as_such_or_refused(name):
+    model = nn.ParameterList([torch.full((3,), 1 + 1j), torch.ones(3)])
+    if name in ("adafactor", "adamw8bit"):  # torch's refuses them, torchao's would drop the imaginary part
+        with pytest.raises(StrategyError, match=f"'{name}' cannot update complex parameters"):
+            build_optimizer(lambda parameters: Adam(parameters), model, ff.Strategy(optimizer=name))
+        return
+    optimizer = build_optimizer(lambda parameters: Adam(parameters, lr=0.1), model, ff.Strategy(optimizer=name))
+    for parameter in model:
+        parameter.grad = torch.full_like(parameter, 1j if parameter.is_complex() else 1.0)
+    optimizer.step()
+    assert bool((model[0].imag < 0.95).all()) and bool((model[0].real > 0.95).all())
+
+
 def test_state_is_shared_out():
     """Each rank keeps a half; Adagrad, which makes its state before the first step, too."""
     for make in (grouped(AdamW), grouped(Adagrad)):

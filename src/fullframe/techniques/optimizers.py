@@ -87,7 +87,9 @@ def _replaced(source: Optimizer, name: OptimizerName) -> Optimizer:
     groups = [{key: group[key] for key in kept if key in group} for group in source.param_groups]
     parameters = trainable(source)
     # Fused kernels need no temporary of the parameters' size; torch has none of SGD for sharded parameters.
-    fused = all(p.device.type in ("cpu", "cuda") for p in parameters) or None
+    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters) or None
+    if name in ("adafactor", "adamw8bit") and any(p.is_complex() for p in parameters):
+        raise StrategyError(f"optimizer '{name}' cannot update complex parameters; use 'adamw', or the recipe's own")
     if name == "sgd":
         return SGD(groups, momentum=_MOMENTUM, fused=None if any(map(is_sharded, parameters)) else fused)
     if name == "adamw":
