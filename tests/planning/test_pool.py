@@ -1,13 +1,17 @@
 """Simulations in processes of their own."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from typing import Any
 
 import psutil
+import pytest
 
-from fullframe.planning.pool import in_time
+from fullframe.errors import FullframeError
+from fullframe.planning.pool import in_time, runner
 
 PLANNING = """
 import os, time
@@ -42,6 +46,16 @@ def test_workers_end_with_a_planner_that_is_killed() -> None:
         for worker in workers:
             if worker.is_running():
                 worker.kill()
+
+
+def killed(item: int) -> Any:
+    if item == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_simulation_that_is_killed_says_what_may_have_killed_it() -> None:
+    with pytest.raises(FullframeError, match="memory ran out"), runner(killed, 2) as run:
+        run([1, 2, 3])
 
 
 def test_nothing_is_begun_when_the_time_is_over() -> None:

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -39,14 +40,20 @@ def runner(simulate: Callable[[T], Prediction], workers: int) -> Iterator[Runner
     """Simulates items `workers` at a time; with 1 in this process, where other threads may be at work.
 
     What `simulate` knows is forked, its items are pickled. A refusal (FullframeError) is an outcome, and so is that
-    there was no time; anything else is raised.
+    there was no time; anything else is raised, and FullframeError where a process was killed.
     """
     if workers == 1:
         yield lambda items: [_outcome(simulate, item) for item in items]
         return
     forked = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, forked, _begin, (simulate, os.getpid())) as pool:
-        yield lambda items: list(pool.map(_run, items))
+    try:
+        with ProcessPoolExecutor(workers, forked, _begin, (simulate, os.getpid())) as pool:
+            yield lambda items: list(pool.map(_run, items))
+    except BrokenProcessPool as error:
+        raise FullframeError(
+            "a process that simulated was killed, most likely as this machine's memory ran out; plan where more is "
+            "free, or by ff.plan in Python, which simulates one strategy at a time"
+        ) from error
 
 
 def in_time(run: Runner[T], items: Sequence[T], width: int, end: float) -> list[Outcome]:
