@@ -129,6 +129,7 @@ def wrong_calls() -> dict[str, Callable[[], object]]:
         "ShardedStream: a loader of numbered samples": lambda: f.ShardedStream(DataLoader(COLUMNS, 1), mesh),
         "shard: numpy": lambda: f.shard(COLUMNS.numpy(), mesh),
         "shard: exchanged": lambda: f.shard(mesh, COLUMNS),
+        "full: numpy": lambda: f.full(COLUMNS.numpy()),
         "scatter: exchanged": lambda: f.scatter(mesh, COLUMNS),
         "from_local: exchanged": lambda: f.from_local(mesh, COLUMNS),
         "from_local: like": lambda: f.from_local(COLUMNS, mesh, like="x"),

@@ -21,6 +21,7 @@ PUBLIC = {
     "fit",
     "fixed_point",
     "from_local",
+    "full",
     "init_mesh",
     "parallelize",
     "plan",

@@ -49,7 +49,7 @@ def _answers(model: nn.Module, plain: nn.Module, x: Tensor) -> list[Tensor]:
     """The whole output, and this rank's gradients."""
     out = model(x)
     out.square().mean().backward()
-    whole = out.full() if isinstance(out, ff.SpatialTensor) else out
+    whole = ff.full(out)
     return [whole.detach(), *(p.grad for p in plain.parameters() if p.grad is not None)]
 
 

@@ -73,7 +73,7 @@ class Fullframe:
         return self.ff.parallelize(module, self.mesh)
 
     def whole(self, output: Any) -> Tensor:
-        return output.full() if isinstance(output, self.ff.SpatialTensor) else output
+        return self.ff.full(output)
 
     def local(self, output: Any) -> Tensor:
         return output.local if isinstance(output, self.ff.SpatialTensor) else output

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FullframeError", "Recipe", "ShardedLoader", "ShardedStream", "SpatialTensor", "Strategy", "TrainStep",
-    "UnsupportedOp", "fit", "fixed_point", "from_local", "init_mesh", "parallelize", "plan", "report", "rule",
+    "UnsupportedOp", "fit", "fixed_point", "from_local", "full", "init_mesh", "parallelize", "plan", "report", "rule",
     "scatter", "shard", "simulate", "unroll", "watch_leaks",
 ]  # fmt: skip
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fullframe.simulation.simulate import simulate
     from fullframe.spatial.from_local import from_local, scatter
     from fullframe.spatial.rules.registry import rule
-    from fullframe.spatial.shard import shard
+    from fullframe.spatial.shard import full, shard
     from fullframe.spatial.tensor import SpatialTensor
     from fullframe.strategy import Strategy
     from fullframe.techniques.unrolling.fixed_point import fixed_point
@@ -48,6 +48,7 @@ else:
         "fit": "fullframe.training.loop",
         "fixed_point": "fullframe.techniques.unrolling.fixed_point",
         "from_local": "fullframe.spatial.from_local",
+        "full": "fullframe.spatial.shard",
         "init_mesh": "fullframe.ranks.mesh",
         "parallelize": "fullframe.model.parallelize",
         "plan": "fullframe.planning.plan",

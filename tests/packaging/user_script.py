@@ -59,7 +59,9 @@ def own_loop() -> None:
     stream = ff.ShardedStream([torch.zeros(4, 3, 32, 64)], mesh, weighted=True)
     print([batch.shape for batch in stream], stream.weight)
     x = ff.shard(torch.zeros(1, 3, 32, 64), mesh)
-    print(x.local.shape, x.full().shape, [str(placement) for placement in x.placements], x.device_mesh)
+    print(
+        x.local.shape, x.full().shape, ff.full(x).shape, [str(placement) for placement in x.placements], x.device_mesh
+    )
     whole: Tensor = ff.scatter(None, mesh, src=0)
     part = ff.from_local(x.local, mesh, like=x)
     print(isinstance(whole, ff.SpatialTensor), part.shape)

@@ -146,3 +146,19 @@ def _conjugate() -> bool:
 
 def test_conjugates_are_sharded() -> None:
     assert rank_group(2).run(_conjugate) == [True, True]
+
+
+def _made_whole() -> list[float]:
+    mesh = ff.init_mesh(width=2)
+    image = torch.rand(1, 2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    split = shard(image, mesh)
+    assert ff.full(image) is image and ff.full(split.sum()).dim() == 0
+    whole = ff.full(split)
+    assert type(whole) is torch.Tensor and torch.equal(whole, image)
+    (whole * torch.arange(7)).square().sum().backward()
+    return [relative(image.grad, 2 * image * torch.arange(7) ** 2)]
+
+
+def test_what_is_split_is_made_whole_and_what_is_whole_is_left() -> None:
+    for found in rank_group(2).run(_made_whole):
+        assert found[0] < 1e-12

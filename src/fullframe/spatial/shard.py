@@ -45,6 +45,16 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
     return wrap(part, spec.strided(_strides(full)))  # type: ignore[return-value]
 
 
+@checked
+def full(value: Tensor) -> Tensor:
+    """The whole tensor of which `value` is split, plain, on every rank of the replica: its `full()`. Differentiable.
+
+    What is not split is given back as it is, so that a program runs on any mesh, and on one process. All ranks of a
+    replica must call it where it is split.
+    """
+    return value.full() if isinstance(value, SpatialTensor) else value
+
+
 def _strides(full: Tensor) -> tuple[int, ...] | None:
     """Of `full`, by which torch decides what is a view of it; of a copy where elements share memory."""
     return strides_of(full if 0 not in full.stride() else torch.empty_like(full, device="meta"))
