@@ -17,9 +17,9 @@ from tests.rank_group import rank_group
 
 
 class Drawing(nn.Module):
-    """Lets its maps meet what a generator of its own draws, which no seed reaches."""
+    """Lets its maps meet what a generator of its own draws."""
 
-    def __init__(self, way: str, from_pass: int = 1, seed: int | None = None):
+    def __init__(self, way: str, seed: int = 0, from_pass: int = 1):
         super().__init__()
         self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 1, 3, padding=1)
         self.way, self.from_pass, self.passes = way, from_pass, 0
@@ -62,11 +62,12 @@ def image_of(mesh: object) -> Tensor:
     return ff.shard(torch.rand(1, 3, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), mesh)  # type: ignore[arg-type]
 
 
-def said_of(way: str, passes: int, from_pass: int = 1, seed: int | None = None) -> tuple[str, int]:
+def said_of(way: str, passes: int, from_pass: int = 1, alike: bool = False) -> tuple[str, int]:
     """The error, and in which pass, of a training whose maps or loss meet what each rank draws for itself."""
     mesh = ff.init_mesh(width=2)
     torch.manual_seed(0)
-    model = ff.parallelize(Drawing(way, from_pass, seed).double(), mesh)
+    seed = 7 if alike else 7 + dist.get_rank()  # for want of one a test would find the same order now and then
+    model = ff.parallelize(Drawing(way, seed, from_pass).double(), mesh)
     draw, number = np.random.default_rng(seed), 0
     try:
         for _ in range(passes):
@@ -103,7 +104,7 @@ def test_what_each_rank_draws_for_itself_is_refused_on_all() -> None:
 
 def test_the_same_numbers_are_let_be() -> None:
     for way in (*WAYS, "some channels", "nothing", "calls of one rank"):
-        assert rank_group(2).run(said_of, way, 5, 1, 7) == [("", 0)] * 2, way
+        assert rank_group(2).run(said_of, way, 5, 1, True) == [("", 0)] * 2, way
 
 
 def test_what_begins_later_is_found_at_the_next_power_of_two() -> None:
@@ -199,7 +200,7 @@ def test_replicas_may_draw_for_themselves(width: int) -> None:
 
 def _of_replicas(width: int) -> str:
     mesh = ff.init_mesh(width=width)
-    model = ff.parallelize(Drawing("number", 1, mesh.get_local_rank("data")).double(), mesh)
+    model = ff.parallelize(Drawing("number", mesh.get_local_rank("data")).double(), mesh)
     try:
         model(image_of(mesh)).square().mean().backward()
     except DivergenceError as error:
