@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fullframe.errors import DivergenceError
+from fullframe.model.same.operands import ROUNDING, ROUNDING_ON_GPUS
 from fullframe.model.same.optimizers import options_of
 from fullframe.ranks.agreement import from_all_ranks
 from fullframe.strategy import Strategy
 from fullframe.training.same_start import differences
 
-_ROUNDING = 1e-3  # of a loss
-_ROUNDING_ON_GPUS = 1e-2  # which may compute what is whole by other kernels each, in 16 bits too
 _LEAST = 1e-6  # of a loss's mean, which may be what is left of large numbers
 
 
@@ -31,7 +30,7 @@ class SameStep:
         self._optimizer, self._replicas = optimizer, strategy.data
         self._ranks, self._each = strategy.ranks, strategy.ranks // strategy.data  # a replica's follow each other
         self._compares = self._each > 1 and dist.get_backend() != "fake"  # whose ranks are not there
-        self._mine, self._rounding = torch.zeros(2), _ROUNDING
+        self._mine, self._rounding = torch.zeros(2), ROUNDING
 
     def told(self, loss: Tensor, count: Tensor) -> Tensor:
         """What this rank adds to the message: of its options, and of its loss, a sum over `count` elements; float64."""
@@ -40,7 +39,7 @@ class SameStep:
         if not self._compares:
             return options
         self._mine = torch.stack([loss.double(), count.double()])
-        self._rounding = _ROUNDING if loss.is_cpu else _ROUNDING_ON_GPUS
+        self._rounding = ROUNDING if loss.is_cpu else ROUNDING_ON_GPUS
         slots = self._mine.new_zeros(4, self._replicas)
         slots[:, dist.get_rank() // self._each] = torch.cat([self._mine, self._mine.square()])
         return torch.cat([options, slots.flatten()])

@@ -12,8 +12,8 @@ from fullframe.ranks.collectives import all_gather_no_grad
 from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.whole_operands import Noted, watching
 
-_ROUNDING = {"cpu": 1e-3}  # of sums, over those of sizes; GPUs do not repeat themselves to the bit
-_ROUNDING_ELSEWHERE = 1e-2
+ROUNDING = 1e-3  # of what each rank computes whole for itself
+ROUNDING_ON_GPUS = 1e-2  # which may do so by other kernels each, in 16 bits too
 _NOISE = 1e-5  # of sums whose terms cancel in the model, and are rounding alone
 
 
@@ -67,7 +67,7 @@ class OperandsInPasses:
         facts = noted.facts(torch.device(spatial.mesh.device_type))
         everyone = all_gather_no_grad(facts, spatial.replica, "whole operands", "a forward pass").cpu()
         calls, sums, sizes = everyone[:, 0, 0], everyone[:, 1:, 0], everyone[:, 1:, 1]
-        most = _ROUNDING.get(spatial.mesh.device_type, _ROUNDING_ELSEWHERE) * sizes.amax(0) + _NOISE
+        most = (ROUNDING if spatial.mesh.device_type == "cpu" else ROUNDING_ON_GPUS) * sizes.amax(0) + _NOISE
         apart = ((sums - sums[0]).abs() > most) | ((sizes - sizes[0]).abs() > most)
         if (calls == calls[0]).all() and apart.any():
             place, number = apart.T.nonzero()[0].tolist()
