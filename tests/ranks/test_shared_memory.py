@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullframe.errors import DivergenceError, RankError
 from fullframe.geometry.extents import Extents
@@ -47,6 +48,34 @@ def read_backwards():
 
 def test_messages_are_read_in_any_order():
     assert all(rank_group(2).run(read_backwards))
+
+
+class Counting(TorchDispatchMode):
+    """As a selective checkpoint, which finds a result again by how many calls of its op came before."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def calls_of_torch():
+    boxes, other = boxes_and_other()
+    value, counts = torch.rand(3, 7, 13), []
+    for _ in range(2 * SLOTS):
+        with Counting() as counting:
+            boxes.send(other, HEAD, value)
+            boxes.receive(boxes.expect(other), HEAD, value.clone())
+        counts.append(counting.count)
+    return counts
+
+
+def test_a_slot_that_is_used_the_first_time_takes_no_further_calls():
+    for counts in rank_group(2).run(calls_of_torch):
+        assert counts == counts[:1] * 2 * SLOTS
 
 
 def in_rank_order(turns):
