@@ -10,7 +10,7 @@ from torch import Tensor
 from fullframe.errors import GradientError, UnsupportedOp
 
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
-_is_transformed = torch._C._are_functorch_transforms_active
+is_transformed = torch._C._are_functorch_transforms_active
 Map = Callable[[Tensor], Tensor]
 Computation = TypeVar("Computation", bound=Callable[..., Any])
 
@@ -23,7 +23,7 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     quickly = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*args: Any) -> Any:
-        if _is_transformed():
+        if is_transformed():
             refuse_transforms()
         return quickly(*args)
 
@@ -32,7 +32,7 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def refuse_transforms() -> None:
     """Raises UnsupportedOp under transforms of `torch.func`."""
-    if _is_transformed():
+    if is_transformed():
         raise UnsupportedOp(
             "a transform of torch.func (grad, vjp, jvp, vmap)",
             (),

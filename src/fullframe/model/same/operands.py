@@ -5,6 +5,8 @@ part of a map another map's, and no rank can tell from its own numbers. They are
 second, fourth, eighth, ..., as that takes time: on a GPU the host waits for it.
 """
 
+from threading import get_ident
+
 import torch
 
 from fullframe.errors import DivergenceError
@@ -27,6 +29,7 @@ class OperandsInPasses:
     def __init__(self, spatial: Spatial | None):
         self._spatial, self._passes = spatial, 0
         self._noted: Noted | None = None
+        self._thread = get_ident()  # the user's; backward may run in another
         self._note(spatial is not None)
 
     def __del__(self) -> None:
@@ -35,7 +38,7 @@ class OperandsInPasses:
     def forward_begins(self) -> None:
         """Compare what images have met on their way here."""
         self._compare()
-        self._passes += 1
+        self._passes, self._thread = self._passes + 1, get_ident()
         self._note(_is_looked_at(self._passes))
 
     def forward_has_ended(self) -> None:
@@ -51,7 +54,7 @@ class OperandsInPasses:
     def _note(self, is_due: bool) -> None:
         self._end()
         if is_due:
-            self._noted = Noted(self._passes)
+            self._noted = Noted(self._passes, self._thread)
             watching.append(self._noted)
 
     def _end(self) -> None:
