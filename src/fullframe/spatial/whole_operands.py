@@ -3,6 +3,7 @@
 Every rule takes them to be the same on all ranks of a replica.
 """
 
+import zlib
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
@@ -77,9 +78,9 @@ class Noted:
         return self._lines[place]
 
     def facts(self, device: torch.device) -> Tensor:
-        """How often there was a call, then the sums by places, of shape (1 + PLACES, 2), in float64 on `device`."""
+        """How many calls at which lines, then the sums by places, of shape (1 + PLACES, 2), in float64 on `device`."""
         facts = torch.zeros(1 + PLACES, 2, dtype=torch.float64, device="cpu")
-        facts[0] = self._calls
+        facts[0, 0], facts[0, 1] = self._calls, zlib.crc32("\n".join(self._lines).encode())
         for (place, where), sums in self._sums.items():
             if where.type == "cpu":
                 facts[1 + place] = sums

@@ -150,14 +150,32 @@ def _late(image: Tensor, rank: int) -> Tensor:
     return image + 1.0 * rank
 
 
+def _at_lines_of_their_own(image: Tensor, rank: int) -> None:
+    if rank:
+        image * 255.0
+    else:
+        image + 1.0
+
+
 def test_what_is_written_over_and_what_rounds_otherwise_is_let_be() -> None:
-    for call in (_written, _rounded, _noise, _not_a_number, _many):
+    for call in (_at_lines_of_their_own, _written, _rounded, _noise, _not_a_number, _many):
         assert rank_group(2).run(_compared, call) == [""] * 2, call
 
 
 def test_more_calls_than_places_are_told_apart_by_their_place() -> None:
     for said in rank_group(2).run(_compared, _many, _late):
         assert "add of (1, 3, 7, 11): each computes" in said
+
+
+def _seeded_apart(image: Tensor, rank: int) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(rank)
+        return image * torch.rand(())
+
+
+def test_states_that_were_seeded_apart_are_named() -> None:
+    for said in rank_group(2).run(_compared, _seeded_apart):
+        assert "share where nobody seeds them apart after parallelize (torch.manual_seed(seed + mesh." in said
 
 
 def _rows_of_a_large_one(image: Tensor, rank: int) -> Tensor:

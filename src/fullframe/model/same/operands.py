@@ -23,7 +23,8 @@ class OperandsInPasses:
     """Notes what meets split tensors in some of a model's passes, before and after them too, and compares it.
 
     All ranks of a replica call it alike; nothing is noted without a `spatial`. Raises DivergenceError on all of them
-    where they had other operands. Where one made calls that others did not, to show or to log, nothing is compared.
+    where they had other operands. Where one made calls that others did not, or others at another line, to show or to
+    log, nothing is compared.
     """
 
     def __init__(self, spatial: Spatial | None):
@@ -69,7 +70,7 @@ class OperandsInPasses:
         self._end()
         facts = noted.facts(torch.device(spatial.mesh.device_type))
         everyone = all_gather_no_grad(facts, spatial.replica, "whole operands", "a forward pass").cpu()
-        calls, sums, sizes = everyone[:, 0, 0], everyone[:, 1:, 0], everyone[:, 1:, 1]
+        calls, sums, sizes = everyone[:, 0], everyone[:, 1:, 0], everyone[:, 1:, 1]
         most = (ROUNDING if spatial.mesh.device_type == "cpu" else ROUNDING_ON_GPUS) * sizes.amax(0) + _NOISE
         apart = ((sums - sums[0]).abs() > most) | ((sizes - sizes[0]).abs() > most)
         if (calls == calls[0]).all() and apart.any():
@@ -78,8 +79,10 @@ class OperandsInPasses:
             raise DivergenceError(
                 f"a number, array or whole tensor that meets a split one is another on rank {other} than on rank "
                 f"{first}, at {noted.line(place)}: each computes its part of another map. Draw from torch, "
-                "numpy.random or random, whose states the ranks share, or seed a generator of your own alike on all "
-                "ranks of a replica, and let nothing that meets a split tensor follow from the rank or the clock"
+                "numpy.random or random, whose states the ranks share where nobody seeds them apart after parallelize "
+                "(torch.manual_seed(seed + mesh.get_local_rank('data')) does not), or seed a generator of your own "
+                "alike on all ranks of a replica, and let nothing that meets a split tensor follow from the rank or "
+                "the clock"
             )
 
 
