@@ -49,8 +49,8 @@ def shard(full: Tensor, mesh: DeviceMesh, *, check: bool = True) -> SpatialTenso
 def full(value: Tensor) -> Tensor:
     """The whole tensor that `value` is a part of, of its shape, plain, on every rank of the replica: its `full()`.
 
-    Differentiable. What is not split is given back as it is, so that a program runs on any mesh, and on one process. All ranks of a
-    replica must call it where it is split.
+    Differentiable. What is not split is given back as it is, so that a program runs on any mesh, and on one process.
+    All ranks of a replica must call it where it is split.
     """
     return value.full() if isinstance(value, SpatialTensor) else value
 
