@@ -119,6 +119,7 @@ def _compared(*calls: Callable[[Tensor, int], object]) -> str:
         for call in calls:
             call(image, dist.get_rank())
         operands.forward_begins()
+        operands.forward_has_ended()
     except DivergenceError as error:
         return str(error)
     return ""

@@ -8,6 +8,7 @@ second, fourth, eighth, ..., as that takes time: on a GPU the host waits for it.
 from threading import get_ident
 
 import torch
+from torch import Tensor
 
 from fullframe.errors import DivergenceError
 from fullframe.ranks.collectives import all_gather_no_grad
@@ -30,6 +31,7 @@ class OperandsInPasses:
     def __init__(self, spatial: Spatial | None):
         self._spatial, self._passes = spatial, 0
         self._noted: Noted | None = None
+        self._before: Noted | None = None  # what images have met on their way to a forward pass
         self._thread = get_ident()  # the user's; backward may run in another
         self._note(spatial is not None)
 
@@ -37,19 +39,20 @@ class OperandsInPasses:
         self._end()
 
     def forward_begins(self) -> None:
-        """Compare what images have met on their way here."""
-        self._compare()
+        """Note apart from now on; no rank waits here, where it would not be seen in which module it does."""
+        self._before = self._noted
         self._passes, self._thread = self._passes + 1, get_ident()
         self._note(_is_looked_at(self._passes))
 
     def forward_has_ended(self) -> None:
-        """Compare what was met in it."""
-        self._compare()
+        """Compare what was met in it, and what images have met on their way to it."""
+        self._compare(self._before, self._noted)
+        self._before = None
         self._note(_is_looked_at(self._passes) or _is_looked_at(self._passes + 1))
 
     def backward_begins(self) -> None:
         """Compare what was met in the loss."""
-        self._compare()
+        self._compare(self._noted)
         self._note(_is_looked_at(self._passes + 1))
 
     def _note(self, is_due: bool) -> None:
@@ -63,18 +66,25 @@ class OperandsInPasses:
             watching.remove(self._noted)
             self._noted = None
 
-    def _compare(self) -> None:
-        noted, spatial = self._noted, self._spatial
-        if noted is None or spatial is None:
-            return
+    def _compare(self, *parts: Noted | None) -> None:
         self._end()
-        facts = noted.facts(torch.device(spatial.mesh.device_type))
+        looked_at, spatial = [noted for noted in parts if noted is not None], self._spatial
+        if not looked_at or spatial is None:
+            return
+        facts = torch.stack([noted.facts(torch.device(spatial.mesh.device_type)) for noted in looked_at])
         everyone = all_gather_no_grad(facts, spatial.replica, "whole operands", "a forward pass").cpu()
-        calls, sums, sizes = everyone[:, 0], everyone[:, 1:, 0], everyone[:, 1:, 1]
-        most = (ROUNDING if spatial.mesh.device_type == "cpu" else ROUNDING_ON_GPUS) * sizes.amax(0) + _NOISE
-        apart = ((sums - sums[0]).abs() > most) | ((sizes - sizes[0]).abs() > most)
-        if (calls == calls[0]).all() and apart.any():
-            place, number = apart.T.nonzero()[0].tolist()
+        for noted, found in zip(looked_at, everyone.permute(1, 2, 0, 3), strict=True):  # (1 + places, ranks, 2)
+            if (found[0] == found[0, 0]).all():
+                self._require_same(noted, found[1:], spatial)
+
+    @staticmethod
+    def _require_same(noted: Noted, facts: Tensor, spatial: Spatial) -> None:
+        """Raises DivergenceError where the ranks' `facts` of places, of shape (places, ranks, 2), are not alike."""
+        rounding = ROUNDING if spatial.mesh.device_type == "cpu" else ROUNDING_ON_GPUS
+        most = rounding * facts[..., 1].amax(1, keepdim=True) + _NOISE
+        apart = ((facts - facts[:, :1]).abs() > most[..., None]).any(2)
+        if apart.any():
+            place, number = apart.nonzero()[0].tolist()
             first, other = (spatial.replica_ranks[rank] for rank in (0, number))
             raise DivergenceError(
                 f"a number, array or whole tensor that meets a split one is another on rank {other} than on rank "
