@@ -46,6 +46,14 @@ def _words(tensor: Tensor) -> Tensor:
     return real.view(INTEGERS[real.element_size()])
 
 
+def some_elements(tensor: Tensor, turn: int, most: int) -> Tensor:
+    """At most so many of its elements, in one dim: of a large tensor those of a row, another at each `turn`."""
+    values = tensor.detach()
+    while values.dim() > 1 and values.numel() > most:
+        values = values[turn % len(values)]
+    return values.reshape(-1)[:most]
+
+
 @torch.no_grad()
 @naming_lost_ranks()
 def share_values(tensors: Iterable[Tensor]) -> None:

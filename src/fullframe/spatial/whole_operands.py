@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from fullframe.ranks.adjoint import is_transformed
+from fullframe.ranks.raw_bytes import some_elements
 from fullframe.ranks.recording import recorder
 from fullframe.ranks.tags import is_a_rules_own, line
 from fullframe.spatial.rules.registry import writes
@@ -125,10 +126,7 @@ def _as_float(value: Any) -> float:
 
 @torch.no_grad()
 def _some(whole: Tensor, turn: int) -> Tensor:
-    values = whole.detach()
-    while values.dim() > 1 and values.numel() > _ELEMENTS:
-        values = values[turn % len(values)]
-    values = values.reshape(-1)[:_ELEMENTS]
+    values = some_elements(whole, turn, _ELEMENTS)
     return (torch.view_as_real(values.resolve_conj()).reshape(-1) if values.is_complex() else values).double()
 
 

@@ -25,7 +25,7 @@ from fullframe.model.sharding.steps_taken import require_same_steps, steps_taken
 from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_rank_each
 from fullframe.ranks.device import name
 from fullframe.ranks.mesh import Spatial, kept_with_mesh
-from fullframe.ranks.raw_bytes import checksum, in_bytes, plain
+from fullframe.ranks.raw_bytes import checksum, in_bytes, plain, some_elements
 
 _ELEMENTS = 4096  # of a parameter that are looked at
 
@@ -154,7 +154,4 @@ def _values(parameter: nn.Parameter, row: int) -> Tensor | None:
     """Some of its values; None where they are not looked at."""
     if type(parameter) is not nn.Parameter or parameter.layout != torch.strided:
         return None
-    values = parameter.detach()
-    while values.dim() > 1 and values.numel() > _ELEMENTS:
-        values = values[row % len(values)]
-    return values.reshape(-1)[:_ELEMENTS]
+    return some_elements(parameter, row, _ELEMENTS)
