@@ -100,6 +100,41 @@ def test_positions_of_as_many_dims_as_they_index_lie_along_each() -> None:
         assert rank_group(on[0] * on[1]).run(_splats, *on)[0] == first
 
 
+def _warped(x: Tensor, place: Tensor) -> list[Tensor]:
+    """Pixels of (1, C, H, W) that go to pixels `place` (H, W) of new maps, by each function that is not in place."""
+    channels, rows, columns = x.shape[1:]
+    pixels, cells = x.flatten(2), place.flatten()
+    table, flat = pixels[0].mT, cells.expand(1, channels, -1)
+    maps, lists = x.new_full(pixels.shape, 0.5), x.new_full(table.shape, 0.5).requires_grad_()
+    layers = torch.arange(channels).view(-1, 1, 1)
+    return [
+        maps.scatter_add(2, flat, pixels),
+        *(torch.scatter_reduce(maps, 2, flat, pixels, how) for how in ("sum", "mean", "amax", "prod")),
+        x.new_zeros(x.shape[1:]).index_put((layers, place // columns, place % columns), x[0], accumulate=True),
+        lists.index_put((cells,), table, accumulate=True),
+        torch.index_add(lists, 0, cells, table),
+        lists.index_copy(0, (torch.arange(rows * columns) + 7) % (rows * columns), table),
+        torch.put(x.new_zeros(rows * columns), cells, pixels[0, 0], accumulate=True),
+    ]
+
+
+def _warps(height: int, width: int) -> None:
+    generator, on = torch.Generator().manual_seed(0), mesh(height, width)
+    plain = torch.rand(SHAPE, generator=generator, dtype=torch.float64).requires_grad_()
+    x, place = plain.detach().clone().requires_grad_(), torch.randint(0, 54, (6, 9), generator=generator)
+    expected, found = _warped(plain, place), _warped(ff.shard(x, on), ff.shard(place, on))
+    for one, other in zip(expected, found, strict=True):
+        assert isinstance(other, ff.SpatialTensor) and torch.equal(other.full(), one)
+    for maps in (expected, found):
+        torch.stack([t.pow(3).sum() for t in maps]).sum().backward()
+    torch.testing.assert_close(x.grad, plain.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_what_a_function_that_is_not_in_place_writes_is_split() -> None:
+    for on in ((1, 2), (2, 1), (2, 2), (1, 3)):
+        rank_group(on[0] * on[1]).run(_warps, *on)
+
+
 def _window(image: Tensor) -> Tensor:
     summed = torch.zeros(1, 4, 11, 13)
     for top in (0, 2, 5):

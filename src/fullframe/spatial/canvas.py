@@ -25,6 +25,18 @@ from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules.masks import dims_used, is_mask
 from fullframe.spatial.tensor import SpatialTensor, is_left_whole, wrap
 
+_BY_INDEX = ("scatter", "scatter_add", "scatter_reduce", "put", "index_put")
+_BY_ROW = ("index_add", "index_copy", "index_fill", "index_reduce")
+_FILL_A_COPY = {getattr(home, name) for home in (torch, Tensor) for name in (*_BY_INDEX, *_BY_ROW)}
+
+
+def copy_filled_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The whole tensor into a copy of which `func` writes split values, split where `filled_by` would split it."""
+    if func not in _FILL_A_COPY or not args or not isinstance(args[0], Tensor) or isinstance(args[0], SpatialTensor):
+        return None
+    copy = args[0].clone()
+    return copy if filled_by(copy, func, args, kwargs, alike=True) else None
+
 
 def filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alike: bool) -> bool:
     """Whether `canvas`, into which `func` writes what comes of its split operands, is split now; sends nothing.
@@ -193,8 +205,9 @@ def _lies_along(shell: SpatialTensor, canvas: Tensor, func: Any, args: tuple[Any
     that it covers, what it picks along the longest of them; positions lie along the dim that they index, what they pick
     together along the longest of these. Positions (N, H, W) of three dims lie along them one by one.
     """
-    index: Any = args[1] if getattr(func, "__name__", "") in ("__setitem__", "index_put_") else ()
-    items = list(index) if isinstance(index, tuple) or func is Tensor.index_put_ else [index]
+    name = getattr(func, "__name__", "")
+    index: Any = args[1] if name in ("__setitem__", "index_put_", "index_put") else ()
+    items = list(index) if isinstance(index, tuple) or name != "__setitem__" else [index]
     rest = canvas.dim() - sum(dims_used(item) for item in items)
     if rest < 0:  # which torch refuses
         return [None] * shell.dim()

@@ -17,7 +17,7 @@ from fullframe.errors import FullframeError, UnsupportedOp
 from fullframe.ranks.channel import announce
 from fullframe.ranks.recording import recorder
 from fullframe.spatial.approved import AS_IT_IS, KnownCall, approve, conformed, known_call
-from fullframe.spatial.canvas import filled_by
+from fullframe.spatial.canvas import copy_filled_by, filled_by
 from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
 from fullframe.spatial.fallback import SEVERAL, derived, memory_of, name_of, plain, settle, settle_written, unsupported
 from fullframe.spatial.gradients import entered
@@ -78,6 +78,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     canvas = args[0] if target is None and args and writes(func, kwargs) else target
     if canvas is not None and filled_by(canvas, func, args, kwargs, alike=True):
         return dispatch(func, args, options)
+    if canvas is None and (copy := copy_filled_by(func, args, kwargs)) is not None:
+        return dispatch(func, (copy, *args[1:]), options)
     try:
         if target is not None and next(shells_in(args, kwargs), None) is None:
             result = func(*args, **kwargs)
