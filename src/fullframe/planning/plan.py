@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter
 from fullframe.arguments import checked
 from fullframe.errors import ArgumentError, RecipeError, StrategyError, require_count
 from fullframe.model.blocks import blocks_that_repeat
+from fullframe.model.kept_fakes import no_fakes_kept
 from fullframe.planning.candidates import Frame, Job, precisions_of
 from fullframe.planning.plans import Plans
 from fullframe.planning.pool import runner
@@ -121,6 +122,7 @@ def plan(
     return Plans(plan_in_full(request).plans)
 
 
+@no_fakes_kept()
 def plan_in_full(request: PlanRequest) -> Planned:
     """All plans, and what would help where nothing fits.
 

@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 
 from fullframe.arguments import checked
 from fullframe.errors import FullframeError, RecipeError, StrategyError
+from fullframe.model.kept_fakes import no_fakes_kept
 from fullframe.model.parallelize import ParallelModel
 from fullframe.ranks import raw_bytes
 from fullframe.ranks.channel import channel_of
@@ -66,6 +67,7 @@ class ReadsNumbers(RecipeError):
 
 
 @checked
+@no_fakes_kept()
 def simulate(
     recipe: Recipe,
     strategy: Strategy,

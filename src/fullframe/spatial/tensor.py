@@ -4,7 +4,6 @@ The data and the autograd graph live on the local tensor; the shell has neither.
 to its rule. A value that is not split is an ordinary tensor, equal on all ranks of a replica.
 """
 
-import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fullframe.errors import ArgumentError, UnsupportedOp
 from fullframe.geometry.placement import Placements
 from fullframe.ranks.channel import announce
+from fullframe.ranks.collector import objects_of
 from fullframe.spatial.gradients import see_leaf
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.redistribute import gather_axes
@@ -166,17 +166,13 @@ def leave_own_frames() -> None:
     if _own_frames_left or "torch._dynamo" not in sys.modules:
         return
     _own_frames_left.append(True)
-    is_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()  # else what a user has frozen, before a fork say, is not among the objects
-    for function in gc.get_objects():
-        if type(function) is FunctionType and str(function.__module__).startswith("fullframe."):
+    for function in objects_of(FunctionType):
+        if str(function.__module__).startswith("fullframe."):
             codes = [function.__code__]
             for code in codes:  # with the functions inside
                 if is_dynamo_compiling.__name__ not in code.co_names:
                     torch._dynamo.eval_frame.skip_code(code)
                 codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    if is_frozen:
-        gc.freeze()
 
 
 def _writes_into_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

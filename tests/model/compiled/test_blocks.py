@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import compile_compatible_method_lru_cache
 
 import fullframe as ff
 from fullframe.errors import StrategyError
@@ -242,6 +243,16 @@ class Remembers(Block):
         return super().forward(x) * remembered_grid(x.shape[-1])
 
 
+@compile_compatible_method_lru_cache(maxsize=8)  # whose cache only a library's function knows, as DINOv3's
+def grid_of_a_library(columns: int) -> Tensor:
+    return torch.full((1, 4, 1, 1), 1.0 / columns, dtype=torch.float64)
+
+
+class RemembersInALibrary(Block):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * grid_of_a_library(x.shape[-1])
+
+
 class KeepsInConfiguration(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +288,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a tensor of no module": (Outside, ""),
     "a table of a function": (CallsAFunction, ""),
     "results apart": (Apart, ""),
-    "by data": (OnData, "DataDependent"),
+    "by data": (OnData, "it looks at numbers in a tensor, at compiled/test_blocks.py:"),
     "counts": (Counts, "it changes its attribute calls"),
     "counts outside": (CountsOutside, "it changes its global CALLS"),
     "appends": (Appends, "it changes its attribute seen"),
@@ -442,7 +453,9 @@ def settled(block: Callable[[], nn.Module]) -> tuple[list[float], str, list[str]
     expected = float(net(x).mean())
     net = built(block)
     GRIDS.clear()
-    remembered_grid.cache_clear()
+    in_library = [cell.cell_contents for cell in grid_of_a_library.__closure__]
+    for cache in (remembered_grid, *(each for each in in_library if hasattr(each, "cache_clear"))):
+        cache.cache_clear()
     model = ff.parallelize(net, mesh)
     compiled = CompiledBlocks(net, ["layers.0", "layers.1"], Programs("aot_eager"))
     with warnings.catch_warnings(record=True) as said, torch.no_grad():
@@ -451,7 +464,7 @@ def settled(block: Callable[[], nn.Module]) -> tuple[list[float], str, list[str]
     return found, compiled.summary, [str(w.message) for w in said if "not compiled" in str(w.message)]
 
 
-@pytest.mark.parametrize("block", [Settles, KeepsOutside, Remembers, KeepsInConfiguration])
+@pytest.mark.parametrize("block", [Settles, KeepsOutside, Remembers, RemembersInALibrary, KeepsInConfiguration])
 def test_a_block_that_settles_at_its_first_call_is_compiled_at_the_second(block: Callable[[], nn.Module]) -> None:
     for differences, summary, warned in rank_group(2).run(settled, block):
         assert max(map(abs, differences)) < 1e-12 and not warned

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten
 
@@ -20,6 +21,7 @@ from fullframe.model.forward_patch import PatchedForward
 from fullframe.model.runs import part
 from fullframe.ranks.agreement import is_first_rank
 from fullframe.ranks.recording import NotCapturable, NotYet, reason_not_to_compile, recorder
+from fullframe.ranks.tags import line_of
 from fullframe.spatial.tensor import local_or_whole, spec_in
 
 _GLOBAL_HOOKS = (
@@ -115,6 +117,8 @@ class Programs:
 
 def reason_in(error: Exception) -> str:
     """Why a block is not compiled, of what its capture raised: the first line of it."""
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return f"it looks at numbers in a tensor, at {line_of(error.__traceback__)}"
     kind = "" if isinstance(error, NotCapturable) else f"{type(error).__name__}: "
     return kind + (str(error).strip().splitlines() or [""])[0][:300]
 

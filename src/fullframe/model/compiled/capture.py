@@ -24,8 +24,9 @@ from fullframe.model.compiled.draws import NothingByHand, Watched
 from fullframe.model.compiled.fates import Fates, fates, with_fates
 from fullframe.model.compiled.guard import MOST_BYTES, PLAIN, SIMPLE, Guard, is_plain, memory
 from fullframe.model.compiled.unchanged import unchanged
+from fullframe.model.kept_fakes import no_fakes_kept
 from fullframe.ranks.operators import GraphRecorder
-from fullframe.ranks.recording import NotCapturable, recording
+from fullframe.ranks.recording import NotCapturable, NotYet, recording
 from fullframe.ranks.tags import count_as_inside
 from fullframe.spatial.gradients import is_managed, stand_in
 from fullframe.spatial.spec import Spec
@@ -128,8 +129,10 @@ class Capture:
         """Which of its tensors the block reads, and how many come out."""
         fake = _fake_mode()
         inputs = [_faked(t, fake) for t in self._real]
-        with fake:
+        with no_fakes_kept(fake) as kept, fake:
             out = self._body(inputs)
+        if kept:
+            raise NotYet(f"it changes its {kept[0]}")
         read = self._read | {id(t) for t in out}
         used = tuple(n for n, t in enumerate(inputs) if id(t) in read)
         self._fates = fates([inputs[n] for n in used], out)

@@ -19,6 +19,7 @@ from fullframe.errors import StrategyError
 from fullframe.geometry.extents import Extents
 from fullframe.model.attributes import kept_attributes
 from fullframe.model.forward_patch import PatchedForward
+from fullframe.model.kept_fakes import no_fakes_kept
 from fullframe.model.lent import lent
 from fullframe.model.runs import layers_in_runs, outermost_sequentials
 from fullframe.ranks.mesh import init_mesh
@@ -193,8 +194,14 @@ def trials(layers: Sequence[nn.Module], input: Any) -> list[Trial]:
     """
     found: list[Trial] = []
     device = input.device.type if torch.is_autocast_enabled(input.device.type) else "meta"
-    without_numbers = nullcontext() if device == "meta" else FakeTensorMode()
-    with _disable_current_modes(), kept_random_state(), kept_attributes(*layers), without_numbers:
+    without_numbers = None if device == "meta" else FakeTensorMode()
+    with (
+        _disable_current_modes(),
+        kept_random_state(),
+        kept_attributes(*layers),
+        no_fakes_kept(without_numbers, *layers),
+        without_numbers or nullcontext(),
+    ):
         state: Any = torch.empty(input.shape, dtype=input.dtype, device=device)
         for module in (module for layer in layers for module in layer.modules()):
             module._forward_hooks.clear()  # until the attributes are put back
