@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fullframe.ranks.collector import objects_of
-from fullframe.spatial.tensor import local_or_whole
+from fullframe.spatial.tensor import SpatialTensor, local_or_whole
 
 _Cached = type(lru_cache(len))
+_TENSORS = {Tensor, nn.Parameter, nn.Buffer, FakeTensor, SpatialTensor}
 _DICTS = (dict, OrderedDict, defaultdict)
 _within: list[bool] = []  # a context for fakes of any mode
 
@@ -60,12 +61,12 @@ def _taken_out(table: dict[str, Any], before: dict[str, Any], mode: FakeTensorMo
     """Names for which a table has kept fakes: it has for them what it had before, and their dicts have no fakes."""
     found = []
     for name, value in list(table.items()):
-        if isinstance(value, Tensor):
-            if before.get(name) is not value and _holds(value, mode):
+        if type(value) in _TENSORS:
+            if before.get(name) is not value and _is_fake(value, mode):
                 found.append(name)
                 del table[name]
                 table.update({name: before[name]} if name in before else {})
-        elif type(value) in _DICTS:
+        elif type(value) in _DICTS and name != "__builtins__":
             kept = [key for key, entry in list(value.items()) if _holds(entry, mode)]
             found += [name] * bool(kept)
             for key in kept:
@@ -84,16 +85,13 @@ def _tables(modules: tuple[nn.Module, ...]) -> Iterator[dict[str, Any]]:
 
 def _holds(value: Any, mode: FakeTensorMode | None) -> bool:
     """Whether it is a tensor without values, or a tuple, list or dict that has one."""
-    if isinstance(value, (tuple, list)):
-        return any(_is_fake(each, mode) for each in value)
-    if isinstance(value, dict):
-        return any(_is_fake(each, mode) for each in list(value.values()))
-    return _is_fake(value, mode)
+    if type(value) in _DICTS:
+        value = list(value.values())
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return any(type(part) in _TENSORS and _is_fake(part, mode) for part in parts)
 
 
-def _is_fake(value: Any, mode: FakeTensorMode | None) -> bool:
-    if not isinstance(value, Tensor):
-        return False
+def _is_fake(value: Tensor, mode: FakeTensorMode | None) -> bool:
     tensor = local_or_whole(value)
     if isinstance(tensor, FakeTensor):
         return mode is None or tensor.fake_mode is mode
