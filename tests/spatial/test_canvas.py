@@ -115,6 +115,7 @@ def _warped(x: Tensor, place: Tensor) -> list[Tensor]:
         torch.index_add(lists, 0, cells, table),
         lists.index_copy(0, (torch.arange(rows * columns) + 7) % (rows * columns), table),
         torch.put(x.new_zeros(rows * columns), cells, pixels[0, 0], accumulate=True),
+        x.new_zeros(2 * rows * columns, channels).index_copy(0, torch.arange(rows * columns) * 2, table),
     ]
 
 

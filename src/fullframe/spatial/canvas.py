@@ -30,15 +30,22 @@ _BY_ROW = ("index_add", "index_copy", "index_fill", "index_reduce")
 _FILL_A_COPY = {getattr(home, name) for home in (torch, Tensor) for name in (*_BY_INDEX, *_BY_ROW)}
 
 
-def copy_filled_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The whole tensor into a copy of which `func` writes split values, split where `filled_by` would split it."""
-    if func not in _FILL_A_COPY or not args or not isinstance(args[0], Tensor) or isinstance(args[0], SpatialTensor):
+def with_filled(
+    canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alike: bool
+) -> tuple[Any, ...] | None:
+    """The arguments once what `func` fills is split; None where it stays whole.
+
+    That is `canvas`, where it writes into one, or a copy of the first of them: `torch.zeros(size).scatter_add(...)`.
+    """
+    if canvas is not None:
+        return args if _filled_by(canvas, func, args, kwargs, alike) else None
+    if func not in _FILL_A_COPY or not args or not isinstance(args[0], Tensor):
         return None
-    copy = args[0].clone()
-    return copy if filled_by(copy, func, args, kwargs, alike=True) else None
+    copy = args[0] if isinstance(args[0], SpatialTensor) else args[0].clone()
+    return (copy, *args[1:]) if _filled_by(copy, func, args, kwargs, alike) else None
 
 
-def filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alike: bool) -> bool:
+def _filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alike: bool) -> bool:
     """Whether `canvas`, into which `func` writes what comes of its split operands, is split now; sends nothing.
 
     It is cut as the operands are in the dims in which it has as many rows as they have, and evenly in others, where it

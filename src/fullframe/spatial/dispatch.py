@@ -17,7 +17,7 @@ from fullframe.errors import FullframeError, UnsupportedOp
 from fullframe.ranks.channel import announce
 from fullframe.ranks.recording import recorder
 from fullframe.spatial.approved import AS_IT_IS, KnownCall, approve, conformed, known_call
-from fullframe.spatial.canvas import copy_filled_by, filled_by
+from fullframe.spatial.canvas import with_filled
 from fullframe.spatial.expected import Expected, Leaf, expected_of, facts_of
 from fullframe.spatial.fallback import SEVERAL, derived, memory_of, name_of, plain, settle, settle_written, unsupported
 from fullframe.spatial.gradients import entered
@@ -76,10 +76,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         expected = expected_of(facts, func, args, kwargs) if known else None
         return with_whole_views(func, args, options, operands, expected)
     canvas = args[0] if target is None and args and writes(func, kwargs) else target
-    if canvas is not None and filled_by(canvas, func, args, kwargs, alike=True):
-        return dispatch(func, args, options)
-    if canvas is None and (copy := copy_filled_by(func, args, kwargs)) is not None:
-        return dispatch(func, (copy, *args[1:]), options)
+    if (filled := with_filled(canvas, func, args, kwargs, alike=True)) is not None:
+        return dispatch(func, filled, options)
     try:
         if target is not None and next(shells_in(args, kwargs), None) is None:
             result = func(*args, **kwargs)
@@ -91,8 +89,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reason, fix = merged.reason, merged.fix
     except Unsupported as refused:
         again, reason, fix = None, refused.reason, refused.fix
-        if filled_by(canvas, func, args, kwargs, alike=False):
-            return dispatch(func, args, options)
+        if (filled := with_filled(canvas, func, args, kwargs, alike=False)) is not None:
+            return dispatch(func, filled, options)
     if again is not None:
         result = dispatch(func, again[0], again[1] if target is None else {**again[1], "out": target})
         return args[0] if args and result is again[0][0] else result
