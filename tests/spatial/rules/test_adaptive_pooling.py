@@ -22,6 +22,8 @@ CASES: dict[str, Case] = {
     "adaptive_avg_pool (3, 5)": one(lambda x: F.adaptive_avg_pool2d(x, (3, 5))),
     "adaptive_avg_pool (None, 2)": one(lambda x: F.adaptive_avg_pool2d(x, (None, 2))),
     "adaptive_avg_pool (2, None)": one(lambda x: F.adaptive_avg_pool2d(x, (2, None))),
+    "adaptive_avg_pool of tokens 1": one(lambda x: F.adaptive_avg_pool1d(x.flatten(2), 1)),
+    "adaptive_avg_pool of tokens 5": one(lambda x: F.adaptive_avg_pool1d(x.flatten(2), 5)),
     "adaptive_max_pool 1": one(lambda x: F.adaptive_max_pool2d(x, 1)),
     "adaptive_max_pool (4, 6)": one(lambda x: F.adaptive_max_pool2d(x.relu(), (4, 6))),
 }
@@ -79,6 +81,7 @@ GLOBAL: dict[str, Any] = {
     "adaptive max, 3": lambda x: F.adaptive_max_pool2d(x, 3),
     "max": lambda x: F.max_pool2d(x, (x.shape[2], x.shape[3])),
     "average": lambda x: F.avg_pool2d(x, (x.shape[2], x.shape[3])),
+    "average of tokens": lambda x: F.adaptive_avg_pool1d(x.flatten(2), 1),
 }
 
 

@@ -34,11 +34,11 @@ def _adaptive_average_pool(func: Any, input: SpatialTensor, output_size: Any) ->
     """(..., H, W) to the given size: a mean for size 1, else weighted sums of rows wherever they lie."""
     count = _ADAPTIVE[func]
     first = input.dim() - count
-    input.spec.require_plain(range(first, input.dim()))
     sizes = _targets(input, output_size, count)
+    single = [first + n for n, size in enumerate(sizes) if size == 1]
+    input.spec.require_plain([dim for dim in range(first, input.dim()) if dim not in single])
     if 0 in input.shape:
         return func(input.full(), sizes)  # type: ignore[no-any-return]
-    single = [first + n for n, size in enumerate(sizes) if size == 1]
     kind = weights_dtype(input)
     result = input.mean(single, keepdim=True) if single else input
     for dim, size in zip(range(first, input.dim()), sizes, strict=True):
